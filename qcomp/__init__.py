@@ -1,0 +1,80 @@
+"""qcomp: compressed communication for data-parallel training, for any array library.
+
+Gradients or momenta are sent with 1 to 8 bits an element, what that loses is fed back, and Adam survives it with
+a frozen variance. `import qcomp` loads no array library; what is imported depends on the arrays that are passed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from qcomp.core import feedback
+from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressors import QSGD, Cast, Identity, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
+from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.optimizers import (
+    Adam,
+    CompressedSGD,
+    FreezeAt,
+    OneBitAdam,
+    QAdam,
+    VarianceStable,
+)
+from qcomp.core.packing import ExactBelow, Tensor
+from qcomp.core.payload import Payload, PayloadSpec
+from qcomp.core.random import Key
+from qcomp.core.registry import compressor, compressor_names, register
+from qcomp.core.state import OptimizerState
+from qcomp.version import __version__
+
+if TYPE_CHECKING:
+    from qcomp import comm, testing
+
+__all__ = [
+    "QSGD",
+    "Adam",
+    "Cast",
+    "CommunicatorError",
+    "CompressedMean",
+    "CompressedSGD",
+    "Compressor",
+    "ExactBelow",
+    "FreezeAt",
+    "Identity",
+    "Key",
+    "MeanState",
+    "MinMaxUInt8",
+    "MismatchError",
+    "NonFiniteError",
+    "OneBitAdam",
+    "OptimizerState",
+    "Payload",
+    "PayloadError",
+    "PayloadSpec",
+    "QAdam",
+    "Scaled",
+    "ScaledSign",
+    "Tensor",
+    "Traits",
+    "VarianceStable",
+    "__version__",
+    "comm",
+    "compressor",
+    "compressor_names",
+    "feedback",
+    "register",
+    "testing",
+]
+
+_SUBPACKAGES = ("comm", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the subpackages that need an array library on first use."""
+    if name in _SUBPACKAGES:
+        return import_module(f"qcomp.{name}")
+    raise AttributeError(f"module 'qcomp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

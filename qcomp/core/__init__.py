@@ -1,0 +1,1 @@
+"""The pure part: algorithms over explicit, immutable state, without I/O, for any Array-API library."""

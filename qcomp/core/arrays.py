@@ -1,0 +1,199 @@
+"""What the core needs from arrays beyond the Array API standard: bit-casts, exact roots and divisions.
+
+Everything that depends on the library of an array is in this module; the rest of the core is one code
+path for NumPy, torch, CuPy, JAX and any other library of the standard.
+"""
+
+import math
+import sys
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from qcomp.core.errors import NonFiniteError
+
+__all__ = [
+    "Array",
+    "array_namespace",
+    "bitcast",
+    "bytes_of",
+    "concat",
+    "detached",
+    "device",
+    "divide",
+    "dtype_name",
+    "flush",
+    "from_bytes_of",
+    "host_bytes",
+    "is_traced",
+    "itemsize",
+    "require_finite",
+    "sqrt",
+    "to_compute_dtype",
+    "truncate_last_bit",
+    "write_into",
+]
+
+Array = Any
+Namespace = Any
+
+TINY = 2.0**-126
+"""The smallest normal float32: what is smaller in magnitude counts as zero (`flush`)."""
+
+_ITEMSIZE = {"uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
+
+if sys.byteorder != "little":
+    raise ImportError(f"qcomp's wire format is little-endian; this machine is {sys.byteorder}-endian")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of any library, such as ``"float32"``."""
+    name = getattr(dtype, "name", None)
+    return name if isinstance(name, str) else str(dtype).rsplit(".", maxsplit=1)[-1]
+
+
+def itemsize(name: str) -> int:
+    """Return the bytes of one element of the dtype with this name."""
+    return _ITEMSIZE[name]
+
+
+def compute_dtype_name(name: str, *, argument: str = "x") -> str:
+    """Return the dtype in which values of dtype ``name`` are computed: float64 for float64, else float32."""
+    if name == "float64":
+        return "float64"
+    if name in ("float32", "float16", "bfloat16"):
+        return "float32"
+    raise TypeError(f"{argument} has dtype {name}; expected float64, float32, float16 or bfloat16")
+
+
+def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
+    """Return x in the dtype in which it is computed."""
+    name = dtype_name(x.dtype)
+    compute = compute_dtype_name(name, argument=argument)
+    if compute == name:
+        return x
+    xp = array_namespace(x)
+    return xp.astype(x, getattr(xp, compute))
+
+
+def detached(x: Array) -> Array:
+    """Return x outside any automatic differentiation, which torch otherwise records."""
+    detach = getattr(x, "detach", None)
+    return x if detach is None else detach()
+
+
+def bitcast(x: Array, dtype: Any) -> Array:
+    """Return the bits of x read as another dtype; the last axis grows or shrinks with the item size.
+
+    The Array API standard has no bit-cast. NumPy, CuPy, torch and JAX arrays have ``view``; an array of a
+    library without it is read through NumPy's protocol.
+    """
+    view = getattr(x, "view", None)
+    if view is None:
+        xp = array_namespace(x)
+        host = x.__array__()
+        return xp.asarray(host.view(dtype_name(dtype)), device=device(x))
+    offset = getattr(x, "storage_offset", None)
+    if offset is not None and offset() % itemsize(dtype_name(dtype)):
+        return x.clone().view(dtype)  # torch reads wider items only at aligned addresses
+    return view(dtype)
+
+
+def bytes_of(x: Array) -> Array:
+    """Return the bytes of an array as a one-dimensional uint8 array, little-endian."""
+    xp = array_namespace(x)
+    return bitcast(xp.reshape(x, (-1,)), xp.uint8)
+
+
+def from_bytes_of(data: Array, name: str) -> Array:
+    """Return a one-dimensional array of the named dtype from its bytes, the inverse of `bytes_of`."""
+    xp = array_namespace(data)
+    return bitcast(data, getattr(xp, name))
+
+
+def host_bytes(data: Array) -> bytes:
+    """Return the elements of an array on any device as bytes."""
+    to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
+    host = (data if to_host is None else to_host()).__array__()
+    return bytes(host.tobytes())
+
+
+def concat(parts: list[Array]) -> Array:
+    """Concatenate one-dimensional arrays; a single one is returned as it is."""
+    return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts)
+
+
+def flush(x: Array) -> Array:
+    """Return x with +0 in place of -0 and of everything below 2**-126 in magnitude.
+
+    Some devices and compilers flush subnormals and others do not; after this all of them agree.
+    """
+    xp = array_namespace(x)
+    return xp.where(xp.abs(x) < TINY, xp.zeros_like(x), x)
+
+
+def divide(x: Array, divisor: float | Array) -> Array:
+    """Return x / divisor, correctly rounded under every compiler.
+
+    XLA turns a division by a number, or by an array that is broadcast, into a multiplication by the
+    reciprocal, which rounds twice. As far as it can tell, the divisor here is another one for each element (it is
+    not: x == x but for NaN).
+    """
+    xp = array_namespace(x)
+    if isinstance(divisor, int | float):
+        divisor = xp.asarray(float(divisor), dtype=x.dtype, device=device(x))
+    return x / xp.where(x == x, divisor, xp.ones_like(x))  # noqa: PLR0124
+
+
+def sqrt(x: Array) -> Array:
+    """Return the correctly rounded square root.
+
+    Rounding a float64 root of a float32 number gives the correctly rounded float32 root (53 >= 2*24 + 2
+    bits), and some vectorised float32 roots are an ulp off.
+    """
+    xp = array_namespace(x)
+    info = xp.__array_namespace_info__()
+    if "float64" not in info.dtypes(kind="real floating"):
+        return xp.sqrt(x)
+    return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), x.dtype)
+
+
+def truncate_last_bit(x: Array) -> Array:
+    """Return x with the last bit of its significand cleared.
+
+    A product that goes through this integer operation cannot be contracted with a following addition
+    into one fused multiply-add, so ``truncate_last_bit(a * b) + c`` gives the same bits everywhere.
+    """
+    xp = array_namespace(x)
+    integer = xp.int64 if dtype_name(x.dtype) == "float64" else xp.int32
+    mask = xp.asarray(-2, dtype=integer, device=device(x))
+    return bitcast(xp.bitwise_and(bitcast(x, integer), mask), x.dtype)
+
+
+def is_traced(x: Array) -> bool:
+    """Return whether x has no value yet, because a compiler is tracing the computation."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.core.Tracer)
+
+
+def require_finite(values: Array, message: str) -> None:
+    """Raise `NonFiniteError` unless all values are finite; while tracing there is nothing to look at."""
+    if is_traced(values):
+        return
+    xp = array_namespace(values)
+    if not bool(xp.all(xp.isfinite(values))):
+        raise NonFiniteError(message)
+
+
+def write_into(out: Array, value: Array, *, argument: str = "out") -> Array:
+    """Write value into the buffer out, which must have its size and dtype, and return out."""
+    if math.prod(out.shape) != math.prod(value.shape) or out.dtype != value.dtype:
+        raise ValueError(
+            f"{argument} has shape {tuple(out.shape)} and dtype {dtype_name(out.dtype)}; "
+            f"expected {tuple(value.shape)} and {dtype_name(value.dtype)}"
+        )
+    try:
+        out[...] = array_namespace(value).reshape(value, out.shape)
+    except TypeError as error:
+        raise TypeError(f"{argument} is an immutable {type(out).__name__}; pass None") from error
+    return out

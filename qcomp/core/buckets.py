@@ -1,0 +1,83 @@
+"""How a vector is cut into buckets: pure integers, and the two-dimensional view of the elements.
+
+A bucket is a run of elements with one scale. All buckets of a vector have ``bucket_size`` elements but the
+last, the tail, whose *length* is the smallest power of two, at least 8, that holds what is left. The
+difference between a tail's length and its count is padding: it is on the wire as zero bits and never enters
+a scale, a norm or a residual.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from qcomp.core.arrays import Array, array_namespace, concat, device
+
+__all__ = ["Block", "blocks", "bucket_count", "join_blocks", "padded_size", "validate_bucket_size"]
+
+
+class Block(NamedTuple):
+    """A run of buckets of equal length: the full buckets of a vector, or its tail."""
+
+    start: int
+    """Index of the first element."""
+    rows: int
+    """Number of buckets."""
+    length: int
+    """Elements of a bucket, padding included."""
+    filled: int
+    """Elements of a bucket without padding: ``length``, except in the tail."""
+    first_bucket: int
+    """Index of the first bucket."""
+
+    def read(self, x: Array) -> Array:
+        """Return this block of a flat vector as an array of shape (rows, length), zeros as padding."""
+        xp = array_namespace(x)
+        flat = x[self.start : self.start + self.rows * self.filled]
+        if self.filled < self.length:
+            padding = xp.zeros((self.length - self.filled,), dtype=x.dtype, device=device(x))
+            flat = xp.concat([flat, padding])
+        return xp.reshape(flat, (self.rows, self.length))
+
+    def flat(self, rows: Array) -> Array:
+        """Return the elements of an array of shape (rows, length) without the padding, the inverse of `read`."""
+        return array_namespace(rows).reshape(rows, (-1,))[: self.rows * self.filled]
+
+
+def validate_bucket_size(bucket_size: int) -> None:
+    """Raise ValueError unless the size is a power of two from 8 to 2**20."""
+    if (
+        not isinstance(bucket_size, int)
+        or bucket_size < 8
+        or bucket_size > 1 << 20
+        or bucket_size & (bucket_size - 1)
+    ):
+        raise ValueError(f"bucket_size is {bucket_size!r}; expected a power of two from 8 to {1 << 20}")
+
+
+def bucket_count(size: int, bucket_size: int) -> int:
+    """Return the number of buckets of a vector of ``size`` elements."""
+    return -(-size // bucket_size)
+
+
+def tail_length(count: int) -> int:
+    """Return the length of a bucket of ``count`` elements: the smallest power of two from 8 that holds them."""
+    return max(8, 1 << (count - 1).bit_length())
+
+
+def padded_size(size: int, bucket_size: int) -> int:
+    """Return the number of elements with the padding of the tail."""
+    full, rest = divmod(size, bucket_size)
+    return full * bucket_size + (tail_length(rest) if rest else 0)
+
+
+def blocks(size: int, bucket_size: int) -> Iterator[Block]:
+    """Yield the full buckets as one block, then the tail as another, each only where there is one."""
+    full, rest = divmod(size, bucket_size)
+    if full:
+        yield Block(0, full, bucket_size, bucket_size, 0)
+    if rest:
+        yield Block(full * bucket_size, 1, tail_length(rest), rest, full)
+
+
+def join_blocks(parts: Sequence[Array], *, like: Array) -> Array:
+    """Concatenate the results of the blocks of one vector; an empty vector gives ``like[:0]``."""
+    return concat(list(parts)) if parts else like[:0]

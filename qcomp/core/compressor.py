@@ -1,0 +1,173 @@
+"""The compressor's contract: what every compressor takes, returns and promises."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+from qcomp.core.arrays import (
+    Array,
+    array_namespace,
+    compute_dtype_name,
+    dtype_name,
+    to_compute_dtype,
+    write_into,
+)
+from qcomp.core.errors import PayloadError
+from qcomp.core.payload import Payload, PayloadSpec
+from qcomp.core.random import Key
+
+__all__ = ["Compressor", "Traits"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a compressor C promises of its result, for every finite input v.
+
+    `qcomp.testing.check_compressor` tests each promise that is made.
+
+    Parameters
+    ----------
+    bucket_size : int
+        The vector may be cut at multiples of this without a change of the result; 1 where elements are
+        independent.
+    random : bool
+        Whether it draws random numbers, and so needs a key.
+    unbiased : bool
+        E C(v) = v, up to the 2**-17 of a level that 16-bit draws leave.
+    omega : float or None
+        With ``unbiased``: E ||C(v) - v||^2 <= omega ||v||^2.
+    delta : float or None
+        Contraction: E ||C(v) - v||^2 <= (1 - delta) ||v||^2, 0 < delta <= 1.
+    lossless : bool
+        C(v) = v bit for bit.
+    keeps_zero : bool
+        An element that is 0 stays 0.
+    """
+
+    bucket_size: int
+    random: bool = False
+    unbiased: bool = False
+    omega: float | None = None
+    delta: float | None = None
+    lossless: bool = False
+    keeps_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Base of all compressors: a frozen dataclass whose fields are its whole configuration.
+
+    A subclass names itself, states its `traits` and the layout of its payload, and implements `encode` and
+    `decode` on flat arrays. Everything else (shapes, dtypes, keys, buffers, spec strings) is here.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> c = qcomp.QSGD(levels=7, bucket_size=512)
+    >>> x = np.linspace(-1, 1, 1000, dtype=np.float32).reshape(10, 100)
+    >>> payload = c.compress(x, key=qcomp.Key(seed=1))
+    >>> y = c.decompress(payload, like=x)
+    >>> y.shape, y.dtype.name, payload.nbytes
+    ((10, 100), 'float32', 520)
+    """
+
+    name: ClassVar[str]
+    """The first word of the spec string."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """What this compressor promises."""
+
+    @abstractmethod
+    def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
+        """Return the layout, and so the exact number of bytes, of the payload of ``size`` elements."""
+
+    @abstractmethod
+    def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
+        """Return the fields of the payload of x, float32 or float64 of shape (n,).
+
+        Raises
+        ------
+        NonFiniteError
+            If x is not finite, or its scale is not.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
+        """Return the vector, of shape (size,) and dtype float32 or float64, from the fields of its payload."""
+
+    @cached_property
+    def spec(self) -> str:
+        """The spec string, from which `qcomp.compressor` makes an equal compressor."""
+        inner = [str(v) for f in fields(self) if isinstance(v := getattr(self, f.name), Compressor)]
+        options = [
+            f"{f.name}={v}" for f in fields(self) if not isinstance(v := getattr(self, f.name), Compressor)
+        ]
+        nested = f"({inner[0]})" if inner else ""
+        return f"{self.name}{nested}" + (":" + ",".join(options) if options else "")
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def compress(self, x: Array, *, key: Key | None = None) -> Payload:
+        """Compress an array.
+
+        Parameters
+        ----------
+        x : array of float16, bfloat16, float32 or float64, any shape
+            What to compress; arithmetic is in float64 for float64 and in float32 otherwise.
+        key : Key, optional
+            Names the random draws; required by compressors that draw.
+
+        Returns
+        -------
+        Payload
+            ``payload_spec(n, dtype).nbytes`` bytes, on the device of x.
+
+        Raises
+        ------
+        NonFiniteError
+            If x holds an infinity or a NaN, or values so large that their scale overflows. Not while a
+            compiler traces; then the decompressed vector is not finite either.
+        """
+        if self.traits.random and key is None:
+            raise ValueError(f"key is None; {self.spec} draws random numbers and needs a qcomp.Key")
+        flat = array_namespace(x).reshape(x, (-1,))
+        size, name = math.prod(x.shape), compute_dtype_name(dtype_name(x.dtype))
+        parts = self.encode(to_compute_dtype(flat), key)
+        return Payload(self.spec, size, name, self.payload_spec(size, name).join(parts))
+
+    def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:
+        """Decompress a payload.
+
+        Parameters
+        ----------
+        payload : Payload
+            What `compress` of an equal compressor returned, on any rank, in any library.
+        like : array
+            Gives the shape, the dtype and the device of the result.
+        out : array, optional
+            A buffer of that shape and dtype to write the result into (not for immutable arrays).
+
+        Raises
+        ------
+        PayloadError
+            If the payload is of another compressor or another number of elements.
+        """
+        if payload.compressor != self.spec:
+            raise PayloadError(
+                f"the payload was made by {payload.compressor}; this compressor is {self.spec}"
+            )
+        size = math.prod(like.shape)
+        if payload.size != size:
+            raise PayloadError(f"the payload has {payload.size} elements; like has {size}")
+        xp = array_namespace(like)
+        compute = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
+        parts = self.payload_spec(size, payload.dtype).split(payload.data)
+        flat = self.decode(parts, size, compute)
+        result = xp.astype(xp.reshape(flat, like.shape), like.dtype, copy=False)
+        return result if out is None else write_into(out, result)

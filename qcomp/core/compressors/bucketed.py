@@ -1,0 +1,84 @@
+"""Base of the compressors that give every element a small code and every bucket a few scales."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from qcomp.core import bitplanes
+from qcomp.core.arrays import Array, array_namespace, flush, from_bytes_of, require_finite
+from qcomp.core.buckets import Block, blocks, bucket_count, join_blocks, padded_size
+from qcomp.core.compressor import Compressor
+from qcomp.core.payload import Field, PayloadSpec
+from qcomp.core.random import Key
+
+__all__ = ["BucketedCompressor"]
+
+
+@dataclass(frozen=True)
+class BucketedCompressor(Compressor):
+    """A compressor with a code of ``bits`` bits per element and one float32 of each scale per bucket.
+
+    A subclass says what happens to buckets of equal length; the cutting, packing and joining is here.
+    """
+
+    scales: ClassVar[tuple[str, ...]]
+    """The names of the scales of a bucket, in the order of the payload."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits of a code."""
+
+    @abstractmethod
+    def encode_block(self, rows: Array, block: Block, key: Key | None) -> tuple[Array, tuple[Array, ...]]:
+        """Return the codes, uint8 of shape (rows, length), and the scales, each of shape (rows,).
+
+        The scale of a bucket that cannot be represented is infinite or NaN. Padding is 0 in ``rows`` and
+        must have code 0 if it is not to show on the wire.
+        """
+
+    @abstractmethod
+    def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
+        """Return the values, of shape (rows, length); scales have shape (rows, 1) and the dtype of the result."""
+
+    def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
+        """Return the layout: the packed codes of all buckets, then each of the scales."""
+        bucket_size = self.traits.bucket_size
+        codes = padded_size(size, bucket_size) * self.bits // 8
+        count = bucket_count(size, bucket_size)
+        return PayloadSpec(
+            (Field("codes", "uint8", codes), *(Field(name, "float32", count) for name in self.scales))
+        )
+
+    def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
+        """Return the packed codes and the scales of a flat vector."""
+        xp = array_namespace(x)
+        codes: list[Array] = []
+        scales: dict[str, list[Array]] = {name: [] for name in self.scales}
+        for block in blocks(x.shape[0], self.traits.bucket_size):
+            block_codes, block_scales = self.encode_block(flush(block.read(x)), block, key)
+            codes.append(xp.reshape(bitplanes.pack(block_codes, self.bits), (-1,)))
+            for name, values in zip(self.scales, block_scales, strict=True):
+                scales[name].append(xp.astype(values, xp.float32, copy=False))
+        parts = {name: join_blocks(values, like=xp.astype(x, xp.float32)) for name, values in scales.items()}
+        for name, values in parts.items():
+            require_finite(
+                values, f"x cannot be compressed by {self.spec}: the {name} of a bucket is not finite"
+            )
+        return {"codes": join_blocks(codes, like=xp.astype(x, xp.uint8)), **parts}
+
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
+        """Return the flat vector of the packed codes and scales."""
+        xp = array_namespace(parts["codes"])
+        values, offset = [], 0
+        for block in blocks(size, self.traits.bucket_size):
+            nbytes = block.rows * block.length * self.bits // 8
+            packed = xp.reshape(parts["codes"][offset : offset + nbytes], (block.rows, -1))
+            offset += nbytes
+            buckets = slice(block.first_bucket, block.first_bucket + block.rows)
+            scales = tuple(
+                xp.astype(parts[name][buckets][:, None], dtype, copy=False) for name in self.scales
+            )
+            values.append(block.flat(self.decode_block(bitplanes.unpack(packed, self.bits), scales)))
+        return join_blocks(values, like=from_bytes_of(parts["codes"][:0], "float32"))

@@ -1,0 +1,51 @@
+"""No compression, with the same interface."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from qcomp.core.arrays import Array, array_namespace, require_finite
+from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.payload import Field, PayloadSpec
+from qcomp.core.random import Key
+from qcomp.core.registry import register
+
+__all__ = ["Identity"]
+
+
+@register
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """C(v) = v: the exact mean has the same type as a compressed one.
+
+    Notes
+    -----
+    Sends 64 bits an element of float64 and 32 of every other dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.asarray([0.1, -0.2], dtype=np.float32)
+    >>> Identity().decompress(Identity().compress(x), like=x)
+    array([ 0.1, -0.2], dtype=float32)
+    """
+
+    name: ClassVar[str] = "identity"
+
+    @property
+    def traits(self) -> Traits:
+        """Lossless."""
+        return Traits(1, unbiased=True, omega=0.0, delta=1.0, lossless=True, keeps_zero=True)
+
+    def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
+        """Return the layout: the values."""
+        return PayloadSpec((Field("values", dtype, size),))
+
+    def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:  # noqa: ARG002
+        """Return the values."""
+        require_finite(x, "x cannot be compressed by identity: a value is not finite")
+        return {"values": x}
+
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:  # noqa: ARG002
+        """Return the values."""
+        return array_namespace(parts["values"]).astype(parts["values"], dtype, copy=False)

@@ -1,0 +1,132 @@
+"""QSGD: stochastic rounding to a few evenly spaced levels, unbiased."""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar, Literal
+
+from qcomp.core.arrays import TINY, Array, array_namespace, bitcast, device, divide
+from qcomp.core.buckets import Block, validate_bucket_size
+from qcomp.core.compressor import Traits
+from qcomp.core.compressors.bucketed import BucketedCompressor
+from qcomp.core.random import Key, draws16
+from qcomp.core.registry import register
+from qcomp.core.sums import norm2
+
+__all__ = ["QSGD", "round_up_step"]
+
+_ROUNDING_SLACK = 1 + 2**-14
+"""What rounding the step up to 17 bits and the draws to 16 can add to the variance, generously."""
+
+
+@register
+@dataclass(frozen=True)
+class QSGD(BucketedCompressor):
+    """C(v)_i = sign(v_i) * k_i * step, where k_i rounds |v_i| / step up or down at random, so that E C(v) = v.
+
+    Parameters
+    ----------
+    levels : int
+        Levels s above zero, 1 to 127. A code has one bit for the sign and as many as s needs; 1, 7 and 127
+        fill 2, 4 and 8 bits.
+    bucket_size : int
+        Elements that share a step, a power of two from 8.
+    norm : {"max", "l2"}
+        The step is this norm of the bucket over ``levels``, rounded up to 17 significant bits. ``"max"`` has
+        the far smaller variance; ``"l2"`` is the paper's theory and makes sparse codes.
+
+    Notes
+    -----
+    Exactly, E ||C(v) - v||^2 = step^2 * sum_i p_i (1 - p_i), p_i the fraction of |v_i| / step. Sends
+    bits + 32 / bucket_size bits an element. Source: Alistarh et al., NeurIPS 2017, section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> c = QSGD(levels=1, bucket_size=8)
+    >>> x = np.asarray([4.0, 0.0, -4.0, 0.0], dtype=np.float32)  # on the grid: kept exactly
+    >>> c.decompress(c.compress(x, key=qcomp.Key()), like=x)
+    array([ 4.,  0., -4.,  0.], dtype=float32)
+    """
+
+    name: ClassVar[str] = "qsgd"
+    scales: ClassVar[tuple[str, ...]] = ("step",)
+
+    levels: int = 7
+    bucket_size: int = 512
+    norm: Literal["max", "l2"] = "max"
+
+    def __post_init__(self) -> None:
+        validate_bucket_size(self.bucket_size)
+        if not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
+            raise ValueError(f"levels is {self.levels!r}; expected an integer from 1 to 127")
+        if self.norm not in ("max", "l2"):
+            raise ValueError(f"norm is {self.norm!r}; expected 'max' or 'l2'")
+
+    @property
+    def traits(self) -> Traits:
+        """Unbiased, with the variance bound of its norm for a full bucket."""
+        n, s = self.bucket_size, self.levels
+        if self.norm == "max":
+            omega = min((n - 1) / (4 * s**2), (1 + sqrt(n)) / (2 * s))
+        else:
+            omega = min(n / (4 * s**2), sqrt(n) / s)
+        return Traits(n, random=True, unbiased=True, omega=omega * _ROUNDING_SLACK, keeps_zero=True)
+
+    @property
+    def bits(self) -> int:
+        """The bits of the largest level, and one for the sign on top."""
+        return self.levels.bit_length() + 1
+
+    def encode_block(self, rows: Array, block: Block, key: Key | None) -> tuple[Array, tuple[Array, ...]]:
+        """Return the codes (the level, with the sign bit on top) and the step of each bucket."""
+        xp = array_namespace(rows)
+        assert key is not None  # `compress` has looked
+        magnitude = xp.abs(rows)
+        norm = xp.max(magnitude, axis=1) if self.norm == "max" else norm2(rows)
+        step = round_up_step(norm, self.levels)
+        divisor = xp.astype(xp.where(step > 0, step, xp.ones_like(step)), rows.dtype, copy=False)
+        position = divide(magnitude, divisor[:, None])
+        # Rounding may exceed the largest level; NaN also becomes a level, and the step tells of it.
+        position = xp.where(position < self.levels, position, xp.full_like(position, float(self.levels)))
+        level = xp.floor(position)
+        draws = draws16(key, block, bucket_size=self.bucket_size, like=rows)
+        up = draws < xp.round((position - level) * 65536.0)
+        level = xp.astype(level, xp.uint8) + xp.astype(up, xp.uint8)
+        sign = xp.asarray(1 << (self.bits - 1), dtype=xp.uint8, device=device(rows))
+        negative = (rows < 0) & (level > 0)
+        return xp.where(negative, level + sign, level), (step,)
+
+    def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
+        """Return the signed level times the step, an exact product."""
+        xp = array_namespace(codes)
+        (step,) = scales
+        sign = 1 << (self.bits - 1)
+        level = xp.bitwise_and(codes, xp.asarray(sign - 1, dtype=xp.uint8, device=device(codes)))
+        magnitude = xp.astype(level, step.dtype) * step
+        return xp.where(codes > sign, -magnitude, magnitude)
+
+
+def round_up_step(norm: Array, levels: int, *, bits: int = 17) -> Array:
+    """Return norm / levels as float32, rounded up to ``bits`` significant bits, and at least 2**-126.
+
+    The product of such a step and a level of up to 24 - bits bits is exact, so that no fused
+    multiply-add changes a result. Zero gives zero; a step whose largest level overflows gives infinity.
+    """
+    xp = array_namespace(norm)
+    exact = divide(norm, levels)
+    step = xp.astype(exact, xp.float32, copy=False)
+    low = (1 << 24 - bits) - 1
+    rounded = _add_bits(step, low, ~low)
+    # float64 only: rounding to float32 may have gone down onto a step that is then too small.
+    short = xp.astype(rounded, exact.dtype, copy=False) < exact
+    rounded = xp.where(short, _add_bits(rounded, low + 1, -1), rounded)
+    rounded = xp.where(rounded < TINY, xp.full_like(rounded, TINY), rounded)
+    rounded = xp.where(xp.isfinite(rounded * levels), rounded, xp.full_like(rounded, float("inf")))
+    return xp.where(norm > 0, rounded, xp.astype(norm, xp.float32, copy=False))
+
+
+def _add_bits(x: Array, addend: int, mask: int) -> Array:
+    """Return the float32 whose bits are ``(bits of x + addend) & mask``."""
+    xp = array_namespace(x)
+    bits = bitcast(x, xp.int32) + xp.asarray([addend], dtype=xp.int32, device=device(x))
+    return bitcast(xp.bitwise_and(bits, xp.asarray([mask], dtype=xp.int32, device=device(x))), xp.float32)

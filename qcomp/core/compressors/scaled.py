@@ -1,0 +1,75 @@
+"""An unbiased compressor shrunk to a contraction, as error feedback needs it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from qcomp.core.arrays import Array, truncate_last_bit
+from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.payload import PayloadSpec
+from qcomp.core.random import Key
+from qcomp.core.registry import register
+
+__all__ = ["Scaled"]
+
+
+@register
+@dataclass(frozen=True)
+class Scaled(Compressor):
+    """C(v) = Q(v) / (1 + omega) for an unbiased compressor Q, a contraction with delta = 1 / (1 + omega).
+
+    Parameters
+    ----------
+    compressor : Compressor
+        Unbiased, with a known omega.
+
+    Notes
+    -----
+    The payload is that of Q; the factor is applied when decompressing. Source: Beznosikov et al., JMLR 2023,
+    lemma 8; E ||c Q - v||^2 <= (c^2 (1 + omega) - 2 c + 1) ||v||^2 is least at c = 1 / (1 + omega).
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> c = Scaled(qcomp.QSGD(levels=7, bucket_size=512))
+    >>> c.spec
+    'scaled(qsgd:levels=7,bucket_size=512,norm=max)'
+    """
+
+    name: ClassVar[str] = "scaled"
+
+    compressor: Compressor
+
+    def __post_init__(self) -> None:
+        traits = self.compressor.traits
+        if not traits.unbiased or traits.omega is None:
+            raise ValueError(f"compressor is {self.compressor.spec}; expected an unbiased one of known omega")
+
+    @property
+    def _factor(self) -> float:
+        omega = self.compressor.traits.omega
+        assert omega is not None  # checked at construction
+        return 1 / (1 + omega)
+
+    @property
+    def traits(self) -> Traits:
+        """A contraction by 1 / (1 + omega), less what rounding the product takes."""
+        inner = self.compressor.traits
+        return Traits(
+            inner.bucket_size,
+            random=inner.random,
+            delta=self._factor * (1 - 2**-12),
+            keeps_zero=inner.keeps_zero,
+        )
+
+    def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
+        """Return the layout of the compressor inside."""
+        return self.compressor.payload_spec(size, dtype)
+
+    def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
+        """Return the fields of the compressor inside."""
+        return self.compressor.encode(x, key)
+
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
+        """Return the result of the compressor inside times the factor."""
+        return truncate_last_bit(self.compressor.decode(parts, size, dtype) * self._factor)

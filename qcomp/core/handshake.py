@@ -1,0 +1,108 @@
+"""Whether all ranks were started alike, asked once before they work together."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from qcomp.core.arrays import Array, array_namespace, device, host_bytes
+from qcomp.core.errors import MismatchError
+from qcomp.core.naming import name_ranks
+from qcomp.core.transport import Transport
+
+__all__ = ["handshake"]
+
+_ABSENT = object()
+_LONGEST_VALUE = 100
+
+
+def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> None:
+    """Make sure that all ranks agree about some facts.
+
+    Sends 8 bytes and the facts' JSON text to every other rank.
+
+    Parameters
+    ----------
+    comm : Communicator
+    facts : mapping of str to object
+        What must be the same everywhere: version, compressor, sizes, seed and the like. A value that JSON
+        cannot hold counts as its `str`.
+    like : array
+        Gives the library and the device of the buffers that are exchanged.
+
+    Raises
+    ------
+    MismatchError
+        On every rank, with the same text: each fact that differs, and which ranks hold which value. Of a list
+        or mapping, the first entry that differs.
+
+    Examples
+    --------
+    >>> from qcomp.comm.local import run_local
+    >>> run_local(2, lambda comm: handshake(comm, {"seed": 0}))
+    [None, None]
+    >>> try:
+    ...     run_local(3, lambda comm: handshake(comm, {"seed": comm.rank // 2}))
+    ... except MismatchError as error:
+    ...     print(error)
+    the ranks were not started alike: seed is 0 on ranks 0 and 1, but 1 on rank 2
+    """
+    texts = _gather_texts(comm, json.dumps(dict(facts), sort_keys=True, default=str), like)
+    if len(set(texts)) == 1:
+        return
+    held: list[dict[str, object]] = [json.loads(text) for text in texts]
+    differences = [
+        _describe(key, [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held])
+        for key in sorted({key for facts_of_rank in held for key in facts_of_rank})
+    ]
+    raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
+
+
+def _gather_texts(comm: Transport, text: str, like: Array) -> list[str]:
+    data = text.encode()
+    size = len(data).to_bytes(8, "little")
+    arrived = comm.all_gather(_buffer(size, like), [8] * comm.size)
+    sizes = [int.from_bytes(host_bytes(part), "little") for part in arrived]
+    return [host_bytes(part).decode() for part in comm.all_gather(_buffer(data, like), sizes)]
+
+
+def _buffer(data: bytes, like: Array) -> Array:
+    xp = array_namespace(like)
+    return xp.asarray(list(data), dtype=xp.uint8, device=device(like))
+
+
+def _describe(path: str, values: list[Any]) -> str | None:
+    """Say which ranks hold which value, at the first place where the values differ."""
+    ranks_of = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks_of[_text(value)].append(rank)
+    if len(ranks_of) == 1:
+        return None
+    if all(isinstance(value, dict) for value in values):
+        keys = sorted({key for value in values for key in value})
+        return _first(
+            _describe(f"{path}.{key}", [value.get(key, _ABSENT) for value in values]) for key in keys
+        )
+    if all(isinstance(value, list) for value in values):
+        longest = max(len(value) for value in values)
+        return _first(
+            _describe(f"{path}[{i}]", [value[i] if i < len(value) else _ABSENT for value in values])
+            for i in range(longest)
+        )
+    held = [f"{_shorten(text)} on {name_ranks(ranks)}" for text, ranks in ranks_of.items()]
+    return f"{path} is {', '.join(held[:-1])}, but {held[-1]}"
+
+
+def _first(descriptions: Any) -> str | None:
+    return next(filter(None, descriptions), None)
+
+
+def _text(value: object) -> str:
+    # Compared as text, since NaN is not equal to itself.
+    if value is _ABSENT:
+        return "absent"
+    return repr(value) if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -1,0 +1,319 @@
+"""What all optimizers share: explicit state, and a step of two pure halves around an exchange."""
+
+import math
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, NamedTuple
+
+from qcomp.core.arrays import (
+    Array,
+    array_namespace,
+    compute_dtype_name,
+    detached,
+    device,
+    dtype_name,
+    host_bytes,
+    to_compute_dtype,
+)
+from qcomp.core.checkpoint import from_state_dict, to_state_dict
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.handshake import handshake
+from qcomp.core.random import Key
+from qcomp.core.state import OptimizerState
+from qcomp.core.sums import total
+from qcomp.core.transport import AllGather, Stages, Transport, drive, fuse
+
+__all__ = ["EXACT", "Average", "Means", "Optimizer", "Part"]
+
+EXACT = CompressedMean(Identity(), feedback=False)
+"""The exact mean, with the same interface as a compressed one."""
+
+
+class Part(NamedTuple):
+    """Tensors that are averaged in the same way."""
+
+    mean: CompressedMean
+    tensors: tuple[int, ...]
+    values: tuple[Array, ...]
+    state: MeanState
+    key: Key
+
+
+class Means(NamedTuple):
+    """The answer to an `Average`."""
+
+    values: tuple[Array, ...]
+    """The mean of each tensor, in the order of the parameters, the same on all ranks."""
+    exchange: MeanState
+    """The residuals after the exchange."""
+
+
+class Average(NamedTuple):
+    """What a step must average over the ranks, and how: the exact tensors and the compressed ones."""
+
+    parts: tuple[Part, ...]
+    exchange: MeanState
+    """The residuals as they are if no part is compressed."""
+
+    def stages(self) -> Stages[Means]:
+        """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
+        results = yield from fuse([p.mean.stages(p.values, p.state, key=p.key) for p in self.parts])
+        values: dict[int, Array] = {}
+        exchange = self.exchange
+        for part, (means, state) in zip(self.parts, results, strict=True):
+            values.update(zip(part.tensors, means, strict=True))
+            if part.mean is not EXACT:
+                exchange = state
+        return Means(tuple(values[i] for i in range(len(values))), exchange)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """Base of all optimizers.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        A number, or a schedule: the learning rate as a function of the number of completed steps.
+    weight_decay : float
+        How strongly parameters are drawn to zero.
+    clip_norm : float, optional
+        The largest global norm sqrt(mean_i |g_i|^2) of the gradients; larger ones are scaled down on all ranks
+        by the same factor. Costs an exchange of 8 bytes a step.
+    seed : int
+        Of the random draws of the compressor.
+    nonfinite : {"raise", "skip"}
+        What happens in a step in which a gradient on any rank is infinite or NaN: all ranks raise
+        `NonFiniteError`, or all ranks leave the step out and count it. No state is touched either way.
+    """
+
+    learning_rate: float | Callable[[int], float]
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    seed: int = 0
+    nonfinite: Literal["raise", "skip"] = "raise"
+
+    def __post_init__(self) -> None:
+        if not callable(self.learning_rate):
+            _require(
+                "learning_rate", self.learning_rate, self.learning_rate >= 0, "a number >= 0 or a schedule"
+            )
+        _require("weight_decay", self.weight_decay, self.weight_decay >= 0, "a number >= 0")
+        _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a number > 0")
+        _require("seed", self.seed, 0 <= self.seed < 1 << 64, "an integer from 0 to 2**64 - 1")
+        _require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
+
+    @abstractmethod
+    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+        """Return the state before the first step, without an exchange."""
+
+    @property
+    def mean(self) -> CompressedMean:
+        """How the compressed stage averages; its residuals are in the state."""
+        return EXACT
+
+    def enter(self, state: OptimizerState, stage: Literal["warmup", "compressed"]) -> OptimizerState:
+        """Return a state as it is when a stage begins, with residuals of zero."""
+        if stage != state.stage:
+            raise ValueError(f"stage is {stage!r}; {type(self).__name__} has only {state.stage!r}")
+        return state
+
+    @abstractmethod
+    def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
+        """Return what must be averaged in this step, the first half of `step`.
+
+        Parameters
+        ----------
+        grads : array or sequence of arrays
+            This rank's gradients.
+        state : OptimizerState
+            Of the last step.
+        scale : float
+            Factor of the gradients, the same on all ranks (clipping).
+        """
+
+    @abstractmethod
+    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
+        """Return the parameters and the state after this step, from what was averaged, the second half."""
+
+    def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
+        """Return the state before the first step, after all ranks agreed that they were started alike.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters, of one library and device; the same on all ranks.
+        comm : Communicator
+            Its rank and size are kept, nothing else.
+        names : sequence of str, optional
+            Names of the parameters in checkpoints and policies; by default their numbers.
+
+        Raises
+        ------
+        MismatchError
+            On every rank, if the ranks differ in version, optimizer, settings, names or shapes.
+        """
+        tensors = as_tensors(params, "params")
+        names = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
+        if len(set(names)) != len(tensors):
+            raise ValueError(
+                f"names has {len(set(names))} different names; params has {len(tensors)} tensors"
+            )
+        facts = {
+            "optimizer": type(self).__name__,
+            "settings": {f.name: _describe(getattr(self, f.name)) for f in fields(self)},
+            "names": list(names),
+            "shapes": [list(t.shape) for t in tensors],
+            "dtypes": [dtype_name(t.dtype) for t in tensors],
+        }
+        handshake(comm, facts, like=tensors[0])
+        return self.start(tensors, names, comm.rank, comm.size)
+
+    def step(
+        self, params: Any, grads: Any, state: OptimizerState, comm: Transport
+    ) -> tuple[Any, OptimizerState]:
+        """Make one step over a communicator.
+
+        Parameters
+        ----------
+        params, grads : array or sequence of arrays
+            Parameters, the same on all ranks, and this rank's gradients of them. Neither is written to.
+        state : OptimizerState
+            From `init` or the last step.
+        comm : Communicator
+            The one that `init` saw, or another of the same rank and size.
+
+        Returns
+        -------
+        params : array or list of arrays
+            New arrays, the same on all ranks bit for bit.
+        state : OptimizerState
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a gradient on any rank is not finite (with ``nonfinite="raise"``).
+        CommunicatorError
+            If the exchange did not complete. The parameters and the state passed in are still valid.
+        """
+        if (comm.rank, comm.size) != (state.rank, state.size):
+            raise ValueError(
+                f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
+            )
+        return drive(self.stages(params, grads, state), comm)
+
+    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+        """Make one step as a generator of pure stages, for those who move the buffers themselves."""
+        tensors, gradients = as_tensors(params, "params"), as_tensors(grads, "grads")
+        if [tuple(g.shape) for g in gradients] != [tuple(p.shape) for p in tensors]:
+            raise ValueError(
+                f"grads has shapes {[tuple(g.shape) for g in gradients]}; "
+                f"params has {[tuple(p.shape) for p in tensors]}"
+            )
+        try:
+            scale = 1.0 if self.clip_norm is None else (yield from self._clip_scale(gradients, state.size))
+            means = yield from self.prepare(gradients, state, scale=scale).stages()
+        except NonFiniteError:
+            if self.nonfinite == "raise":
+                raise
+            return params, state._replace(skipped=state.skipped + 1)
+        new_params, new_state = self.apply(tensors, means, state)
+        return (new_params if isinstance(params, list | tuple) else new_params[0]), new_state
+
+    def state_dict(self, state: OptimizerState) -> dict[str, Any]:
+        """Return a state as a flat dict of named arrays and scalars, for `numpy.savez`, `torch.save` and the like.
+
+        Parameters are named as in `init`. The residuals are this rank's own: every rank keeps its dict.
+        """
+        return to_state_dict(state, self.mean)
+
+    def load_state_dict(
+        self, saved: Mapping[str, Any], params: Any, comm: Transport, names: Sequence[str] | None = None
+    ) -> OptimizerState:
+        """Return the state that `state_dict` has saved; going on from it is as if there had been no stop.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar
+            This rank's own dict.
+        params, comm, names
+            As for `init`.
+
+        Raises
+        ------
+        ValueError
+            If the dict is of another rank, number of ranks, model or optimizer.
+        MismatchError
+            On every rank, if the ranks come from different steps.
+        """
+        state = self.init(params, comm, names)
+        state = from_state_dict(saved, self.enter(state, saved["stage"]), self.mean)
+        handshake(comm, {"step": state.step, "stage": state.stage}, like=as_tensors(params, "params")[0])
+        return state
+
+    def rate(self, state: OptimizerState) -> float:
+        """Return the learning rate of the next step."""
+        return self.learning_rate(state.step) if callable(self.learning_rate) else self.learning_rate
+
+    def _clip_scale(self, grads: Sequence[Array], size: int) -> Stages[float]:
+        """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks."""
+        assert self.clip_norm is not None
+        xp = array_namespace(grads[0])
+        square = math.fsum(float(total(to_compute_dtype(g) ** 2)) for g in grads)
+        message = xp.asarray(list(struct.pack("<d", square)), dtype=xp.uint8, device=device(grads[0]))
+        arrived = yield AllGather(message, (8,) * size)
+        squares = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
+        norm = math.sqrt(math.fsum(squares) / size)
+        if not math.isfinite(norm):
+            bad = ", ".join(str(rank) for rank, value in enumerate(squares) if not math.isfinite(value))
+            raise NonFiniteError(f"the norm of the gradients on rank {bad} is not finite")
+        return min(1.0, self.clip_norm / norm) if norm > 0 else 1.0
+
+    def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
+        """Return a part in which these tensors are averaged exactly."""
+        nothing = MeanState(state.rank, state.size, (), ())
+        return Part(EXACT, tuple(tensors), tuple(values), nothing, self._key(state))
+
+    def _key(self, state: OptimizerState) -> Key:
+        return Key(seed=self.seed, step=state.step, rank=state.rank)
+
+
+def as_tensors(values: Any, argument: str) -> list[Array]:
+    """Return an array or a sequence of arrays as a list, outside automatic differentiation."""
+    tensors = [detached(v) for v in values] if isinstance(values, list | tuple) else [detached(values)]
+    if not tensors:
+        raise ValueError(f"{argument} is empty; expected an array or a sequence of at least one")
+    array_namespace(*tensors)  # raises unless all are arrays of one library
+    names = {compute_dtype_name(dtype_name(t.dtype), argument=argument) for t in tensors}
+    if len(names) > 1:
+        raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
+    return tensors
+
+
+def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
+    """Return zeros of the shapes of these tensors, in the dtype in which they are computed."""
+    return tuple(array_namespace(t).zeros_like(to_compute_dtype(t)) for t in tensors)
+
+
+def update(param: Array, change: Array) -> Array:
+    """Return ``param - change``, computed in the dtype of the change, in the dtype of the parameter."""
+    return array_namespace(param).astype(to_compute_dtype(param) - change, param.dtype, copy=False)
+
+
+def _require(argument: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{argument} is {value!r}; expected {expected}")
+
+
+def _describe(value: object) -> str:
+    """Describe a setting in words that are equal on ranks with equal settings."""
+    if isinstance(value, Compressor):
+        return value.spec
+    if callable(value) and not is_dataclass(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)

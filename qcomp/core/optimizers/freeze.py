@@ -1,0 +1,104 @@
+"""When a frozen-variance optimizer stops updating its variance."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+__all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "freeze_rule"]
+
+
+class Observation(NamedTuple):
+    """What a rule concludes after a step of the warm-up."""
+
+    frozen: bool
+    history: tuple[float, ...]
+    """What the rule wants to see again after the next step."""
+
+
+class FreezeRule(Protocol):
+    """Decides after every step of the warm-up, from values that are the same on all ranks."""
+
+    def observe(
+        self, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float
+    ) -> Observation:
+        """Return whether to freeze after ``step`` steps.
+
+        Parameters
+        ----------
+        step : int
+            Completed steps, from 1.
+        norm : callable
+            Returns ||v||_1 of the variance before bias correction; called only by rules that need it.
+        history : tuple of float
+            What the rule returned after the last step; empty at first.
+        beta2 : float
+            The decay of the variance.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FreezeAt:
+    """Freeze after a number of steps: steps 1 to ``step`` are exact, the next one is the first compressed.
+
+    Parameters
+    ----------
+    step : int
+        At least 1. 15% to 25% of all steps is usual.
+    """
+
+    step: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.step, int) or self.step < 1:
+            raise ValueError(f"freeze is {self.step!r}; expected an integer of at least 1, or a rule")
+
+    def observe(
+        self,
+        step: int,
+        norm: Callable[[], float],  # noqa: ARG002
+        history: tuple[float, ...],
+        beta2: float,  # noqa: ARG002
+    ) -> Observation:
+        """Return whether the step is reached."""
+        return Observation(step >= self.step, history)
+
+
+@dataclass(frozen=True)
+class VarianceStable:
+    """Freeze when the variance has settled: min(r, 1/r) >= threshold for r = ||v_{t-d}||_1 / ||v_t||_1, d = 1/(1-b2).
+
+    Parameters
+    ----------
+    threshold : float
+        Above 0 and at most 1.
+    after : int
+        The first step after which to freeze, for instance the end of a learning-rate warm-up.
+
+    Notes
+    -----
+    Gradients without a trend freeze after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999. Source: Tang
+    et al., ICML 2021, section 7.1; either direction of change counts here, since the variance may also shrink.
+    """
+
+    threshold: float = 0.96
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold!r}; expected above 0 and at most 1")
+
+    def observe(
+        self, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float
+    ) -> Observation:
+        """Compare the norm with the one of d steps ago."""
+        delay = round(1 / (1 - beta2))
+        history = (*history, norm())[-(delay + 1) :]
+        before, now = history[0], history[-1]
+        settled = len(history) > delay and min(before, now) >= self.threshold * max(before, now) > 0
+        return Observation(settled and step > self.after, history)
+
+
+def freeze_rule(freeze: int | FreezeRule) -> FreezeRule:
+    """Return the rule that an optimizer's ``freeze`` stands for."""
+    return FreezeAt(freeze) if isinstance(freeze, int) else freeze

@@ -1,0 +1,54 @@
+"""QAdam: Adam with a frozen variance and a quantized momentum."""
+
+from dataclasses import InitVar, dataclass
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.minmax import MinMaxUInt8
+from qcomp.core.optimizers.freeze import FreezeAt, FreezeRule, VarianceStable
+from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+
+__all__ = ["QAdam"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QAdam(FrozenVarianceAdam):
+    """QAdam: exact Adam for a warm-up, then a momentum of eight bits an element.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, clip_norm, seed, nonfinite
+        See `Optimizer`.
+    betas, eps
+        See `Adam`.
+    compressor, feedback, topology, exact
+        See `CompressingOptimizer`; ``feedback=False`` is what Bagua does.
+    freeze : int or rule
+        The last exact step, or a rule such as `VarianceStable`.
+    warmup_steps : int, optional
+        Another name for ``freeze`` as a number of steps; give one of the two.
+
+    Notes
+    -----
+    The same state machine as `OneBitAdam` with another compressor. In the compressed stage it sends 2 (N - 1) / N
+    times 8 bits a parameter and 64 bits a bucket. Source: Bagua's documentation; unlike there, the bias correction of the
+    variance is frozen with it (it would make steps grow up to 3.2 times) and weight decay is used.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.QAdam(learning_rate=1e-3, warmup_steps=100).freeze
+    FreezeAt(step=100)
+    """
+
+    compressor: Compressor = MinMaxUInt8()
+    freeze: int | FreezeRule = VarianceStable()
+    warmup_steps: InitVar[int | None] = None
+
+    def __post_init__(self, warmup_steps: int | None) -> None:
+        if warmup_steps is not None:
+            if self.freeze != VarianceStable():
+                raise ValueError(
+                    f"freeze is {self.freeze!r} and warmup_steps is {warmup_steps}; expected one of them"
+                )
+            object.__setattr__(self, "freeze", FreezeAt(warmup_steps))
+        super().__post_init__()

@@ -1,0 +1,185 @@
+"""What a compressor puts on the wire: one uint8 buffer, its layout, and its form outside a running job."""
+
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qcomp.core.arrays import (
+    Array,
+    array_namespace,
+    bytes_of,
+    concat,
+    device,
+    from_bytes_of,
+    host_bytes,
+    itemsize,
+)
+from qcomp.core.errors import PayloadError
+
+__all__ = ["Field", "Payload", "PayloadSpec"]
+
+_MAGIC = b"QCMP"
+_VERSION = 1
+_HEADER = struct.Struct("<4sBBHQQ")
+"""Magic, version, dtype, bytes of the compressor's spec, elements, bytes of data; spec, CRC-32 and data follow."""
+_CHECKSUM = struct.Struct("<I")
+_DTYPES = ("float32", "float64")
+
+
+class Field(NamedTuple):
+    """One part of a payload: a one-dimensional array of ``size`` elements of a dtype."""
+
+    name: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True)
+class PayloadSpec:
+    """The layout of a payload: its fields in order, each aligned to its item size.
+
+    Parameters
+    ----------
+    fields : tuple of Field
+        The parts, in the order in which they lie in the buffer.
+
+    Examples
+    --------
+    >>> PayloadSpec((Field("codes", "uint8", 5), Field("scales", "float32", 1))).nbytes
+    12
+    """
+
+    fields: tuple[Field, ...]
+
+    def _offsets(self) -> tuple[int, ...]:
+        """Return where each field starts, and last where the buffer ends."""
+        offsets, end = [], 0
+        for field in self.fields:
+            size = itemsize(field.dtype)
+            start = -(-end // size) * size if field.size else end
+            offsets.append(start)
+            end = start + field.size * size
+        return (*offsets, end)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self._offsets()[-1]
+
+    def join(self, parts: Mapping[str, Array]) -> Array:
+        """Return the buffer of these fields, uint8 of shape (nbytes,)."""
+        pieces, end = [], 0
+        for field, start in zip(self.fields, self._offsets(), strict=False):
+            part = parts[field.name]
+            if start > end:
+                xp = array_namespace(part)
+                pieces.append(xp.zeros((start - end,), dtype=xp.uint8, device=device(part)))
+            pieces.append(bytes_of(part))
+            end = start + pieces[-1].shape[0]
+        return concat(pieces)
+
+    def split(self, data: Array) -> dict[str, Array]:
+        """Return the fields of a buffer, the inverse of `join`."""
+        if data.shape != (self.nbytes,):
+            raise PayloadError(f"the payload has shape {tuple(data.shape)}; expected ({self.nbytes},)")
+        return {
+            field.name: from_bytes_of(data[start : start + field.size * itemsize(field.dtype)], field.dtype)
+            for field, start in zip(self.fields, self._offsets(), strict=False)
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """A compressed vector.
+
+    Parameters
+    ----------
+    compressor : str
+        The spec string of the compressor that made it, such as ``"sign:bucket_size=4096,scale=l1"``.
+    size : int
+        Number of elements that it stands for.
+    dtype : str
+        Name of the dtype in which it was computed: ``"float64"`` for float64 input, else ``"float32"``.
+    data : array of uint8, shape (nbytes,)
+        What goes on the wire, on the device of the compressed vector.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> x = np.asarray([3.0, -1.0], dtype=np.float32)
+    >>> payload = qcomp.ScaledSign(bucket_size=8).compress(x)
+    >>> payload.nbytes  # a byte of signs, padding to 4, a float32 scale
+    8
+    >>> blob = payload.to_bytes()
+    >>> back = qcomp.Payload.from_bytes(blob, like=x)
+    >>> qcomp.compressor(back.compressor).decompress(back, like=x)
+    array([ 2., -2.], dtype=float32)
+    """
+
+    compressor: str
+    size: int
+    dtype: str
+    data: Array
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return int(self.data.shape[0])
+
+    def to_bytes(self) -> bytes:
+        """Return the payload as bytes that describe and check themselves, for files and other transports.
+
+        A header of 24 bytes (magic, version, dtype, lengths), the compressor's spec string, a CRC-32 of
+        everything else, and the data.
+        """
+        spec = self.compressor.encode()
+        data = host_bytes(self.data)
+        header = _HEADER.pack(_MAGIC, _VERSION, _DTYPES.index(self.dtype), len(spec), self.size, len(data))
+        return header + spec + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(header + spec))) + data
+
+    @classmethod
+    def from_bytes(cls, blob: bytes | bytearray | memoryview, *, like: Array) -> "Payload":
+        """Return the payload from its bytes, in the library and on the device of ``like``.
+
+        Raises
+        ------
+        PayloadError
+            If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Nothing
+            is allocated that the bytes do not hold.
+        """
+        from qcomp.core.registry import compressor  # noqa: PLC0415 - the registry's classes make payloads
+
+        view = memoryview(blob).cast("B")
+        if len(view) < _HEADER.size:
+            raise PayloadError(f"the payload has {len(view)} bytes; a header has {_HEADER.size}")
+        magic, version, dtype, spec_length, size, data_length = _HEADER.unpack_from(view)
+        if magic != _MAGIC:
+            raise PayloadError(f"the payload starts with {magic!r}; expected {_MAGIC!r}")
+        if version != _VERSION:
+            raise PayloadError(f"the payload has version {version}; this release reads version {_VERSION}")
+        start = _HEADER.size + spec_length + _CHECKSUM.size
+        if len(view) != start + data_length:
+            raise PayloadError(
+                f"the payload has {len(view)} bytes; its header announces {start + data_length}"
+            )
+        described, data = view[: start - _CHECKSUM.size], view[start:]
+        (checksum,) = _CHECKSUM.unpack_from(view, start - _CHECKSUM.size)
+        if zlib.crc32(data, zlib.crc32(described)) != checksum:
+            raise PayloadError("the payload is damaged: its checksum does not match")
+        if dtype >= len(_DTYPES):
+            raise PayloadError(f"the payload has dtype number {dtype}; expected 0 to {len(_DTYPES) - 1}")
+        try:
+            spec = bytes(described[_HEADER.size :]).decode()
+            expected = compressor(spec).payload_spec(size, _DTYPES[dtype]).nbytes
+        except (ValueError, TypeError) as error:
+            raise PayloadError(f"the payload names a compressor that cannot be made: {error}") from error
+        if expected != data_length:
+            raise PayloadError(
+                f"the payload has {data_length} bytes of data; {spec} makes {expected} of {size}"
+            )
+        xp = array_namespace(like)
+        # A list where there is nothing: not every library takes an empty buffer.
+        array = xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
+        return cls(spec, size, _DTYPES[dtype], array)

@@ -1,0 +1,138 @@
+"""Compressors by name: spec strings, and what other packages offer through entry points."""
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, get_type_hints
+
+from qcomp.core.compressor import Compressor
+
+__all__ = ["compressor", "compressor_names", "register"]
+
+_GROUP = "qcomp.compressors"
+_MAX_SPEC = 1000
+"""Longest spec string that is read: they arrive in files and messages, and nest."""
+
+_classes: dict[str, type[Compressor]] = {}
+
+
+def register(cls: type[Compressor]) -> type[Compressor]:
+    """Make a compressor class known by its name, as a class decorator.
+
+    A package that is installed needs no call: it names its class under the entry point group
+    ``qcomp.compressors`` and is imported on first use.
+
+    Raises
+    ------
+    ValueError
+        If another class has that name already.
+    """
+    known = _classes.get(cls.name)
+    if known is not None and known is not cls:
+        raise ValueError(f"{cls.__qualname__} has name {cls.name!r}, which is {known.__qualname__}'s already")
+    _classes[cls.name] = cls
+    return cls
+
+
+@cache
+def _offered() -> dict[str, Callable[[], type[Compressor]]]:
+    """Return the loaders of the compressors that installed packages offer, by name."""
+    offered: dict[str, tuple[str, Callable[[], type[Compressor]]]] = {}
+    for point in entry_points(group=_GROUP):
+        source = f"{point.value} of {point.dist.name if point.dist else 'an unknown package'}"
+        if point.name in _classes:
+            raise ValueError(f"{source} is offered as compressor {point.name!r}, which is qcomp's own")
+        if point.name in offered:
+            raise ValueError(
+                f"compressor {point.name!r} is offered by {offered[point.name][0]} and by {source}"
+            )
+        offered[point.name] = (source, point.load)
+    return {name: load for name, (_, load) in offered.items()}
+
+
+def compressor_names() -> list[str]:
+    """Return the names of all compressors, those of installed packages included."""
+    return sorted({*_classes, *_offered()})
+
+
+def compressor(spec: str) -> Compressor:
+    """Return the compressor that a spec string describes.
+
+    Parameters
+    ----------
+    spec : str
+        ``name``, ``name:field=value,...`` or, around another compressor, ``name(spec):...``. Fields that are
+        left out have their defaults.
+
+    Raises
+    ------
+    ValueError
+        If the name or a field is unknown, or a value is not one that the field takes.
+
+    Examples
+    --------
+    >>> compressor("qsgd:levels=15,norm=l2")
+    QSGD(levels=15, bucket_size=512, norm='l2')
+    >>> compressor("scaled(qsgd:levels=7)").traits.delta > 0.3
+    True
+    """
+    if len(spec) > _MAX_SPEC:
+        raise ValueError(f"the compressor spec has {len(spec)} characters; at most {_MAX_SPEC} are read")
+    head, _, rest = spec.partition("(")
+    if rest and ":" not in head:
+        inner, closing, tail = rest.rpartition(")")
+        if not closing or (tail and not tail.startswith(":")):
+            raise ValueError(f"the compressor spec {spec!r} has unbalanced parentheses")
+        name, options = head, tail[1:]
+    else:
+        inner = ""
+        name, _, options = spec.partition(":")
+    cls = _find(name)
+    arguments: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    nested = [f.name for f in fields(cls) if hints[f.name] is Compressor]
+    if inner and not nested:
+        raise ValueError(f"the compressor {name!r} wraps no other; got {spec!r}")
+    if inner:
+        arguments[nested[0]] = compressor(inner)
+    types = {f.name: hints[f.name] for f in fields(cls) if f.name not in nested}
+    for option in filter(None, options.split(",")):
+        key, equals, text = option.partition("=")
+        if not equals or key not in types:
+            known = ", ".join(types) or "none"
+            raise ValueError(f"the compressor spec {spec!r} has option {option!r}; {name} has: {known}")
+        if key in arguments:
+            raise ValueError(f"the compressor spec {spec!r} gives {key} twice")
+        arguments[key] = _parse(spec, key, text, types[key])
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.name not in arguments]
+    if required:
+        raise ValueError(f"the compressor spec {spec!r} lacks {', '.join(required)}")
+    return cls(**arguments)
+
+
+def _find(name: str) -> type[Compressor]:
+    found = _classes.get(name)
+    if found is not None:
+        return found
+    load = _offered().get(name)
+    if load is None:
+        raise ValueError(f"there is no compressor {name!r}; known: {', '.join(compressor_names())}")
+    return register(load())
+
+
+def _parse(spec: str, key: str, text: str, kind: Any) -> Any:
+    """Return the value of an option: an int, a float or a bool where the field is one, else the text."""
+    if kind is bool:
+        if text in ("True", "False"):
+            return text == "True"
+    elif kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    else:
+        return text
+    raise ValueError(
+        f"the compressor spec {spec!r} has {key}={text!r}; expected a value of type {kind.__name__}"
+    )

@@ -1,0 +1,30 @@
+"""The explicit state of an optimizer."""
+
+from typing import Literal, NamedTuple
+
+from qcomp.core.arrays import Array
+from qcomp.core.exchange import MeanState
+
+__all__ = ["OptimizerState"]
+
+
+class OptimizerState(NamedTuple):
+    """All that an optimizer remembers between two steps, the same on all ranks but for the residuals."""
+
+    step: int
+    """Completed steps."""
+    stage: Literal["warmup", "compressed"]
+    rank: int
+    size: int
+    names: tuple[str, ...]
+    exact: tuple[bool, ...]
+    """Which tensors stay exact in the compressed stage."""
+    momentum: tuple[Array, ...]
+    variance: tuple[Array, ...]
+    """Adam's second moment; in the compressed stage the bias-corrected one of the freeze, constant."""
+    exchange: MeanState
+    """The residuals of the compressed tensors."""
+    history: tuple[float, ...]
+    """What the freeze rule remembers."""
+    skipped: int
+    """Steps that were left out because a value was not finite."""
