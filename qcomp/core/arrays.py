@@ -48,8 +48,9 @@ if sys.byteorder != "little":
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype of any library, such as ``"float32"``."""
-    name = getattr(dtype, "name", None)
-    return name if isinstance(name, str) else str(dtype).rsplit(".", maxsplit=1)[-1]
+    if isinstance(dtype, type):  # numpy.float32 itself, not numpy.dtype("float32")
+        return dtype.__name__
+    return getattr(dtype, "name", None) or str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
 def itemsize(name: str) -> int:
@@ -88,15 +89,21 @@ def bitcast(x: Array, dtype: Any) -> Array:
     The Array API standard has no bit-cast. NumPy, CuPy, torch and JAX arrays have ``view``; an array of a
     library without it is read through NumPy's protocol.
     """
+    xp = array_namespace(x)
     view = getattr(x, "view", None)
     if view is None:
-        xp = array_namespace(x)
         host = x.__array__()
-        return xp.asarray(host.view(dtype_name(dtype)), device=device(x))
-    offset = getattr(x, "storage_offset", None)
-    if offset is not None and offset() % itemsize(dtype_name(dtype)):
-        return x.clone().view(dtype)  # torch reads wider items only at aligned addresses
-    return view(dtype)
+        return xp.asarray(host.copy().view(dtype_name(dtype)), device=device(x))
+    return (view if _is_dense(x, itemsize(dtype_name(dtype))) else xp.concat([x, x[:0]]).view)(dtype)
+
+
+def _is_dense(x: Array, alignment: int) -> bool:
+    """Return whether the elements of x follow each other in memory, as a view of another item size needs."""
+    stride = getattr(x, "stride", None)
+    if stride is not None:  # torch, which also wants the address to be a multiple of the item size
+        return bool(stride(-1) == 1 and x.storage_offset() * x.itemsize % alignment == 0)
+    flags = getattr(x, "flags", None)  # NumPy and CuPy; JAX has none, its arrays are dense
+    return flags is None or bool(flags.c_contiguous)
 
 
 def bytes_of(x: Array) -> Array:

@@ -7,7 +7,7 @@ a scale, a norm or a residual.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qcomp.core.arrays import Array, array_namespace, concat, device
 
@@ -78,6 +78,8 @@ def blocks(size: int, bucket_size: int) -> Iterator[Block]:
         yield Block(full * bucket_size, 1, tail_length(rest), rest, full)
 
 
-def join_blocks(parts: Sequence[Array], *, like: Array) -> Array:
-    """Concatenate the results of the blocks of one vector; an empty vector gives ``like[:0]``."""
-    return concat(list(parts)) if parts else like[:0]
+def join_blocks(parts: Sequence[Array], *, dtype: Any, like: Array) -> Array:
+    """Concatenate the flat results of the blocks of one vector, of which an empty vector has none."""
+    if parts:
+        return concat(list(parts))
+    return array_namespace(like).zeros((0,), dtype=dtype, device=device(like))

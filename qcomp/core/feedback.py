@@ -14,8 +14,9 @@ def compress(
     """Compress x plus the residual, and return what that lost as the new residual.
 
     With p = fl(x + residual) and q = ``decompress(payload)``, the new residual is fl(p - q) bit for bit, where fl
-    rounds to nearest and replaces what is below 2^-126 in magnitude by +0. So over T steps the decompressed
-    vectors add up to the sum of the inputs plus the first residual minus the last, for any compressor.
+    rounds to nearest and what is below 2^-126 in magnitude counts as +0, in x as in the results. So over T steps
+    the decompressed vectors add up to the sum of the inputs plus the first residual minus the last, for any
+    compressor.
 
     Parameters
     ----------
@@ -57,7 +58,7 @@ def compress(
     """
     if tuple(residual.shape) != tuple(x.shape):
         raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
-    compensated = flush(to_compute_dtype(x) + to_compute_dtype(residual, argument="residual"))
+    compensated = flush(flush(to_compute_dtype(x)) + to_compute_dtype(residual, argument="residual"))
     payload = compressor.compress(compensated, key=key)
     lost = flush(compensated - compressor.decompress(payload, like=compensated))
     if donate and _is_mutable(residual):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from qcomp.core import feedback
-from qcomp.core.arrays import Array, array_namespace, device, divide, dtype_name
+from qcomp.core.arrays import Array, array_namespace, device, divide, dtype_name, flush
 from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
@@ -118,11 +118,11 @@ class SegmentCodec:
         ]
 
     def average(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
-        """Return the mean over ranks of the segments of a chunk, added in rank order."""
+        """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero."""
         total = self.decode(payloads[0], chunk)
         for of_rank in payloads[1:]:
             total = [a + b for a, b in zip(total, self.decode(of_rank, chunk), strict=True)]
-        return [divide(values, len(payloads)) for values in total]
+        return [flush(divide(values, len(payloads))) for values in total]
 
     def _like(self, segment: Segment) -> Array:
         return self.tensors[segment.tensor][segment.start : segment.stop]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qcomp.core import bitplanes
-from qcomp.core.arrays import Array, array_namespace, flush, from_bytes_of, require_finite
+from qcomp.core.arrays import Array, array_namespace, flush, require_finite
 from qcomp.core.buckets import Block, blocks, bucket_count, join_blocks, padded_size
 from qcomp.core.compressor import Compressor
 from qcomp.core.payload import Field, PayloadSpec
@@ -60,13 +60,13 @@ class BucketedCompressor(Compressor):
             block_codes, block_scales = self.encode_block(flush(block.read(x)), block, key)
             codes.append(xp.reshape(bitplanes.pack(block_codes, self.bits), (-1,)))
             for name, values in zip(self.scales, block_scales, strict=True):
-                scales[name].append(xp.astype(values, xp.float32, copy=False))
-        parts = {name: join_blocks(values, like=xp.astype(x, xp.float32)) for name, values in scales.items()}
+                scales[name].append(flush(xp.astype(values, xp.float32, copy=False)))
+        parts = {name: join_blocks(values, dtype=xp.float32, like=x) for name, values in scales.items()}
         for name, values in parts.items():
             require_finite(
                 values, f"x cannot be compressed by {self.spec}: the {name} of a bucket is not finite"
             )
-        return {"codes": join_blocks(codes, like=xp.astype(x, xp.uint8)), **parts}
+        return {"codes": join_blocks(codes, dtype=xp.uint8, like=x), **parts}
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return the flat vector of the packed codes and scales."""
@@ -81,4 +81,4 @@ class BucketedCompressor(Compressor):
                 xp.astype(parts[name][buckets][:, None], dtype, copy=False) for name in self.scales
             )
             values.append(block.flat(self.decode_block(bitplanes.unpack(packed, self.bits), scales)))
-        return join_blocks(values, like=from_bytes_of(parts["codes"][:0], "float32"))
+        return join_blocks(values, dtype=dtype, like=parts["codes"])

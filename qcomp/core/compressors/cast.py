@@ -24,7 +24,7 @@ class Cast(Compressor):
     Parameters
     ----------
     dtype : {"bfloat16", "float16"}
-        bfloat16 keeps float32's range and 8 significant bits: a contraction with relative error at most 2^-9.
+        bfloat16 keeps float32's range and 8 significant bits: a contraction with relative error at most 2^-8.
         float16 keeps 11 bits in 2^-14 to 65504; smaller values have an absolute error of up to 2^-25, and
         larger ones are an error.
 
@@ -51,8 +51,8 @@ class Cast(Compressor):
     @property
     def traits(self) -> Traits:
         """A contraction for bfloat16; float16 has only an absolute bound for small values."""
-        # float64 input is rounded twice, first to float32: hence the little more than 2^-9.
-        loss = (2**-9 * (1 + 2**-12)) ** 2
+        # float64 input is rounded twice, first to float32: hence the little more than 2^-8.
+        loss = (2**-8 * (1 + 2**-12)) ** 2
         return Traits(1, delta=1 - loss if self.dtype == "bfloat16" else None, keeps_zero=True)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qcomp.core.arrays import Array, truncate_last_bit
+from qcomp.core.arrays import Array, flush, truncate_last_bit
 from qcomp.core.compressor import Compressor, Traits
 from qcomp.core.payload import PayloadSpec
 from qcomp.core.random import Key
@@ -72,4 +72,4 @@ class Scaled(Compressor):
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return the result of the compressor inside times the factor."""
-        return truncate_last_bit(self.compressor.decode(parts, size, dtype) * self._factor)
+        return flush(truncate_last_bit(self.compressor.decode(parts, size, dtype) * self._factor))

@@ -30,8 +30,8 @@ class QAdam(FrozenVarianceAdam):
     Notes
     -----
     The same state machine as `OneBitAdam` with another compressor. In the compressed stage it sends 2 (N - 1) / N
-    times 8 bits a parameter and 64 bits a bucket. Source: Bagua's documentation; unlike there, the bias correction of the
-    variance is frozen with it (it would make steps grow up to 3.2 times) and weight decay is used.
+    times 8 bits a parameter and 64 bits a bucket. Source: Bagua's documentation; unlike there, the bias correction
+    of the variance is frozen with it (it would make steps grow up to 3.2 times) and weight decay is used.
 
     Examples
     --------

@@ -1,0 +1,11 @@
+"""The contract as a product: whether a compressor keeps its promises, and which one it breaks.
+
+Needs the extra ``qcomp[testing]`` (hypothesis).
+"""
+
+from qcomp.core.random import replace_draws
+from qcomp.testing.contract import ContractError, check_compressor
+from qcomp.testing.laws import LAWS
+from qcomp.testing.libraries import read_only_numpy
+
+__all__ = ["LAWS", "ContractError", "check_compressor", "read_only_numpy", "replace_draws"]

@@ -1,0 +1,95 @@
+"""A compressor in a library, as something that takes and returns NumPy arrays."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qcomp.core import feedback
+from qcomp.core.buckets import Block
+from qcomp.core.compressor import Compressor
+from qcomp.core.payload import Payload
+from qcomp.core.random import Key, replace_draws
+from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
+
+__all__ = ["Case", "Compressed"]
+
+Array = np.ndarray[Any, Any]
+Source = Callable[[Key, Block], Any]
+
+
+class Compressed(NamedTuple):
+    """What a compressor made of a vector."""
+
+    data: bytes
+    """The payload."""
+    decoded: Array
+    residual: Array
+    """The residual after error feedback; zeros without."""
+
+
+class Case:
+    """A compressor, an array library, and whether it runs under `jax.jit`."""
+
+    def __init__(self, compressor: Compressor, xp: Namespace, *, jit: bool = False) -> None:
+        self.compressor = compressor
+        self.xp = xp
+        self.jit = jit
+
+    def __repr__(self) -> str:
+        return f"{self.compressor.spec} on {library_name(self.xp)}{' under jit' if self.jit else ''}"
+
+    @cached_property
+    def on_numpy(self) -> "Case":
+        """The same compressor on NumPy."""
+        return Case(self.compressor, np)
+
+    def array(self, values: Array) -> Any:
+        """Return a NumPy array in the library of the case."""
+        return to_library(self.xp, values)
+
+    def compress(self, x: Array, *, key: Key = Key(seed=1), source: Source | None = None) -> Compressed:  # noqa: B008
+        """Compress and decompress x."""
+        return self._run(x, None, key, source)
+
+    def compress_with_feedback(self, x: Array, residual: Array, *, key: Key = Key(seed=1)) -> Compressed:  # noqa: B008
+        """Compress x plus the residual, and decompress."""
+        return self._run(x, residual, key, None)
+
+    def _run(self, x: Array, residual: Array | None, key: Key, source: Source | None) -> Compressed:
+        arrays = [self.array(x)] if residual is None else [self.array(x), self.array(residual)]
+        run = self._jitted if self.jit else self._eager
+        with np.errstate(all="ignore"):  # NumPy warns of overflow on the way to the documented error
+            data, decoded, lost = run(arrays, key, source)
+        return Compressed(to_numpy(data).tobytes(), to_numpy(decoded), to_numpy(lost))
+
+    def _eager(self, arrays: list[Any], key: Key, source: Source | None) -> tuple[Any, Any, Any]:
+        x, *residual = arrays
+        with nullcontext() if source is None else replace_draws(source):
+            if residual:
+                payload, lost = feedback.compress(self.compressor, x, residual[0], key=key)
+            else:
+                payload, lost = self.compressor.compress(x, key=key), x * 0
+        return payload.data, self.compressor.decompress(payload, like=x), lost
+
+    def _jitted(self, arrays: list[Any], key: Key, source: Source | None) -> tuple[Any, Any, Any]:
+        if source not in self._compiled:
+            import jax  # noqa: PLC0415 - only a case under jit needs it
+
+            self._compiled[source] = jax.jit(lambda arrays, key: self._eager(arrays, key, source))
+        return self._compiled[source](arrays, key)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _compiled(self) -> dict[Source | None, Callable[..., Any]]:
+        """The compiled functions, one for each source of draws; jit itself keeps one for each shape."""
+        return {}
+
+    def payload(self, x: Array, key: Key = Key(seed=1)) -> Payload:  # noqa: B008
+        """Return the payload itself."""
+        array = self.array(x)
+        if self.jit:
+            return Payload(self.compressor.spec, x.size, "float32", self._jitted([array], key, None)[0])
+        with np.errstate(all="ignore"):
+            return self.compressor.compress(array, key=key)

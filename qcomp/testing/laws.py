@@ -1,0 +1,414 @@
+"""The laws of compressors, each a function that raises AssertionError where a `Case` breaks it.
+
+A law that does not apply, by the traits of the compressor, passes.
+"""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qcomp.core.arrays import TINY, array_namespace, device
+from qcomp.core.buckets import Block
+from qcomp.core.errors import NonFiniteError, PayloadError
+from qcomp.core.payload import Payload
+from qcomp.core.random import Key
+from qcomp.core.registry import compressor as from_spec
+from qcomp.testing.case import Case
+from qcomp.testing.inputs import sizes, vector
+from qcomp.testing.libraries import has_dtype, to_numpy
+
+__all__ = ["LAWS", "VECTOR_LAWS"]
+
+Vector = np.ndarray[Any, Any]
+
+_DRAWS = 1 << 16
+_KINDS = 8
+"""Different values in a vector whose draws are enumerated."""
+
+
+def _sizes(case: Case) -> tuple[int, ...]:
+    return sizes(case.compressor.traits.bucket_size)
+
+
+def _flush(x: Vector) -> Vector:
+    return np.where(np.abs(x) < TINY, np.zeros_like(x), x)
+
+
+# --- Laws of one vector, on which Hypothesis draws the vector -------------------------------------------------------
+
+
+def same_bytes(case: Case, x: Vector) -> None:
+    """Payload, decoded vector and residual are the bytes that NumPy gives."""
+    residual = _flush(np.roll(x, 1) * np.float32(0.5))
+    key = Key(seed=5, step=3, tensor=2, rank=1)
+    got, expected = (each.compress_with_feedback(x, residual, key=key) for each in (case, case.on_numpy))
+    for name in ("data", "decoded", "residual"):
+        a, b = (np.frombuffer(bytes(getattr(each, name)), np.uint8) for each in (got, expected))
+        assert np.array_equal(a, b), f"{name} differs from NumPy's in {np.count_nonzero(a != b)} bytes"
+
+
+def feedback_law(case: Case, x: Vector) -> None:
+    """With p = fl(x + residual) and q the decoded vector, the new residual is fl(p - q) bit for bit."""
+    residual = _flush(np.roll(x, 3) * np.float32(-0.25))
+    got = case.compress_with_feedback(x, residual)
+    p = _flush(_flush(x) + residual)
+    expected = _flush(p - got.decoded)
+    assert got.residual.tobytes() == expected.tobytes(), "the residual is not fl(p - q)"
+    slack = 2.0**-24 * np.maximum(np.abs(p), np.abs(got.residual)) + 2 * TINY
+    error = np.abs(got.decoded.astype(np.float64) + got.residual - p)
+    assert np.all(error <= slack), "decoded vector and residual do not add up to the compensated vector"
+
+
+def deterministic(case: Case, x: Vector) -> None:
+    """The same vector and key give the same payload, and the same payload the same vector."""
+    first, second = case.compress(x), case.compress(x)
+    assert first.data == second.data, "two payloads of the same vector and key differ"
+    assert first.decoded.tobytes() == second.decoded.tobytes(), "decompressing twice gives two vectors"
+
+
+def contraction(case: Case, x: Vector) -> None:
+    """||C(v) - v||^2 <= (1 - delta) ||v||^2, for compressors without randomness."""
+    traits = case.compressor.traits
+    if traits.delta is None or traits.random:
+        return
+    v = _flush(x).astype(np.float64)
+    error = np.sum((case.compress(x).decoded - v) ** 2)
+    # Scales are rounded to float32: a relative 2^-22 of the vector; below 2^-126 all is zero.
+    bound = (1 - traits.delta) * np.sum(v**2) + 2.0**-22 * np.sum(v**2) + x.size * (2 * TINY) ** 2
+    assert error <= bound, f"||C(v) - v||^2 is {error:.6g}, above (1 - delta) ||v||^2 = {bound:.6g}"
+
+
+def lossless(case: Case, x: Vector) -> None:
+    """C(v) = v bit for bit."""
+    if case.compressor.traits.lossless:
+        assert case.compress(x).decoded.tobytes() == x.tobytes(), "the vector came back changed"
+
+
+def keeps_zero(case: Case, x: Vector) -> None:
+    """An element that is 0 stays 0, whatever is drawn."""
+    if not case.compressor.traits.keeps_zero:
+        return
+    y = np.where(np.arange(x.size) % 3 == 1, np.float32(0), x)
+    decoded = case.compress(y).decoded
+    assert np.all(decoded[y == 0] == 0), "an element that was 0 is not 0 any more"
+
+
+def pure(case: Case, x: Vector) -> None:
+    """Neither the vector nor the payload is written to."""
+    if case.jit:
+        return  # what is traced cannot be written to
+    array = case.array(x)
+    payload = case.compressor.compress(array, key=Key(seed=1))
+    before = to_numpy(payload.data).tobytes()
+    case.compressor.decompress(payload, like=array)
+    assert to_numpy(array).tobytes() == x.tobytes(), "compressing changed the vector"
+    assert to_numpy(payload.data).tobytes() == before, "decompressing changed the payload"
+
+
+def any_layout(case: Case, x: Vector) -> None:
+    """Every other element of a longer array, a view, is compressed as a vector of its own is."""
+    if case.jit:
+        return  # the arrays of JAX are never views
+    array = case.array(np.repeat(x, 2))[::2]
+    data = case.compressor.compress(array, key=Key(seed=1)).data
+    assert to_numpy(data).tobytes() == to_numpy(case.payload(x).data).tobytes(), (
+        "a strided view gives other bytes"
+    )
+
+
+# --- Laws of the compressor -----------------------------------------------------------------------------------------
+
+
+def payload_size(case: Case) -> None:
+    """A payload has exactly the bytes that its spec announces, uint8 on the device of the vector."""
+    for size in _sizes(case):
+        x = case.array(vector("gaussian", size, 0))
+        payload = case.payload(vector("gaussian", size, 0))
+        expected = case.compressor.payload_spec(size, "float32").nbytes
+        assert payload.nbytes == expected, (
+            f"{size} elements: {payload.nbytes} bytes; the spec says {expected}"
+        )
+        assert tuple(payload.data.shape) == (expected,), f"{size} elements: shape {tuple(payload.data.shape)}"
+        xp = array_namespace(x)
+        assert payload.data.dtype == xp.uint8, f"the payload has dtype {payload.data.dtype}"
+        assert device(payload.data) == device(x), (
+            f"the payload is on {device(payload.data)}, x on {device(x)}"
+        )
+
+
+def shapes_and_dtypes(case: Case) -> None:
+    """A decompressed array has the shape, dtype and device of ``like``."""
+    for name in ("float32", "float64", "float16"):
+        if not has_dtype(case.xp, name):
+            continue
+        for shape in ((), (3, 0), (4, 3, 2)):
+            x = case.array(vector("ties", math.prod(shape), 0).reshape(shape).astype(name))
+            y = case.compressor.decompress(case.compressor.compress(x, key=Key(seed=1)), like=x)
+            got, expected = (tuple(y.shape), y.dtype), (shape, x.dtype)
+            assert got == expected, f"decompressed to {got}; expected {expected}"
+            assert device(y) == device(x), f"decompressed to {device(y)}; expected {device(x)}"
+
+
+def double_precision(case: Case) -> None:
+    """float64 is compressed as well as float32: the same promise of contraction, and feedback without loss."""
+    if not has_dtype(case.xp, "float64"):
+        return
+    size = case.compressor.traits.bucket_size + 9
+    x = vector("gaussian", size, 1).astype(np.float64) * (1 + 2.0**-40)
+    got = case.compress_with_feedback(x, np.roll(x, 1))
+    p = x + np.roll(x, 1)
+    assert np.array_equal(got.residual, _flush(p - got.decoded)), "the residual is not fl(p - q) in float64"
+    traits = case.compressor.traits
+    if traits.delta is not None and not traits.random:
+        error = np.sum((case.compress(x).decoded - x) ** 2)
+        bound = (1 - traits.delta + 2.0**-22) * np.sum(x**2)
+        assert error <= bound, f"||C(v) - v||^2 is {error:.6g}, above {bound:.6g}, in float64"
+
+
+def round_trip_of_bytes(case: Case) -> None:
+    """`to_bytes` and `from_bytes` keep the payload, and the spec string keeps the compressor."""
+    again = from_spec(case.compressor.spec)
+    assert again == case.compressor, f"the spec string {case.compressor.spec!r} makes {again!r}"
+    for size in (0, 1, 9, case.compressor.traits.bucket_size + 1):
+        x = vector("gaussian", size, 2)
+        payload = case.payload(x)
+        back = Payload.from_bytes(payload.to_bytes(), like=case.array(x))
+        assert to_numpy(back.data).tobytes() == to_numpy(payload.data).tobytes(), "the data changed"
+        assert (back.compressor, back.size, back.dtype) == (payload.compressor, size, payload.dtype)
+
+
+def key_names_the_draws(case: Case) -> None:
+    """Each part of the key changes the draws of a random compressor; without randomness the key does not matter."""
+    x = vector("gaussian", 512, 3)
+    base = Key(seed=1, step=2, tensor=3, rank=4)
+    others = {
+        "seed": base._replace(seed=2),
+        "step": base._replace(step=3),
+        "tensor": base._replace(tensor=2),
+        "rank": base._replace(rank=5),
+        "hop": base.at(hop=1),
+        "bucket": base.at(bucket=64),
+    }
+    reference = case.compress(x, key=base).data
+    for part, key in others.items():
+        differs = case.compress(x, key=key).data != reference
+        random = case.compressor.traits.random
+        assert differs == random, (
+            f"another {part} in the key {'does not change' if random else 'changes'} the payload"
+        )
+
+
+def needs_key(case: Case) -> None:
+    """A random compressor says that it needs a key."""
+    x = case.array(vector("gaussian", 9, 4))
+    if not case.compressor.traits.random:
+        case.compressor.compress(x)
+        return
+    try:
+        case.compressor.compress(x)
+    except ValueError:
+        return
+    raise AssertionError("no key is not an error")
+
+
+def cut_at_buckets(case: Case) -> None:
+    """A vector cut at a multiple of the bucket size, with the key's bucket counted on, decompresses to the same."""
+    bucket = case.compressor.traits.bucket_size
+    x = vector("gaussian", _sizes(case)[-1], 5)
+    key = Key(seed=1, step=1)
+    whole = case.compress(x, key=key).decoded
+    head = case.compress(x[:bucket], key=key).decoded
+    tail = case.compress(x[bucket:], key=key.at(bucket=1)).decoded
+    parts = np.concatenate([head, tail])
+    assert parts.tobytes() == whole.tobytes(), (
+        "cut after one bucket, the vector decompresses to something else"
+    )
+
+
+def padding_never_leaks(case: Case) -> None:
+    """What fills up a tail does not matter: a few elements are compressed as when nothing had to be filled up.
+
+    One, two or four elements need padding to eight; eight copies, four or two need none, and have the same mean
+    magnitude, minimum and maximum, to the last bit. The norm of an unbiased compressor may grow with the
+    copies, but not with zeros, so there zeros take their place.
+    """
+    unbiased = case.compressor.traits.unbiased
+
+    def source(_: Key, block: Block) -> Vector:
+        return np.full((block.rows, block.length), 20000.0, dtype=np.float32)
+
+    for count in (1, 2, 4):
+        tail = vector("positive", count, count)
+        filled = np.pad(tail, (0, 8 - count)) if unbiased else np.tile(tail, 8 // count)
+        a, b = (case.compress(x, source=source).decoded[:count] for x in (tail, filled))
+        assert a.tobytes() == b.tobytes(), f"a tail of {count} decompresses to {a}, without padding to {b}"
+
+
+def zero_gives_zero(case: Case) -> None:
+    """Zeros, and what is below 2^-126, decompress to zeros."""
+    for size in _sizes(case):
+        decoded = case.compress(np.zeros(size, dtype=np.float32)).decoded
+        assert not np.any(decoded), f"{size} zeros decompress to something else"
+        if not case.compressor.traits.lossless:
+            small = case.compress(vector("subnormal", size, 7).clip(-(2.0**-127), 2.0**-127)).decoded
+            assert not np.any(small), f"{size} subnormals decompress to something else than zeros"
+
+
+def huge_values(case: Case) -> None:
+    """Huge finite values give a finite result or the documented error."""
+    for scale in (2.0**100, 2.0**126, float(np.finfo(np.float32).max)):
+        for size in (1, 9, case.compressor.traits.bucket_size + 1):
+            x = np.where(np.arange(size) % 2, -1, 1).astype(np.float32) * np.float32(scale)
+            try:
+                decoded = case.compress(x).decoded
+            except NonFiniteError:
+                continue
+            if not case.jit:
+                assert np.all(np.isfinite(decoded)), (
+                    f"{size} values of {scale:.3g} decompress to infinity or NaN"
+                )
+
+
+def non_finite_is_an_error(case: Case) -> None:
+    """One infinity or NaN anywhere raises NonFiniteError."""
+    if case.jit:
+        return  # there is nothing to look at while tracing
+    size = case.compressor.traits.bucket_size + 9
+    for bad in (np.nan, np.inf, -np.inf):
+        for position in (0, size // 2, size - 1):
+            x = vector("gaussian", size, 8)
+            x[position] = bad
+            try:
+                case.payload(x)
+            except NonFiniteError:
+                continue
+            raise AssertionError(f"{bad} at {position} of {size} was compressed without an error")
+
+
+def foreign_payload_is_an_error(case: Case) -> None:
+    """A payload of another size or another compressor raises PayloadError."""
+    x = vector("gaussian", 9, 9)
+    payload = case.payload(x)
+    wrong = {
+        "of another size": (payload, case.array(x[:8])),
+        "of another compressor": (Payload("other", 9, "float32", payload.data), case.array(x)),
+        "without its last byte": (
+            Payload(payload.compressor, 9, "float32", payload.data[:-1]),
+            case.array(x),
+        ),
+    }
+    for what, (bad, like) in wrong.items():
+        try:
+            case.compressor.decompress(bad, like=like)
+        except PayloadError:
+            continue
+        raise AssertionError(f"a payload {what} was decompressed without an error")
+
+
+# --- Laws of expectations, by enumeration of all 65536 draws ----------------------------------------------------------
+
+
+class Enumerated(NamedTuple):
+    """The exact moments of C(v) for a few values v, over all draws."""
+
+    values: Vector
+    mean: Vector
+    error: Vector
+    """E (C(v) - v)^2 of each value."""
+    spread: float
+    """The largest distance between two results of one value: the width of a level."""
+
+
+@lru_cache(maxsize=4)
+def _enumerate(case: Case) -> tuple[Enumerated, ...]:
+    """Compress, for each of some sets of eight values, a vector in which each value meets each draw once.
+
+    The eight values repeat through the vector, so that every bucket has the same scales; copy c of a value
+    takes draw c.
+    """
+
+    def source(_: Key, block: Block) -> Vector:
+        elements = block.start + np.arange(block.rows * block.length).reshape(block.rows, block.length)
+        return (elements // _KINDS % _DRAWS).astype(np.float32)
+
+    copies = max(_DRAWS, case.compressor.traits.bucket_size // _KINDS)
+    sets = (
+        [1.0, -0.5, 0.0, 0.1, -0.93, 1 / 3, 2.0**-20, -1e-3],
+        [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.004],
+        list(vector("gaussian", _KINDS, 10)),
+    )
+    found = []
+    for numbers in sets:
+        values = np.asarray(numbers, dtype=np.float32)
+        decoded = case.compress(np.tile(values, copies), source=source).decoded
+        results = decoded.reshape(copies, _KINDS).astype(np.float64)
+        spread = float(np.max(results.max(axis=0) - results.min(axis=0)))
+        error = ((results - values) ** 2).mean(axis=0)
+        found.append(Enumerated(values, results.mean(axis=0), error, spread))
+    return tuple(found)
+
+
+def unbiased(case: Case) -> None:
+    """E C(v) = v: over all draws, up to the 2^-17 of a level that 16 bits leave."""
+    traits = case.compressor.traits
+    if not traits.unbiased or not traits.random:
+        return
+    for moments in _enumerate(case):
+        slack = 2.0**-17 * moments.spread + 2.0**-23 * np.abs(moments.values)
+        off = np.abs(moments.mean - moments.values)
+        worst = int(np.argmax(off - slack))
+        mean, value = moments.mean[worst], moments.values[worst]
+        assert off[worst] <= slack[worst], (
+            f"E C(v) is {mean:.9g} for v = {value:.9g}, off by more than {slack[worst]:.3g}"
+        )
+
+
+def variance_bound(case: Case) -> None:
+    """E ||C(v) - v||^2 is within omega ||v||^2, or (1 - delta) ||v||^2, exactly over all draws."""
+    traits = case.compressor.traits
+    if not traits.random:
+        return
+    for moments in _enumerate(case):
+        error, norm = np.sum(moments.error), np.sum(moments.values.astype(np.float64) ** 2)
+        for name, factor in (("omega", traits.omega), ("1 - delta", 1 - (traits.delta or 0))):
+            if factor is not None and (name == "omega" or traits.delta is not None):
+                assert error <= factor * norm, (
+                    f"E ||C(v) - v||^2 is {error:.6g}, above ({name}) ||v||^2 = {factor * norm:.6g}"
+                )
+
+
+Law = Callable[[Case], None]
+VectorLaw = Callable[[Case, Vector], None]
+
+VECTOR_LAWS: tuple[VectorLaw, ...] = (
+    same_bytes,
+    feedback_law,
+    deterministic,
+    contraction,
+    lossless,
+    keeps_zero,
+    pure,
+    any_layout,
+)
+"""The laws that hold for every vector."""
+
+LAWS: tuple[Law, ...] = (
+    payload_size,
+    shapes_and_dtypes,
+    double_precision,
+    round_trip_of_bytes,
+    key_names_the_draws,
+    needs_key,
+    cut_at_buckets,
+    padding_never_leaks,
+    zero_gives_zero,
+    huge_values,
+    non_finite_is_an_error,
+    foreign_payload_is_an_error,
+    unbiased,
+    variance_bound,
+)
+"""The laws of the compressor as a whole."""

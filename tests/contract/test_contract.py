@@ -1,0 +1,61 @@
+"""Every compressor on every array library keeps the whole contract."""
+
+import array_api_strict
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import qcomp
+from qcomp.testing import check_compressor, read_only_numpy
+
+COMPRESSORS = [
+    qcomp.ScaledSign(),
+    qcomp.ScaledSign(bucket_size=8, scale="rms"),
+    qcomp.QSGD(),
+    qcomp.QSGD(levels=1, bucket_size=128),
+    qcomp.QSGD(levels=5, bucket_size=64, norm="l2"),
+    qcomp.QSGD(levels=127, bucket_size=512),
+    qcomp.MinMaxUInt8(),
+    qcomp.Identity(),
+    qcomp.Cast("bfloat16"),
+    qcomp.Cast("float16"),
+    qcomp.Scaled(qcomp.QSGD(levels=3, bucket_size=32)),
+]
+
+LIBRARIES = [np, read_only_numpy, torch, array_api_strict]
+
+
+@pytest.mark.parametrize("xp", LIBRARIES, ids=lambda xp: xp.__name__)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_contract(compressor, xp):
+    check_compressor(compressor, xp)
+
+
+# One of each kind: compiling is what takes the time, and the same code is compiled for other parameters.
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        qcomp.ScaledSign(),
+        qcomp.ScaledSign(bucket_size=64, scale="rms"),
+        qcomp.QSGD(levels=5, bucket_size=64, norm="l2"),
+        qcomp.MinMaxUInt8(bucket_size=256),
+        qcomp.Identity(),
+        qcomp.Cast("bfloat16"),
+        qcomp.Cast("float16"),
+        qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=128)),
+    ],
+    ids=str,
+)
+def test_contract_under_jit(compressor):
+    check_compressor(compressor, jnp, jit=True)
+
+
+def test_every_compressor_is_in_the_table():
+    assert {type(c) for c in COMPRESSORS} == {
+        value
+        for name in qcomp.__all__
+        if isinstance(value := getattr(qcomp, name), type)
+        and issubclass(value, qcomp.Compressor)
+        and value is not qcomp.Compressor
+    }

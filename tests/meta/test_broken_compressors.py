@@ -1,0 +1,314 @@
+"""Every law of the contract catches a compressor that breaks it, so no law is decoration."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import qcomp
+from qcomp.core.arrays import array_namespace
+from qcomp.core.bitplanes import pack
+from qcomp.core.payload import Field, PayloadSpec
+from qcomp.core.sums import tree_sum
+from qcomp.testing import ContractError, check_compressor
+from qcomp.testing.case import Case
+from qcomp.testing.contract import broken_laws
+from qcomp.testing.laws import LAWS, VECTOR_LAWS
+
+calls = itertools.count()
+
+
+@dataclass(frozen=True)
+class Sign(qcomp.ScaledSign):
+    bucket_size: int = 64
+
+
+@dataclass(frozen=True)
+class Rounding(qcomp.QSGD):
+    bucket_size: int = 64
+    levels: int = 3
+
+
+@qcomp.register
+class SumOfTheLibrary(Sign):
+    name = "broken_sum_of_the_library"
+
+    def encode_block(self, rows, block, key):
+        codes, _ = super().encode_block(rows, block, key)
+        return codes, (array_namespace(rows).sum(abs(rows), axis=1) / block.filled,)
+
+
+@qcomp.register
+class ChangesItsMind(Sign):
+    name = "broken_changes_its_mind"
+
+    def decode(self, parts, size, dtype):
+        return super().decode(parts, size, dtype) * (1 + next(calls) % 3)
+
+
+@qcomp.register
+class DrawsFromTheClock(Rounding):
+    name = "broken_draws_from_the_clock"
+
+    def encode(self, x, key):
+        return super().encode(x, key._replace(seed=next(calls)))
+
+
+@qcomp.register
+class NormKeepingContraction(Sign):
+    name = "broken_norm_keeping_contraction"
+
+    @property
+    def traits(self):
+        return replace(super().traits, delta=1 / self.bucket_size)
+
+
+@qcomp.register
+class LosslessCast(qcomp.Cast):
+    name = "broken_lossless_cast"
+
+    @property
+    def traits(self):
+        return replace(super().traits, lossless=True)
+
+
+@qcomp.register
+class ZeroIsPlus(Sign):
+    name = "broken_zero_is_plus"
+
+    @property
+    def traits(self):
+        return replace(super().traits, keeps_zero=True)
+
+
+@qcomp.register
+class WritesIntoItsInput(Sign):
+    name = "broken_writes_into_its_input"
+
+    def compress(self, x, *, key=None):
+        x[...] = x + 1
+        return super().compress(x, key=key)
+
+
+@qcomp.register
+class ReadsPastTheView(Sign):
+    name = "broken_reads_past_the_view"
+
+    def compress(self, x, *, key=None):
+        return super().compress(x if x.base is None else x.base.reshape(-1)[: x.size], key=key)
+
+
+@qcomp.register
+class PromisesTooManyBytes(Sign):
+    name = "broken_promises_too_many_bytes"
+
+    def payload_spec(self, size, dtype="float32"):
+        return PayloadSpec((*super().payload_spec(size, dtype).fields, Field("nothing", "uint8", 4)))
+
+    def compress(self, x, *, key=None):
+        return replace(super().compress(x, key=key), data=Sign().compress(x).data)
+
+    def encode(self, x, key):
+        return {**super().encode(x, key), "nothing": array_namespace(x).zeros(4, dtype=np.uint8)}
+
+
+@qcomp.register
+class Flattens(Sign):
+    name = "broken_flattens"
+
+    def decompress(self, payload, *, like, out=None):
+        return super().decompress(payload, like=like, out=out).reshape(-1)
+
+
+@qcomp.register
+class SinglePrecisionOnly(Sign):
+    name = "broken_single_precision_only"
+
+    def decode(self, parts, size, dtype):
+        return super().decode(parts, size, dtype) * (dtype != np.float64)
+
+
+@qcomp.register
+class ForgetsAField(Sign):
+    name = "broken_forgets_a_field"
+
+    @property
+    def spec(self):
+        return f"{self.name}:scale={self.scale}"
+
+
+@qcomp.register
+class IgnoresTheStep(Rounding):
+    name = "broken_ignores_the_step"
+
+    def encode(self, x, key):
+        return super().encode(x, key._replace(step=0))
+
+
+@qcomp.register
+class InventsAKey(Rounding):
+    name = "broken_invents_a_key"
+
+    def compress(self, x, *, key=None):
+        return super().compress(x, key=key or qcomp.Key())
+
+
+@qcomp.register
+class CountsBucketsFromZero(Rounding):
+    name = "broken_counts_buckets_from_zero"
+
+    def encode(self, x, key):
+        return super().encode(x, key.at(bucket=0))
+
+
+@qcomp.register
+class AveragesThePadding(Sign):
+    name = "broken_averages_the_padding"
+
+    def encode_block(self, rows, block, key):
+        return super().encode_block(rows, block._replace(filled=block.length), key)
+
+
+@qcomp.register
+class PaddingInTheRange(qcomp.MinMaxUInt8):
+    name = "broken_padding_in_the_range"
+
+    def encode_block(self, rows, block, key):
+        return super().encode_block(rows, block._replace(filled=block.length), key)
+
+
+@qcomp.register
+class AddsEpsilon(Sign):
+    name = "broken_adds_epsilon"
+
+    def encode_block(self, rows, block, key):
+        codes, (scale,) = super().encode_block(rows, block, key)
+        return codes, (scale + np.float32(1e-7),)
+
+
+@qcomp.register
+class Overflows(Sign):
+    name = "broken_overflows"
+
+    def encode(self, x, key):
+        xp = array_namespace(x)
+        rows = xp.reshape(xp.concat([x, xp.zeros((-x.shape[0] % 8,), dtype=x.dtype)]), (-1, 8))
+        scale = tree_sum(rows * rows) ** 0.5
+        return {
+            "codes": xp.reshape(pack(xp.astype(rows < 0, xp.uint8), 1), (-1,)),
+            "scale": xp.astype(scale, xp.float32),
+        }
+
+
+@qcomp.register
+class SwallowsNaN(Sign):
+    name = "broken_swallows_nan"
+
+    def encode_block(self, rows, block, key):
+        return super().encode_block(np.nan_to_num(rows), block, key)
+
+
+@qcomp.register
+class TakesAnyPayload(Sign):
+    name = "broken_takes_any_payload"
+
+    def decompress(self, payload, *, like, out=None):
+        data = np.resize(payload.data, self.payload_spec(like.size).nbytes)
+        mine = qcomp.Payload(self.spec, like.size, "float32", data)
+        return super().decompress(mine, like=like, out=out)
+
+
+@qcomp.register
+class RoundsDown(Rounding):
+    name = "broken_rounds_down"
+    draw: ClassVar[int] = 65535
+
+    def encode_block(self, rows, block, key):
+        with qcomp.testing.replace_draws(lambda _key, _block: self.draw):
+            return super().encode_block(rows, block, key)
+
+
+@qcomp.register
+class RoundsToNearest(RoundsDown):
+    name = "broken_rounds_to_nearest"
+    draw: ClassVar[int] = 32768
+
+
+@qcomp.register
+class UnderstatesItsVariance(Rounding):
+    name = "broken_understates_its_variance"
+
+    @property
+    def traits(self):
+        return replace(super().traits, omega=super().traits.omega / 20)
+
+
+@qcomp.register
+@dataclass(frozen=True)
+class OverstatesItsContraction(qcomp.Scaled):
+    name: ClassVar[str] = "broken_overstates_its_contraction"
+    compressor: qcomp.Compressor = qcomp.QSGD(levels=1, bucket_size=64)
+
+    @property
+    def traits(self):
+        return replace(super().traits, delta=0.9)
+
+
+BROKEN = [
+    (SumOfTheLibrary(), "same_bytes", torch),
+    (ChangesItsMind(), "feedback_law", np),
+    (ChangesItsMind(), "deterministic", np),
+    (DrawsFromTheClock(), "deterministic", np),
+    (NormKeepingContraction(scale="rms"), "contraction", np),
+    (LosslessCast(), "lossless", np),
+    (ZeroIsPlus(), "keeps_zero", np),
+    (WritesIntoItsInput(), "pure", np),
+    (WritesIntoItsInput(), "pure", qcomp.testing.read_only_numpy),
+    (ReadsPastTheView(), "any_layout", np),
+    (PromisesTooManyBytes(), "payload_size", np),
+    (Flattens(), "shapes_and_dtypes", np),
+    (SinglePrecisionOnly(), "double_precision", np),
+    (ForgetsAField(scale="rms"), "round_trip_of_bytes", np),
+    (IgnoresTheStep(), "key_names_the_draws", np),
+    (InventsAKey(), "needs_key", np),
+    (CountsBucketsFromZero(), "cut_at_buckets", np),
+    (AveragesThePadding(), "padding_never_leaks", np),
+    (PaddingInTheRange(), "padding_never_leaks", np),
+    (AddsEpsilon(), "zero_gives_zero", np),
+    (AddsEpsilon(), "contraction", np),
+    (Overflows(bucket_size=8), "huge_values", np),
+    (SwallowsNaN(), "non_finite_is_an_error", np),
+    (TakesAnyPayload(), "foreign_payload_is_an_error", np),
+    (RoundsDown(), "unbiased", np),
+    (RoundsToNearest(), "unbiased", np),
+    (UnderstatesItsVariance(norm="l2"), "variance_bound", np),
+    (OverstatesItsContraction(), "variance_bound", np),
+]
+
+
+@pytest.mark.parametrize(("compressor", "law", "xp"), BROKEN, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
+    broken = {name for name, _ in broken_laws(Case(compressor, xp), max_examples=20)}
+    assert law in broken
+
+
+@pytest.mark.parametrize("cls", [Sign, Rounding])
+def test_the_compressors_that_were_broken_are_whole(cls):
+    whole = qcomp.register(type("Whole" + cls.__name__, (cls,), {"name": f"whole_{cls.__name__.lower()}"}))
+    check_compressor(whole(), max_examples=20)
+
+
+def test_every_law_has_a_compressor_that_it_catches():
+    assert {law for _, law, _ in BROKEN} == {law.__name__ for law in (*LAWS, *VECTOR_LAWS)}
+
+
+def test_the_error_names_every_broken_promise():
+    with pytest.raises(ContractError) as caught:
+        check_compressor(AddsEpsilon(), max_examples=20)
+    text = str(caught.value)
+    assert "broken_adds_epsilon:bucket_size=64" in text
+    assert "- zero_gives_zero:" in text
+    assert "- contraction:" in text
