@@ -9,6 +9,7 @@ from qcomp.core.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.errors import MismatchError
 from qcomp.core.naming import name_ranks
 from qcomp.core.transport import Transport
+from qcomp.version import __version__
 
 __all__ = ["handshake"]
 
@@ -19,7 +20,7 @@ _LONGEST_VALUE = 100
 def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> None:
     """Make sure that all ranks agree about some facts.
 
-    Sends 8 bytes and the facts' JSON text to every other rank.
+    Sends 8 bytes and the facts' JSON text to every other rank; the version of qcomp is always among the facts.
 
     Parameters
     ----------
@@ -47,7 +48,7 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
     ...     print(error)
     the ranks were not started alike: seed is 0 on ranks 0 and 1, but 1 on rank 2
     """
-    texts = _gather_texts(comm, json.dumps(dict(facts), sort_keys=True, default=str), like)
+    texts = _gather_texts(comm, json.dumps({"version": __version__, **facts}, sort_keys=True, default=str), like)
     if len(set(texts)) == 1:
         return
     held: list[dict[str, object]] = [json.loads(text) for text in texts]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qcomp.core.arrays import Array, to_compute_dtype
+from qcomp.core.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Average, Means, as_tensors
 from qcomp.core.optimizers.compression import CompressingOptimizer
@@ -24,7 +24,8 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     - Stage "compressed": every rank puts its own gradient into the common momentum of the last step, the results
       are averaged with compression, and that average is the new common momentum.
 
-    The variance of exact tensors is frozen too; only their momentum is averaged exactly.
+    The variance of exact tensors is frozen too; only their momentum is averaged exactly. Elements whose frozen
+    variance is zero, because they never had a gradient, keep a momentum of zero and do not move.
     """
 
     freeze: int | FreezeRule
@@ -61,8 +62,13 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         if state.stage == "warmup":
             new_params, new_state = super().apply(params, means, state)
             return new_params, self._observed(new_state)
-        new_params = self._move(as_tensors(params, "params"), means.values, state.variance, state)
-        return new_params, state._replace(step=state.step + 1, momentum=means.values, exchange=means.exchange)
+        # One bit cannot say zero: what never had a gradient would drift by a scale over eps in every step.
+        momentum = tuple(
+            array_namespace(v).where(v > 0, m, array_namespace(v).zeros_like(m))
+            for m, v in zip(means.values, state.variance, strict=True)
+        )
+        new_params = self._move(as_tensors(params, "params"), momentum, state.variance, state)
+        return new_params, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
