@@ -39,12 +39,13 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
 
     Examples
     --------
-    >>> from qcomp.comm.local import run_local
-    >>> run_local(2, lambda comm: handshake(comm, {"seed": 0}))
+    >>> import numpy as np, qcomp
+    >>> x = np.zeros(1)
+    >>> qcomp.comm.run_local(2, lambda comm: handshake(comm, {"seed": 0}, like=x))
     [None, None]
     >>> try:
-    ...     run_local(3, lambda comm: handshake(comm, {"seed": comm.rank // 2}))
-    ... except MismatchError as error:
+    ...     qcomp.comm.run_local(3, lambda comm: handshake(comm, {"seed": comm.rank // 2}, like=x))
+    ... except qcomp.MismatchError as error:
     ...     print(error)
     the ranks were not started alike: seed is 0 on ranks 0 and 1, but 1 on rank 2
     """

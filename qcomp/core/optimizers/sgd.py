@@ -43,7 +43,7 @@ class CompressedSGD(CompressingOptimizer):
     >>> params = np.ones(4, dtype=np.float32)
     >>> state = opt.init(params, comm)
     >>> params, state = opt.step(params, params, state, comm)
-    >>> params
+    >>> params.round(3)
     array([0.9, 0.9, 0.9, 0.9], dtype=float32)
     """
 
