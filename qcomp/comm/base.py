@@ -1,0 +1,39 @@
+"""What a communicator must do: move byte buffers between ranks, and know nothing of what is in them."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Communicator"]
+
+Array = Any
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """A group of ranks that exchange buffers.
+
+    A buffer is a one-dimensional, contiguous uint8 array of any supported library, on any device;
+    what arrives is an array of the same library and device as what was sent. Every verb is collective:
+    all ranks call it in the same order. Sizes are known on both sides beforehand, so a buffer of another
+    size than announced is an error and never a truncation.
+
+    Errors: a peer that is dead, absent or later than the communicator's timeout raises
+    `CommunicatorError` on every rank that waits for it; afterwards the communicator is closed for good
+    and says so.
+    """
+
+    rank: int
+    size: int
+    bytes_sent: int
+    """Bytes that this rank has handed to other ranks so far (a rank's own share is never sent)."""
+
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+        """Send ``send[r]`` to rank r and return what each rank sent here: ``receive[r]`` bytes from rank r.
+
+        What arrives from rank r is an array of the library and device of ``send[r]``.
+        """
+        ...
+
+    def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
+        """Send ``send`` to every rank and return what each rank sent: ``receive[r]`` bytes from rank r."""
+        ...

@@ -1,0 +1,119 @@
+"""Buffers of any array library, on any device, as host memory and back."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import array_api_compat
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    HostBuffer = npt.NDArray[np.uint8]
+
+__all__ = ["from_host", "to_host"]
+
+Array = Any
+
+
+def to_host(x: Array, *, name: str = "x") -> HostBuffer:
+    """Return a buffer's bytes as a NumPy array in host memory.
+
+    Parameters
+    ----------
+    x : array, shape (n,), dtype uint8
+        Of any Array API library, on any device.
+    name : str, optional
+        What the error messages call `x`.
+
+    Returns
+    -------
+    numpy.ndarray, shape (n,), dtype uint8
+        C-contiguous. It shares memory with `x` where `x` is contiguous in host memory, and may be read-only;
+        otherwise it is a copy.
+
+    Raises
+    ------
+    TypeError
+        If `x` is not an array, or not of dtype uint8.
+    ValueError
+        If `x` is not one-dimensional.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> to_host(np.arange(6, dtype=np.uint8)[::2])
+    array([0, 2, 4], dtype=uint8)
+    """
+    import numpy as np  # noqa: PLC0415  (`import qcomp.comm` loads no array library)
+
+    if not array_api_compat.is_array_api_obj(x):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if x.dtype != array_api_compat.array_namespace(x).uint8:
+        raise TypeError(f"{name} must have dtype uint8, got {x.dtype}")
+    if x.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
+    if array_api_compat.is_torch_array(x):
+        x = x.cpu()
+    elif array_api_compat.is_cupy_array(x):
+        x = x.get()
+    return np.ascontiguousarray(x)
+
+
+def from_host(x: HostBuffer, like: Array) -> Array:
+    """Return host bytes as an array of another array's library, on its device.
+
+    Parameters
+    ----------
+    x : numpy.ndarray, shape (n,), dtype uint8
+        The result may share its memory: who calls this hands the buffer over.
+    like : array
+        Only its library and device matter.
+
+    Returns
+    -------
+    array, shape (n,), dtype uint8
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from_host(np.zeros(2, dtype=np.uint8), like=np.ones(7))
+    array([0, 0], dtype=uint8)
+    """
+    xp = array_api_compat.array_namespace(like)
+    return xp.asarray(x, device=array_api_compat.device(like))
+
+
+def stage_exchange(
+    send: Sequence[Array], receive: Sequence[int], *, rank: int, size: int
+) -> tuple[list[HostBuffer], list[int]]:
+    """Check one rank's arguments of an exchange; return host buffers to send and sizes to receive.
+
+    Raises
+    ------
+    TypeError
+        If a buffer is not a uint8 array, or a size not an integer.
+    ValueError
+        If there is not one buffer and one size for each rank, a buffer is not one-dimensional, a size is
+        negative, or the rank announces another size for its own share than it hands over.
+    """
+    if len(send) != size:
+        raise ValueError(f"send must hold one buffer for each of {size} ranks, got {len(send)}")
+    if len(receive) != size:
+        raise ValueError(f"receive must hold one size for each of {size} ranks, got {len(receive)}")
+    sizes = [operator.index(n) for n in receive]
+    if min(sizes) < 0:
+        raise ValueError(f"receive must hold sizes of at least 0 bytes, got {min(sizes)}")
+    if all(buffer is send[0] for buffer in send):
+        # An all-gather sends one buffer everywhere: one copy from the device is enough.
+        buffers = [to_host(send[0], name="send")] * size
+    else:
+        buffers = [to_host(buffer, name=f"send[{peer}]") for peer, buffer in enumerate(send)]
+    if buffers[rank].size != sizes[rank]:
+        raise ValueError(
+            f"receive[{rank}] is {sizes[rank]}, but rank {rank} hands itself {buffers[rank].size} bytes"
+        )
+    return buffers, sizes

@@ -1,0 +1,88 @@
+"""Which communicator this process belongs to, by what started it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qcomp.comm.local import LocalCommunicator
+from qcomp.core.errors import CommunicatorError
+
+if TYPE_CHECKING:
+    from qcomp.comm.mpi import MPICommunicator
+
+__all__ = ["world"]
+
+# Where each launcher leaves the number of its processes. srun comes last: it may have started the others.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@functools.cache
+def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator:
+    """Return the communicator of all ranks that were started together with this process.
+
+    What started the process is read from the environment variables that launchers set: mpirun, mpiexec or
+    srun give the ranks of ``MPI.COMM_WORLD``, anything else gives a single rank. The first call is
+    collective; later calls with the same timeout return the same communicator.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds that a rank waits for the others in one exchange.
+
+    Returns
+    -------
+    MPICommunicator or LocalCommunicator
+
+    Raises
+    ------
+    ImportError
+        If an MPI launcher started this process and mpi4py is missing.
+    CommunicatorError
+        If torchrun started this process, or the mpirun of another MPI than mpi4py's.
+
+    Examples
+    --------
+    >>> world()
+    LocalCommunicator(rank=0, size=1)
+    """
+    environment = os.environ
+    if _started_by_torchrun(environment):
+        raise CommunicatorError(
+            f"this process is one of {environment['WORLD_SIZE']} that torchrun started, but this release "
+            "carries MPI: start it with 'mpirun -n <ranks> python ...'"
+        )
+    announced = _mpi_size(environment)
+    if announced == 1:
+        return LocalCommunicator.alone()
+
+    from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415  (starts MPI)
+    from qcomp.comm.mpi_library import MPI  # noqa: PLC0415
+
+    found = MPI.COMM_WORLD.Get_size()
+    if announced is not None and found == 1:
+        library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+        raise CommunicatorError(
+            f"{announced} processes were started together, but mpi4py's MPI library ({library}) sees only "
+            "this one: start them with the mpirun of that library"
+        )
+    return MPICommunicator(MPI.COMM_WORLD, timeout=timeout)
+
+
+def _started_by_torchrun(environment: Mapping[str, str]) -> bool:
+    if int(environment.get("WORLD_SIZE", "1")) == 1:
+        return False
+    # torchrun may itself run under srun, while MASTER_ADDR and the like are also set by hand for mpirun.
+    return "TORCHELASTIC_RUN_ID" in environment or (
+        {"RANK", "MASTER_ADDR"} <= environment.keys() and _mpi_size(environment) == 1
+    )
+
+
+def _mpi_size(environment: Mapping[str, str]) -> int | None:
+    """Return how many processes an MPI launcher started; None if it does not say how many."""
+    for variable in _MPI_SIZES:
+        if variable in environment:
+            return int(environment[variable])
+    return None if "PMIX_RANK" in environment else 1

@@ -1,0 +1,275 @@
+"""Ranks that are threads of one process: for tests, for examples, and for a single process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from qcomp.comm.buffers import from_host, stage_exchange
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.naming import name_ranks
+
+if TYPE_CHECKING:
+    from qcomp.comm.buffers import HostBuffer
+
+__all__ = ["LocalCommunicator", "run_local"]
+
+Array = Any
+Result = TypeVar("Result")
+
+_SLICE_SECONDS = 0.1
+
+
+class LocalCommunicator:
+    """A rank of a world inside one process; `run_local` makes one for each rank.
+
+    What arrives never shares memory with what was sent. The ranks may hold arrays of different libraries.
+
+    See Also
+    --------
+    run_local : runs a function on several ranks.
+    LocalCommunicator.alone : the world of one rank.
+    """
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.rank = rank
+        self.size = world.size
+        self.bytes_sent = 0
+        self._world = world
+
+    @classmethod
+    def alone(cls) -> LocalCommunicator:
+        """Return the only rank of a world of one.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> comm = LocalCommunicator.alone()
+        >>> comm.all_gather(np.array([7], dtype=np.uint8), [1])
+        [array([7], dtype=uint8)]
+        """
+        return cls(_World(1, timeout=60.0), rank=0)
+
+    def __repr__(self) -> str:
+        return f"LocalCommunicator(rank={self.rank}, size={self.size})"
+
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+        """Send ``send[r]`` to rank r and return what each rank sent here, ``receive[r]`` bytes from rank r.
+
+        Parameters
+        ----------
+        send : sequence of arrays, shape (n,), dtype uint8
+            One for each rank, this one included.
+        receive : sequence of int
+            The size in bytes that each rank sends here.
+
+        Returns
+        -------
+        list of arrays, shape (receive[r],), dtype uint8
+            Of the library and device of ``send[r]``.
+
+        Raises
+        ------
+        CommunicatorError
+            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
+            announced.
+        """
+        return self._exchange("all_to_all", send, receive)
+
+    def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
+        """Send ``send`` to every rank and return what each rank sent, ``receive[r]`` bytes from rank r.
+
+        Parameters
+        ----------
+        send : array, shape (n,), dtype uint8
+        receive : sequence of int
+            The size in bytes that each rank sends.
+
+        Returns
+        -------
+        list of arrays, shape (receive[r],), dtype uint8
+            Of the library and device of `send`.
+
+        Raises
+        ------
+        CommunicatorError
+            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
+            announced.
+        """
+        return self._exchange("all_gather", [send] * self.size, receive)
+
+    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+        buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
+        # One copy for each receiver: no rank can change what another one holds.
+        call = _Call(verb, [buffer.copy() for buffer in buffers], sizes)
+        self.bytes_sent += sum(buffer.size for peer, buffer in enumerate(buffers) if peer != self.rank)
+        received = self._world.exchange(self.rank, call)
+        return [from_host(buffer, like=like) for buffer, like in zip(received, send, strict=True)]
+
+
+def run_local(n: int, fn: Callable[[LocalCommunicator], Result], *, timeout: float = 60.0) -> list[Result]:
+    """Run a function on `n` ranks of this process, each in a thread of its own.
+
+    Parameters
+    ----------
+    n : int
+        Number of ranks, at least 1.
+    fn : callable
+        Called as ``fn(comm)`` on every rank.
+    timeout : float, optional
+        Seconds that a rank waits for the others in one exchange. After a rank has failed, also the seconds
+        that the others have to end before they are left behind.
+
+    Returns
+    -------
+    list
+        What each rank returned, by rank.
+
+    Raises
+    ------
+    BaseException
+        What the first rank to fail raised, with a note that says which rank it was. The other ranks leave
+        their exchanges with a `CommunicatorError`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def gather(comm):
+    ...     parts = comm.all_gather(np.array([comm.rank], dtype=np.uint8), [1] * comm.size)
+    ...     return [int(part[0]) for part in parts]
+    >>> run_local(3, gather)
+    [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1 rank, got {n}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    world = _World(n, timeout)
+    results: dict[int, Result] = {}
+
+    def run(rank: int) -> None:
+        error = None
+        try:
+            results[rank] = fn(LocalCommunicator(world, rank))
+        except BaseException as caught:
+            error = caught
+        world.leave(rank, error)
+
+    threads = [
+        # Daemons: a rank that hangs outside of an exchange does not keep the process alive.
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank} of {n}", daemon=True)
+        for rank in range(n)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        failure = world.wait_for_end()
+    except BaseException as error:
+        world.close(f"run_local was interrupted by {type(error).__name__}")
+        raise
+    if failure is not None:
+        first, cause = failure
+        cause.add_note(f"(raised on rank {first} of {n})")
+        raise cause
+    return [results[rank] for rank in range(n)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One rank's part in an exchange."""
+
+    verb: str
+    outgoing: list[HostBuffer]
+    receive: list[int]
+
+
+def _disagreement(one: tuple[int, _Call], other: tuple[int, _Call]) -> str | None:
+    """Say what two ranks' calls have against each other."""
+    (rank, call), (peer, peer_call) = sorted((one, other), key=lambda pair: pair[0])
+    if call.verb != peer_call.verb:
+        return f"rank {rank} called {call.verb} where rank {peer} called {peer_call.verb}"
+    for sender, sent, receiver, announced in (
+        (rank, call.outgoing[peer].size, peer, peer_call.receive[rank]),
+        (peer, peer_call.outgoing[rank].size, rank, call.receive[peer]),
+    ):
+        if sent != announced:
+            return (
+                f"{call.verb}: rank {sender} sent {sent} bytes to rank {receiver}, "
+                f"which expected {announced} bytes"
+            )
+    return None
+
+
+class _World:
+    """Where the ranks meet: the calls of the exchange under way, who has left, and why it was closed."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._calls: dict[int, _Call] = {}
+        self._left: set[int] = set()
+        self._failure: tuple[int, BaseException] | None = None
+        self._closed: str | None = None
+
+    def exchange(self, rank: int, call: _Call) -> list[HostBuffer]:
+        """Hand in one rank's call, wait for everybody's, return what was sent to this rank."""
+        with self._changed:
+            if self._closed is not None:
+                raise CommunicatorError(f"{call.verb}: this communicator is closed: {self._closed}")
+            calls = self._calls
+            for earlier in calls.items():
+                problem = _disagreement(earlier, (rank, call))
+                if problem is not None:
+                    self._close(problem)
+                    raise CommunicatorError(problem)
+            calls[rank] = call
+            if len(calls) == self.size:
+                self._calls = {}  # for the next exchange; those who wait hold this one's
+            self._changed.notify_all()
+
+            def settled() -> bool:
+                return len(calls) == self.size or self._closed is not None or bool(self._left - calls.keys())
+
+            in_time = self._changed.wait_for(settled, self.timeout)
+            # A complete exchange counts even if a rank has failed since: all ranks see the same history.
+            if len(calls) < self.size:
+                if self._closed is None:
+                    self._close(self._why_incomplete(call.verb, calls, in_time=in_time))
+                raise CommunicatorError(self._closed)
+            return [calls[sender].outgoing[rank] for sender in range(self.size)]
+
+    def _why_incomplete(self, verb: str, calls: dict[int, _Call], *, in_time: bool) -> str:
+        if in_time:
+            return f"{verb}: finished without calling it: {name_ranks(self._left - calls.keys())}"
+        absent = set(range(self.size)) - calls.keys()
+        return f"{verb}: waited {self.timeout:g} s for {name_ranks(absent)}"
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """Record that a rank has returned, or failed."""
+        with self._changed:
+            self._left.add(rank)
+            if error is not None:
+                self._failure = self._failure or (rank, error)
+                self._close(f"rank {rank} failed with {type(error).__name__}: {error}")
+            self._changed.notify_all()
+
+    def wait_for_end(self) -> tuple[int, BaseException] | None:
+        """Wait until all ranks have left; return the first failure."""
+        with self._changed:
+            # In slices: Ctrl-C that comes just before a lock is waited for does not interrupt the waiting.
+            while len(self._left) < self.size and self._failure is None:
+                self._changed.wait(_SLICE_SECONDS)
+            self._changed.wait_for(lambda: len(self._left) == self.size, self.timeout)
+            return self._failure
+
+    def close(self, reason: str) -> None:
+        """Free every rank that waits; the first reason is the one that is told."""
+        with self._changed:
+            self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        self._closed = self._closed or reason
+        self._changed.notify_all()

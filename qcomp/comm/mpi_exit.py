@@ -1,0 +1,132 @@
+"""How a rank of an MPI job leaves, so that no other rank waits for it for ever.
+
+MPI's own end, `MPI_Finalize`, waits for all ranks, and mpirun does not end the others when one leaves by an
+exception or by `sys.exit`: without this module such a job hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import stat
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+import numpy as np
+
+from qcomp.comm.mpi_library import MPI
+
+__all__ = ["FAILED_TAG", "FINISHED_TAG", "abort_at_exit", "guard", "report_failure", "take_leave_at_exit"]
+
+FINISHED_TAG = 3
+FAILED_TAG = 4
+
+_LONGEST_REPORT = 1000
+_PAUSE_SECONDS = 1e-3
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
+
+_open: list[MPI.Intracomm] = []
+# MPI still reads and writes the memory of what was under way when an exchange failed, so that stays.
+_unfinished: list[object] = []
+
+
+@functools.cache
+def guard() -> None:
+    """Make an uncaught exception end the whole job after it was printed, and a normal end an orderly one."""
+    previous = sys.excepthook
+
+    def print_and_abort(
+        kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            _abort(_INTERRUPTED)
+        else:
+            try:
+                previous(kind, value, traceback)
+            finally:
+                _abort(1)
+
+    sys.excepthook = print_and_abort
+    atexit.register(_take_leave)  # mpi4py finalizes MPI after all of Python's exit functions
+
+
+@functools.cache
+def abort_at_exit() -> None:
+    """Let this process end by aborting the job: a rank that waits for this one would wait for ever."""
+    atexit.register(_abort, 1)
+
+
+def report_failure(comm: MPI.Intracomm, reason: str, *, unfinished: object) -> None:
+    """Tell all other ranks that this one takes no further part in `comm`; keep what is not finished."""
+    abort_at_exit()
+    _unfinished.append(unfinished)
+    text = np.frombuffer(reason.encode()[:_LONGEST_REPORT], dtype=np.uint8)
+    # If MPI itself is what failed, the others find out by their timeout or by the end of this process.
+    with contextlib.suppress(MPI.Exception):
+        _unfinished.extend(_send_all(comm, text, FAILED_TAG))
+
+
+def take_leave_at_exit(comm: MPI.Intracomm) -> None:
+    """At the end of this process, tell all other ranks of `comm`, and wait until they too have finished."""
+    _open.append(comm)
+
+
+def _take_leave() -> None:
+    if MPI.Is_finalized():
+        return
+    try:
+        nothing = np.empty(0, dtype=np.uint8)
+        farewells = [request for comm in _open for request in _send_all(comm, nothing, FINISHED_TAG)]
+        for comm in _open:
+            for peer in _peers(comm):
+                _await_farewell(comm, peer)
+        while not MPI.Request.Testall(farewells):
+            time.sleep(_PAUSE_SECONDS)
+    except KeyboardInterrupt:
+        _abort(_INTERRUPTED)
+
+
+def _await_farewell(comm: MPI.Intracomm, peer: int) -> None:
+    # As long as it takes, like MPI_Finalize: the peer may still compute. If it dies, mpirun ends this rank.
+    while (message := comm.Improbe(source=peer, tag=FINISHED_TAG)) is None:
+        time.sleep(_PAUSE_SECONDS)
+    message.Recv([np.empty(0, dtype=np.uint8), MPI.BYTE])
+
+
+def _send_all(comm: MPI.Intracomm, message: np.ndarray, tag: int) -> list[MPI.Request]:
+    return [comm.Isend([message, MPI.BYTE], dest=peer, tag=tag) for peer in _peers(comm)]
+
+
+def _peers(comm: MPI.Intracomm) -> list[int]:
+    return [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
+
+
+def _abort(exit_code: int) -> None:
+    if MPI.Is_finalized():
+        return
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            _wait_until_read(stream)
+    finally:
+        MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _wait_until_read(stream: TextIO) -> None:
+    """Wait until the launcher has read what is in a pipe, a second at most: an abort discards the rest."""
+    try:
+        import fcntl  # noqa: PLC0415  (POSIX only)
+        import termios  # noqa: PLC0415
+
+        file = stream.fileno()
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+            return
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and any(fcntl.ioctl(file, termios.FIONREAD, bytes(4))):
+            time.sleep(_PAUSE_SECONDS)
+    except (ImportError, OSError):
+        return  # no such system, or no such stream: then nothing can be known

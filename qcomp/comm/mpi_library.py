@@ -1,0 +1,10 @@
+"""mpi4py's MPI module, or an error that says how to install it. Importing this starts MPI."""
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, but no MPI library
+    raise ImportError(
+        "an MPI communicator needs mpi4py and an MPI library: pip install 'qcomp[mpi]'"
+    ) from error
+
+__all__ = ["MPI"]

@@ -1,0 +1,349 @@
+import re
+import signal
+import threading
+
+import array_api_strict
+import numpy as np
+import pytest
+
+from qcomp.comm.base import Communicator
+from qcomp.comm.local import LocalCommunicator, run_local
+from qcomp.core.errors import CommunicatorError
+
+LIBRARIES = ["numpy", "torch", "jax", "array_api_strict"]
+LONG = 30.0  # far beyond what a working exchange takes; a test that waits so long has failed
+
+
+def library(name):
+    if name == "array_api_strict":
+        return array_api_strict
+    return pytest.importorskip(
+        {"numpy": "numpy", "torch": "array_api_compat.torch", "jax": "jax.numpy"}[name]
+    )
+
+
+def share(sender, receiver, n):
+    """What a rank sends to another: n bytes that tell who it was for."""
+    return np.resize(np.array([sender, receiver, 0, 255, 17], dtype=np.uint8), n)
+
+
+def zeros(n):
+    return np.zeros(n, dtype=np.uint8)
+
+
+def size_of(sender, receiver):
+    """Uneven sizes, some of them zero."""
+    return (sender * 7 + receiver * 3) % 5 * 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_all_to_all_delivers_every_share(n, name):
+    xp = library(name)
+
+    def exchange(comm):
+        me, ranks = comm.rank, range(comm.size)
+        send = [xp.asarray(share(me, r, size_of(me, r))) for r in ranks]
+        received = comm.all_to_all(send, [size_of(r, me) for r in ranks])
+        assert {type(x) for x in received} == {type(send[0])}
+        return [np.asarray(x).tolist() for x in received]
+
+    assert run_local(n, exchange, timeout=LONG) == [
+        [share(r, me, size_of(r, me)).tolist() for r in range(n)] for me in range(n)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_all_gather_delivers_every_share(n, name):
+    xp = library(name)
+
+    def exchange(comm):
+        sizes = [size_of(r, 1) for r in range(comm.size)]
+        received = comm.all_gather(xp.asarray(share(comm.rank, 9, sizes[comm.rank])), sizes)
+        return [np.asarray(x).tolist() for x in received]
+
+    assert (
+        run_local(n, exchange, timeout=LONG) == [[share(r, 9, size_of(r, 1)).tolist() for r in range(n)]] * n
+    )
+
+
+def test_ranks_of_different_libraries_meet_and_each_gets_its_own():
+    namespaces = [library(name) for name in LIBRARIES]
+
+    def exchange(comm):
+        xp = namespaces[comm.rank]
+        received = comm.all_gather(xp.asarray(share(comm.rank, 0, 4)), [4] * 4)
+        assert {type(x) for x in received} == {type(xp.asarray(zeros(1)))}
+        return [np.asarray(x).tolist() for x in received]
+
+    assert run_local(4, exchange, timeout=LONG) == [[share(r, 0, 4).tolist() for r in range(4)]] * 4
+
+
+def test_many_exchanges_in_a_row_keep_their_order():
+    def exchange(comm):
+        for i in range(200):
+            received = comm.all_gather(np.full(3, i % 251 + comm.rank, dtype=np.uint8), [3] * comm.size)
+            assert [int(x[0]) - i % 251 for x in received] == list(range(comm.size))
+            received = comm.all_to_all([zeros(r) for r in range(comm.size)], [comm.rank] * comm.size)
+            assert {x.size for x in received} == {comm.rank}
+        return True
+
+    assert run_local(3, exchange, timeout=LONG) == [True] * 3
+
+
+def test_bytes_sent_counts_what_goes_to_others():
+    def exchange(comm):
+        assert comm.bytes_sent == 0
+        me, n = comm.rank, comm.size
+        comm.all_gather(zeros(me + 1), [r + 1 for r in range(n)])
+        assert comm.bytes_sent == (n - 1) * (me + 1)
+        comm.all_to_all([zeros(10 * r + 1) for r in range(n)], [10 * me + 1] * n)
+        assert comm.bytes_sent == (n - 1) * (me + 1) + sum(10 * r + 1 for r in range(n) if r != me)
+
+    run_local(3, exchange, timeout=LONG)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_received_buffers_share_no_memory(n):
+    def exchange(comm):
+        mine = np.full(8, comm.rank, dtype=np.uint8)
+        received = comm.all_gather(mine, [8] * n)
+        mine[:] = 99
+        received[0][comm.rank] = 77  # if two ranks held the same memory, both would see both writes
+        comm.all_gather(zeros(0), [0] * n)
+        expected = np.repeat(np.arange(n), 8).reshape(n, 8)
+        expected[0, comm.rank] = 77
+        assert np.array_equal(received, expected)
+        # Nor do two receives of one buffer share any.
+        to_all = comm.all_to_all([mine] * n, [8] * n)
+        to_all[comm.rank][:] = 1
+        assert set(mine.tolist()) == {99}
+
+    run_local(n, exchange, timeout=LONG)
+
+
+def test_a_world_of_one_stands_alone():
+    comm = LocalCommunicator.alone()
+    assert isinstance(comm, Communicator)
+    assert (comm.rank, comm.size) == (0, 1)
+    assert [x.tolist() for x in comm.all_to_all([share(0, 0, 3)], [3])] == [share(0, 0, 3).tolist()]
+    assert comm.bytes_sent == 0
+
+
+def test_what_a_rank_raises_is_raised_with_its_rank():
+    def fail(comm):
+        if comm.rank == 1:
+            raise ZeroDivisionError("boom")
+        comm.all_gather(zeros(1), [1] * 3)
+
+    with pytest.raises(ZeroDivisionError, match="boom") as caught:
+        run_local(3, fail, timeout=LONG)
+    assert caught.value.__notes__ == ["(raised on rank 1 of 3)"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["waiting before", "calling after"])
+def test_a_failing_rank_frees_the_others_and_says_why(before):
+    seen = {}
+    told = threading.Event()
+
+    def fail(comm):
+        if comm.rank == 1:
+            if not before:
+                raise ZeroDivisionError("boom")
+            # A full first exchange, so that the others are on their way into the second.
+            comm.all_gather(zeros(1), [1] * 3)
+            raise ZeroDivisionError("boom")
+        try:
+            if before:
+                comm.all_gather(zeros(1), [1] * 3)
+            comm.all_gather(zeros(1), [1] * 3)
+        except CommunicatorError as error:
+            seen[comm.rank] = str(error)
+            told.set()
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        run_local(3, fail, timeout=LONG)
+    assert seen.keys() == {0, 2}
+    for text in seen.values():
+        assert "rank 1 failed with ZeroDivisionError: boom" in text
+
+
+def test_the_first_failure_wins_over_those_that_follow_from_it():
+    def fail(comm):
+        if comm.rank == 0:
+            raise ZeroDivisionError("first")
+        try:
+            comm.all_gather(zeros(1), [1] * 3)
+        except CommunicatorError as error:
+            raise KeyError("second") from error
+
+    with pytest.raises(ZeroDivisionError, match="first"):
+        run_local(3, fail, timeout=LONG)
+
+
+def test_an_absent_rank_is_named_after_the_timeout():
+    done = threading.Event()
+    seen = {}
+
+    def wait(comm):
+        if comm.rank == 1:
+            assert done.wait(LONG)
+            return
+        try:
+            comm.all_to_all([zeros(1)] * 3, [1] * 3)
+        except CommunicatorError as error:
+            seen[comm.rank] = str(error)
+            if len(seen) == 2:
+                done.set()
+            raise
+
+    with pytest.raises(CommunicatorError, match=r"all_to_all: waited 0\.05 s for rank 1"):
+        run_local(3, wait, timeout=0.05)
+    assert seen.keys() == {0, 2}
+
+
+def test_a_rank_that_never_ends_does_not_keep_run_local():
+    done = threading.Event()
+    ended = []
+
+    def wait(comm):
+        if comm.rank == 1:
+            done.wait(LONG)
+            ended.append(comm.rank)
+        else:
+            comm.all_gather(zeros(1), [1, 1])
+
+    with pytest.raises(CommunicatorError, match="for rank 1"):
+        run_local(2, wait, timeout=0.05)
+    assert not ended
+    done.set()
+
+
+def collect_errors(n, fn, *, ranks):
+    """The texts of the CommunicatorErrors that some of n ranks get, while none of these leaves."""
+    seen = {}
+    all_told = threading.Barrier(len(ranks))
+
+    def collect(comm):
+        try:
+            fn(comm)
+        except CommunicatorError as error:
+            seen[comm.rank] = str(error)
+            all_told.wait(LONG)
+
+    run_local(n, collect, timeout=LONG)
+    assert seen.keys() == ranks
+    return list(seen.values())
+
+
+def test_another_verb_is_named_on_every_rank():
+    def disagree(comm):
+        if comm.rank == 1:
+            comm.all_gather(zeros(1), [1] * 3)
+        else:
+            comm.all_to_all([zeros(1)] * 3, [1] * 3)
+
+    for text in collect_errors(3, disagree, ranks={0, 1, 2}):
+        assert re.search(
+            "rank 0 called all_to_all where rank 1 called all_gather"
+            "|rank 1 called all_gather where rank 2 called all_to_all",
+            text,
+        )
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("sent", "announced"), [(4, 5), (5, 4), (0, 1), (1, 0)])
+def test_another_size_is_named_on_every_rank(sent, announced, sender, receiver):
+    def disagree(comm):
+        send, receive = [zeros(2) for _ in range(3)], [2] * 3
+        if comm.rank == sender:
+            send[receiver] = zeros(sent)
+        if comm.rank == receiver:
+            receive[sender] = announced
+        comm.all_to_all(send, receive)
+
+    for text in collect_errors(3, disagree, ranks={0, 1, 2}):
+        assert f"rank {sender} sent {sent} bytes to rank {receiver}, which expected {announced} bytes" in text
+
+
+def test_a_rank_that_has_finished_is_named_at_once():
+    def leave(comm):
+        comm.all_gather(zeros(1), [1] * 3)
+        if comm.rank != 1:
+            comm.all_gather(zeros(1), [1] * 3)
+
+    for text in collect_errors(3, leave, ranks={0, 2}):  # its timeout would be LONG
+        assert "finished without calling it: rank 1" in text
+
+
+def test_a_complete_exchange_counts_though_a_rank_fails_right_after_it():
+    for _ in range(50):
+        received = {}
+
+        def fail(comm, received=received):
+            received[comm.rank] = comm.all_gather(zeros(1), [1, 1])
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            run_local(2, fail, timeout=LONG)
+        assert received.keys() == {0, 1}
+
+
+def test_a_closed_communicator_stays_closed_and_tells_the_first_reason():
+    seen = []
+
+    def fail(comm):
+        if comm.rank == 1:
+            raise ZeroDivisionError("boom")
+        if comm.rank == 0:
+            comm.all_gather(zeros(1), [1] * 3)
+        for thread in threading.enumerate():
+            if thread.name in ("rank 0 of 3", "rank 1 of 3"):
+                thread.join(LONG)
+        for _ in range(2):
+            try:
+                comm.all_to_all([zeros(1)] * 3, [1] * 3)
+            except CommunicatorError as error:
+                seen.append(str(error))
+
+    with pytest.raises(ZeroDivisionError):
+        run_local(3, fail, timeout=LONG)
+    assert seen == ["all_to_all: this communicator is closed: rank 1 failed with ZeroDivisionError: boom"] * 2
+
+
+def test_wrong_arguments_are_the_callers_error():
+    def call(comm):
+        comm.all_gather(zeros(3), [3 + (comm.rank == 1), 3 + (comm.rank == 1)])
+
+    with pytest.raises(ValueError, match=r"receive\[1\] is 4, but rank 1 hands itself 3 bytes"):
+        run_local(2, call, timeout=LONG)
+
+
+def test_an_interrupt_frees_every_rank():
+    started = {rank: threading.Event() for rank in (1, 2)}
+    freed = {rank: threading.Event() for rank in (1, 2)}
+
+    def wait(comm):
+        if comm.rank == 0:
+            assert all(event.wait(LONG) for event in started.values())
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            freed[1].wait(LONG)
+            freed[2].wait(LONG)
+            return
+        started[comm.rank].set()
+        with pytest.raises(CommunicatorError, match="run_local was interrupted by KeyboardInterrupt"):
+            comm.all_gather(zeros(1), [1] * 3)
+        freed[comm.rank].set()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_local(3, wait, timeout=LONG)
+    assert all(event.wait(LONG / 3) for event in freed.values())
+
+
+def test_run_local_rejects_nonsense():
+    with pytest.raises(ValueError, match="n must be at least 1 rank, got 0"):
+        run_local(0, lambda comm: None)
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
+        run_local(1, lambda comm: None, timeout=0)

@@ -1,0 +1,485 @@
+"""MPICommunicator on real ranks: each test is a script that mpirun starts."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+SECONDS = 20.0  # within which a job must end whatever happens to it; a job without trouble takes about one
+
+HEAD = """
+import fcntl, os, signal, sys, termios, threading
+import numpy as np
+from mpi4py import MPI
+from qcomp.comm.mpi import MPICommunicator
+from qcomp.core.errors import CommunicatorError
+
+comm = MPICommunicator(MPI.COMM_WORLD, timeout={timeout})
+me, n = comm.rank, comm.size
+
+def zeros(size):
+    return np.zeros(size, dtype=np.uint8)
+
+def say(*words):
+    # One write for each line, since the ranks share the stream. Then wait until mpirun's proxy has read it:
+    # when another rank aborts the job, what is still in the pipe is lost.
+    os.write(1, (" ".join(map(str, (me, *words))) + "\\n").encode())
+    while any(fcntl.ioctl(1, termios.FIONREAD, bytes(4))):
+        pass
+
+def be_absent():
+    # Outside of the communicator and of MPI, for longer than any test lasts.
+    threading.Event().wait(1000)
+"""
+
+
+def script(body, *, timeout=60):
+    return ["-c", HEAD.format(timeout=timeout) + body]
+
+
+def said(result):
+    """What each rank said, in order of rank."""
+    return sorted(result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_to_all_delivers_every_share(mpirun, n):
+    body = """
+def share(sender, receiver, scale):
+    size = ((sender * 7 + receiver * 3) % 5) * scale
+    return np.resize(np.array([sender, receiver, 255, 0, 17], dtype=np.uint8), size)
+
+for scale in (0, 1, 333, 400_000):  # beyond what MPI sends eagerly
+    sent = comm.bytes_sent
+    send = [share(me, r, scale) for r in range(n)]
+    received = comm.all_to_all(send, [share(r, me, scale).size for r in range(n)])
+    assert all(np.array_equal(received[r], share(r, me, scale)) for r in range(n))
+    assert not any(np.shares_memory(x, y) for x in received for y in send)
+    assert comm.bytes_sent - sent == sum(send[r].size for r in range(n) if r != me)
+say("ok")
+"""
+    result = mpirun(n, script(body))
+    assert said(result) == [f"{rank} ok" for rank in range(n)]
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_gather_delivers_every_share(mpirun, n):
+    body = """
+for size in (0, 1, 1001, 3_000_001):
+    sent = comm.bytes_sent
+    sizes = [size * r for r in range(n)]
+    mine = np.full(sizes[me], me + 40, dtype=np.uint8)
+    received = comm.all_gather(mine, sizes)
+    assert all(np.array_equal(received[r], np.full(sizes[r], r + 40)) for r in range(n))
+    assert not any(np.shares_memory(x, mine) for x in received)
+    assert comm.bytes_sent - sent == (n - 1) * sizes[me]
+say("ok")
+"""
+    assert said(mpirun(n, script(body))) == [f"{rank} ok" for rank in range(n)]
+
+
+def test_many_exchanges_with_ranks_that_run_ahead(mpirun):
+    body = """
+for i in range(500):
+    received = comm.all_gather(np.full(5, (i + me) % 251, dtype=np.uint8), [5] * n)
+    assert [int(x[0]) for x in received] == [(i + r) % 251 for r in range(n)]
+    assert {x.size for x in comm.all_to_all([zeros(r) for r in range(n)], [me] * n)} == {me}
+say("ok")
+"""
+    assert said(mpirun(3, script(body))) == ["0 ok", "1 ok", "2 ok"]
+
+
+def test_each_rank_gets_arrays_of_its_own_library(mpirun):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    body = """
+if me == 0:
+    import torch
+    mine = torch.arange(3, dtype=torch.uint8)
+else:
+    import jax.numpy
+    mine = jax.numpy.arange(3, dtype="uint8") + 10
+received = comm.all_gather(mine, [3, 3])
+assert [type(x) for x in received] == [type(mine)] * 2
+say(*[np.asarray(x).tolist() for x in received])
+"""
+    assert said(mpirun(2, script(body))) == [f"{rank} [0, 1, 2] [10, 11, 12]" for rank in range(2)]
+
+
+def test_a_buffer_may_be_overwritten_once_the_exchange_is_over(mpirun):
+    body = """
+size = 8_000_000
+mine = zeros(size * me)
+for i in range(20):
+    mine[:] = i
+    received = comm.all_to_all([mine, zeros(0)], [0, 0 if me else size])
+    mine[:] = 255
+    assert me or (received[1] == i).all()
+say("ok")
+"""
+    assert said(mpirun(2, script(body))) == ["0 ok", "1 ok"]
+
+
+def test_an_error_of_mpi_is_a_communicator_error(mpirun):
+    body = """
+comm._comm.Free()
+for _ in range(2):
+    try:
+        comm.all_gather(zeros(1), [1, 1])
+    except CommunicatorError as error:
+        say(str(error).partition("MPI_ERR")[0].partition("Invalid")[0])
+MPI.COMM_WORLD.Barrier()
+"""
+    result = mpirun(2, script(body), timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert said(result) == [
+        f"{rank} all_gather: {closed}MPI failed: "
+        for rank in range(2)
+        for closed in ("", "this communicator is closed: all_gather: ")
+    ]
+
+
+def test_errors_of_mpi_are_never_fatal_whatever_the_user_chose(mpirun):
+    body = """
+strict = MPI.COMM_WORLD.Dup()
+strict.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+own = MPICommunicator(strict)._comm
+say(own.Get_errhandler() == MPI.ERRORS_RETURN, strict.Get_errhandler() == MPI.ERRORS_ARE_FATAL)
+"""
+    assert said(mpirun(2, script(body))) == ["0 True True", "1 True True"]
+
+
+def test_messages_of_the_user_are_never_taken(mpirun):
+    body = """
+request = MPI.COMM_WORLD.Isend([np.full(4, 9, dtype=np.uint8), MPI.BYTE], dest=1 - me, tag=1)
+assert comm.all_gather(zeros(4), [4, 4])[1 - me].tolist() == [0] * 4
+mine = zeros(4)
+MPI.COMM_WORLD.Recv([mine, MPI.BYTE], source=1 - me, tag=1)
+request.Wait()
+assert mine.tolist() == [9] * 4
+other = MPICommunicator(MPI.COMM_WORLD, timeout=30)
+assert [x.tolist() for x in other.all_gather(np.array([me], dtype=np.uint8), [1, 1])] == [[0], [1]]
+say("ok")
+"""
+    assert said(mpirun(2, script(body))) == ["0 ok", "1 ok"]
+
+
+def test_constructor_rejects_nonsense(mpirun):
+    body = """
+for wrong in (None, MPI.COMM_NULL, MPI.COMM_WORLD.Get_group()):
+    try:
+        MPICommunicator(wrong)
+    except TypeError as error:
+        assert "comm must be an mpi4py.MPI.Intracomm, got " in str(error)
+    else:
+        say("accepted", wrong)
+try:
+    MPICommunicator(MPI.COMM_WORLD, timeout=0)
+except ValueError as error:
+    say(error)
+"""
+    assert said(mpirun(1, script(body))) == ["0 timeout must be a positive number of seconds, got 0"]
+
+
+@pytest.mark.parametrize("size", [4, 4_000_000], ids=["small", "large"])
+def test_an_absent_peer_is_named_and_the_job_ends(mpirun, size):
+    body = f"""
+if me == 1:
+    be_absent()
+comm.all_gather(zeros({size}), [{size}] * n)
+"""
+    result = mpirun(3, script(body, timeout=0.5), timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert "CommunicatorError: all_gather: waited 0.5 s: nothing came from rank 1" in result.stderr
+    assert "Traceback" in result.stderr
+
+
+def test_a_rank_that_does_not_take_part_in_the_creation_is_noticed(mpirun):
+    code = """
+from mpi4py import MPI
+from qcomp.comm.mpi import MPICommunicator
+import threading
+if MPI.COMM_WORLD.rank == 1:
+    threading.Event().wait(1000)
+try:
+    MPICommunicator(MPI.COMM_WORLD, timeout=0.5)
+except RuntimeError as error:
+    print(error)
+"""
+    result = mpirun(2, ["-c", code], timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert "MPICommunicator: waited 0.5 s for the other 1 ranks to create theirs" in result.stdout
+
+
+def test_a_closed_communicator_stays_closed_and_the_job_ends_though_the_error_was_caught(mpirun):
+    body = """
+if me == 1:
+    be_absent()
+for verb in ("all_gather", "all_to_all"):
+    try:
+        comm.all_gather(zeros(1), [1, 1]) if verb == "all_gather" else comm.all_to_all([zeros(1)] * 2, [1, 1])
+    except CommunicatorError as error:
+        say(error)
+"""
+    result = mpirun(2, script(body, timeout=0.5), timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert said(result) == [
+        "0 all_gather: waited 0.5 s: nothing came from rank 1",
+        "0 all_to_all: this communicator is closed: all_gather: waited 0.5 s: nothing came from rank 1",
+    ]
+
+
+# After an error that every rank catches, the ranks meet again in MPI's own communicator, so that none ends the
+# job before all have spoken.
+CATCH = """
+try:
+    work()
+except CommunicatorError as error:
+    say(error)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("scale", [1, 1_000_000], ids=["small", "large"])
+@pytest.mark.parametrize(("sent", "announced"), [(4, 5), (5, 4), (0, 1), (1, 0)])
+def test_another_size_is_named_and_reported_to_every_rank(mpirun, sent, announced, scale):
+    sent, announced = sent * scale, announced * scale
+    body = f"""
+def work():
+    send, receive = [zeros(2)] * 3, [2] * 3
+    if me == 1:
+        send[2] = zeros({sent})
+    if me == 2:
+        receive[1] = {announced}
+    comm.all_to_all(send, receive)
+    comm.all_gather(zeros(1), [1] * 3)  # who was not concerned hears of it here
+"""
+    result = mpirun(3, script(body + CATCH), timeout=SECONDS, check=False)
+    lines = said(result)
+    assert len(lines) == 3, result
+    for line in lines:
+        assert f"rank 1 sent {sent} bytes to rank 2, which expected {announced} bytes" in line
+    assert lines[2].startswith("2 all_to_all: rank 1 sent")
+    assert "rank 2 failed" in lines[0]
+    assert "rank 2 failed" in lines[1]
+
+
+def test_another_verb_is_named_on_every_rank(mpirun):
+    body = """
+def work():
+    if me == 1:
+        comm.all_gather(zeros(1), [1] * 3)
+    else:
+        comm.all_to_all([zeros(1)] * 3, [1] * 3)
+"""
+    lines = said(mpirun(3, script(body + CATCH), timeout=SECONDS, check=False))
+    assert len(lines) == 3
+    for line in lines:
+        assert re.search(
+            "rank [02] called all_to_all where rank 1 called all_gather"
+            "|rank 1 called all_gather where rank [02] called all_to_all",
+            line,
+        )
+
+
+def test_an_interrupted_exchange_closes_the_communicator(mpirun):
+    body = """
+def interrupt(*_):
+    raise OSError("enough")
+
+if me == 1:
+    be_absent()
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    comm.all_gather(zeros(1), [1, 1])
+except OSError:
+    pass
+try:
+    comm.all_gather(zeros(1), [1, 1])
+except CommunicatorError as error:
+    say(error)
+"""
+    result = mpirun(2, script(body), timeout=SECONDS, check=False)
+    assert said(result) == [
+        "0 all_gather: this communicator is closed: all_gather was interrupted by OSError"
+    ]
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(mpirun):
+    body = """
+comm.all_gather(zeros(1), [1] * 3)
+if me == 1:
+    print("unflushed words", end="")
+    raise ZeroDivisionError("boom")
+be_absent()
+"""
+    result = mpirun(3, script(body), timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert "ZeroDivisionError: boom" in result.stderr
+    assert "unflushed words" in result.stdout
+
+
+def test_an_abort_loses_nothing_of_what_was_printed(mpirun):
+    body = """
+if me == 1:
+    print("p" * 60_000, "printed")
+    raise ZeroDivisionError("z" * 60_000 + "raised")
+be_absent()
+"""
+    result = mpirun(2, script(body), timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert result.stdout.endswith("p printed\n")
+    assert "z" * 60_000 + "raised" in result.stderr
+
+
+def test_the_excepthook_before_is_still_called_and_may_itself_fail(mpirun):
+    code = (
+        "import sys\n"
+        "def hook(kind, value, traceback):\n"
+        "    sys.stderr.write('my own hook\\n')\n"
+        "    raise OSError('disk full')\n"
+        "sys.excepthook = hook\n"
+        + HEAD.format(timeout=60)
+        + "if me == 1:\n    raise ZeroDivisionError\nbe_absent()\n"
+    )
+    result = mpirun(2, ["-c", code], timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert "my own hook" in result.stderr
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(3)", "raise SystemExit('no more')", "sys.exit(0)"])
+def test_a_rank_that_leaves_early_is_reported_to_those_who_wait(mpirun, leave):
+    body = f"""
+comm.all_gather(zeros(1), [1] * 3)
+if me == 1:
+    {leave}
+comm.all_gather(zeros(1), [1] * 3)
+"""
+    result = mpirun(3, script(body), timeout=SECONDS, check=False)
+    assert result.returncode != 0
+    assert "CommunicatorError: all_gather: rank 1 has finished without calling it" in result.stderr
+
+
+def test_a_rank_may_finish_while_the_others_complete_the_last_exchange(mpirun):
+    body = """
+for _ in range(20):
+    comm.all_gather(zeros(100_000), [100_000] * 3)
+if me == 2:
+    from qcomp.comm.mpi_exit import FINISHED_TAG
+    while not all(comm._comm.Iprobe(source=peer, tag=FINISHED_TAG) for peer in (0, 1)):
+        pass
+say("ok")
+"""
+    result = mpirun(3, script(body), timeout=SECONDS)
+    assert (said(result), result.stderr) == (["0 ok", "1 ok", "2 ok"], "")
+
+
+def test_a_rank_takes_leave_until_the_others_have_finished(mpirun, tmp_path):
+    # Exit functions run in reverse order: this one runs after the farewell of rank 0.
+    before = f"""
+import atexit, pathlib
+finished = pathlib.Path({str(tmp_path / "finished")!r})
+atexit.register(lambda: print(finished.exists()))
+"""
+    body = """
+if me == 1:
+    from qcomp.comm.mpi_exit import FINISHED_TAG
+    while not comm._comm.Iprobe(source=0, tag=FINISHED_TAG):
+        pass
+    finished.touch()
+"""
+    code = before + script(body)[1]
+    assert mpirun(2, ["-c", code], timeout=SECONDS).stdout.split() == ["True", "True"]
+
+
+def test_a_killed_rank_ends_the_job(mpirun):
+    body = """
+comm.all_gather(zeros(1), [1] * 3)
+if me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.all_gather(zeros(1), [1] * 3)
+"""
+    result = mpirun(3, script(body), timeout=SECONDS, check=False)
+    assert result.returncode != 0
+
+
+def test_exit_codes_without_trouble(mpirun):
+    assert mpirun(2, script("say('ok')"), timeout=SECONDS).returncode == 0
+    assert mpirun(2, script("sys.exit(5 * me)"), timeout=SECONDS, check=False).returncode == 5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "be_absent()",
+        "comm.all_gather(zeros(1), [1, 1]) if me == 0 else be_absent()",
+        "be_absent() if me == 1 else None",
+    ],
+    ids=["computing", "in an exchange", "in the farewell"],
+)
+def test_control_c_ends_all_ranks_quietly(body):
+    launcher = Path(sys.executable).parent / "mpirun"
+    if not launcher.exists():
+        pytest.skip(f"no mpirun beside {sys.executable}")
+    with subprocess.Popen(
+        [str(launcher), "-n", "2", sys.executable, *script(f"say('ready')\n{body}")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        try:
+            assert {job.stdout.readline() for _ in range(2)} == {"0 ready\n", "1 ready\n"}
+            job.send_signal(signal.SIGINT)
+            _, err = job.communicate(timeout=SECONDS)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_mismatched_handshake_ends_on_every_rank_with_the_message(mpirun):
+    body = """
+from qcomp.comm.handshake import handshake
+from qcomp.core.errors import MismatchError
+handshake(comm, {"seed": 0})
+try:
+    handshake(comm, {"compressor": "sign" if me != 1 else "qsgd", "seed": 0})
+except MismatchError as error:
+    say(error)
+"""
+    message = "the ranks were not started alike: compressor is 'sign' on ranks 0 and 2, but 'qsgd' on rank 1"
+    assert said(mpirun(3, script(body), timeout=SECONDS)) == [f"{rank} {message}" for rank in range(3)]
+    raised = mpirun(3, script(body.replace("say(error)", "raise")), timeout=SECONDS, check=False)
+    assert raised.returncode == 1
+    assert f"MismatchError: {message}" in raised.stderr
+
+
+def test_memory_stays_while_a_failed_exchange_is_under_way(mpirun):
+    body = """
+import gc, weakref
+
+if me == 1:
+    be_absent()
+mine = zeros(4_000_000)
+memory = weakref.ref(mine)
+try:
+    comm.all_gather(mine, [mine.size] * 2)
+except CommunicatorError:
+    pass
+del mine
+gc.collect()
+say("kept" if memory() is not None else "freed")
+"""
+    result = mpirun(2, script(body, timeout=0.3), timeout=SECONDS, check=False)
+    assert said(result) == ["0 kept"]

@@ -1,0 +1,151 @@
+"""Fixtures that several test modules share."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qcomp.core.transport import AllToAll
+
+
+@pytest.fixture
+def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``python *args`` on n ranks: ``mpirun(n, ["-c", code], timeout=60.0, check=True)``.
+
+    A job that does not end in time is killed and fails the test, and so does a non-zero exit unless check is
+    false. Returns the completed process with the ranks' joint stdout and stderr.
+    """
+    launcher = Path(sys.executable).parent / "mpirun"
+    if not launcher.exists():
+        pytest.skip(f"no mpirun beside {sys.executable}: pip install 'qcomp[mpi]'")
+
+    def run_ranks(
+        n: int, args: Sequence[str | Path], *, timeout: float = 60.0, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(part) for part in (launcher, "-n", n, sys.executable, "-W", "error", *args)]
+        # The ranks share few cores: one thread for each. And they buffer what they print, as they do by default.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        ) as job:
+            try:
+                out, err = job.communicate(timeout=timeout)
+            except BaseException as error:
+                os.killpg(job.pid, signal.SIGKILL)
+                out, err = job.communicate()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    pytest.fail(f"the job did not end within {timeout} s\nstdout:\n{out}\nstderr:\n{err}")
+                raise
+        if check and job.returncode != 0:
+            pytest.fail(f"the job ended with status {job.returncode}\nstdout:\n{out}\nstderr:\n{err}")
+        return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+    return run_ranks
+
+
+@pytest.fixture
+def lockstep() -> Callable[..., list[Any]]:
+    """Run one computation in stages per rank, all in this thread: ``lockstep([stages_of_rank_0, ...])``.
+
+    Returns what each of them returned. With ``catch``, the error that a rank raised stands in its place, and
+    all ranks must raise in the same stage.
+    """
+
+    def run(computations: Sequence[Any], *, catch: type[Exception] | tuple[()] = ()) -> list[Any]:
+        ranks = range(len(computations))
+        arrived: list[Any] = [None for _ in ranks]
+        while True:
+            requests, results = {}, {}
+            for rank, stages in enumerate(computations):
+                try:
+                    requests[rank] = stages.send(arrived[rank])
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                except catch as error:
+                    results[rank] = error
+            if not requests:
+                return [results[rank] for rank in ranks]
+            assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
+            assert len({type(request) for request in requests.values()}) == 1
+            to_each = isinstance(requests[0], AllToAll)
+            arrived = [[requests[s].send[r] if to_each else requests[s].send for s in ranks] for r in ranks]
+            for rank in ranks:
+                assert [buffer.shape for buffer in arrived[rank]] == [(n,) for n in requests[rank].receive]
+
+    return run
+
+
+@dataclass(frozen=True)
+class Library:
+    """An array library: how to make its arrays from NumPy's and back."""
+
+    name: str
+
+    @property
+    def xp(self) -> Any:
+        """The library's namespace, imported when it is first used."""
+        return importlib.import_module(LIBRARIES[self.name])
+
+    def array(self, values: Any, dtype: Any = None) -> Any:
+        """Return an array of this library that shares no memory with the values."""
+        return self.seal(self.xp.asarray(np.array(values, dtype=dtype, copy=True)))
+
+    def numpy(self, x: Any) -> np.ndarray:
+        """Return the values of an array as a NumPy array."""
+        return np.asarray(x).copy()
+
+    def seal(self, value: Any) -> Any:
+        """Make every array within a value read-only where this is the detector, and return the value."""
+        if self.name != "readonly":
+            return value
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self.seal(item)
+        elif isinstance(value, Mapping):
+            self.seal(list(value.values()))
+        elif is_dataclass(value):
+            self.seal([getattr(value, f.name) for f in fields(value)])
+        return value
+
+
+LIBRARIES = {
+    "numpy": "numpy",
+    "readonly": "numpy",
+    "torch": "array_api_compat.torch",
+    "strict": "array_api_strict",
+    "jax": "jax.numpy",
+}
+"""The array libraries; "readonly" is NumPy with read-only arrays, a detector of in-place writes."""
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    """Every library; JAX compiles for every new shape, so give it few."""
+    return Library(request.param)
+
+
+@pytest.fixture(params=[name for name in LIBRARIES if name != "jax"])
+def float64_library(request: pytest.FixtureRequest) -> Library:
+    """The libraries that have float64 without being asked: all but JAX."""
+    return Library(request.param)
+
+
+@pytest.fixture
+def libraries() -> dict[str, Library]:
+    """All libraries by name, for worlds that mix them."""
+    return {name: Library(name) for name in LIBRARIES}
