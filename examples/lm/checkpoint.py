@@ -1,0 +1,95 @@
+"""Checkpoints of a data-parallel job: one file a rank and step, of which the last two steps are kept."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qcomp.comm import Communicator
+
+from .gather import gather
+
+__all__ = ["CheckpointError", "Checkpoints"]
+
+KEPT = 2
+"""A rank may die between its write and another's: the step before is still whole on all of them."""
+
+
+class CheckpointError(Exception):
+    """The checkpoints that were found are not of this job."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder, which may be shared between the nodes or not.
+
+    Parameters
+    ----------
+    folder
+        Made if it is missing.
+    comm
+        Each of its ranks writes ``step-<step>.rank-<rank>-of-<size>.pt``: compression leaves other
+        residuals on each rank, so that a checkpoint is whole only with all of them.
+    """
+
+    def __init__(self, folder: Path, comm: Communicator) -> None:
+        self.folder = folder
+        self._comm = comm
+
+    def save(self, step: int, content: dict[str, Any]) -> None:
+        """Write this rank's file of a step, whole or not at all, and drop what became too old."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(step)
+        unfinished = path.with_suffix(".unfinished")
+        with unfinished.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        steps = self._own_steps()
+        later = [other for other in steps if other > step]  # not whole, or this run would have begun there
+        for other in [*steps[: -KEPT - len(later)], *later]:
+            self._path(other).unlink()
+
+    def last_step(self) -> int | None:
+        """Return the newest step of which every rank has its file, the same answer on all ranks.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if there are only checkpoints of another number of ranks.
+        """
+        own = self._own_steps()[-KEPT:]
+        sizes = {size for _, _, size in self._found()} - {self._comm.size}
+        report = np.full(KEPT + 1, -1, np.int64)
+        report[: len(own)] = own
+        report[KEPT] = max(sizes, default=-1)
+        reports = gather(self._comm, report)
+        common = set.intersection(*(set(steps.tolist()) for steps in reports[:, :KEPT])) - {-1}
+        other_size = reports[:, KEPT].max()
+        if not common and other_size > 0:
+            raise CheckpointError(
+                f"the checkpoints in {self.folder} are of {other_size} ranks; this job has {self._comm.size}"
+            )
+        return max(common, default=None)
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Read this rank's file of a step."""
+        content: dict[str, Any] = torch.load(self._path(step), weights_only=True)
+        return content
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.rank-{self._comm.rank}-of-{self._comm.size}.pt"
+
+    def _own_steps(self) -> list[int]:
+        mine = (self._comm.rank, self._comm.size)
+        return sorted(step for step, *owner in self._found() if tuple(owner) == mine)
+
+    def _found(self) -> list[tuple[int, int, int]]:
+        """List the (step, rank, size) of all files."""
+        pattern = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.pt")
+        names = self.folder.iterdir() if self.folder.is_dir() else ()
+        matches = (pattern.fullmatch(path.name) for path in names)
+        return [(int(m[1]), int(m[2]), int(m[3])) for m in matches if m]

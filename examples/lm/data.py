@@ -1,0 +1,68 @@
+"""The corpus: Python's own standard library, as bytes, split by file into training and validation."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["Corpus", "training_batch", "validation_windows"]
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Folders that are not the library itself, or that some installations lack."""
+
+VALIDATION_SHARE = 16
+"""One file in this many is kept for validation."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to learn from and bytes to be judged on; no file is in both."""
+
+    train: npt.NDArray[np.uint8]
+    validation: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of_standard_library(cls) -> "Corpus":
+        """Read the library's ``*.py`` files in the order of their relative paths.
+
+        Which part a file belongs to follows from a hash of its relative path alone, so that every rank
+        (and every machine with the same Python) makes the same split.
+        """
+        root = Path(sysconfig.get_path("stdlib"))
+        parts: dict[bool, list[bytes]] = {False: [], True: []}
+        for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+            if LEFT_OUT.isdisjoint(path.parts):
+                digest = hashlib.sha256(path.as_posix().encode()).digest()
+                parts[digest[0] % VALIDATION_SHARE == 0].append((root / path).read_bytes())
+        train, validation = (
+            np.frombuffer(b"\0".join(parts[held_out]), np.uint8) for held_out in (False, True)
+        )
+        if min(train.size, validation.size) < 100_000:
+            raise RuntimeError(f"too few Python sources under {root}: is the standard library zipped?")
+        return cls(train, validation)
+
+
+def training_batch(
+    data: npt.NDArray[np.uint8], batch: int, context: int, key: tuple[int, int, int]
+) -> torch.Tensor:
+    """Draw ``batch`` random windows of ``context + 1`` bytes, as int64 of shape (batch, context + 1).
+
+    ``key`` (seed, rank, step) is all that the draw depends on: a resumed run sees the batches that it
+    would have seen.
+    """
+    starts = np.random.default_rng(key).integers(0, data.size - context, size=batch)
+    return windows(data, starts, context)
+
+
+def validation_windows(data: npt.NDArray[np.uint8], count: int, context: int) -> torch.Tensor:
+    """Take ``count`` evenly spaced windows of ``context + 1`` bytes: always the same ones."""
+    return windows(data, np.linspace(0, data.size - context - 1, count).astype(np.int64), context)
+
+
+def windows(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], context: int) -> torch.Tensor:
+    """Cut one window of ``context + 1`` bytes at each start."""
+    return torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))

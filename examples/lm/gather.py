@@ -1,0 +1,20 @@
+"""Small facts that the ranks tell each other beside the training: losses, flags, counts, digests."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qcomp.comm import Communicator
+
+__all__ = ["gather"]
+
+
+def gather(comm: Communicator, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return every rank's array, stacked in the order of the ranks.
+
+    All ranks must call it, with arrays of one shape and dtype.
+    """
+    sent = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    received = comm.all_gather(sent, [sent.size] * comm.size)
+    return np.stack([part.view(values.dtype).reshape(values.shape) for part in received])
