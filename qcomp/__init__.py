@@ -17,6 +17,7 @@ from qcomp.core.optimizers import (
     CompressedSGD,
     FreezeAt,
     OneBitAdam,
+    Optimizer,
     QAdam,
     VarianceStable,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "OneBitAdam",
+    "Optimizer",
     "OptimizerState",
     "Payload",
     "PayloadError",

@@ -66,7 +66,7 @@ RECIPES = {
 }
 
 
-def make_optimizer(settings: Settings) -> Any:
+def make_optimizer(settings: Settings) -> qcomp.Optimizer:
     """Return the qcomp optimizer that the settings ask for."""
     schedule = WarmupCosine(settings.learning_rate, settings.steps)
     chosen: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """The optimizers: explicit state, pure halves, one exchange between them."""
 
 from qcomp.core.optimizers.adam import Adam
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.freeze import FreezeAt, VarianceStable
 from qcomp.core.optimizers.onebit_adam import OneBitAdam
 from qcomp.core.optimizers.qadam import QAdam
@@ -11,6 +12,7 @@ __all__ = [
     "CompressedSGD",
     "FreezeAt",
     "OneBitAdam",
+    "Optimizer",
     "QAdam",
     "VarianceStable",
 ]

@@ -23,7 +23,8 @@ class QAdam(FrozenVarianceAdam):
     compressor, feedback, topology, exact
         See `CompressingOptimizer`; ``feedback=False`` is what Bagua does.
     freeze : int or rule
-        The last exact step, or a rule such as `VarianceStable`.
+        The last exact step, or a rule such as `VarianceStable`. The variance averages over 1 / (1 - b2) steps: one
+        that is frozen much earlier is too small somewhere, and there rounding errors become large steps.
     warmup_steps : int, optional
         Another name for ``freeze`` as a number of steps; give one of the two.
 

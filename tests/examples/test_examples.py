@@ -1,0 +1,97 @@
+"""The examples as a user starts them: real ranks under mpirun."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+TRAIN = EXAMPLES / "train_lm.py"
+STEPS = 6
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("script", ["mpi_numpy.py", "mpi_jax.py"])
+def test_three_ranks_end_with_identical_parameters(mpirun, script):
+    job = mpirun(3, ["-m", "mpi4py", EXAMPLES / script], timeout=200)
+    assert "all 3 ranks hold identical parameters" in job.stdout
+
+
+def test_the_twins_differ_in_little_more_than_the_gradient():
+    ours, theirs = ((EXAMPLES / name).read_text().splitlines() for name in ("mpi_numpy.py", "mpi_jax.py"))
+    assert len(ours) < 80
+    assert len(set(theirs) - set(ours)) <= 6
+
+
+def train(mpirun, folder, *options, ranks=2):
+    job = mpirun(
+        ranks, ["-m", "mpi4py", TRAIN, "--steps", STEPS, "--batch", 1, "--out", folder, *options], timeout=200
+    )
+    return job, json.loads((folder / "summary.json").read_text())
+
+
+def test_training_counts_what_it_sends_and_draws_its_curves(mpirun, tmp_path):
+    job, summary = train(mpirun, tmp_path, ranks=3)
+    assert [run["optimizer"] for run in summary] == ["adam", "onebit_adam", "qadam", "qsgd"]
+    parameters = summary[0]["parameters"]
+    ring = 2 * (3 - 1) / 3 * 4 * parameters
+    for run in summary:
+        assert run["ranks"] == 3
+        assert run["compression_ratio"] == pytest.approx(STEPS * ring / run["bytes_sent_per_rank"])
+    exact, onebit, qadam, qsgd = summary
+    assert all(run["exact_elements"] <= 0.01 * parameters for run in (onebit, qadam, qsgd))
+    assert all(
+        label in job.stdout for label in ("Adam, exact", "1-bit Adam", "QAdam, 8-bit", "SGD, 4-bit QSGD")
+    )
+    # Chunks are whole buckets, so the busiest of three ranks sends a little more than a third.
+    assert exact["compression_ratio"] == pytest.approx(1, rel=0.01)
+    assert onebit["compressed_stage_ratio"] >= 24
+    assert qadam["compressed_stage_ratio"] >= 3.8
+    assert qsgd["compression_ratio"] >= 7
+    for run in (onebit, qadam):
+        w, r = run["warmup_steps"] / run["steps"], run["compressed_stage_ratio"]
+        assert run["compression_ratio"] == pytest.approx(1 / (w + (1 - w) / r), rel=0.02)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resuming_is_as_if_there_had_been_no_stop(mpirun, tmp_path):
+    options = ("--optimizer", "onebit_adam")
+    _, (whole,) = train(mpirun, tmp_path / "whole", *options)
+    checkpoints = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 3)
+    stopped = mpirun(
+        2,
+        [
+            TRAIN,
+            "--steps",
+            STEPS,
+            "--batch",
+            1,
+            "--out",
+            tmp_path / "cut",
+            *options,
+            *checkpoints,
+            "--stop-after",
+            4,
+        ],
+        timeout=200,
+        check=False,
+    )
+    assert stopped.returncode == 130
+    _, (resumed,) = train(mpirun, tmp_path / "resumed", *options, *checkpoints, "--resume")
+    assert resumed["parameters_sha256"] == whole["parameters_sha256"]
+    assert resumed["validation_loss"] == whole["validation_loss"]
+    assert resumed["bytes_sent_per_rank"] == whole["bytes_sent_per_rank"]
+
+
+def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
+    def rank(compressor):
+        return [TRAIN, "--optimizer", "onebit_adam", "--compressor", compressor, "--out", tmp_path]
+
+    other = [":", "-n", 1, sys.executable, *rank("sign:scale=rms")]
+    job = mpirun(1, [*rank("sign:scale=l1"), *other], timeout=100, check=False)
+    assert job.returncode == 2
+    assert "the ranks were not started alike: settings.compressor is" in job.stderr
+    assert "scale=l1' on rank 0" in job.stderr
+    assert "scale=rms' on rank 1" in job.stderr
