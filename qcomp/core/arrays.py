@@ -13,6 +13,8 @@ from array_api_compat import array_namespace, device
 from qcomp.core.errors import NonFiniteError
 
 __all__ = [
+    "LIMIT",
+    "TINY",
     "Array",
     "array_namespace",
     "bitcast",
@@ -27,7 +29,7 @@ __all__ = [
     "host_bytes",
     "is_traced",
     "itemsize",
-    "require_finite",
+    "require_below",
     "sqrt",
     "to_compute_dtype",
     "truncate_last_bit",
@@ -39,6 +41,9 @@ Namespace = Any
 
 TINY = 2.0**-126
 """The smallest normal float32: what is smaller in magnitude counts as zero (`flush`)."""
+
+LIMIT = 2.0**100
+"""Magnitudes from here on are refused like infinities: below it no sum, range or norm of a bucket overflows."""
 
 _ITEMSIZE = {"uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
 
@@ -183,13 +188,16 @@ def is_traced(x: Array) -> bool:
     return jax is not None and isinstance(x, jax.core.Tracer)
 
 
-def require_finite(values: Array, message: str) -> None:
-    """Raise `NonFiniteError` unless all values are finite; while tracing there is nothing to look at."""
-    if is_traced(values):
+def require_below(x: Array, limit: float, what: str) -> None:
+    """Raise `NonFiniteError` unless all magnitudes are below a limit; while tracing there is nothing to look at."""
+    if is_traced(x) or x.shape[0] == 0:
         return
-    xp = array_namespace(values)
-    if not bool(xp.all(xp.isfinite(values))):
-        raise NonFiniteError(message)
+    xp = array_namespace(x)
+    largest = float(xp.max(xp.abs(x)))  # NaN, if there is one
+    if not largest < limit:
+        raise NonFiniteError(
+            f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {limit:.6g}"
+        )
 
 
 def write_into(out: Array, value: Array, *, argument: str = "out") -> Array:

@@ -1,6 +1,6 @@
 """Optimizer state as a flat dict of named arrays and scalars, for any file format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qcomp.core.arrays import Array, array_namespace, device, dtype_name
@@ -28,9 +28,9 @@ def to_state_dict(state: OptimizerState, mean: CompressedMean) -> dict[str, Any]
 
 
 def from_state_dict(
-    saved: Mapping[str, Any], template: OptimizerState, mean: CompressedMean
+    saved: Mapping[str, Any], begin: Callable[[Any], OptimizerState], mean: CompressedMean
 ) -> OptimizerState:
-    """Return the state that a dict describes, in the library and on the device of a template.
+    """Return the state that a dict describes, like the one that ``begin`` returns for its stage.
 
     Raises
     ------
@@ -39,6 +39,7 @@ def from_state_dict(
     """
     if int(saved.get("schema", 0)) != _SCHEMA:
         raise ValueError(f"the state has schema {saved.get('schema')}; this release reads schema {_SCHEMA}")
+    template = begin(str(saved["stage"]))  # a str also where a file format has made an array of it
     if (int(saved["rank"]), int(saved["size"])) != (template.rank, template.size):
         raise ValueError(
             f"the state is of rank {saved['rank']} of {saved['size']}; this is rank {template.rank} of "

@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from qcomp.core.arrays import (
+    LIMIT,
     Array,
     array_namespace,
     compute_dtype_name,
     dtype_name,
+    require_below,
     to_compute_dtype,
     write_into,
 )
@@ -88,12 +90,12 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the fields of the payload of x, float32 or float64 of shape (n,).
+        """Return the fields of the payload of x, float32 or float64 of shape (n,), all magnitudes below 2^100.
 
         Raises
         ------
         NonFiniteError
-            If x is not finite, or its scale is not.
+            If a value is too large for this compressor all the same.
         """
 
     @abstractmethod
@@ -131,14 +133,16 @@ class Compressor(ABC):
         Raises
         ------
         NonFiniteError
-            If x holds an infinity or a NaN, or values so large that their scale overflows. Not while a
-            compiler traces; then the decompressed vector is not finite either.
+            If x holds an infinity, a NaN or a magnitude of 2^100 or more. Not while a compiler traces, when there
+            are no values to look at.
         """
         if self.traits.random and key is None:
             raise ValueError(f"key is None; {self.spec} draws random numbers and needs a qcomp.Key")
         flat = array_namespace(x).reshape(x, (-1,))
         size, name = math.prod(x.shape), compute_dtype_name(dtype_name(x.dtype))
-        parts = self.encode(to_compute_dtype(flat), key)
+        values = to_compute_dtype(flat)
+        require_below(values, LIMIT, self.spec)
+        parts = self.encode(values, key)
         return Payload(self.spec, size, name, self.payload_spec(size, name).join(parts))
 
     def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:

@@ -49,7 +49,9 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
     ...     print(error)
     the ranks were not started alike: seed is 0 on ranks 0 and 1, but 1 on rank 2
     """
-    texts = _gather_texts(comm, json.dumps({"version": __version__, **facts}, sort_keys=True, default=str), like)
+    texts = _gather_texts(
+        comm, json.dumps({"version": __version__, **facts}, sort_keys=True, default=str), like
+    )
     if len(set(texts)) == 1:
         return
     held: list[dict[str, object]] = [json.loads(text) for text in texts]

@@ -118,7 +118,10 @@ def _find(name: str) -> type[Compressor]:
     load = _offered().get(name)
     if load is None:
         raise ValueError(f"there is no compressor {name!r}; known: {', '.join(compressor_names())}")
-    return register(load())
+    cls = load()
+    if cls.name != name:
+        raise ValueError(f"the entry point {name!r} leads to {cls.__qualname__}, whose name is {cls.name!r}")
+    return register(cls)
 
 
 def _parse(spec: str, key: str, text: str, kind: Any) -> Any:

@@ -1,5 +1,7 @@
 """Sums in one fixed order, the halving tree, so that every library returns the same bits."""
 
+import math
+
 from qcomp.core.arrays import (
     Array,
     array_namespace,
@@ -11,7 +13,7 @@ from qcomp.core.arrays import (
     truncate_last_bit,
 )
 
-__all__ = ["mean_abs", "norm2", "rms", "total", "tree_sum"]
+__all__ = ["mean_abs", "norm2", "rms", "sum_of_squares", "total", "tree_sum"]
 
 
 def tree_sum(rows: Array) -> Array:
@@ -81,3 +83,16 @@ def total(x: Array) -> Array:
         low, high = flat[:half], flat[half:]
         flat = low + (high if length % 2 == 0 else xp.concat([high, xp.zeros_like(low[:1])]))
     return flat[0]
+
+
+def sum_of_squares(x: Array) -> float:
+    """Return the sum of the squares of all elements, without overflow; infinity if an element is not finite."""
+    xp = array_namespace(x)
+    flat = xp.reshape(x, (-1,))
+    if flat.shape[0] == 0:
+        return 0.0
+    largest = float(xp.max(xp.abs(flat)))
+    if not math.isfinite(largest):
+        return math.inf
+    power = math.ldexp(1.0, math.frexp(largest)[1] - 1)
+    return float(total(xp.square(divide(flat, power)))) * power * power

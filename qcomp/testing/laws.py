@@ -259,7 +259,7 @@ def zero_gives_zero(case: Case) -> None:
 
 def huge_values(case: Case) -> None:
     """Huge finite values give a finite result or the documented error."""
-    for scale in (2.0**100, 2.0**126, float(np.finfo(np.float32).max)):
+    for scale in (2.0**99, 2.0**126, float(np.finfo(np.float32).max)):
         for size in (1, 9, case.compressor.traits.bucket_size + 1):
             x = np.where(np.arange(size) % 2, -1, 1).astype(np.float32) * np.float32(scale)
             try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qcomp.core import bitplanes
-from qcomp.core.arrays import Array, array_namespace, flush, require_finite
+from qcomp.core.arrays import Array, array_namespace, flush
 from qcomp.core.buckets import Block, blocks, bucket_count, join_blocks, padded_size
 from qcomp.core.compressor import Compressor
 from qcomp.core.payload import Field, PayloadSpec
@@ -34,8 +34,7 @@ class BucketedCompressor(Compressor):
     def encode_block(self, rows: Array, block: Block, key: Key | None) -> tuple[Array, tuple[Array, ...]]:
         """Return the codes, uint8 of shape (rows, length), and the scales, each of shape (rows,).
 
-        The scale of a bucket that cannot be represented is infinite or NaN. Padding is 0 in ``rows`` and
-        must have code 0 if it is not to show on the wire.
+        Padding is 0 in ``rows`` and must have code 0 if it is not to show on the wire.
         """
 
     @abstractmethod
@@ -62,10 +61,6 @@ class BucketedCompressor(Compressor):
             for name, values in zip(self.scales, block_scales, strict=True):
                 scales[name].append(flush(xp.astype(values, xp.float32, copy=False)))
         parts = {name: join_blocks(values, dtype=xp.float32, like=x) for name, values in scales.items()}
-        for name, values in parts.items():
-            require_finite(
-                values, f"x cannot be compressed by {self.spec}: the {name} of a bucket is not finite"
-            )
         return {"codes": join_blocks(codes, dtype=xp.uint8, like=x), **parts}
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:

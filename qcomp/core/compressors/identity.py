@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qcomp.core.arrays import Array, array_namespace, require_finite
+from qcomp.core.arrays import Array, array_namespace
 from qcomp.core.compressor import Compressor, Traits
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.random import Key
@@ -43,7 +43,6 @@ class Identity(Compressor):
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:  # noqa: ARG002
         """Return the values."""
-        require_finite(x, "x cannot be compressed by identity: a value is not finite")
         return {"values": x}
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:  # noqa: ARG002

@@ -90,7 +90,7 @@ class MinMaxUInt8(BucketedCompressor):
 
 
 def _clamp(codes: Array) -> Array:
-    """Return the codes within 0 to 255; NaN, of a bucket that is not finite, becomes 0."""
+    """Return the codes within 0 to 255."""
     xp = array_namespace(codes)
     codes = xp.where(codes > 0, codes, xp.zeros_like(codes))
     return xp.where(codes > 255, xp.full_like(codes, 255.0), codes)

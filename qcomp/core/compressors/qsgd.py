@@ -86,7 +86,7 @@ class QSGD(BucketedCompressor):
         step = round_up_step(norm, self.levels)
         divisor = xp.astype(xp.where(step > 0, step, xp.ones_like(step)), rows.dtype, copy=False)
         position = divide(magnitude, divisor[:, None])
-        # Rounding may exceed the largest level; NaN also becomes a level, and the step tells of it.
+        # Rounding may exceed the largest level.
         position = xp.where(position < self.levels, position, xp.full_like(position, float(self.levels)))
         level = xp.floor(position)
         draws = draws16(key, block, bucket_size=self.bucket_size, like=rows)
@@ -110,7 +110,7 @@ def round_up_step(norm: Array, levels: int, *, bits: int = 17) -> Array:
     """Return norm / levels as float32, rounded up to ``bits`` significant bits, and at least 2**-126.
 
     The product of such a step and a level of up to 24 - bits bits is exact, so that no fused
-    multiply-add changes a result. Zero gives zero; a step whose largest level overflows gives infinity.
+    multiply-add changes a result. Zero gives zero.
     """
     xp = array_namespace(norm)
     exact = divide(norm, levels)
@@ -121,7 +121,6 @@ def round_up_step(norm: Array, levels: int, *, bits: int = 17) -> Array:
     short = xp.astype(rounded, exact.dtype, copy=False) < exact
     rounded = xp.where(short, _add_bits(rounded, low + 1, -1), rounded)
     rounded = xp.where(rounded < TINY, xp.full_like(rounded, TINY), rounded)
-    rounded = xp.where(xp.isfinite(rounded * levels), rounded, xp.full_like(rounded, float("inf")))
     return xp.where(norm > 0, rounded, xp.astype(norm, xp.float32, copy=False))
 
 

@@ -4,7 +4,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from qcomp.core.arrays import (
@@ -25,7 +25,7 @@ from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import total
+from qcomp.core.sums import sum_of_squares
 from qcomp.core.transport import AllGather, Stages, Transport, drive, fuse
 
 __all__ = ["EXACT", "Average", "Means", "Optimizer", "Part"]
@@ -58,7 +58,7 @@ class Average(NamedTuple):
 
     parts: tuple[Part, ...]
     exchange: MeanState
-    """The residuals as they are if no part is compressed."""
+    """The residuals, which the compressed part uses; they stay as they are if there is none."""
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
@@ -67,7 +67,7 @@ class Average(NamedTuple):
         exchange = self.exchange
         for part, (means, state) in zip(self.parts, results, strict=True):
             values.update(zip(part.tensors, means, strict=True))
-            if part.mean is not EXACT:
+            if part.state is self.exchange:
                 exchange = state
         return Means(tuple(values[i] for i in range(len(values))), exchange)
 
@@ -252,7 +252,7 @@ class Optimizer(ABC):
             On every rank, if the ranks come from different steps.
         """
         state = self.init(params, comm, names)
-        state = from_state_dict(saved, self.enter(state, saved["stage"]), self.mean)
+        state = from_state_dict(saved, lambda stage: self.enter(state, stage), self.mean)
         handshake(comm, {"step": state.step, "stage": state.stage}, like=as_tensors(params, "params")[0])
         return state
 
@@ -264,7 +264,7 @@ class Optimizer(ABC):
         """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks."""
         assert self.clip_norm is not None
         xp = array_namespace(grads[0])
-        square = math.fsum(float(total(to_compute_dtype(g) ** 2)) for g in grads)
+        square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)
         message = xp.asarray(list(struct.pack("<d", square)), dtype=xp.uint8, device=device(grads[0]))
         arrived = yield AllGather(message, (8,) * size)
         squares = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
@@ -275,9 +275,12 @@ class Optimizer(ABC):
         return min(1.0, self.clip_norm / norm) if norm > 0 else 1.0
 
     def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
-        """Return a part in which these tensors are averaged exactly."""
+        """Return a part in which these tensors are averaged exactly, in the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), ())
-        return Part(EXACT, tuple(tensors), tuple(values), nothing, self._key(state))
+        topology = EXACT.topology if state.stage == "warmup" else self.mean.topology
+        return Part(
+            replace(EXACT, topology=topology), tuple(tensors), tuple(values), nothing, self._key(state)
+        )
 
     def _key(self, state: OptimizerState) -> Key:
         return Key(seed=self.seed, step=state.step, rank=state.rank)
@@ -314,6 +317,6 @@ def _describe(value: object) -> str:
     """Describe a setting in words that are equal on ranks with equal settings."""
     if isinstance(value, Compressor):
         return value.spec
-    if callable(value) and not is_dataclass(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    return repr(value)
+    if hasattr(value, "__qualname__"):  # a function; its repr has an address
+        return str(value.__qualname__)
+    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)

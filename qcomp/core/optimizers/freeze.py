@@ -101,4 +101,4 @@ class VarianceStable:
 
 def freeze_rule(freeze: int | FreezeRule) -> FreezeRule:
     """Return the rule that an optimizer's ``freeze`` stands for."""
-    return FreezeAt(freeze) if isinstance(freeze, int) else freeze
+    return freeze if hasattr(freeze, "observe") else FreezeAt(freeze)

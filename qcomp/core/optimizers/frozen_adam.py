@@ -32,7 +32,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        freeze_rule(self.freeze)  # raises for a step below 1
+        object.__setattr__(self, "freeze", freeze_rule(self.freeze))
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments of zero, in the warm-up."""
@@ -77,7 +77,8 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             # Sums in a fixed order of values that are the same on all ranks, so that all decide alike.
             return sum(float(total(v)) for v in state.variance)
 
-        verdict = freeze_rule(self.freeze).observe(state.step, norm, state.history, self.betas[1])
+        rule = freeze_rule(self.freeze)
+        verdict = rule.observe(state.step, norm, state.history, self.betas[1])
         if not verdict.frozen:
             return state._replace(history=verdict.history)
         frozen = self._corrected(state.variance, state.step)

@@ -46,5 +46,5 @@ class OneBitAdam(FrozenVarianceAdam):
     [('compressed', True), ('compressed', True)]
     """
 
-    compressor: Compressor = ScaledSign()
+    compressor: Compressor = ScaledSign(scale="rms")
     freeze: int | FreezeRule = VarianceStable()

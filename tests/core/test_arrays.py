@@ -1,0 +1,288 @@
+"""What the core adds to the standard: bit-casts, correctly rounded division and roots, flushing."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qcomp
+from qcomp.core.arrays import (
+    LIMIT,
+    bitcast,
+    bytes_of,
+    compute_dtype_name,
+    concat,
+    detached,
+    divide,
+    dtype_name,
+    flush,
+    from_bytes_of,
+    host_bytes,
+    is_traced,
+    require_below,
+    sqrt,
+    to_compute_dtype,
+    truncate_last_bit,
+    write_into,
+)
+from qcomp.core.errors import NonFiniteError
+
+VALUES = np.random.default_rng(3).standard_normal(64).astype(np.float32).reshape(2, 32)
+DIVISORS = [3.0, 7.0, 61.0, 0.1]
+
+
+def rounded_quotient(x: np.ndarray, divisor: np.ndarray | float) -> np.ndarray:
+    """The correctly rounded float32 quotient: 53 bits are more than twice 24 and two."""
+    return (x.astype(np.float64) / np.float64(np.float32(divisor))).astype(np.float32)
+
+
+def rounded_root(x: np.ndarray) -> np.ndarray:
+    return np.sqrt(x.astype(np.float64)).astype(np.float32)
+
+
+def bits(x: np.ndarray) -> list:
+    return np.ascontiguousarray(x).view(np.uint32).tolist()
+
+
+class TestDivide:
+    @pytest.mark.parametrize("divisor", DIVISORS)
+    def test_is_correctly_rounded(self, library, divisor):
+        expected = bits(rounded_quotient(VALUES, divisor))
+        assert bits(library.numpy(divide(library.array(VALUES), divisor))) == expected
+        # An array that is broadcast over each row.
+        column = library.array([[divisor]] * 2, dtype=np.float32)
+        assert bits(library.numpy(divide(library.array(VALUES), column))) == expected
+        # A multiplication by the reciprocal, which is what XLA makes of x / 3, would show.
+        assert bits(VALUES * (np.float32(1) / np.float32(divisor))) != expected
+
+    def test_is_correctly_rounded_under_jit(self):
+        jax = pytest.importorskip("jax")
+
+        @jax.jit
+        def all_of_them(x):
+            constant = [divide(x, divisor) for divisor in DIVISORS]
+            largest = jax.numpy.max(jax.numpy.abs(x), axis=1)
+            return constant, divide(x, largest[:, None])
+
+        constant, by_row = all_of_them(VALUES)
+        for got, divisor in zip(constant, DIVISORS, strict=True):
+            assert bits(np.asarray(got)) == bits(rounded_quotient(VALUES, divisor))
+        largest = np.abs(VALUES).max(axis=1, keepdims=True)
+        expected = (VALUES.astype(np.float64) / largest).astype(np.float32)
+        assert bits(np.asarray(by_row)) == bits(expected)
+
+    def test_keeps_float64(self, float64_library):
+        x = VALUES.astype(np.float64)
+        got = float64_library.numpy(divide(float64_library.array(x), 3.0))
+        assert got.dtype == np.float64
+        assert (got == x / 3).all()
+
+
+class TestSqrt:
+    def test_is_correctly_rounded(self, library):
+        x = np.abs(VALUES)
+        assert bits(library.numpy(sqrt(library.array(x)))) == bits(rounded_root(x))
+
+    def test_is_correctly_rounded_under_jit(self):
+        jax = pytest.importorskip("jax")
+        x = np.abs(VALUES)
+        assert bits(np.asarray(jax.jit(sqrt)(x))) == bits(rounded_root(x))
+
+    def test_is_correctly_rounded_on_many_values(self):
+        """Enough of them that torch's own vectorised root is off on some."""
+        torch = pytest.importorskip("torch")
+        x = np.random.default_rng(0).uniform(0, 100, 100_001).astype(np.float32)
+        assert (sqrt(torch.from_numpy(x)).numpy() == rounded_root(x)).all()
+        assert (sqrt(x) == rounded_root(x)).all()
+
+    def test_keeps_float64(self, float64_library):
+        x = np.abs(VALUES).astype(np.float64)
+        assert (float64_library.numpy(sqrt(float64_library.array(x))) == np.sqrt(x)).all()
+
+
+class TestBits:
+    @pytest.mark.parametrize("dtype", ["float32", "int32", "uint8"])
+    def test_bytes_and_back(self, library, dtype):
+        host = np.arange(1, 9).astype(dtype)
+        data = bytes_of(library.array(host))
+        assert library.numpy(data).dtype == np.uint8
+        assert library.numpy(data).tobytes() == host.tobytes()
+        assert host_bytes(data) == host.tobytes()
+        back = library.numpy(from_bytes_of(library.seal(data), dtype))
+        assert back.dtype == host.dtype
+        assert (back == host).all()
+
+    def test_float64_bytes_and_back(self, float64_library):
+        host = np.array([1.5, -2.25, 1e300])
+        data = bytes_of(float64_library.array(host))
+        assert host_bytes(data) == host.tobytes()
+        assert (float64_library.numpy(from_bytes_of(data, "float64")) == host).all()
+
+    @pytest.mark.parametrize("offset", [1, 2, 4])
+    def test_unaligned(self, library, offset):
+        """A slice of a message may start anywhere."""
+        host = np.array([1.5, -2.5], dtype=np.float32)
+        data = library.array(np.frombuffer(bytes(offset) + host.tobytes(), dtype=np.uint8))
+        assert (library.numpy(from_bytes_of(data[offset:], "float32")) == host).all()
+
+    def test_bitcast_shows_the_bits(self, library):
+        x = library.array([1.0, -2.0, 0.0], dtype=np.float32)
+        assert library.numpy(bitcast(x, library.xp.int32)).tolist() == [0x3F800000, -0x40000000, 0]
+
+    def test_truncate_last_bit(self, library):
+        got = library.numpy(truncate_last_bit(library.array(VALUES)))
+        assert bits(got) == (VALUES.view(np.uint32) & 0xFFFFFFFE).tolist()
+        assert bits(got) != bits(VALUES)
+
+    def test_truncate_last_bit_of_float64(self, float64_library):
+        x = VALUES.astype(np.float64) / 3
+        got = float64_library.numpy(truncate_last_bit(float64_library.array(x)))
+        assert got.view(np.uint64).tolist() == (x.view(np.uint64) & (2**64 - 2)).tolist()
+
+
+class TestFlush:
+    TINY = 2.0**-126
+    CASES = (
+        (0.0, 0.0),
+        (-0.0, 0.0),
+        (TINY, TINY),
+        (-TINY, -TINY),
+        (TINY * 0.75, 0.0),
+        (-(2.0**-149), 0.0),
+        (1.0, 1.0),
+        (np.inf, np.inf),
+        (-np.inf, -np.inf),
+    )
+
+    def test_float32(self, library):
+        x, expected = (np.array(column, dtype=np.float32) for column in zip(*self.CASES, strict=True))
+        assert bits(library.numpy(flush(library.array(x)))) == bits(expected)
+        assert np.isnan(library.numpy(flush(library.array([np.nan] * 9, dtype=np.float32)))).all()
+
+    def test_float64_has_the_threshold_of_float32(self, float64_library):
+        x, expected = (np.array(column) for column in zip(*self.CASES, strict=True))
+        got = float64_library.numpy(flush(float64_library.array(x)))
+        assert got.view(np.uint64).tolist() == expected.view(np.uint64).tolist()
+
+
+class TestDtypes:
+    @pytest.mark.parametrize(
+        ("name", "compute"),
+        [("float64", "float64"), ("float32", "float32"), ("float16", "float32"), ("bfloat16", "float32")],
+    )
+    def test_arithmetic_is_at_least_float32(self, name, compute):
+        assert compute_dtype_name(name) == compute
+
+    @pytest.mark.parametrize("name", ["int32", "complex64", "bool"])
+    def test_others_are_an_error_that_names_the_argument(self, name):
+        with pytest.raises(TypeError, match=f"grads has dtype {name}; expected float64, float32, float16 or"):
+            compute_dtype_name(name, argument="grads")
+
+    def test_names_in_every_library(self, library):
+        for name in ("float32", "int32", "uint8"):
+            assert dtype_name(library.array([1], dtype=name).dtype) == name
+            assert dtype_name(getattr(library.xp, name)) == name
+
+    def test_halves_are_computed_in_float32(self):
+        torch = pytest.importorskip("torch")
+        for x in (np.ones(3, np.float16), torch.ones(3, dtype=torch.bfloat16)):
+            assert dtype_name(to_compute_dtype(x).dtype) == "float32"
+        x = np.ones(3, np.float32)
+        assert to_compute_dtype(x) is x
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(1, 2**20))
+def test_divide_by_counts(x, count):
+    with np.errstate(under="ignore"):
+        got = divide(np.array([x], dtype=np.float32), count)
+        assert bits(got) == bits(rounded_quotient(np.array([x], dtype=np.float32), count))
+
+
+def test_require_below(library):
+    require_below(library.array([1.0, -2.0], dtype=np.float32), 2.5, "sign")
+    require_below(library.array([1.0, -2.0], dtype=np.float32)[:0], 2.5, "sign")
+    for bad, said in [
+        (2.5, "2.5"),
+        (-2.5, "2.5"),
+        (1e30, "1e\\+30"),
+        (np.inf, "inf"),
+        (-np.inf, "inf"),
+        (np.nan, "nan"),
+    ]:
+        for values in ([1.0, bad], [bad, 1.0]):
+            with pytest.raises(
+                NonFiniteError, match=f"cannot be compressed by sign: it holds {said}; expected below 2.5"
+            ):
+                require_below(library.array(values, dtype=np.float32), 2.5, "sign")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_every_compressor_takes_what_is_below_the_limit(dtype):
+    """And no sum, range or norm overflows on the way: a warning would be an error here."""
+    x = np.where(np.arange(4100) % 2, 1.0, -1.0).astype(dtype) * dtype(
+        np.nextafter(np.float32(LIMIT), np.float32(0))
+    )
+    for spec in (
+        "sign",
+        "sign:scale=rms",
+        "qsgd",
+        "qsgd:norm=l2",
+        "minmax",
+        "cast",
+        "identity",
+        "scaled(qsgd)",
+    ):
+        c = qcomp.compressor(spec)
+        assert np.isfinite(c.decompress(c.compress(x, key=qcomp.Key()), like=x)).all()
+        for bad in (LIMIT, -LIMIT, 3e38):
+            too_large = x.copy()
+            too_large[4097] = bad
+            with pytest.raises(
+                NonFiniteError, match=r"cannot be compressed by .*; expected below 1\.26765e\+30"
+            ):
+                c.compress(too_large, key=qcomp.Key())
+
+
+def test_require_below_lets_a_compiler_trace():
+    jax = pytest.importorskip("jax")
+    seen = []
+
+    @jax.jit
+    def traced(x):
+        seen.append(is_traced(x))
+        require_below(x, 1.0, "not while tracing")
+        return x
+
+    traced(np.array([np.inf], dtype=np.float32))
+    assert seen == [True]
+    assert not is_traced(jax.numpy.zeros(1))
+    assert not is_traced(np.zeros(1))
+
+
+def test_write_into():
+    out = np.zeros((2, 3))
+    value = np.arange(6.0)
+    assert write_into(out, value) is out
+    assert (out == [[0, 1, 2], [3, 4, 5]]).all()
+    with pytest.raises(ValueError, match=r"out has shape \(2, 3\) and dtype float64; expected \(5,\)"):
+        write_into(out, value[:5])
+    with pytest.raises(ValueError, match="residual has shape"):
+        write_into(out, value.astype(np.float32), argument="residual")
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match="out is an immutable"):
+        write_into(jax.numpy.zeros(2), jax.numpy.ones(2))
+
+
+def test_detached():
+    torch = pytest.importorskip("torch")
+    leaf = torch.ones(2, requires_grad=True)
+    assert not detached(leaf * 2).requires_grad
+    x = np.ones(2)
+    assert detached(x) is x
+
+
+def test_concat_of_one_is_the_same_array():
+    x = np.ones(2)
+    assert concat([x]) is x
+    assert concat([x, 2 * x]).tolist() == [1, 1, 2, 2]

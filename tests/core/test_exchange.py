@@ -1,0 +1,768 @@
+"""The compressed mean: the same bytes on all ranks, its sum identity, its bytes, its errors."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
+from qcomp.comm import run_local
+from qcomp.core import exchange, transport
+from qcomp.core.messages import SegmentCodec
+from qcomp.core.random import replace_draws
+from qcomp.core.transport import AllGather, AllToAll, drive, fuse, join, joined_size, split
+
+TOPOLOGIES = ["two_phase", "all_gather"]
+SHAPES = [(3, 11), (0,), (), (70,), (2, 0, 4)]
+"""Odd sizes, a scalar, and tensors with nothing in them."""
+
+
+def inputs(
+    rank: int, step: int, dtype: type = np.float32, shapes: Sequence[tuple] = SHAPES
+) -> list[np.ndarray]:
+    rng = np.random.default_rng([rank, step])
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def start(mean: CompressedMean, tensors: Any, size: int) -> list[Any]:
+    """The first state of every rank of a world."""
+    return [mean.zeros(tensors, rank=rank, size=size) for rank in range(size)]
+
+
+class Outcome(NamedTuple):
+    means: Any
+    states: list[Any]
+
+
+def average(
+    lockstep: Callable, mean: CompressedMean, values: Sequence, states: list, key: Key | None
+) -> Outcome:
+    """Average the values of all ranks once; all ranks must hold the same mean bit for bit."""
+    results = lockstep([mean.stages(x, s, key=key) for x, s in zip(values, states, strict=True)])
+    means = [result[0] for result in results]
+    held = {b"".join(np.asarray(m).tobytes() for m in (x if isinstance(x, list) else [x])) for x in means}
+    assert len(held) == 1
+    return Outcome(means[0], [result[1] for result in results])
+
+
+def server_residual(mean: CompressedMean, states: Sequence, tensors: Sequence) -> list[np.ndarray]:
+    """The residuals of all servers put together into tensors."""
+    whole = [np.zeros(math.prod(t.shape)) for t in tensors]
+    for state, chunk in zip(states, mean.segments(tensors, len(states)), strict=True):
+        for segment, residual in zip(chunk, state.server, strict=True):
+            whole[segment.tensor][segment.start : segment.stop] = residual
+    return whole
+
+
+class TestSameOnAllRanks:
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    @pytest.mark.parametrize(
+        "spec",
+        ["sign:bucket_size=16", "qsgd:levels=7,bucket_size=16", "minmax:bucket_size=16", "cast", "identity"],
+    )
+    def test_shapes_dtypes_and_bytes(self, lockstep, topology, size, spec):
+        mean = CompressedMean(qcomp.compressor(spec), topology=topology)
+        states = start(mean, inputs(0, 0), size)
+        for step in range(3):
+            values = [inputs(rank, step) for rank in range(size)]
+            means, states = average(lockstep, mean, values, states, Key(step=step))
+            assert isinstance(means, list)
+            assert [(m.shape, m.dtype) for m in means] == [(v.shape, v.dtype) for v in values[0]]
+
+    def test_over_a_communicator(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+
+        def rank_main(comm):
+            state = mean.init(inputs(0, 0), comm)
+            held = b""
+            for step in range(3):
+                means, state = mean(inputs(comm.rank, step), state, comm)
+                held += b"".join(m.tobytes() for m in means)
+            return held
+
+        assert len(set(run_local(3, rank_main))) == 1
+
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    def test_an_array_a_tuple_and_a_list(self, lockstep, topology):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
+        x = [inputs(rank, 0, shapes=[(5, 7)])[0] for rank in range(2)]
+        alone, _ = average(lockstep, mean, x, start(mean, [x[0]], 2), None)
+        in_list, _ = average(lockstep, mean, [[v] for v in x], start(mean, [x[0]], 2), None)
+        in_tuple, _ = average(lockstep, mean, [(v,) for v in x], start(mean, [x[0]], 2), None)
+        assert alone.shape == (5, 7)
+        assert alone.tobytes() == in_list[0].tobytes() == in_tuple[0].tobytes()
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+    def test_dtypes(self, lockstep, dtype):
+        mean = CompressedMean(qcomp.MinMaxUInt8(16))
+        x = [inputs(rank, 0, dtype, [(37,)])[0] for rank in range(2)]
+        states = start(mean, [x[0]], 2)
+        residual = states[0].worker[0].dtype
+        assert residual == (np.float64 if dtype == "float64" else np.float32)
+        got, states = average(lockstep, mean, x, states, None)
+        assert got.dtype == dtype
+        assert states[0].worker[0].dtype == residual
+        assert np.abs(got - (x[0] + x[1]) / 2).max() < 0.05
+
+    def test_every_library_alike(self, lockstep, float64_library):
+        """The reference is NumPy; the read-only detector also proves that nothing passed in is written to."""
+        lib = float64_library
+        for c in (qcomp.ScaledSign(bucket_size=16), qcomp.QSGD(levels=7, bucket_size=16)):
+            mean = CompressedMean(c)
+            held = {}
+            for name, array, seal in (("numpy", np.asarray, lambda x: x), (lib.name, lib.array, lib.seal)):
+                values = [[[array(t) for t in inputs(rank, s)] for rank in range(2)] for s in range(2)]
+                states, record = seal(start(mean, values[0][0], 2)), b""
+                for step in range(2):
+                    means, states = average(lockstep, mean, values[step], states, Key(step=step))
+                    seal(states)
+                    record += b"".join(np.asarray(m).tobytes() for m in means)
+                    record += b"".join(
+                        np.asarray(r).tobytes() for s in states for r in (*s.worker, *s.server)
+                    )
+                held[name] = record
+            assert len(set(held.values())) == 1
+
+    @pytest.mark.parametrize(
+        "c", [qcomp.ScaledSign(scale="l1"), qcomp.QSGD(levels=7, bucket_size=128, norm="max")], ids=str
+    )
+    def test_a_mixed_world(self, libraries, c):
+        """A NumPy, a torch, a JAX and a strict rank, three steps with feedback: the same bytes."""
+        mean = CompressedMean(c)
+        ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]
+
+        def rank_main(comm):
+            lib = ranks[comm.rank]
+            state = mean.init(lib.array(np.zeros(600, dtype=np.float32)), comm)
+            held = []
+            for step in range(3):
+                x = np.random.default_rng([comm.rank, step]).standard_normal(600).astype(np.float32)
+                got, state = mean(lib.array(x), state, comm, key=Key(seed=1, step=step))
+                assert type(got) is type(lib.array(x))
+                held.append(lib.numpy(got).tobytes())
+            return held
+
+        results = run_local(4, rank_main)
+        for step in range(3):
+            assert len({held[step] for held in results}) == 1
+        assert len(set(results[0])) == 3
+
+    def test_chunks_do_not_depend_on_who_serves_them(self, lockstep):
+        """With one bucket a chunk, and a worker that sends the exact values, 2 and 4 ranks agree on the mean."""
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        x = np.sign(inputs(0, 0, shapes=[(64,)])[0])  # on the grid of the compressor: nothing is lost
+        two, _ = average(lockstep, mean, [x] * 2, start(mean, [x], 2), None)
+        four, _ = average(lockstep, mean, [x] * 4, start(mean, [x], 4), None)
+        assert two.tobytes() == four.tobytes() == x.tobytes()
+
+
+class TestExactMean:
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    @pytest.mark.parametrize("feedback", [True, False])
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    def test_identity_is_the_mean_in_rank_order(self, lockstep, topology, feedback, size):
+        mean = CompressedMean(qcomp.Identity(), topology=topology, feedback=feedback)
+        values = [inputs(rank, 0) for rank in range(size)]
+        states = start(mean, values[0], size)
+        assert states[0].worker == states[0].server == ()
+        means, _ = average(lockstep, mean, values, states, None)
+        for i, got in enumerate(means):
+            total = values[0][i]
+            for other in values[1:]:
+                total = total + other[i]
+            assert got.tobytes() == (total / np.float32(size)).tobytes()
+
+    def test_the_order_of_ranks_matters_in_the_last_bit(self, lockstep):
+        """Otherwise the test above could not tell the rank order from another."""
+        mean = CompressedMean(qcomp.Identity())
+        values = [inputs(rank, 0, shapes=[(500,)]) for rank in range(3)]
+        there, _ = average(lockstep, mean, values, start(mean, values[0], 3), None)
+        back, _ = average(lockstep, mean, values[::-1], start(mean, values[0], 3), None)
+        assert there[0].tobytes() != back[0].tobytes()
+
+    def test_what_is_returned_is_not_what_was_passed_in(self, lockstep):
+        for topology in TOPOLOGIES:
+            mean = CompressedMean(qcomp.Identity(), topology=topology)
+            x = np.ones(5, dtype=np.float32)
+            got, _ = average(lockstep, mean, [x], start(mean, [x], 1), None)
+            got += 1
+            assert (x == 1).all()
+
+
+def check_sum_identity(lockstep: Callable, mean: CompressedMean, size: int) -> None:
+    """The sum of the means is the sum of the exact means less mean_i e_i + e_s; after every step."""
+    tensors = inputs(0, 0, np.float64)
+    states = start(mean, tensors, size)
+    sums, exact = ([np.zeros(t.shape) for t in tensors] for _ in range(2))
+    magnitude = 0.0
+    for step in range(8):
+        values = [inputs(rank, step, np.float64) for rank in range(size)]
+        means, states = average(lockstep, mean, values, states, Key(step=step))
+        for i, m in enumerate(means):
+            sums[i] += m
+            exact[i] += sum(v[i] for v in values) / size
+        server = server_residual(mean, states, tensors) if mean.topology == "two_phase" else None
+        for i, t in enumerate(tensors):
+            kept = sum(state.worker[i] for state in states) / size
+            kept = (kept if server is None else kept + server[i]).reshape(t.shape)
+            magnitude = max([magnitude, *np.abs(exact[i]).ravel(), *np.abs(kept).ravel()])
+            assert np.abs(sums[i] - (exact[i] - kept)).max(initial=0) <= 1e-12 * magnitude
+    assert magnitude > 1
+
+
+class TestSumIdentity:
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            "sign:bucket_size=16",
+            "sign:bucket_size=16,scale=rms",
+            "qsgd:levels=7,bucket_size=16",
+            "minmax:bucket_size=16",
+        ],
+    )
+    def test_holds(self, lockstep, topology, size, spec):
+        check_sum_identity(lockstep, CompressedMean(qcomp.compressor(spec), topology=topology), size)
+
+    def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
+        encode = SegmentCodec.encode
+
+        def forgetful(self, chunks, tensors, residuals, key):
+            if key.hop:
+                residuals = tuple(0 * r for r in residuals)
+            return encode(self, chunks, tensors, residuals, key)
+
+        monkeypatch.setattr(SegmentCodec, "encode", forgetful)
+        with pytest.raises(AssertionError):
+            check_sum_identity(lockstep, CompressedMean(qcomp.ScaledSign(bucket_size=16)), 2)
+
+    def test_without_feedback_nothing_is_kept(self, lockstep):
+        mean = CompressedMean(qcomp.QSGD(bucket_size=16), feedback=False)
+        states = start(mean, inputs(0, 0), 2)
+        values = [inputs(rank, 0) for rank in range(2)]
+        _, after = average(lockstep, mean, values, states, Key())
+        assert after == states
+        assert after[0].worker == after[0].server == ()
+
+
+class TestState:
+    def test_residuals_have_the_shapes_of_tensors_and_segments(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        tensors = inputs(0, 0)
+        states = start(mean, tensors, 3)
+        # Buckets: 3 of the first tensor, 1 of the scalar, 5 of the fourth; three a chunk.
+        assert [[r.shape for r in s.worker] for s in states] == [[(33,), (0,), (1,), (70,), (0,)]] * 3
+        assert [[r.shape for r in s.server] for s in states] == [[(33,)], [(1,), (32,)], [(38,)]]
+        assert all((r == 0).all() for s in states for r in (*s.worker, *s.server))
+
+    def test_of_all_gather_has_no_server(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology="all_gather")
+        assert start(mean, inputs(0, 0), 2)[0].server == ()
+
+    def test_init_is_zeros(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        x = np.ones(40, dtype=np.float32)
+        for state, expected in zip(
+            run_local(2, lambda comm: mean.init(x, comm)), start(mean, [x], 2), strict=True
+        ):
+            assert state[:2] == expected[:2]
+            assert [r.tolist() for r in state.worker + state.server] == [
+                r.tolist() for r in expected.worker + expected.server
+            ]
+
+    def test_of_other_sizes_is_an_error(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        (state,) = start(mean, [np.zeros(10)], 1)
+        comm = qcomp.comm.LocalCommunicator.alone()
+        with pytest.raises(ValueError, match=r"x has arrays of \[11\] elements; state is for \[10\]"):
+            mean(np.zeros(11), state, comm)
+        with pytest.raises(ValueError, match="x is empty"):
+            mean([], state, comm)
+
+    def test_of_another_rank_is_an_error(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        _, state = start(mean, [np.zeros(10)], 2)
+        with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 1 of 2"):
+            mean(np.zeros(10), state, qcomp.comm.LocalCommunicator.alone())
+
+
+class TestBytes:
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    @pytest.mark.parametrize(
+        "spec", ["sign:bucket_size=16", "qsgd:levels=20,bucket_size=16", "cast", "identity"]
+    )
+    def test_sent_are_what_the_layout_predicts(self, topology, size, spec):
+        c = qcomp.compressor(spec)
+        mean = CompressedMean(c, topology=topology)
+        tensors = inputs(0, 0)
+
+        def rank_main(comm):
+            state = mean.init(tensors, comm)
+            before = comm.bytes_sent
+            for step in range(2):
+                _, state = mean(inputs(comm.rank, step), state, comm, key=Key(step=step))
+            return comm.bytes_sent - before
+
+        # A message is the payload of each segment, each padded to 8 bytes, and 8 for the verdict. The lossless
+        # compressor takes all tensors as one.
+        sizes = [sum(math.prod(s) for s in SHAPES)] if spec == "identity" else [math.prod(s) for s in SHAPES]
+        bucket = c.traits.bucket_size
+        buckets = [(i, min(bucket, n - at)) for i, n in enumerate(sizes) for at in range(0, n, bucket)]
+
+        def message(part):
+            runs = {i: sum(n for j, n in part if i == j) for i, _ in part}
+            return sum(-(-c.payload_spec(n).nbytes // 8) * 8 for n in runs.values()) + 8
+
+        if topology == "all_gather":
+            expected = [(size - 1) * message(buckets)] * size
+        else:
+            share = -(-len(buckets) // size)
+            messages = [message(buckets[r * share : (r + 1) * share]) for r in range(size)]
+            expected = [sum(messages) - own + (size - 1) * own for own in messages]
+        assert run_local(size, rank_main) == [2 * n for n in expected]
+
+    def test_one_bit_an_element_each_way(self):
+        """2 (N - 1) / N bits an element: 32 times less than ring all-reduce, up to scales, padding and verdict."""
+        n, size = 1 << 16, 4
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=4096))
+        x = np.ones(n, dtype=np.float32)
+
+        def rank_main(comm):
+            state = mean.init(x, comm)
+            before = comm.bytes_sent
+            mean(x, state, comm)
+            return comm.bytes_sent - before
+
+        ideal = 2 * (size - 1) / size * (n / 8 + 4 * n / 4096)
+        assert run_local(size, rank_main) == [ideal + 2 * (size - 1) * 8] * size
+
+
+def held_by(state: Any) -> bytes:
+    return b"".join(r.tobytes() for r in (*state.worker, *state.server))
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize(
+        "spec",
+        ["sign:bucket_size=16", "qsgd:levels=7,bucket_size=16", "minmax:bucket_size=16", "cast", "identity"],
+    )
+    def test_all_ranks_raise_and_keep_their_states(self, lockstep, topology, size, value, spec):
+        mean = CompressedMean(qcomp.compressor(spec), topology=topology)
+        states = start(mean, inputs(0, 0), size)
+        values = [inputs(rank, 0) for rank in range(size)]
+        _, states = average(lockstep, mean, values, states, Key())
+        before = [held_by(state) for state in states]
+        bad = size - 1
+        values = [inputs(rank, 1) for rank in range(size)]
+        values[bad][3][61] = value
+        errors = lockstep(
+            [mean.stages(x, s, key=Key(step=1)) for x, s in zip(values, states, strict=True)],
+            catch=NonFiniteError,
+        )
+        assert all(isinstance(error, NonFiniteError) for error in errors)
+        assert all(f"a value on rank {bad} is not finite" in str(error) for error in errors)
+        # The rank itself also says why.
+        assert [error.__cause__ is not None for error in errors] == [rank == bad for rank in range(size)]
+        assert [held_by(state) for state in states] == before
+        # The states are still good.
+        average(lockstep, mean, [inputs(rank, 1) for rank in range(size)], states, Key(step=1))
+
+    def test_several_bad_ranks_are_all_named(self, lockstep):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        values = [inputs(rank, 0, shapes=[(40,)])[0] for rank in range(4)]
+        values[1][0] = values[3][39] = np.nan
+        errors = lockstep(
+            [mean.stages(x, s) for x, s in zip(values, start(mean, values[:1], 4), strict=True)],
+            catch=NonFiniteError,
+        )
+        assert {str(error) for error in errors} == {
+            "a value on rank 1, 3 is not finite, or too large to compress"
+        }
+
+    def test_over_a_communicator_nobody_waits(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+
+        def rank_main(comm):
+            x = inputs(comm.rank, 0)
+            state = mean.init(x, comm)
+            if comm.rank == 1:
+                x[0][1, 1] = np.nan
+            with pytest.raises(NonFiniteError):
+                mean(x, state, comm)
+            mean(inputs(comm.rank, 0), state, comm)
+            return True
+
+        assert run_local(3, rank_main, timeout=20) == [True] * 3
+
+    @pytest.mark.parametrize(
+        "spec",
+        ["sign:bucket_size=16", "qsgd:bucket_size=16,norm=l2", "minmax:bucket_size=16", "cast:dtype=float16"],
+    )
+    def test_values_too_large_to_compress(self, lockstep, spec):
+        """Finite, but the scale of their bucket is not."""
+        mean = CompressedMean(qcomp.compressor(spec), feedback=False)
+        values = [inputs(rank, 0, shapes=[(40,)])[0] for rank in range(2)]
+        values[1] = np.where(np.arange(40) % 2, 3e38, -3e38).astype(np.float32)
+        errors = lockstep(
+            [mean.stages(x, s, key=Key()) for x, s in zip(values, start(mean, values[:1], 2), strict=True)],
+            catch=NonFiniteError,
+        )
+        expected = "a value on rank 1 is not finite, or too large to compress"
+        assert [str(error) for error in errors] == [expected] * 2
+
+    def test_a_server_that_cannot_compress(self, lockstep):
+        """What every worker sends is fine, and what one server makes of it is not: all raise in the second phase."""
+        mean = CompressedMean(qcomp.Cast("float16"))
+        x = np.full(40, 65504.0, dtype=np.float32)
+        states = start(mean, [x], 3)
+        average(lockstep, mean, [x] * 3, states, None)
+        states[1] = states[1]._replace(server=tuple(r + 100 for r in states[1].server))
+        errors = lockstep([mean.stages(x, s) for s in states], catch=NonFiniteError)
+        expected = "a value on rank 1 is not finite, or too large to compress"
+        assert [str(error) for error in errors] == [expected] * 3
+
+
+class Recorder:
+    """A rank of a communicator that keeps what it is given to send."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.sent = b""
+
+    def all_gather(self, send, receive):
+        self.sent += bytes(np.asarray(send))
+        return self.comm.all_gather(send, receive)
+
+    def all_to_all(self, send, receive):
+        return self.comm.all_to_all(send, receive)
+
+
+class TestHandshake:
+    BASE = (CompressedMean(qcomp.ScaledSign(bucket_size=16)), [np.zeros((4, 5), dtype=np.float32)])
+
+    @pytest.mark.parametrize("odd", [0, 1, 2])
+    @pytest.mark.parametrize(
+        ("other", "tensors", "words"),
+        [
+            (
+                CompressedMean(qcomp.ScaledSign(bucket_size=32)),
+                None,
+                ["compressor", "bucket_size=16", "bucket_size=32"],
+            ),
+            (CompressedMean(qcomp.Identity()), None, ["compressor", "identity"]),
+            (CompressedMean(qcomp.ScaledSign(bucket_size=16), topology="all_gather"), None, ["topology"]),
+            (CompressedMean(qcomp.ScaledSign(bucket_size=16), feedback=False), None, ["feedback"]),
+            (None, [np.zeros((4, 6), dtype=np.float32)], ["shapes[0][1] is", "5 on", "6 on"]),
+            (None, [np.zeros(20, dtype=np.float32)], ["shapes[0]"]),
+            (None, [np.zeros((4, 5), dtype=np.float32)] * 2, ["shapes[1]"]),
+            (None, [np.zeros((4, 5))], ["dtypes[0]", "float32", "float64"]),
+        ],
+    )
+    def test_differences_are_named_on_every_rank(self, odd, other, tensors, words):
+        base, x = self.BASE
+
+        def rank_main(comm):
+            mean = other if other is not None and comm.rank == odd else base
+            with pytest.raises(MismatchError) as caught:
+                mean.init(tensors if tensors is not None and comm.rank == odd else x, comm)
+            return str(caught.value)
+
+        messages = run_local(3, rank_main, timeout=20)
+        assert len(set(messages)) == 1
+        ranks = [str(rank) for rank in range(3) if rank != odd]
+        for word in (*words, f"rank {odd}", f"ranks {' and '.join(ranks)}"):
+            assert word in messages[0]
+
+    def test_the_version_takes_part(self):
+        mean, x = self.BASE
+
+        def rank_main(comm):
+            recorder = Recorder(comm)
+            mean.init(x, recorder)
+            return recorder.sent
+
+        for sent in run_local(2, rank_main):
+            assert json.dumps(qcomp.__version__).encode() in sent
+
+    def test_half_precision_is_float32_on_the_wire(self):
+        mean, _ = self.BASE
+
+        def rank_main(comm):
+            return mean.init(np.zeros(4, dtype=[np.float16, np.float32][comm.rank]), comm)
+
+        assert len(run_local(2, rank_main)) == 2
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "spec", ["qsgd:levels=1,bucket_size=128", "qsgd:levels=7,bucket_size=512,norm=l2"]
+    )
+    def test_feedback_around_an_expansion_names_scaled(self, spec):
+        c = qcomp.compressor(spec)
+        assert c.traits.omega >= 1
+        with pytest.raises(
+            ValueError, match=rf"feedback=True around {spec}.*omega = .*qcomp\.Scaled\(\.\.\.\)"
+        ):
+            CompressedMean(c)
+        CompressedMean(c, feedback=False)
+        CompressedMean(qcomp.Scaled(c))
+
+    def test_the_residual_would_really_explode(self, lockstep):
+        """Why: with no new input E |e'|^2 = omega |e|^2 (here about 8, for s = 1 and the L2 norm)."""
+        c = qcomp.QSGD(levels=1, bucket_size=64, norm="l2")
+        x = np.random.default_rng(0).standard_normal(64)
+        plain, scaled = np.zeros(64), np.zeros(64)
+        for step in range(40):
+            new = x if step == 0 else 0 * x
+            _, plain = qcomp.feedback.compress(c, new, plain, key=Key(step=step))
+            _, scaled = qcomp.feedback.compress(qcomp.Scaled(c), new, scaled, key=Key(step=step))
+        assert np.linalg.norm(plain) > 1e3 * np.linalg.norm(x)
+        assert np.linalg.norm(scaled) < np.linalg.norm(x)
+
+    def test_others(self):
+        with pytest.raises(TypeError, match=r"compressor is 'sign'; expected a qcomp\.Compressor"):
+            CompressedMean("sign")
+        with pytest.raises(ValueError, match="topology is 'ring'; expected 'two_phase' or 'all_gather'"):
+            CompressedMean(qcomp.Identity(), topology="ring")
+
+    def test_a_compressor_that_draws_needs_a_key(self, lockstep):
+        mean = CompressedMean(qcomp.QSGD(bucket_size=16))
+        x = np.zeros(4)
+        with pytest.raises(ValueError, match=r"key is None; qsgd.* draws random numbers"):
+            lockstep([mean.stages(x, s) for s in start(mean, [x], 1)])
+
+
+def bernoulli_world(lockstep: Callable, source: Callable, p: Sequence[float], levels: int) -> np.ndarray:
+    """Average at two ranks, in one bucket, 4096 copies of a value p[rank] of a level, one for each triple of draws.
+
+    The first element is the largest level on both ranks, on the grid: so the step is exactly 1 on workers and
+    server. Draws are sixteenths, as are p and what the server has to round: each triple has the same weight.
+    """
+    mean = CompressedMean(qcomp.QSGD(levels=levels, bucket_size=8192), feedback=False)
+    values = [np.concatenate([[levels], np.full(4096, value)]).astype(np.float32) for value in p]
+    with replace_draws(source):
+        got, _ = average(lockstep, mean, values, start(mean, values[:1], 2), Key())
+    assert got[0] == levels
+    return got[1:]
+
+
+SIXTEENTHS = (
+    np.concatenate([[[0, 0, 0]], np.stack(np.meshgrid(*[np.arange(16)] * 3), -1).reshape(-1, 3)]) * 4096
+)
+"""The draws of worker 0, worker 1 and the server for each of the 4096 elements, after one for the first."""
+
+
+class TestUnbiased:
+    """Two-phase QSGD at two ranks, every outcome with its exact probability."""
+
+    CASES = ([0.25, 0.25], [0.0625, 0.75], [0.9375, 0.5], [0.0, 0.1875], [1.0, 0.4375])
+
+    @staticmethod
+    def independent(key, block):
+        column = {(0, 0): 0, (1, 0): 1, (0, 1): 2}[key.rank, key.hop]  # rank 0 serves the only bucket
+        return np.pad(SIXTEENTHS[:, column], (0, block.length - 4097))
+
+    @pytest.mark.parametrize("p", CASES)
+    @pytest.mark.parametrize("levels", [1, 7])
+    def test_the_mean_over_all_outcomes_is_the_mean(self, lockstep, p, levels):
+        got = bernoulli_world(lockstep, self.independent, p, levels)
+        assert set(got.tolist()) <= {0.0, 1.0}
+        assert got.mean(dtype=np.float64) == np.mean(p)
+
+    @pytest.mark.parametrize(
+        ("p", "biased"), [(0.25, 0.3125), (0.75, 0.6875), (0.0625, 0.0625 + 0.4375 / 16)]
+    )
+    def test_a_server_with_the_stream_of_its_worker_is_biased(self, lockstep, p, biased):
+        def same(key, block):
+            return np.pad(SIXTEENTHS[:, key.rank], (0, block.length - 4097))
+
+        assert bernoulli_world(lockstep, same, [p, p], 1).mean(dtype=np.float64) == biased
+
+    @staticmethod
+    def real_mean(lockstep, p: float) -> float:
+        """The mean of 2^16 equal elements in one bucket with Philox's draws."""
+        n = 1 << 16
+        x = np.full(n, p, dtype=np.float32)
+        x[0] = 1
+        mean = CompressedMean(qcomp.QSGD(levels=1, bucket_size=n), feedback=False)
+        got, _ = average(lockstep, mean, [x, x], start(mean, [x], 2), Key(seed=3))
+        return float(got[1:].mean(dtype=np.float64))
+
+    SIX_SIGMA = 6 * 0.5 / 2**8
+
+    @pytest.mark.parametrize("p", [0.25, 0.1])
+    def test_with_the_real_draws(self, lockstep, p):
+        assert abs(self.real_mean(lockstep, p) - p) < self.SIX_SIGMA
+
+    def test_and_the_bias_shows_if_the_server_has_no_hop_of_its_own(self, lockstep, monkeypatch):
+        monkeypatch.setattr(exchange, "_SERVER", exchange._WORKER)
+        assert abs(self.real_mean(lockstep, 0.25) - 0.3125) < self.SIX_SIGMA
+        assert self.real_mean(lockstep, 0.1) - 0.1 > self.SIX_SIGMA
+
+    def test_every_draw_has_a_key_of_its_own(self, lockstep):
+        """In a world of three with several tensors no two buckets are rounded with the same draws."""
+        seen = []
+
+        def source(key, block):
+            first = key.bucket + block.first_bucket
+            seen.extend(key._replace(bucket=first + row) for row in range(block.rows))
+            return 0
+
+        mean = CompressedMean(qcomp.QSGD(levels=7, bucket_size=16))
+        values = [inputs(rank, 0) for rank in range(3)]
+        with replace_draws(source):
+            average(lockstep, mean, values, start(mean, values[0], 3), Key(seed=9, step=4, tensor=2))
+        # 9 buckets on each of 3 workers, and once more on their servers.
+        assert len(seen) == len(set(seen)) == 36
+        assert {(key.seed, key.step, key.tensor) for key in seen} == {(9, 4, 2)}
+        assert {(key.rank, key.hop) for key in seen} == {(r, hop) for r in range(3) for hop in range(2)}
+        assert {key.bucket for key in seen if key.hop == 1} == set(range(9))
+
+    def test_draws_do_not_depend_on_the_number_of_ranks(self, lockstep):
+        """Bucket numbers are global: a worker rounds with the same draws in every world."""
+        for size in (1, 2, 3):
+            seen = set()
+
+            def source(key, block, seen=seen):
+                if (key.rank, key.hop) == (0, 0):
+                    seen.update(
+                        (key.bucket + block.first_bucket + i, block.length) for i in range(block.rows)
+                    )
+                return 0
+
+            mean = CompressedMean(qcomp.QSGD(levels=7, bucket_size=16))
+            values = [inputs(rank, 0) for rank in range(size)]
+            with replace_draws(source):
+                average(lockstep, mean, values, start(mean, values[0], size), Key())
+            # 33, 1 and 70 elements: full buckets, and tails of 1, 1 and 6.
+            lengths = [16, 16, 8, 8, 16, 16, 16, 16, 8]
+            assert seen == set(enumerate(lengths))
+
+
+class TestStagesByHand:
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    def test_with_a_dict_of_buffers_and_no_communicator(self, topology):
+        """The README for those who own their collectives: next, send, StopIteration."""
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
+        values = {rank: inputs(rank, 0, shapes=[(50,)])[0] for rank in range(3)}
+        stages = {r: mean.stages(values[r], mean.zeros([values[r]], rank=r, size=3)) for r in range(3)}
+        requests = {r: next(stages[r]) for r in range(3)}
+        kinds = []
+        results = {}
+        while not results:
+            kinds.append(type(requests[0]))
+            mailbox = {
+                (source, target): request.send[target] if isinstance(request, AllToAll) else request.send
+                for source, request in requests.items()
+                for target in range(3)
+            }
+            for rank in range(3):
+                received = [mailbox[source, rank] for source in range(3)]
+                assert [b.shape[0] for b in received] == list(requests[rank].receive)
+                assert all(b.dtype == np.uint8 for b in received)
+                try:
+                    requests[rank] = stages[rank].send(received)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+        assert kinds == ([AllToAll, AllGather] if topology == "two_phase" else [AllGather])
+
+        def rank_main(comm):
+            return mean(values[comm.rank], mean.init(values[comm.rank], comm), comm)
+
+        for rank, (expected, state) in enumerate(run_local(3, rank_main)):
+            assert results[rank][0].tobytes() == expected.tobytes()
+            assert held_by(results[rank][1]) == held_by(state)
+
+    def test_a_message_of_another_size_is_an_error(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        x = np.zeros(50, dtype=np.float32)
+        stages = mean.stages(x, mean.zeros([x], rank=0, size=2))
+        request = next(stages)
+        good = np.zeros(request.receive[0], dtype=np.uint8)
+        with pytest.raises(qcomp.PayloadError, match=r"the message from rank 1 has shape \(\d+,\); expected"):
+            stages.send([good, good[1:]])
+
+
+class TestTransport:
+    SIZES = (0, 1, 7, 8, 9, 16)
+
+    def test_join_and_split(self, float64_library):
+        lib = float64_library
+        buffers = [np.arange(1, n + 1, dtype=np.uint8) for n in self.SIZES]
+        message = join([lib.array(b) for b in buffers])
+        assert message.shape == (joined_size(self.SIZES),)
+        assert lib.numpy(message).tobytes() == b"".join(b.tobytes() + bytes(-len(b) % 8) for b in buffers)
+        back = split(lib.seal(message), self.SIZES)
+        assert [lib.numpy(b).tobytes() for b in back] == [b.tobytes() for b in buffers]
+
+    @staticmethod
+    def echo(rank: int, name: str, sizes: Sequence[int], kinds: Sequence[type]):
+        """A computation that sends a text of another length to each rank in every stage, and returns what came."""
+        heard = []
+        for stage, kind in enumerate(kinds):
+
+            def text(source, target, stage=stage):
+                return f"{name}{stage}:{source}>{target}".encode() * (sizes[source] + 1)
+
+            ranks = range(len(sizes))
+            if kind is AllToAll:
+                send = tuple(np.frombuffer(text(rank, t), dtype=np.uint8) for t in ranks)
+                arrived = yield AllToAll(send, tuple(len(text(s, rank)) for s in ranks))
+            else:
+                send = np.frombuffer(text(rank, 0), dtype=np.uint8)
+                arrived = yield AllGather(send, tuple(len(text(s, 0)) for s in ranks))
+            heard.append([bytes(buffer).decode() for buffer in arrived])
+        return heard
+
+    @pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2], [0, 2], [0, 0], [3]])
+    def test_fuse_gives_what_the_computations_give_alone(self, lockstep, counts):
+        kinds, sizes = [AllToAll, AllGather, AllToAll], [3, 0, 1]
+
+        def computations(rank):
+            return [self.echo(rank, "abc"[i], sizes, kinds[:count]) for i, count in enumerate(counts)]
+
+        fused = lockstep([fuse(computations(rank)) for rank in range(3)])
+        alone = [lockstep(list(group)) for group in zip(*map(computations, range(3)), strict=True)]
+        assert fused == [[result[rank] for result in alone] for rank in range(3)]
+
+    def test_fuse_sends_one_message_for_all(self):
+        stages = fuse([self.echo(0, name, [0, 0], [AllGather]) for name in "ab"])
+        request = next(stages)
+        assert isinstance(request, AllGather)
+        assert request.receive == (16, 16)
+        assert bytes(request.send) == b"a0:0>0\0\0b0:0>0\0\0"
+
+    def test_fused_means_equal_single_ones(self, lockstep):
+        means = [CompressedMean(qcomp.ScaledSign(bucket_size=16)), CompressedMean(qcomp.Identity())]
+        values = [[inputs(rank, i) for i in range(2)] for rank in range(3)]
+        fused = lockstep(
+            [
+                fuse([m.stages(values[r][i], start(m, values[r][i], 3)[r]) for i, m in enumerate(means)])
+                for r in range(3)
+            ]
+        )
+        for i, mean in enumerate(means):
+            expected, _ = average(lockstep, mean, [v[i] for v in values], start(mean, values[0][i], 3), None)
+            for rank in range(3):
+                got = fused[rank][i][0]
+                assert [m.tobytes() for m in got] == [m.tobytes() for m in expected]
+
+    def test_drive_returns_the_result_of_stages_without_exchange(self):
+        def nothing():
+            return 7
+            yield
+
+        assert drive(nothing(), qcomp.comm.LocalCommunicator.alone()) == 7
+
+    def test_exchanges_are_what_a_communicator_takes(self):
+        assert set(transport.AllToAll._fields) == set(transport.AllGather._fields) == {"send", "receive"}

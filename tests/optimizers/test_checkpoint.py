@@ -1,0 +1,307 @@
+"""Saved and loaded, a job goes on as if it had never stopped; what does not belong is refused."""
+
+import io
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import MismatchError
+from qcomp.comm import LocalCommunicator, run_local
+
+SHAPES = [(40,), (7, 5), (3,)]
+NAMES = ["embedding", "layer.0/weight", "bias"]
+OPTIMIZERS = {
+    "adam": qcomp.Adam(learning_rate=0.1),
+    "1-bit": qcomp.OneBitAdam(
+        learning_rate=0.1, freeze=3, exact=qcomp.ExactBelow(20), compressor=qcomp.ScaledSign(16)
+    ),
+    "1-bit automatic": qcomp.OneBitAdam(
+        learning_rate=0.1,
+        betas=(0.9, 0.5),
+        freeze=qcomp.VarianceStable(0.05),
+        exact=None,
+        compressor=qcomp.ScaledSign(16),
+    ),
+    "1-bit all-gather": qcomp.OneBitAdam(
+        learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.ScaledSign(16), topology="all_gather"
+    ),
+    "qadam without feedback": qcomp.QAdam(
+        learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.QSGD(7, 16), feedback=False
+    ),
+    "sgd": qcomp.CompressedSGD(learning_rate=0.1, exact=None, compressor=qcomp.QSGD(7, 16)),
+    "sgd without momentum": qcomp.CompressedSGD(
+        learning_rate=0.1, exact=None, compressor=qcomp.ScaledSign(16), momentum=0.0
+    ),
+}
+ONE_BIT = OPTIMIZERS["1-bit"]
+
+
+def through_numpy(saved: dict) -> dict:
+    file = io.BytesIO()
+    np.savez(file, **saved)
+    file.seek(0)
+    return np.load(file, allow_pickle=False)
+
+
+def through_torch(saved: dict) -> dict:
+    torch = pytest.importorskip("torch")
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def through_nothing(saved: dict) -> dict:
+    return dict(saved)
+
+
+def to_torch(arrays: list) -> list:
+    torch = pytest.importorskip("torch")
+    return [torch.from_numpy(np.array(a)) for a in arrays]
+
+
+def snapshot(params: list, state) -> tuple:
+    arrays = (*params, *state.momentum, *state.variance, *state.exchange.worker, *state.exchange.server)
+    scalars = (
+        state.step,
+        state.stage,
+        state.rank,
+        state.size,
+        state.names,
+        state.exact,
+        state.history,
+        state.skipped,
+    )
+    return tuple(np.asarray(a).tobytes() for a in arrays), scalars
+
+
+KINDS = {
+    "numpy.savez": (through_numpy, list),
+    "torch.save": (through_torch, to_torch),
+    "a dict": (through_nothing, list),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [0, 2, 3, 5])
+def test_goes_on_bit_for_bit(grads, name, kind, stop):
+    """Stopped before the first step, in the warm-up, right after the freeze and after it."""
+    opt = OPTIMIZERS[name]
+    through, convert = KINDS[kind]
+
+    def rank_main(comm):
+        def train(params, state, first, last):
+            for step in range(first, last):
+                params, state = opt.step(params, convert(grads(SHAPES, comm.rank, step)), state, comm)
+            return params, state
+
+        params = convert(grads(SHAPES, 99, 0))
+        params, state = train(params, opt.init(params, comm, NAMES), 0, stop)
+        saved = through(opt.state_dict(state))
+        straight = train(params, state, stop, stop + 4)
+        loaded = opt.load_state_dict(saved, params, comm, NAMES)
+        assert snapshot(params, loaded) == snapshot(params, state)
+        assert type(loaded.stage) is str
+        assert {type(value) for value in (loaded.step, loaded.rank, loaded.size, loaded.skipped)} == {int}
+        resumed = train(params, loaded, stop, stop + 4)
+        assert snapshot(*resumed) == snapshot(*straight)
+        return resumed[1].stage
+
+    assert set(run_local(3, rank_main, timeout=20)) == {"warmup" if name == "adam" else "compressed"}
+
+
+def test_residuals_are_part_of_it(grads):
+    """Without them the run goes on differently: the test above would see it."""
+    opt = OPTIMIZERS["sgd"]
+
+    def rank_main(comm):
+        params = grads(SHAPES, 99, 0)
+        state = opt.init(params, comm)
+        for step in range(4):
+            params, state = opt.step(params, grads(SHAPES, comm.rank, step), state, comm)
+        saved = opt.state_dict(state)
+        for key in saved:
+            if "residual" in key:
+                saved[key] = np.zeros_like(saved[key])
+        forgetful = opt.load_state_dict(saved, params, comm)
+        finals = [
+            opt.step(params, grads(SHAPES, comm.rank, 4), s, comm)[0][0].tobytes() for s in (state, forgetful)
+        ]
+        return finals[0] != finals[1]
+
+    assert run_local(2, rank_main) == [True, True]
+
+
+def test_the_number_of_skipped_steps(grads):
+    opt, comm = qcomp.Adam(learning_rate=0.1, nonfinite="skip"), LocalCommunicator.alone()
+    params = grads(SHAPES, 99, 0)
+    _, state = opt.step(params, [g * np.nan for g in params], opt.init(params, comm), comm)
+    loaded = opt.load_state_dict(through_numpy(opt.state_dict(state)), params, comm)
+    assert (loaded.step, loaded.skipped) == (0, 1)
+
+
+def saved_of(opt, grads, *, steps: int = 5, size: int = 2, names=NAMES) -> list[dict]:
+    """The dict of every rank after some steps."""
+
+    def rank_main(comm):
+        params = grads(SHAPES, 99, 0)
+        state = opt.init(params, comm, names)
+        for step in range(steps):
+            params, state = opt.step(params, grads(SHAPES, comm.rank, step), state, comm)
+        return opt.state_dict(state)
+
+    return run_local(size, rank_main)
+
+
+def load(opt, saved: list, grads, *, shapes=SHAPES, names=NAMES, dtype=np.float32) -> list:
+    """Load on every rank; what each of them raised, or None."""
+
+    def rank_main(comm):
+        try:
+            opt.load_state_dict(saved[comm.rank], grads(shapes, 99, 0, dtype), comm, names)
+        except (ValueError, MismatchError) as error:
+            return error
+        return None
+
+    return run_local(len(saved), rank_main, timeout=20)
+
+
+class TestContents:
+    def test_is_flat_named_and_plain(self, grads):
+        for rank, saved in enumerate(saved_of(ONE_BIT, grads)):
+            assert saved["schema"] == 1
+            assert (saved["step"], saved["stage"], saved["rank"], saved["size"]) == (5, "compressed", rank, 2)
+            assert saved["skipped"] == 0
+            assert saved["history"] == []
+            arrays = {key: value.shape for key, value in saved.items() if hasattr(value, "shape")}
+            # The first tensor is a vector among others and the third small: only the second is compressed, and
+            # its three buckets are served by ranks 0 (two of them) and 1.
+            server = {0: ("@0", (32,)), 1: ("@32", (3,))}[rank]
+            assert arrays == {
+                **{f"momentum.{name}": shape for name, shape in zip(NAMES, SHAPES, strict=True)},
+                **{f"variance.{name}": shape for name, shape in zip(NAMES, SHAPES, strict=True)},
+                "worker_residual.layer.0/weight": (35,),
+                f"server_residual.layer.0/weight{server[0]}": server[1],
+            }
+
+    def test_in_the_warmup_there_are_no_residuals(self, grads):
+        for saved in saved_of(ONE_BIT, grads, steps=2):
+            assert saved["stage"] == "warmup"
+            assert not [key for key in saved if "residual" in key]
+
+    def test_the_history_of_a_rule(self, grads):
+        opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), exact=None)
+        saved = saved_of(opt, grads, steps=4)
+        assert len(saved[0]["history"]) == 4
+        assert saved[0]["history"] == saved[1]["history"]
+        assert all(isinstance(value, float) for value in saved[0]["history"])
+
+
+class TestErrors:
+    def test_of_another_rank(self, grads):
+        errors = load(ONE_BIT, saved_of(ONE_BIT, grads)[::-1], grads)
+        assert [str(e).partition(":")[0] for e in errors] == [
+            "the state is of rank 1 of 2; this is rank 0 of 2",
+            "the state is of rank 0 of 2; this is rank 1 of 2",
+        ]
+
+    def test_of_another_number_of_ranks(self, grads):
+        errors = load(ONE_BIT, saved_of(ONE_BIT, grads)[:1], grads)
+        assert "is of rank 0 of 2; this is rank 0 of 1" in str(errors[0])
+
+    @pytest.mark.parametrize("steps", [2, 5])
+    def test_of_another_model(self, grads, steps):
+        saved = saved_of(ONE_BIT, grads, steps=steps)
+        for error in load(ONE_BIT, saved, grads, shapes=[*SHAPES, (2,)], names=[*NAMES, "head"]):
+            assert isinstance(error, ValueError)
+            assert "lacks ['momentum.head', 'variance.head']" in str(error)
+        for error in load(ONE_BIT, saved, grads, names=["embedding", "layer.1/weight", "bias"]):
+            assert "another model or optimizer" in str(error)
+            assert "momentum.layer.1/weight" in str(error)
+            assert "momentum.layer.0/weight" in str(error)
+        for error in load(ONE_BIT, saved, grads, shapes=[(41,), (7, 5), (3,)]):
+            assert "momentum.embedding of shape (40,); expected (41,)" in str(error)
+        for error in load(ONE_BIT, saved, grads, dtype=np.float64):
+            assert "momentum.embedding of dtype float32; expected float64" in str(error)
+
+    def test_of_another_optimizer(self, grads):
+        for opt in (OPTIMIZERS["adam"], OPTIMIZERS["sgd"]):
+            for error in load(opt, saved_of(ONE_BIT, grads), grads):
+                assert isinstance(error, ValueError)
+        for error in load(OPTIMIZERS["adam"], saved_of(ONE_BIT, grads), grads):
+            assert "stage is 'compressed'; Adam has only 'warmup'" in str(error)
+
+    def test_of_another_bucket_size(self, grads):
+        """The servers' chunks are cut elsewhere then: 24 and 11 elements instead of 32 and 3."""
+        other = qcomp.OneBitAdam(
+            learning_rate=0.1, freeze=3, exact=qcomp.ExactBelow(20), compressor=qcomp.ScaledSign(8)
+        )
+        first, second = load(other, saved_of(ONE_BIT, grads), grads)
+        assert "server_residual.layer.0/weight@0 of shape (32,); expected (24,)" in str(first)
+        assert "lacks ['server_residual.layer.0/weight@24']" in str(second)
+
+    @pytest.mark.parametrize("change", [{"schema": 2}, {"schema": None}, {"schema": 2, "stage": None}])
+    def test_of_another_schema(self, grads, change):
+        saved = saved_of(ONE_BIT, grads)
+        for each in saved:
+            for key, value in change.items():
+                each.pop(key) if value is None else each.update({key: value})
+        for error in load(ONE_BIT, saved, grads):
+            assert isinstance(error, ValueError)
+            assert "schema" in str(error)
+
+    def test_of_different_steps(self, grads):
+        saved = [saved_of(ONE_BIT, grads, steps=steps)[rank] for rank, steps in enumerate((5, 4))]
+        errors = load(ONE_BIT, saved, grads)
+        assert [type(error) for error in errors] == [MismatchError] * 2
+        assert all("step is 5 on rank 0, but 4 on rank 1" in str(error) for error in errors)
+
+    def test_of_different_stages(self, grads):
+        saved = [saved_of(ONE_BIT, grads, steps=steps)[rank] for rank, steps in enumerate((5, 2))]
+        for error in load(ONE_BIT, saved, grads):
+            assert isinstance(error, MismatchError)
+            assert "stage is" in str(error)
+
+    def test_of_different_settings(self, grads):
+        """Loading shakes hands like a first start."""
+        saved = saved_of(ONE_BIT, grads)
+
+        def rank_main(comm):
+            opt = qcomp.OneBitAdam(
+                learning_rate=0.1 + comm.rank,
+                freeze=3,
+                exact=qcomp.ExactBelow(20),
+                compressor=qcomp.ScaledSign(16),
+            )
+            with pytest.raises(MismatchError, match="learning_rate"):
+                opt.load_state_dict(saved[comm.rank], grads(SHAPES, 99, 0), comm, NAMES)
+
+        run_local(2, rank_main, timeout=20)
+
+
+class TestLibraries:
+    def test_into_another_library(self, grads):
+        """A state that NumPy saved goes on in torch."""
+        torch = pytest.importorskip("torch")
+        opt, comm = OPTIMIZERS["sgd"], LocalCommunicator.alone()
+        params = grads(SHAPES, 99, 0)
+        state = opt.init(params, comm)
+        params, state = opt.step(params, grads(SHAPES, 0, 0), state, comm)
+        loaded = opt.load_state_dict(opt.state_dict(state), to_torch(params), comm)
+        assert all(isinstance(m, torch.Tensor) for m in loaded.momentum)
+        expected, _ = opt.step(params, grads(SHAPES, 0, 1), state, comm)
+        got, _ = opt.step(to_torch(params), to_torch(grads(SHAPES, 0, 1)), loaded, comm)
+        for one, other in zip(got, expected, strict=True):
+            assert np.abs(one.numpy() - other).max() < 1e-5
+
+    def test_what_is_loaded_is_not_written_to(self, grads):
+        opt, comm = ONE_BIT, LocalCommunicator.alone()
+        (saved,) = saved_of(opt, grads, size=1)
+        before = {key: np.array(value) for key, value in saved.items()}
+        params = grads(SHAPES, 99, 0)
+        state = opt.load_state_dict(saved, params, comm, NAMES)
+        for step in range(3):
+            params, state = opt.step(params, grads(SHAPES, 0, step), state, comm)
+        assert all((np.array(saved[key]) == value).all() for key, value in before.items())

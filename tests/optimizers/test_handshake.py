@@ -1,0 +1,153 @@
+"""Ranks that were not started alike are told so at init, all of them, with what differs and where."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import MismatchError
+from qcomp.comm import run_local
+
+BASE = qcomp.OneBitAdam(learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.ScaledSign(16))
+PARAMS = [np.zeros((4, 5), dtype=np.float32), np.zeros(7, dtype=np.float32)]
+NAMES = ["weight", "bias"]
+
+
+def start(of_rank: dict[int, dict[str, Any]], size: int = 3) -> list[str]:
+    """Start the ranks, some of them with another optimizer, params or names; return what each of them raised."""
+
+    def rank_main(comm):
+        given = {"opt": BASE, "params": PARAMS, "names": NAMES, **of_rank.get(comm.rank, {})}
+        with pytest.raises(MismatchError) as caught:
+            given["opt"].init(given["params"], comm, given["names"])
+        return str(caught.value)
+
+    return run_local(size, rank_main, timeout=20)
+
+
+DIFFERENCES = {
+    "seed": ({"opt": replace(BASE, seed=1)}, "settings.seed is '0' on {}, but '1' on {}"),
+    "rate": (
+        {"opt": replace(BASE, learning_rate=0.2)},
+        "settings.learning_rate is '0.1' on {}, but '0.2' on {}",
+    ),
+    "compressor": (
+        {"opt": replace(BASE, compressor=qcomp.ScaledSign(32))},
+        "settings.compressor is 'sign:bucket_size=16,scale=l1' on {}, but 'sign:bucket_size=32,scale=l1' on {}",
+    ),
+    "freeze": ({"opt": replace(BASE, freeze=4)}, "settings.freeze is"),
+    "rule": ({"opt": replace(BASE, freeze=qcomp.VarianceStable())}, "settings.freeze is"),
+    "betas": ({"opt": replace(BASE, betas=(0.9, 0.99))}, "settings.betas is"),
+    "eps": ({"opt": replace(BASE, eps=1e-6)}, "settings.eps is"),
+    "clip": ({"opt": replace(BASE, clip_norm=1.0)}, "settings.clip_norm is 'None' on {}, but '1.0' on {}"),
+    "decay": ({"opt": replace(BASE, weight_decay=0.1)}, "settings.weight_decay is"),
+    "topology": ({"opt": replace(BASE, topology="all_gather")}, "settings.topology is"),
+    "feedback": ({"opt": replace(BASE, feedback=False)}, "settings.feedback is"),
+    "exact": ({"opt": replace(BASE, exact=qcomp.ExactBelow(1))}, "settings.exact is 'None' on {}, but"),
+    "nonfinite": ({"opt": replace(BASE, nonfinite="skip")}, "settings.nonfinite is"),
+    "optimizer": (
+        {"opt": qcomp.QAdam(learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.ScaledSign(16))},
+        "optimizer is 'OneBitAdam' on {}, but 'QAdam' on {}",
+    ),
+    "schedule": (
+        {"opt": replace(BASE, learning_rate=abs)},
+        "settings.learning_rate is '0.1' on {}, but 'abs' on {}",
+    ),
+    "names": ({"names": ["weight", "b"]}, "names[1] is 'bias' on {}, but 'b' on {}"),
+    "shapes": ({"params": [np.zeros((4, 6), np.float32), PARAMS[1]]}, "shapes[0][1] is 5 on {}, but 6 on {}"),
+    "dtypes": (
+        {"params": [p.astype(np.float64) for p in PARAMS]},
+        "dtypes[0] is 'float32' on {}, but 'float64' on {}",
+    ),
+    "count": ({"params": PARAMS[:1], "names": NAMES[:1]}, "names[1] is 'bias' on {}, but absent on {}"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_is_named_on_every_rank(name):
+    change, message = DIFFERENCES[name]
+    raised = start({2: change})
+    assert len(set(raised)) == 1
+    assert raised[0].startswith("the ranks were not started alike: ")
+    assert message.format("ranks 0 and 1", "rank 2") in raised[0]
+
+
+def test_whichever_rank_it_is():
+    for odd in range(3):
+        (first, *others) = start({odd: {"opt": replace(BASE, seed=7)}})
+        assert set(others) == {first}
+        assert f"rank {odd}" in first
+
+
+def test_all_differences_are_named():
+    raised = start(
+        {0: {"opt": replace(BASE, seed=1)}, 1: {"opt": replace(BASE, eps=1e-3), "names": ["w", "b"]}}
+    )
+    assert all("names[0]" in text and "settings" in text for text in raised)
+
+
+def test_the_version_takes_part():
+    sent = {}
+
+    class Recorder:
+        """A rank of a communicator that keeps what it is given to send."""
+
+        def __init__(self, comm):
+            self.comm, self.rank, self.size = comm, comm.rank, comm.size
+
+        def all_gather(self, send, receive):
+            sent[self.rank] = sent.get(self.rank, b"") + bytes(np.asarray(send))
+            return self.comm.all_gather(send, receive)
+
+        def all_to_all(self, send, receive):
+            return self.comm.all_to_all(send, receive)
+
+    run_local(2, lambda comm: BASE.init(PARAMS, Recorder(comm), NAMES))
+    assert all(json.dumps(qcomp.__version__).encode() in text for text in sent.values())
+
+
+@pytest.mark.parametrize("library", ["torch", "strict", "jax"])
+def test_in_the_library_of_the_parameters(libraries, library):
+    """Ranks of different libraries shake hands too."""
+    own, other = libraries[library], libraries["numpy"]
+
+    def rank_main(comm):
+        lib = own if comm.rank else other
+        return BASE.init([lib.array(p) for p in PARAMS], comm, NAMES).names
+
+    assert run_local(2, rank_main, timeout=30) == [("weight", "bias")] * 2
+
+
+def test_the_same_schedule_in_two_processes_is_the_same():
+    """A function counts by its name: an address in memory differs from process to process."""
+
+    def make():
+        def schedule(step: int) -> float:
+            return 0.1
+
+        return schedule
+
+    def rank_main(comm):
+        return replace(BASE, learning_rate=make()).init(PARAMS, comm, NAMES).step
+
+    assert run_local(2, rank_main) == [0, 0]
+
+
+def test_a_policy_with_an_address_in_its_repr():
+    """The same for objects that can be called: two equal policies of a class of one's own."""
+
+    class Policy:
+        def __call__(self, tensors):
+            return [False] * len(tensors)
+
+    class Rule:
+        def observe(self, step, norm, history, beta2):
+            raise NotImplementedError
+
+    def rank_main(comm):
+        return replace(BASE, exact=Policy(), freeze=Rule()).init(PARAMS, comm, NAMES).step
+
+    assert run_local(2, rank_main) == [0, 0]

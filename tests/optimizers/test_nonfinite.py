@@ -1,0 +1,133 @@
+"""A gradient that is not finite on one rank: one verdict for all ranks, and nothing is touched."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import NonFiniteError
+from qcomp.comm import run_local
+
+SHAPES = [(40,), (7, 5), (3,)]
+OPTIMIZERS = {
+    "adam": qcomp.Adam(learning_rate=0.1),
+    "adam clipped": qcomp.Adam(learning_rate=0.1, clip_norm=1.0),
+    "1-bit": qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=None, compressor=qcomp.ScaledSign(16)),
+    "1-bit clipped": qcomp.OneBitAdam(
+        learning_rate=0.1, freeze=2, exact=None, compressor=qcomp.ScaledSign(16), clip_norm=1.0
+    ),
+    "1-bit some exact": qcomp.OneBitAdam(
+        learning_rate=0.1, freeze=2, exact=qcomp.ExactBelow(20), compressor=qcomp.ScaledSign(16)
+    ),
+    "qadam": qcomp.QAdam(learning_rate=0.1, freeze=2, exact=None, compressor=qcomp.MinMaxUInt8(16)),
+    "sgd": qcomp.CompressedSGD(learning_rate=0.1, exact=None, compressor=qcomp.QSGD(7, 16)),
+}
+WARMUP, COMPRESSED = 1, 3
+
+
+def poisoned(
+    grads, rank: int, step: int, *, bad: int | None, spot: tuple[int, float] = (1, np.nan)
+) -> list[np.ndarray]:
+    """Draw the gradients of a step, with a value that is not finite in one tensor of the bad rank."""
+    gradients = grads(SHAPES, rank, step)
+    if rank == bad:
+        tensor, value = spot
+        gradients[tensor].reshape(-1)[2] = value
+    return gradients
+
+
+def trained(job, grads, opt, size: int, steps: int):
+    run = job(opt, grads(SHAPES, 99, 0), size)
+    for step in range(steps):
+        run.step([grads(SHAPES, rank, step) for rank in range(size)])
+    return run
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [WARMUP, COMPRESSED])
+@pytest.mark.parametrize("spot", [(0, np.nan), (1, np.inf), (2, -np.inf)])
+class TestEveryStage:
+    def test_raises_on_every_rank(self, job, grads, *, name, steps, spot):
+        run = trained(job, grads, OPTIMIZERS[name], 3, steps)
+        before = run.fingerprint()
+        gradients = [poisoned(grads, rank, steps, bad=1, spot=spot) for rank in range(3)]
+        stages = [run.opt.stages(p, g, s) for p, g, s in zip(run.params, gradients, run.states, strict=True)]
+        errors = run.lockstep(stages, catch=NonFiniteError)
+        assert [type(error) for error in errors] == [NonFiniteError] * 3
+        assert all("rank 1 is not finite" in str(error) for error in errors)
+        assert run.fingerprint() == before
+
+    def test_skips_on_every_rank(self, job, grads, *, name, steps, spot):
+        opt = replace(OPTIMIZERS[name], nonfinite="skip")
+        run, other = (trained(job, grads, opt, 3, steps) for _ in range(2))
+        before = run.fingerprint()
+        for bad in (1, 2):
+            run.step([poisoned(grads, rank, steps, bad=bad, spot=spot) for rank in range(3)])
+            assert run.fingerprint() == before
+            assert [s.skipped for s in run.states] == [bad] * 3
+        # It goes on as if the step had never been.
+        for step in range(steps, steps + 3):
+            for each in (run, other):
+                each.step([grads(SHAPES, rank, step) for rank in range(3)])
+        assert run.fingerprint() == other.fingerprint()
+
+
+class TestOverACommunicator:
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_nobody_waits(self, grads, size):
+        opt = replace(OPTIMIZERS["1-bit"], nonfinite="skip")
+
+        def rank_main(comm):
+            params = grads(SHAPES, 99, 0)
+            state = opt.init(params, comm)
+            for step in range(8):
+                gradients = poisoned(grads, comm.rank, step, bad=step % size if step in (1, 4, 5) else None)
+                params, state = opt.step(params, gradients, state, comm)
+            return state.skipped, state.step, b"".join(p.tobytes() for p in params)
+
+        results = run_local(size, rank_main, timeout=20)
+        assert len(set(results)) == 1
+        assert results[0][:2] == (3, 5)
+
+    def test_a_schedule_counts_completed_steps_only(self, grads):
+        seen = []
+        opt = qcomp.Adam(learning_rate=lambda step: seen.append(step) or 0.1, nonfinite="skip")
+        comm = qcomp.comm.LocalCommunicator.alone()
+        params = grads(SHAPES, 99, 0)
+        state = opt.init(params, comm)
+        for step in range(4):
+            params, state = opt.step(
+                params, poisoned(grads, 0, step, bad=0 if step == 1 else None), state, comm
+            )
+        assert seen == [0, 1, 2]
+
+    def test_the_library_s_own_arrays_come_back(self):
+        """A skipped step returns what was passed in, also an array that is not in a list."""
+        opt = qcomp.Adam(learning_rate=0.1, nonfinite="skip")
+        comm = qcomp.comm.LocalCommunicator.alone()
+        x = np.ones(4)
+        got, state = opt.step(x, np.full(4, np.nan), opt.init(x, comm), comm)
+        assert (got == x).all()
+        assert got.shape == (4,)
+        assert state.skipped == 1
+        got, _ = opt.step((x,), (np.full(4, np.nan),), opt.init([x], comm), comm)
+        assert len(got) == 1
+
+
+def test_a_verdict_of_ones_own_is_caught(job, grads, lockstep, monkeypatch):
+    """A rank that looks only at its own gradient leaves the others waiting: this is what `lockstep` must see."""
+    opt = OPTIMIZERS["1-bit"]
+    run = trained(job, grads, opt, 2, COMPRESSED)
+
+    def local_check(params, gradients, state):
+        if not all(np.isfinite(g).all() for g in gradients):
+            raise NonFiniteError("rank 1 is not finite")
+        return (yield from opt.stages(params, gradients, state))
+
+    gradients = [poisoned(grads, rank, COMPRESSED, bad=1) for rank in range(2)]
+    with pytest.raises(AssertionError, match=r"ranks \[1\] ended where \[0\] want an exchange"):
+        lockstep(
+            [local_check(p, g, s) for p, g, s in zip(run.params, gradients, run.states, strict=True)],
+            catch=NonFiniteError,
+        )
