@@ -11,7 +11,7 @@ demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers 
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
 test: $(INSTALLED)  ## Run all tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff check .

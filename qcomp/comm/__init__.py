@@ -3,14 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from qcomp.comm.base import Communicator
-from qcomp.comm.handshake import handshake
 from qcomp.comm.launch import world
 from qcomp.comm.local import LocalCommunicator, run_local
 
 if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator
 
-__all__ = ["Communicator", "LocalCommunicator", "MPICommunicator", "handshake", "run_local", "world"]
+__all__ = ["Communicator", "LocalCommunicator", "MPICommunicator", "run_local", "world"]
 
 
 def __getattr__(name: str) -> Any:

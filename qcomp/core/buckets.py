@@ -45,7 +45,7 @@ class Block(NamedTuple):
 def validate_bucket_size(bucket_size: int) -> None:
     """Raise ValueError unless the size is a power of two from 8 to 2**20."""
     if (
-        not isinstance(bucket_size, int)
+        type(bucket_size) is not int
         or bucket_size < 8
         or bucket_size > 1 << 20
         or bucket_size & (bucket_size - 1)

@@ -46,7 +46,7 @@ class ExactBelow:
     size: int = 10_000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 0:
+        if type(self.size) is not int or self.size < 0:
             raise ValueError(f"size is {self.size!r}; expected an integer, at least 0")
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:

@@ -171,15 +171,15 @@ class Payload:
         if dtype >= len(_DTYPES):
             raise PayloadError(f"the payload has dtype number {dtype}; expected 0 to {len(_DTYPES) - 1}")
         try:
-            spec = bytes(described[_HEADER.size :]).decode()
-            expected = compressor(spec).payload_spec(size, _DTYPES[dtype]).nbytes
+            made_by = compressor(bytes(described[_HEADER.size :]).decode())
+            expected = made_by.payload_spec(size, _DTYPES[dtype]).nbytes
         except (ValueError, TypeError) as error:
             raise PayloadError(f"the payload names a compressor that cannot be made: {error}") from error
         if expected != data_length:
             raise PayloadError(
-                f"the payload has {data_length} bytes of data; {spec} makes {expected} of {size}"
+                f"the payload has {data_length} bytes of data; {made_by} makes {expected} of {size}"
             )
         xp = array_namespace(like)
         # A list where there is nothing: not every library takes an empty buffer.
         array = xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
-        return cls(spec, size, _DTYPES[dtype], array)
+        return cls(made_by.spec, size, _DTYPES[dtype], array)

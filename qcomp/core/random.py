@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from array_api_compat import is_array_api_obj
+
 from qcomp.core.arrays import Array, array_namespace, device
 from qcomp.core.buckets import Block
 
@@ -144,6 +146,8 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like
 def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
     """Return a part of a key as 32-bit words, the low one first; an array is the low word."""
     if not isinstance(value, Integral):
+        if not is_array_api_obj(value):
+            raise TypeError(f"Key.{name} is {value!r}; expected an integer or an int32 array of shape ()")
         return (value, *(0,) * (count - 1))
     number = int(value)
     if not 0 <= number < 1 << 32 * count:

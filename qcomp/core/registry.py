@@ -1,6 +1,7 @@
 """Compressors by name: spec strings, and what other packages offer through entry points."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -97,7 +98,7 @@ def compressor(spec: str) -> Compressor:
     if inner:
         arguments[nested[0]] = compressor(inner)
     types = {f.name: hints[f.name] for f in fields(cls) if f.name not in nested}
-    for option in filter(None, options.split(",")):
+    for option in options.split(",") if options else ():
         key, equals, text = option.partition("=")
         if not equals or key not in types:
             known = ", ".join(types) or "none"
@@ -130,10 +131,10 @@ def _parse(spec: str, key: str, text: str, kind: Any) -> Any:
         if text in ("True", "False"):
             return text == "True"
     elif kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
+        with suppress(ValueError):
+            value = kind(text)
+            if str(value) == text:  # as it would be written; Python also reads "1_0" and " 1"
+                return value
     else:
         return text
     raise ValueError(

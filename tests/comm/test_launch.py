@@ -141,7 +141,7 @@ def test_public_names():
     assert dir(comm) == comm.__all__ == sorted(comm.__all__, key=lambda name: (name.islower(), name))
     pytest.importorskip("mpi4py")
     # In another process, because importing mpi4py starts MPI.
-    result = run_python("from qcomp.comm import *; print(MPICommunicator.__name__, handshake.__name__)")
-    assert result.stdout.strip() == "MPICommunicator handshake", result.stderr
+    result = run_python("from qcomp.comm import *; print(MPICommunicator.__name__, run_local.__name__)")
+    assert result.stdout.strip() == "MPICommunicator run_local", result.stderr
     with pytest.raises(AttributeError, match=r"module 'qcomp.comm' has no attribute 'nothing'"):
         comm.nothing  # noqa: B018

@@ -57,7 +57,7 @@ class QSGD(BucketedCompressor):
 
     def __post_init__(self) -> None:
         validate_bucket_size(self.bucket_size)
-        if not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
+        if type(self.levels) is not int or not 1 <= self.levels <= 127:
             raise ValueError(f"levels is {self.levels!r}; expected an integer from 1 to 127")
         if self.norm not in ("max", "l2"):
             raise ValueError(f"norm is {self.norm!r}; expected 'max' or 'l2'")

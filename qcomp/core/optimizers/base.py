@@ -249,12 +249,21 @@ class Optimizer(ABC):
         ValueError
             If the dict is of another rank, number of ranks, model or optimizer.
         MismatchError
-            On every rank, if the ranks come from different steps.
+            On the other ranks, if that is so on some; on every rank, if the dicts are of different steps.
         """
-        state = self.init(params, comm, names)
-        state = from_state_dict(saved, lambda stage: self.enter(state, stage), self.mean)
-        handshake(comm, {"step": state.step, "stage": state.stage}, like=as_tensors(params, "params")[0])
-        return state
+        fresh = self.init(params, comm, names)
+        loaded, problem = fresh, None
+        try:
+            loaded = from_state_dict(saved, lambda stage: self.enter(fresh, stage), self.mean)
+        except ValueError as error:
+            problem = error
+        verdict = "refused" if problem else f"of step {loaded.step}, {loaded.stage}"
+        try:
+            handshake(comm, {"checkpoint": verdict}, like=as_tensors(params, "params")[0])
+        finally:
+            if problem:  # says more than that the ranks differ
+                raise problem
+        return loaded
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step."""

@@ -50,7 +50,7 @@ class FreezeAt:
     step: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.step, int) or self.step < 1:
+        if type(self.step) is not int or self.step < 1:
             raise ValueError(f"freeze is {self.step!r}; expected an integer of at least 1, or a rule")
 
     def observe(

@@ -1,11 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 
-from qcomp.comm.handshake import handshake
 from qcomp.comm.local import LocalCommunicator, run_local
 from qcomp.core.errors import MismatchError
+from qcomp.core.handshake import handshake
 
+LIKE = np.zeros(0)
 FACTS = {"version": "0.1.0", "sizes": [3, 5], "policy": {"below": 10, "names": ["bias"]}, "seed": 0}
 
 
@@ -15,7 +17,7 @@ def mismatch(*facts):
 
     def shake(comm):
         try:
-            handshake(comm, facts[comm.rank])
+            handshake(comm, facts[comm.rank], like=LIKE)
         except MismatchError as error:
             texts.append(str(error))
 
@@ -29,12 +31,12 @@ def mismatch(*facts):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_ranks_that_agree_pass(n):
-    run_local(n, lambda comm: handshake(comm, FACTS), timeout=30)
+    run_local(n, lambda comm: handshake(comm, FACTS, like=LIKE), timeout=30)
 
 
 def test_order_and_nan_and_tuples_make_no_difference():
     facts = [{"a": math.nan, "b": (1, 2)}, {"b": [1, 2], "a": math.nan}]
-    run_local(2, lambda comm: handshake(comm, facts[comm.rank]), timeout=30)
+    run_local(2, lambda comm: handshake(comm, facts[comm.rank], like=LIKE), timeout=30)
 
 
 def test_a_value_that_differs_is_named_with_its_ranks():
@@ -100,10 +102,10 @@ def test_what_json_cannot_hold_counts_as_its_text():
 
 def test_it_sends_the_size_and_the_text_to_each_other_rank():
     def shake(comm):
-        handshake(comm, {"version": "1"})
+        handshake(comm, {"version": "1"}, like=LIKE)
         return comm.bytes_sent
 
     assert run_local(3, shake, timeout=30) == [2 * (8 + len('{"version": "1"}'))] * 3
     alone = LocalCommunicator.alone()
-    handshake(alone, FACTS)
+    handshake(alone, FACTS, like=LIKE)
     assert alone.bytes_sent == 0
