@@ -1,5 +1,6 @@
 """The README keeps its promises: its Python runs, and the targets and files that it names exist."""
 
+import json
 import re
 from pathlib import Path
 
@@ -27,3 +28,12 @@ def test_make_targets_exist(target):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)\)", README))))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
+
+
+def test_figures_are_those_of_the_committed_run():
+    for run in json.loads((ROOT / "docs" / "demo" / "summary.json").read_text()):
+        loss, sent = f"{run['validation_loss']:.3f}", f"{run['bytes_sent_per_rank'] / 1e6:.0f} MB"
+        row = f"| {loss} | {sent} | {run['compression_ratio']:.2f}x |"
+        if run["compressed_stage_ratio"] is not None:
+            row += f" {run['compressed_stage_ratio']:.1f}x |"
+        assert row in README
