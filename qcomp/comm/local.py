@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qcomp.comm.buffers import from_host, stage_exchange
+from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.naming import name_ranks
 
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 _SLICE_SECONDS = 0.1
 
 
-class LocalCommunicator:
+class LocalCommunicator(Verbs):
     """A rank of a world inside one process; `run_local` makes one for each rank.
 
     What arrives never shares memory with what was sent. The ranks may hold arrays of different libraries.
@@ -54,51 +55,6 @@ class LocalCommunicator:
 
     def __repr__(self) -> str:
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
-
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        """Send ``send[r]`` to rank r and return what each rank sent here, ``receive[r]`` bytes from rank r.
-
-        Parameters
-        ----------
-        send : sequence of arrays, shape (n,), dtype uint8
-            One for each rank, this one included.
-        receive : sequence of int
-            The size in bytes that each rank sends here.
-
-        Returns
-        -------
-        list of arrays, shape (receive[r],), dtype uint8
-            Of the library and device of ``send[r]``.
-
-        Raises
-        ------
-        CommunicatorError
-            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
-            announced.
-        """
-        return self._exchange("all_to_all", send, receive)
-
-    def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
-        """Send ``send`` to every rank and return what each rank sent, ``receive[r]`` bytes from rank r.
-
-        Parameters
-        ----------
-        send : array, shape (n,), dtype uint8
-        receive : sequence of int
-            The size in bytes that each rank sends.
-
-        Returns
-        -------
-        list of arrays, shape (receive[r],), dtype uint8
-            Of the library and device of `send`.
-
-        Raises
-        ------
-        CommunicatorError
-            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
-            announced.
-        """
-        return self._exchange("all_gather", [send] * self.size, receive)
 
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)

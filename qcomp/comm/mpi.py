@@ -13,6 +13,7 @@ from qcomp.comm import mpi_exit
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG
 from qcomp.comm.mpi_library import MPI
+from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.naming import name_ranks
 
@@ -33,7 +34,7 @@ _LONGEST_PAUSE = 1e-3
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
-class MPICommunicator:
+class MPICommunicator(Verbs):
     """The ranks of an mpi4py communicator.
 
     Buffers on a device are staged through host memory. Creating one is collective: it duplicates `comm`, so
@@ -101,51 +102,6 @@ class MPICommunicator:
 
     def __repr__(self) -> str:
         return f"MPICommunicator(rank={self.rank}, size={self.size})"
-
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        """Send ``send[r]`` to rank r and return what each rank sent here, ``receive[r]`` bytes from rank r.
-
-        Parameters
-        ----------
-        send : sequence of arrays, shape (n,), dtype uint8
-            One for each rank, this one included.
-        receive : sequence of int
-            The size in bytes that each rank sends here.
-
-        Returns
-        -------
-        list of arrays, shape (receive[r],), dtype uint8
-            Of the library and device of ``send[r]``.
-
-        Raises
-        ------
-        CommunicatorError
-            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
-            announced.
-        """
-        return self._exchange("all_to_all", send, receive)
-
-    def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
-        """Send ``send`` to every rank and return what each rank sent, ``receive[r]`` bytes from rank r.
-
-        Parameters
-        ----------
-        send : array, shape (n,), dtype uint8
-        receive : sequence of int
-            The size in bytes that each rank sends.
-
-        Returns
-        -------
-        list of arrays, shape (receive[r],), dtype uint8
-            Of the library and device of `send`.
-
-        Raises
-        ------
-        CommunicatorError
-            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
-            announced.
-        """
-        return self._exchange("all_gather", [send] * self.size, receive)
 
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
