@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test bench-kernels lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
 test: $(INSTALLED)  ## Run all tests.
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+bench-kernels: $(INSTALLED)  ## Time the kernels against a copy of their input; writes docs/benchmarks/.
+	NUMBA_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py --out docs/benchmarks
 
 lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff check .

@@ -47,16 +47,17 @@ def main() -> int:
     for name in chosen(options):
         folder: Path | None = options.checkpoint_dir
         try:
-            run = train(
-                settings_for(name, options),
-                corpus,
-                comm,
-                stop,
-                checkpoints=Checkpoints(folder / name, comm) if folder else None,
-                checkpoint_every=options.checkpoint_every,
-                resume=options.resume,
-                stop_after=options.stop_after,
-            )
+            with qcomp.backends.use(options.kernels):
+                run = train(
+                    settings_for(name, options),
+                    corpus,
+                    comm,
+                    stop,
+                    checkpoints=Checkpoints(folder / name, comm) if folder else None,
+                    checkpoint_every=options.checkpoint_every,
+                    resume=options.resume,
+                    stop_after=options.stop_after,
+                )
         except (CheckpointError, qcomp.MismatchError, qcomp.NonFiniteError) as error:  # on all ranks
             say(comm, f"train_lm.py: error: {name}: {error}")
             return 2
@@ -112,6 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=natural, default=0, help=f"of initial parameters, batches and rounding {default}")
     add("--learning-rate", type=positive, help="peak of the schedule (default: what suits the optimizer)")
     add("--compressor", type=compressor_spec, metavar="SPEC", help="such as qsgd:levels=7,bucket_size=512")
+    add("--kernels", choices=qcomp.backends.names(), default="pure", help=f"what compresses {default}")
     freeze = parser.add_mutually_exclusive_group()
     freeze.add_argument(
         "--warmup-fraction", type=fraction, default=0.2, help=f"part of the steps before the freeze {default}"

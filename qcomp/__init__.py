@@ -29,7 +29,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, testing
+    from qcomp import backends, comm, testing
 
 __all__ = [
     "QSGD",
@@ -60,6 +60,7 @@ __all__ = [
     "Traits",
     "VarianceStable",
     "__version__",
+    "backends",
     "comm",
     "compressor",
     "compressor_names",
@@ -68,7 +69,7 @@ __all__ = [
     "testing",
 ]
 
-_SUBPACKAGES = ("comm", "testing")
+_SUBPACKAGES = ("backends", "comm", "testing")
 
 
 def __getattr__(name: str) -> Any:

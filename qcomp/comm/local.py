@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -115,7 +116,7 @@ def run_local(n: int, fn: Callable[[LocalCommunicator], Result], *, timeout: flo
 
     threads = [
         # Daemons: a rank that hangs outside of an exchange does not keep the process alive.
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank} of {n}", daemon=True)
+        threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank {rank} of {n}", daemon=True)
         for rank in range(n)
     ]
     try:

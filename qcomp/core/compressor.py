@@ -18,6 +18,7 @@ from qcomp.core.arrays import (
     write_into,
 )
 from qcomp.core.errors import PayloadError
+from qcomp.core.kernels import chosen
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.random import Key
 
@@ -138,12 +139,18 @@ class Compressor(ABC):
         """
         if self.traits.random and key is None:
             raise ValueError(f"key is None; {self.spec} draws random numbers and needs a qcomp.Key")
-        flat = array_namespace(x).reshape(x, (-1,))
-        size, name = math.prod(x.shape), compute_dtype_name(dtype_name(x.dtype))
-        values = to_compute_dtype(flat)
+        kernels = chosen()
+        encoded = kernels and kernels.encode(self, x, None, key, donate=False)
+        if encoded:
+            return self.payload(x, encoded[0])
+        values = to_compute_dtype(array_namespace(x).reshape(x, (-1,)))
         require_below(values, LIMIT, self.spec)
-        parts = self.encode(values, key)
-        return Payload(self.spec, size, name, self.payload_spec(size, name).join(parts))
+        spec = self.payload_spec(values.shape[0], dtype_name(values.dtype))
+        return self.payload(x, spec.join(self.encode(values, key)))
+
+    def payload(self, x: Array, data: Array) -> Payload:
+        """Return the payload of x with this data."""
+        return Payload(self.spec, math.prod(x.shape), compute_dtype_name(dtype_name(x.dtype)), data)
 
     def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:
         """Decompress a payload.
@@ -170,8 +177,22 @@ class Compressor(ABC):
         if payload.size != size:
             raise PayloadError(f"the payload has {payload.size} elements; like has {size}")
         xp = array_namespace(like)
+        spec = self.payload_spec(size, payload.dtype)
+        spec.check(payload.data)
+        kernels = chosen()
+        if kernels:
+            buffer = xp.empty_like(like) if out is None else out
+            if kernels.decode(self, payload.data, buffer, accumulate=False):
+                return buffer
         compute = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
-        parts = self.payload_spec(size, payload.dtype).split(payload.data)
+        parts = spec.split(payload.data)
         flat = self.decode(parts, size, compute)
         result = xp.astype(xp.reshape(flat, like.shape), like.dtype, copy=False)
         return result if out is None else write_into(out, result)
+
+    def add(self, payload: Payload, total: Array) -> Array:
+        """Return ``total`` plus what a payload decompresses to; its buffer may be reused."""
+        kernels = chosen()
+        if kernels and kernels.decode(self, payload.data, total, accumulate=True):
+            return total
+        return total + self.decompress(payload, like=total)

@@ -2,6 +2,7 @@
 
 from qcomp.core.arrays import Array, array_namespace, flush, to_compute_dtype, write_into
 from qcomp.core.compressor import Compressor
+from qcomp.core.kernels import chosen
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 
@@ -58,6 +59,11 @@ def compress(
     """
     if tuple(residual.shape) != tuple(x.shape):
         raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
+    kernels = chosen()
+    encoded = kernels and kernels.encode(compressor, x, residual, key, donate=donate)
+    if encoded:
+        data, new = encoded
+        return compressor.payload(x, data), new
     compensated = flush(flush(to_compute_dtype(x)) + to_compute_dtype(residual, argument="residual"))
     payload = compressor.compress(compensated, key=key)
     lost = flush(compensated - compressor.decompress(payload, like=compensated))

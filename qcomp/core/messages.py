@@ -121,7 +121,7 @@ class SegmentCodec:
         """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero."""
         total = self.decode(payloads[0], chunk)
         for of_rank in payloads[1:]:
-            total = [a + b for a, b in zip(total, self.decode(of_rank, chunk), strict=True)]
+            total = [self.compressor.add(payload, t) for payload, t in zip(of_rank, total, strict=True)]
         return [flush(divide(values, len(payloads))) for values in total]
 
     def _like(self, segment: Segment) -> Array:

@@ -80,10 +80,14 @@ class PayloadSpec:
             end = start + pieces[-1].shape[0]
         return concat(pieces)
 
-    def split(self, data: Array) -> dict[str, Array]:
-        """Return the fields of a buffer, the inverse of `join`."""
+    def check(self, data: Array) -> None:
+        """Raise `PayloadError` unless a buffer has the size of these fields."""
         if data.shape != (self.nbytes,):
             raise PayloadError(f"the payload has shape {tuple(data.shape)}; expected ({self.nbytes},)")
+
+    def split(self, data: Array) -> dict[str, Array]:
+        """Return the fields of a buffer, the inverse of `join`."""
+        self.check(data)
         return {
             field.name: from_bytes_of(data[start : start + field.size * itemsize(field.dtype)], field.dtype)
             for field, start in zip(self.fields, self._offsets(), strict=False)

@@ -15,7 +15,7 @@ from array_api_compat import is_array_api_obj
 from qcomp.core.arrays import Array, array_namespace, device
 from qcomp.core.buckets import Block
 
-__all__ = ["SHARED_RANK", "Key", "draws16", "philox4x32", "replace_draws"]
+__all__ = ["SHARED_RANK", "Key", "draws16", "draws_are_replaced", "philox4x32", "replace_draws"]
 
 SHARED_RANK = 0xFFFFFFFF
 """The rank of randomness that all ranks share."""
@@ -182,6 +182,11 @@ def replace_draws(source: Callable[[Key, Block], Any]) -> Iterator[None]:
         yield
     finally:
         _replacement.reset(token)
+
+
+def draws_are_replaced() -> bool:
+    """Return whether `replace_draws` is in force, which kernels know nothing of."""
+    return _replacement.get() is not None
 
 
 def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:

@@ -5,7 +5,8 @@ Needs the extra ``qcomp[testing]`` (hypothesis).
 
 from qcomp.core.random import replace_draws
 from qcomp.testing.contract import ContractError, check_compressor
+from qcomp.testing.kernels import check_kernels
 from qcomp.testing.laws import LAWS
 from qcomp.testing.libraries import read_only_numpy
 
-__all__ = ["LAWS", "ContractError", "check_compressor", "read_only_numpy", "replace_draws"]
+__all__ = ["LAWS", "ContractError", "check_compressor", "check_kernels", "read_only_numpy", "replace_draws"]

@@ -20,7 +20,7 @@ from qcomp.testing.case import Case
 from qcomp.testing.inputs import sizes, vector
 from qcomp.testing.libraries import has_dtype, to_numpy
 
-__all__ = ["LAWS", "VECTOR_LAWS"]
+__all__ = ["LAWS", "VECTOR_LAWS", "flushed"]
 
 Vector = np.ndarray[Any, Any]
 
@@ -33,7 +33,8 @@ def _sizes(case: Case) -> tuple[int, ...]:
     return sizes(case.compressor.traits.bucket_size)
 
 
-def _flush(x: Vector) -> Vector:
+def flushed(x: Vector) -> Vector:
+    """Return x with +0 for what is below 2^-126, as the core does it."""
     return np.where(np.abs(x) < TINY, np.zeros_like(x), x)
 
 
@@ -42,7 +43,7 @@ def _flush(x: Vector) -> Vector:
 
 def same_bytes(case: Case, x: Vector) -> None:
     """Payload, decoded vector and residual are the bytes that NumPy gives."""
-    residual = _flush(np.roll(x, 1) * np.float32(0.5))
+    residual = flushed(np.roll(x, 1) * np.float32(0.5))
     key = Key(seed=5, step=3, tensor=2, rank=1)
     got, expected = (each.compress_with_feedback(x, residual, key=key) for each in (case, case.on_numpy))
     for name in ("data", "decoded", "residual"):
@@ -52,10 +53,10 @@ def same_bytes(case: Case, x: Vector) -> None:
 
 def feedback_law(case: Case, x: Vector) -> None:
     """With p = fl(x + residual) and q the decoded vector, the new residual is fl(p - q) bit for bit."""
-    residual = _flush(np.roll(x, 3) * np.float32(-0.25))
+    residual = flushed(np.roll(x, 3) * np.float32(-0.25))
     got = case.compress_with_feedback(x, residual)
-    p = _flush(_flush(x) + residual)
-    expected = _flush(p - got.decoded)
+    p = flushed(flushed(x) + residual)
+    expected = flushed(p - got.decoded)
     assert got.residual.tobytes() == expected.tobytes(), "the residual is not fl(p - q)"
     slack = 2.0**-24 * np.maximum(np.abs(p), np.abs(got.residual)) + 2 * TINY
     error = np.abs(got.decoded.astype(np.float64) + got.residual - p)
@@ -74,7 +75,7 @@ def contraction(case: Case, x: Vector) -> None:
     traits = case.compressor.traits
     if traits.delta is None or traits.random:
         return
-    v = _flush(x).astype(np.float64)
+    v = flushed(x).astype(np.float64)
     error = np.sum((case.compress(x).decoded - v) ** 2)
     # Scales are rounded to float32: a relative 2^-22 of the vector; below 2^-126 all is zero.
     bound = (1 - traits.delta) * np.sum(v**2) + 2.0**-22 * np.sum(v**2) + x.size * (2 * TINY) ** 2
@@ -160,7 +161,7 @@ def double_precision(case: Case) -> None:
     x = vector("gaussian", size, 1).astype(np.float64) * (1 + 2.0**-40)
     got = case.compress_with_feedback(x, np.roll(x, 1))
     p = x + np.roll(x, 1)
-    assert np.array_equal(got.residual, _flush(p - got.decoded)), "the residual is not fl(p - q) in float64"
+    assert np.array_equal(got.residual, flushed(p - got.decoded)), "the residual is not fl(p - q) in float64"
     traits = case.compressor.traits
     if traits.delta is not None and not traits.random:
         error = np.sum((case.compress(x).decoded - x) ** 2)

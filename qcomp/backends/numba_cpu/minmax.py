@@ -1,0 +1,197 @@
+"""Eight bits between the extremes of every bucket, with feedback: `qcomp.core.compressors.minmax`.
+
+p = flush(flush(x) + residual); step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps where
+the bucket spans zero, else min; code = rint(flush(p - base) / step) within 0 to 255; residual' = flush(p - (base +
+code * step)).
+
+Bytes read and written per element: encode with feedback 8 and 5, without 4 and 1; decode 1 and 4, and 4 more are
+read to accumulate. Nearly bound by the memory; the division is most of the arithmetic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
+from qcomp.backends.numba_cpu.layout import code_bytes, encode
+from qcomp.backends.numba_cpu.primitives import (
+    ZERO,
+    F,
+    U,
+    as_bits,
+    as_float,
+    bucket_length,
+    flush,
+    load,
+    load_scale,
+    store_scale,
+    too_large,
+)
+from qcomp.backends.numba_cpu.qsgd import round_up_step
+from qcomp.core.buckets import bucket_count
+
+__all__ = ["minmax_decode", "minmax_encode"]
+
+
+def minmax_encode(
+    x: Floats,
+    residual: Floats | None,
+    bucket_size: int,
+    data_out: Bytes,
+    residual_out: Floats | None,
+    *,
+    limit: float | None = None,
+) -> float | None:
+    """Compress x plus the residual to eight bits an element, and put what that lost into the new residual.
+
+    Parameters
+    ----------
+    x, residual, bucket_size, data_out, residual_out, limit
+        See `qcomp.backends.numba_cpu.sign.sign_encode`.
+
+    Returns
+    -------
+    float or None
+        See `qcomp.backends.numba_cpu.sign.sign_encode`.
+    """
+
+    def work(old: Floats, new: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+        scratch = np.empty(bucket_size, dtype=np.float32)
+        result: tuple[int, int] = _encode(x, old, new, mode, bucket_size, first, last, data_out, scratch)
+        return result
+
+    # What rounding to float32 loses of a base far from zero can exceed a step, but not the range of the bucket.
+    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=1024.0)
+
+
+def minmax_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False) -> None:
+    """Decompress eight bits an element into a buffer, or add them to it.
+
+    Parameters
+    ----------
+    data : array of uint8, shape (nbytes,)
+        A payload.
+    size : int
+        Number of elements.
+    bucket_size : int
+        Elements that share a range.
+    out : array of float32, shape (size,)
+        Gets the values, or is added to.
+    accumulate : bool
+        Whether to add.
+    """
+
+    def work(first: int, last: int) -> None:
+        _decode(data, bucket_size, code_bytes(size, bucket_size, 8), out, accumulate, first, last)
+
+    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+
+
+@inline
+def _ordered(bits: np.uint32) -> np.int32:
+    """Return an integer that is ordered as the float32 of these bits, NaN outside the infinities; its own inverse.
+
+    Comparisons of floats that may be NaN do not vectorise.
+    """
+    signed = np.int32(bits)
+    return np.int32(signed ^ (signed >> np.int32(31) & np.int32(0x7FFFFFFF)))
+
+
+@inline
+def _extremes(p: Floats) -> tuple[np.float32, np.float32]:
+    low = np.int32(0x7FFFFFFF)
+    high = np.int32(-0x80000000)
+    for i in range(p.size):
+        value = _ordered(as_bits(p[i]))
+        low = min(low, value)
+        high = max(high, value)
+    return as_float(U(_ordered(U(low)))), as_float(U(_ordered(U(high))))
+
+
+@inline
+def _clamp(code: np.float32) -> np.float32:
+    code = code if code > ZERO else ZERO
+    return F(255) if code > F(255) else code
+
+
+@inline
+def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32, codes: Bytes) -> None:
+    """Fill the codes, and let p = flush(p - decoded)."""
+    for i in range(p.size):
+        value = p[i]
+        code = _clamp(np.rint(flush(value - base) / divisor))
+        codes[i] = np.uint8(np.int32(code))
+        p[i] = flush(value - (base + code * step))
+
+
+@kernel("pair(f32_in, f32_in, f32, int64, int64, int64, int64, u8, f32)")
+def _encode(
+    x: Floats,
+    residual: Floats,
+    out: Floats,
+    mode: int,
+    bucket_size: int,
+    first: int,
+    last: int,
+    data: Bytes,
+    scratch: Floats,
+) -> tuple[int, int]:
+    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    size = x.size
+    count = (size + bucket_size - 1) // bucket_size
+    rest = size - size // bucket_size * bucket_size
+    codes_end = size - rest + (bucket_length(rest) if rest > 0 else 0)
+    bases = codes_end  # buckets are multiples of 8 long: the scales are aligned
+    steps = bases + 4 * count
+    largest_step = U(0)
+    for bucket in range(first, last):
+        start = bucket * bucket_size
+        stop = min(start + bucket_size, size)
+        # No padding: it has no part in the extremes.
+        p = load(x, residual, out, mode, start, stop, stop - start, scratch)
+        low, high = _extremes(p)
+        if too_large(as_bits(low)) or too_large(as_bits(high)):
+            return bucket, 0
+        step = round_up_step(flush(high - low), 255, 0xFF)
+        largest_step = max(largest_step, as_bits(step))
+        divisor = step if step > ZERO else F(1)
+        base = low
+        if low <= ZERO and high >= ZERO:
+            base = -(_clamp(np.rint(-low / divisor)) * step)
+        base = flush(base)
+        store_scale(data, bases + 4 * bucket, base)
+        store_scale(data, steps + 4 * bucket, step)
+        _quantise(p, base, step, divisor, data[start:stop])
+    if last == count:
+        data[size:codes_end] = np.uint8(0)
+    return -1, int(largest_step)
+
+
+@inline
+def _write(codes: Bytes, base: np.float32, step: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = base + F(np.int32(codes[i])) * step
+
+
+@inline
+def _accumulate(codes: Bytes, base: np.float32, step: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] += base + F(np.int32(codes[i])) * step
+
+
+@kernel("void(u8_in, int64, int64, f32, boolean, int64, int64)")
+def _decode(
+    data: Bytes, bucket_size: int, codes_end: int, out: Floats, accumulate: bool, first: int, last: int
+) -> None:
+    data, out = borrow(data), borrow(out)
+    count = (out.size + bucket_size - 1) // bucket_size
+    for bucket in range(first, last):
+        start = bucket * bucket_size
+        stop = min(start + bucket_size, out.size)
+        base = load_scale(data, codes_end + 4 * bucket)
+        step = load_scale(data, codes_end + 4 * (count + bucket))
+        if accumulate:
+            _accumulate(data[start:stop], base, step, out[start:stop])
+        else:
+            _write(data[start:stop], base, step, out[start:stop])

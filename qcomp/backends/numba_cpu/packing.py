@@ -1,0 +1,85 @@
+"""Codes of 2 to 8 bits to bytes and back, for one bucket: the planes of `qcomp.core.bitplanes`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qcomp.backends.numba_cpu.jit import Bytes, inline
+
+__all__ = ["pack", "unpack"]
+
+B = np.uint8
+
+
+@inline
+def pack(codes: Bytes, bits: int, data: Bytes) -> None:
+    """Pack codes, one to a byte, into len(codes) * bits / 8 bytes."""
+    if bits == 8:
+        _copy(codes, data)
+    elif bits == 4:
+        _join2(codes, data)
+    elif bits == 2:
+        _join4(codes, data)
+    else:
+        width = codes.size // 8
+        for plane in range(bits):
+            target = data[plane * width : (plane + 1) * width]
+            target[:] = B(0)
+            for part in range(8):
+                _collect(codes[part * width : (part + 1) * width], plane, part, target)
+
+
+@inline
+def unpack(data: Bytes, bits: int, codes: Bytes) -> None:
+    """Unpack bytes into codes, one to a byte, the inverse of `pack`."""
+    per_byte = 8 // bits if bits in (2, 4, 8) else 0
+    if per_byte:
+        for part in range(per_byte):
+            target = codes[part * data.size : (part + 1) * data.size]
+            _split(data, B(part * bits), B((1 << bits) - 1), target)
+        return
+    width = codes.size // 8
+    for part in range(8):
+        target = codes[part * width : (part + 1) * width]
+        target[:] = B(0)
+        for plane in range(bits):
+            _collect(data[plane * width : (plane + 1) * width], part, plane, target)
+
+
+@inline
+def _copy(codes: Bytes, data: Bytes) -> None:
+    for j in range(data.size):
+        data[j] = codes[j]
+
+
+@inline
+def _join2(codes: Bytes, data: Bytes) -> None:
+    lower = codes[: data.size]
+    upper = codes[data.size :]
+    for j in range(data.size):
+        data[j] = lower[j] | upper[j] << B(4)
+
+
+@inline
+def _join4(codes: Bytes, data: Bytes) -> None:
+    width = data.size
+    c0, c1, c2, c3 = codes[:width], codes[width : 2 * width], codes[2 * width : 3 * width], codes[3 * width :]
+    for j in range(data.size):
+        data[j] = c0[j] | c1[j] << B(2) | c2[j] << B(4) | c3[j] << B(6)
+
+
+@inline
+def _collect(source: Bytes, come: int, go: int, target: Bytes) -> None:
+    """Put bit ``come`` of every source byte into bit ``go`` of the target.
+
+    By masks: numba shifts by a variable in 64 bits, an eighth of the lanes.
+    """
+    from_bit, to_bit = B(1 << come), B(1 << go)
+    for j in range(target.size):
+        target[j] |= to_bit if source[j] & from_bit else B(0)
+
+
+@inline
+def _split(data: Bytes, shift: np.uint8, mask: np.uint8, codes: Bytes) -> None:
+    for j in range(codes.size):
+        codes[j] = data[j] >> shift & mask

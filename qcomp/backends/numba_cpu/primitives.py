@@ -1,0 +1,202 @@
+"""What the kernels are made of: loops over one bucket, which stays in the first-level cache between them.
+
+The arithmetic is that of `qcomp.core`, operation by operation. Loops that read a vector from memory
+run straight through it, because that is what prefetchers follow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline
+
+__all__ = [
+    "FRESH",
+    "IN_PLACE",
+    "NO_RESIDUAL",
+    "SIGN",
+    "TINY",
+    "ZERO",
+    "F",
+    "U",
+    "as_bits",
+    "as_float",
+    "bucket_length",
+    "flush",
+    "largest_bits",
+    "load",
+    "load_scale",
+    "scaled_squares",
+    "store_scale",
+    "too_large",
+    "tree_sum",
+]
+
+F = np.float32
+U = np.uint32
+TINY = F(2.0**-126)
+ZERO = F(0)
+NEGLIGIBLE = F(2.0**-63)
+"""What is smaller than this part of a bucket's maximum has a subnormal square, and counts as zero in a norm."""
+INFINITE = 0x7F800000
+"""The bits of infinity."""
+TOO_LARGE = 0x71800000
+"""The bits of 2**100, `qcomp.core.arrays.LIMIT`: what is refused. Those of larger values and of NaN are above."""
+MAGNITUDE = U(0x7FFFFFFF)
+SIGN = U(0x80000000)
+
+NO_RESIDUAL, IN_PLACE, FRESH = 0, 1, 2
+"""What an encoder does with residuals: there are none; the new takes the place of the old; it has a buffer."""
+
+
+@inline
+def as_bits(x: np.float32) -> np.uint32:
+    """Return the bits of a float32."""
+    return F(x).view(U)
+
+
+@inline
+def as_float(bits: np.uint32) -> np.float32:
+    """Return the float32 with these bits."""
+    return U(bits).view(F)
+
+
+@inline
+def flush(x: np.float32) -> np.float32:
+    """Return x, or +0 for what is below 2**-126 in magnitude; NaN stays NaN."""
+    return ZERO if abs(x) < TINY else x
+
+
+@inline
+def bucket_length(count: int) -> int:
+    """Return the length of a bucket of ``count`` elements: the smallest power of two from 8 that holds them."""
+    length = 8
+    while length < count:
+        length *= 2
+    return length
+
+
+@inline
+def load(
+    x: Floats, residual: Floats, out: Floats, mode: int, start: int, stop: int, length: int, beside: Floats
+) -> Floats:
+    """Return p = flush(flush(x) + residual) of the elements from start to stop, with zeros up to a length.
+
+    It lies where the new residual will be, or in the scratch ``beside`` where there is none, or padding.
+    """
+    filled = stop - start
+    if mode == IN_PLACE and length == filled:
+        p = out[start:stop]
+        _add_into(x[start:stop], p)
+        return p
+    p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]
+    if mode == NO_RESIDUAL:
+        _copy_flushed(x[start:stop], p[:filled])
+    elif mode == IN_PLACE:
+        _add(x[start:stop], out[start:stop], p[:filled])
+    else:
+        _add(x[start:stop], residual[start:stop], p[:filled])
+    p[filled:] = ZERO
+    return p
+
+
+@inline
+def _copy_flushed(x: Floats, p: Floats) -> None:
+    for i in range(p.size):
+        p[i] = flush(x[i])
+
+
+@inline
+def _add(x: Floats, residual: Floats, p: Floats) -> None:
+    for i in range(p.size):
+        p[i] = flush(flush(x[i]) + residual[i])
+
+
+@inline
+def _add_into(x: Floats, p: Floats) -> None:
+    """Add to p; `_add` with the residual as p would give the same, in scalar code: to LLVM they overlap."""
+    for i in range(p.size):
+        p[i] = flush(flush(x[i]) + p[i])
+
+
+@inline
+def largest_bits(p: Floats) -> np.uint32:
+    """Return the bits of the largest magnitude; integers, because they order NaN above infinity and vectorise."""
+    largest = U(0)
+    for i in range(p.size):
+        largest = max(largest, as_bits(p[i]) & MAGNITUDE)
+    return largest
+
+
+@inline
+def too_large(bits: np.uint32) -> bool:
+    """Return whether these are the bits of a magnitude from 2**100 on, of an infinity or of a NaN, of any sign."""
+    return bool(np.int64(bits & MAGNITUDE) >= TOO_LARGE)
+
+
+@inline
+def _halve(sums: Floats, half: int) -> None:
+    for i in range(half):
+        sums[i] += sums[i + half]
+
+
+@inline
+def tree_sum(sums: Floats) -> np.float32:
+    """Return the sum of an array, a power of two long, by halves; the array is used up."""
+    half = sums.size // 2
+    while half >= 1:
+        _halve(sums, half)
+        half //= 2
+    result: np.float32 = sums[0]
+    return result
+
+
+@inline
+def _power_of_two_below(bits: np.uint32) -> np.float32:
+    """Return the largest power of two at or below the finite value with these bits, and 1 for zero."""
+    exponent = np.int64(bits) & INFINITE
+    return as_float(U(exponent)) if exponent > 0 else F(1)
+
+
+@inline
+def _square(x: np.float32, inverse: np.float32) -> np.float32:
+    scaled = abs(x) * inverse
+    if scaled < NEGLIGIBLE:
+        scaled = ZERO
+    return as_float(as_bits(scaled * scaled) & U(0xFFFFFFFE))
+
+
+@inline
+def _fold_squares(p: Floats, inverse: np.float32, sums: Floats) -> None:
+    """Let sums hold the first level of the halving tree over the squares."""
+    lower = p[: sums.size]
+    upper = p[sums.size :]
+    for i in range(sums.size):
+        sums[i] = _square(lower[i], inverse) + _square(upper[i], inverse)
+
+
+@inline
+def scaled_squares(p: Floats, largest: np.uint32, sums: Floats) -> tuple[np.float32, np.float32]:
+    """Return the sum of squares of p over the square of a power of two, and that power.
+
+    ``largest`` has the bits of the largest magnitude, and ``sums`` is scratch of half the length of p. Multiplying by
+    the reciprocal of a power of two is exact where dividing by the power is, and rounds alike where it is not.
+    """
+    power = _power_of_two_below(largest)
+    _fold_squares(p, F(1) / power, sums)
+    return tree_sum(sums), power
+
+
+@inline
+def load_scale(data: Bytes, at: int) -> np.float32:
+    """Return the float32 at a byte of a payload, which may lie at any address."""
+    bits = U(data[at]) | U(data[at + 1]) << U(8) | U(data[at + 2]) << U(16) | U(data[at + 3]) << U(24)
+    return as_float(U(bits))
+
+
+@inline
+def store_scale(data: Bytes, at: int, scale: np.float32) -> None:
+    """Store a float32 at a byte of a payload."""
+    bits = as_bits(scale)
+    for i in range(4):
+        data[at + i] = np.uint8(bits >> U(8 * i) & U(0xFF))

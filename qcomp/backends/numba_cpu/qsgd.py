@@ -1,0 +1,354 @@
+"""Stochastic rounding to evenly spaced levels, with feedback: `qcomp.core.compressors.qsgd`.
+
+p = flush(flush(x) + residual); step = norm of the bucket over the levels, rounded up to 17 bits;
+position = min(|p| / step, levels); level = floor(position), one more if draw < rint(fraction * 65536);
+code = level, with the sign on top; residual' = flush(p - signed level * step).
+
+Bytes read and written per element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8; decode b/8 and
+4, and 4 more are read to accumulate. The bound of the encoder is arithmetic: ten rounds of Philox for eight
+elements and a division for each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+
+from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Halves, Words, borrow, inline, kernel
+from qcomp.backends.numba_cpu.layout import code_bytes, encode
+from qcomp.backends.numba_cpu.packing import pack, unpack
+from qcomp.backends.numba_cpu.primitives import (
+    NO_RESIDUAL,
+    SIGN,
+    TINY,
+    ZERO,
+    F,
+    U,
+    as_bits,
+    as_float,
+    bucket_length,
+    flush,
+    largest_bits,
+    load,
+    load_scale,
+    scaled_squares,
+    store_scale,
+    too_large,
+)
+from qcomp.core.buckets import bucket_count
+
+__all__ = ["qsgd_decode", "qsgd_encode"]
+
+L = np.uint64
+
+BATCH = 1 << 9
+"""Elements that are worked on at a time, in whole buckets if these are small. Loops get long enough; and memory that is
+read in pieces of no more than a page keeps coming during the arithmetic."""
+
+
+def qsgd_encode(
+    x: Floats,
+    residual: Floats | None,
+    levels: int,
+    bucket_size: int,
+    norm: Literal["max", "l2"],
+    key: tuple[int, int],
+    hop: int,
+    first_bucket: int,
+    data_out: Bytes,
+    residual_out: Floats | None,
+    *,
+    limit: float | None = None,
+) -> float | None:
+    """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
+
+    Parameters
+    ----------
+    x, residual, bucket_size, data_out, residual_out, limit
+        See `qcomp.backends.numba_cpu.sign.sign_encode`.
+    levels : int
+        Levels above zero, 1 to 127.
+    norm : {"max", "l2"}
+        See `qcomp.QSGD`.
+    key : tuple of two int
+        The words of the stream, from `qcomp.core.random.fold_key`.
+    hop, first_bucket : int
+        ``hop`` and ``bucket`` of the key.
+
+    Returns
+    -------
+    float or None
+        See `qcomp.backends.numba_cpu.sign.sign_encode`.
+    """
+    bits, l2 = levels.bit_length() + 1, norm == "l2"
+    k0, k1 = key
+
+    def work(old: Floats, new: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+        scratch = np.empty(3 * max(bucket_size, BATCH), dtype=np.float32)
+        result: tuple[int, int] = _encode(
+            x,
+            old,
+            new,
+            mode,
+            bucket_size,
+            levels,
+            bits,
+            l2,
+            k0,
+            k1,
+            hop,
+            first_bucket,
+            first,
+            last,
+            data_out,
+            scratch,
+        )
+        return result
+
+    # An element is rounded to one of its two neighbours.
+    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=1.0)
+
+
+def qsgd_decode(
+    data: Bytes, size: int, levels: int, bucket_size: int, out: Floats, *, accumulate: bool = False
+) -> None:
+    """Decompress levels and steps into a buffer, or add them to it.
+
+    Parameters
+    ----------
+    data : array of uint8, shape (nbytes,)
+        A payload.
+    size : int
+        Number of elements.
+    levels, bucket_size : int
+        Those of the encoder.
+    out : array of float32, shape (size,)
+        Gets the values, or is added to.
+    accumulate : bool
+        Whether to add.
+    """
+    bits = levels.bit_length() + 1
+
+    def work(first: int, last: int) -> None:
+        codes = np.empty(bucket_size, dtype=np.uint8)
+        codes_end = code_bytes(size, bucket_size, bits)
+        _decode(data, bucket_size, bits, codes_end, out, accumulate, first, last, codes)
+
+    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+
+
+@inline
+def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
+    """Return norm / levels with the bits of ``low`` rounded up to zero; see `qcomp.core.compressors.qsgd`.
+
+    Norms are float32 here, so the step cannot have come out too small in a conversion from float64.
+    """
+    if not norm > ZERO:
+        return norm
+    step = as_float(U(np.int64(as_bits(norm / F(levels))) + low & ~low))
+    return max(step, TINY)
+
+
+@inline
+def _philox(counter: int, hop: int, k0: np.uint32, k1: np.uint32, words: Words) -> None:
+    """Fill four runs of words with the four outputs of Philox4x32-10 for counters that follow each other.
+
+    Words are kept in 64-bit lanes, of which only the lower half counts: a lane then multiplies 32 by 32 bits in
+    one instruction, and nothing is shuffled.
+    """
+    width = words.size // 4
+    out0, out1, out2, out3 = (
+        words[:width],
+        words[width : 2 * width],
+        words[2 * width : 3 * width],
+        words[3 * width :],
+    )
+    low = L(0xFFFFFFFF)
+    for j in range(out0.size):
+        c0, c1, c2, c3 = L(counter + j) & low, L(hop), L(0), L(0)
+        a, b = L(k0), L(k1)
+        for _ in range(10):
+            product0 = L(0xD2511F53) * (c0 & low)
+            product1 = L(0xCD9E8D57) * (c2 & low)
+            c0, c1, c2, c3 = product1 >> L(32) ^ c1 ^ a, product1, product0 >> L(32) ^ c3 ^ b, product0
+            a = a + L(0x9E3779B9) & low
+            b = b + L(0xBB67AE85) & low
+        out0[j] = U(c0 & low)
+        out1[j] = U(c1 & low)
+        out2[j] = U(c2 & low)
+        out3[j] = U(c3 & low)
+
+
+@inline
+def _spread(words: Words, count: int, width: int, draws: Halves) -> None:
+    """Put the halves of the words of ``count`` buckets into the order of their elements."""
+    for bucket in range(count):
+        for i in range(4):
+            at = (bucket * 8 + 2 * i) * width
+            start = (i * count + bucket) * width
+            _split(words[start : start + width], draws[at : at + width], draws[at + width : at + 2 * width])
+
+
+@inline
+def _split(words: Words, low: Halves, high: Halves) -> None:
+    for j in range(words.size):
+        low[j] = np.uint16(words[j] & U(0xFFFF))
+        high[j] = np.uint16(words[j] >> U(16))
+
+
+@inline
+def _spread_64(words: Words, count: int, draws: Halves) -> None:
+    """Do what `_spread` does for buckets of 512 elements, three times as fast: the inner loop unrolls completely."""
+    for bucket in range(count):
+        for i in range(4):
+            source = words[(i * count + bucket) * 64 : (i * count + bucket + 1) * 64]
+            target = draws[bucket * 512 + i * 128 : bucket * 512 + (i + 1) * 128]
+            for j in range(64):
+                target[j] = np.uint16(source[j] & U(0xFFFF))
+                target[j + 64] = np.uint16(source[j] >> U(16))
+
+
+@inline
+def _quantise(
+    p: Floats,
+    draws: Halves,
+    step: np.float32,
+    divisor: np.float32,
+    levels: np.float32,
+    top: np.uint32,
+    codes: Bytes,
+) -> None:
+    """Fill the codes, with ``top`` where a level is negative, and let p = flush(p - decoded)."""
+    for j in range(p.size):
+        value = p[j]
+        position = abs(value) / divisor
+        position = position if position < levels else levels
+        level = np.int32(position)
+        threshold = np.int32(np.rint((position - F(level)) * F(65536)))
+        level = np.int32(level + np.int32(1)) if np.int32(draws[j]) < threshold else level
+        codes[j] = np.uint8(U(level) | top if value < ZERO and level > 0 else U(level))
+        p[j] = flush(value - as_float(as_bits(F(level) * step) | as_bits(value) & SIGN))
+
+
+@kernel(
+    "pair(f32_in, f32_in, f32, int64, int64, int64, int64, boolean, uint32, uint32, "
+    "int64, int64, int64, int64, u8, f32)"
+)
+def _encode(
+    x: Floats,
+    residual: Floats,
+    out: Floats,
+    mode: int,
+    bucket_size: int,
+    levels: int,
+    bits: int,
+    l2: bool,
+    k0: np.uint32,
+    k1: np.uint32,
+    hop: int,
+    first_bucket: int,
+    first: int,
+    last: int,
+    data: Bytes,
+    scratch: Floats,
+) -> tuple[int, int]:
+    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    size = x.size
+    count = (size + bucket_size - 1) // bucket_size
+    rest = size - size // bucket_size * bucket_size
+    codes_end = (size - rest + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
+    scales = (codes_end + 3) // 4 * 4
+    room = max(bucket_size, BATCH)
+    words = scratch[: room // 2].view(U)
+    draws = scratch[room // 2 : room].view(np.uint16)
+    codes = scratch[room : room + room // 4].view(np.uint8)
+    squares = scratch[room + room // 4 : 2 * room]
+    beside = scratch[2 * room :]
+    largest_step = U(0)
+    batch = first
+    while batch < last:
+        # As many full buckets as there is room for, or the tail alone.
+        filled = min(bucket_size, size - batch * bucket_size)
+        length = bucket_size if filled == bucket_size else bucket_length(filled)
+        buckets = max(1, min(room // bucket_size, min(last, size // bucket_size) - batch))
+        width = length // 8
+        _philox((first_bucket + batch) * (bucket_size // 8), hop, k0, k1, words[: 4 * width * buckets])
+        if length == 512:
+            _spread_64(words, buckets, draws)
+        else:
+            _spread(words, buckets, width, draws)
+        start = batch * bucket_size
+        stop = start + filled * buckets
+        values = load(x, residual, out, mode, start, stop, length * buckets, beside)
+        for i in range(buckets):
+            a, b = i * length, (i + 1) * length
+            p = values[a:b]
+            largest = largest_bits(p)
+            if too_large(largest):
+                return batch + i, 0
+            norm = as_float(largest)
+            if l2:
+                total, power = scaled_squares(p, largest, squares[: length // 2])
+                norm = F(math.sqrt(total)) * power
+            step = round_up_step(norm, levels, 0x7F)
+            store_scale(data, scales + 4 * (batch + i), step)
+            largest_step = max(largest_step, as_bits(step))
+            divisor = step if step > ZERO else F(1)
+            _quantise(p, draws[a:b], step, divisor, F(levels), U(1 << (bits - 1)), codes[a:b])
+        if mode != NO_RESIDUAL and filled < length:
+            out[start:stop] = values[:filled]
+        at = start * bits // 8
+        for i in range(buckets):
+            packed = data[at + i * width * bits : at + (i + 1) * width * bits]
+            pack(codes[i * length : (i + 1) * length], bits, packed)
+        batch += buckets
+    if last == count:
+        data[codes_end:scales] = np.uint8(0)
+    return -1, int(largest_step)
+
+
+@inline
+def _write(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+    for j in range(out.size):
+        code = U(codes[j])
+        value = F(np.int32(code & U(sign - U(1)))) * step
+        out[j] = -value if code > sign else value
+
+
+@inline
+def _accumulate(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+    for j in range(out.size):
+        code = U(codes[j])
+        value = F(np.int32(code & U(sign - U(1)))) * step
+        out[j] += -value if code > sign else value
+
+
+@kernel("void(u8_in, int64, int64, int64, f32, boolean, int64, int64, u8)")
+def _decode(
+    data: Bytes,
+    bucket_size: int,
+    bits: int,
+    codes_end: int,
+    out: Floats,
+    accumulate: bool,
+    first: int,
+    last: int,
+    codes: Bytes,
+) -> None:
+    data, out, codes = borrow(data), borrow(out), borrow(codes)
+    scales = (codes_end + 3) // 4 * 4
+    sign = U(1 << (bits - 1))
+    for bucket in range(first, last):
+        start = bucket * bucket_size
+        stop = min(start + bucket_size, out.size)
+        length = min(bucket_size, bucket_length(stop - start))
+        at = start * bits // 8
+        unpack(data[at : at + length * bits // 8], bits, codes[:length])
+        step = load_scale(data, scales + 4 * bucket)
+        if accumulate:
+            _accumulate(codes[: stop - start], sign, step, out[start:stop])
+        else:
+            _write(codes[: stop - start], sign, step, out[start:stop])

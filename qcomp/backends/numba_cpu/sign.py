@@ -1,0 +1,238 @@
+"""The sign of every element and a scale for every bucket, with feedback: `qcomp.core.compressors.sign`.
+
+p = flush(flush(x) + residual); scale = mean |p| or root mean p^2 of the bucket; code = 1 where p < 0;
+residual' = flush(p - (scale or -scale)).
+
+Bytes read and written per element: encode with feedback 8 and 4.125, without 4 and 0.125; decode 0.125 and 4, and
+4 more are read to accumulate. The bound is the memory: encoding runs through a bucket three times (sum; signs
+and sums; new residual), but only the first time does it come from memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+
+from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
+from qcomp.backends.numba_cpu.layout import code_bytes, encode
+from qcomp.backends.numba_cpu.primitives import (
+    NO_RESIDUAL,
+    SIGN,
+    F,
+    U,
+    as_bits,
+    as_float,
+    bucket_length,
+    flush,
+    largest_bits,
+    load,
+    load_scale,
+    scaled_squares,
+    store_scale,
+    too_large,
+    tree_sum,
+)
+from qcomp.core.buckets import bucket_count
+
+__all__ = ["sign_decode", "sign_encode"]
+
+
+def sign_encode(
+    x: Floats,
+    residual: Floats | None,
+    bucket_size: int,
+    scale: Literal["l1", "rms"],
+    data_out: Bytes,
+    residual_out: Floats | None,
+    *,
+    limit: float | None = None,
+) -> float | None:
+    """Compress x plus the residual to signs and scales, and put what that lost into the new residual.
+
+    Parameters
+    ----------
+    x : array of float32, shape (n,)
+    residual : array of float32, shape (n,), or None
+        None compresses x alone.
+    bucket_size : int
+        Elements that share a scale.
+    scale : {"l1", "rms"}
+        See `qcomp.ScaledSign`.
+    data_out : array of uint8, shape (nbytes,)
+        For the payload; all of it is written.
+    residual_out : array of float32, shape (n,), or None
+        For the new residual: the residual itself, an array that shares no memory with it, or None if it is None.
+    limit : float, optional
+        The caller's word that no ``|x_i| + |residual_i|`` is larger; NaN and infinity promise nothing. It matters only
+        if the residual is donated: below 2**99 it spares an extra pass that reads x and the residual.
+
+    Returns
+    -------
+    float or None
+        A limit on the magnitudes of the new residual, loose, for the next call's ``limit``; None if x plus the
+        residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a residual that is donated
+        is as it was, unless ``limit`` was false.
+    """
+    rms = scale == "rms"
+
+    def work(old: Floats, new: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+        scratch = np.empty(2 * bucket_size, dtype=np.float32)
+        result: tuple[int, int] = _encode(x, old, new, mode, bucket_size, rms, first, last, data_out, scratch)
+        return result
+
+    # Magnitudes add up to no less than the largest of them, in float32 too.
+    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=2.0 * bucket_size)
+
+
+def sign_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False) -> None:
+    """Decompress signs and scales into a buffer, or add them to it.
+
+    Parameters
+    ----------
+    data : array of uint8, shape (nbytes,)
+        A payload.
+    size : int
+        Number of elements.
+    bucket_size : int
+        Elements that share a scale.
+    out : array of float32, shape (size,)
+        Gets the values, or is added to.
+    accumulate : bool
+        Whether to add.
+    """
+
+    def work(first: int, last: int) -> None:
+        _decode(data, bucket_size, code_bytes(size, bucket_size, 1), out, accumulate, first, last)
+
+    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+
+
+@inline
+def _signs_and_sums(p: Floats, codes: Bytes, sums: Floats) -> None:
+    """Pack the signs, and let sums hold the third level of the halving tree over the magnitudes.
+
+    Bit k of byte j is the sign of element k * W + j, and these eight elements are those that three halvings add up:
+    one loop does both.
+    """
+    width = codes.size
+    p0, p1, p2, p3 = p[:width], p[width : 2 * width], p[2 * width : 3 * width], p[3 * width : 4 * width]
+    p4, p5, p6, p7 = (
+        p[4 * width : 5 * width],
+        p[5 * width : 6 * width],
+        p[6 * width : 7 * width],
+        p[7 * width :],
+    )
+    for j in range(codes.size):
+        a, b, c, d, e, f, g, h = p0[j], p1[j], p2[j], p3[j], p4[j], p5[j], p6[j], p7[j]
+        lower = (abs(a) + abs(e)) + (abs(c) + abs(g))
+        upper = (abs(b) + abs(f)) + (abs(d) + abs(h))
+        sums[j] = lower + upper
+        codes[j] = np.uint8(
+            as_bits(a) >> U(31)
+            | as_bits(b) >> U(31) << U(1)
+            | as_bits(c) >> U(31) << U(2)
+            | as_bits(d) >> U(31) << U(3)
+            | as_bits(e) >> U(31) << U(4)
+            | as_bits(f) >> U(31) << U(5)
+            | as_bits(g) >> U(31) << U(6)
+            | as_bits(h) >> U(31) << U(7)
+        )
+
+
+@inline
+def _subtract(p: Floats, scale: np.float32) -> None:
+    """Let p = flush(p - decoded)."""
+    scale_bits = as_bits(scale)
+    for i in range(p.size):
+        value = p[i]
+        p[i] = flush(value - as_float(scale_bits | as_bits(value) & SIGN))
+
+
+@kernel("pair(f32_in, f32_in, f32, int64, int64, boolean, int64, int64, u8, f32)")
+def _encode(
+    x: Floats,
+    residual: Floats,
+    out: Floats,
+    mode: int,
+    bucket_size: int,
+    rms: bool,
+    first: int,
+    last: int,
+    data: Bytes,
+    scratch: Floats,
+) -> tuple[int, int]:
+    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    size = x.size
+    count = (size + bucket_size - 1) // bucket_size
+    rest = size - size // bucket_size * bucket_size
+    codes_end = (size - rest) // 8 + (bucket_length(rest) // 8 if rest > 0 else 0)
+    scales = (codes_end + 3) // 4 * 4
+    beside, sums = scratch[:bucket_size], scratch[bucket_size:]
+    largest_scale = U(0)
+    for bucket in range(first, last):
+        start = bucket * bucket_size
+        stop = min(start + bucket_size, size)
+        filled = stop - start
+        length = bucket_size if filled == bucket_size else bucket_length(filled)
+        p = load(x, residual, out, mode, start, stop, length, beside)
+        width = length // 8
+        _signs_and_sums(p, data[start // 8 : start // 8 + width], sums[:width])
+        if rms:
+            largest = largest_bits(p)
+            if too_large(largest):
+                return bucket, 0
+            total, power = scaled_squares(p, largest, sums[: length // 2])
+            scale = flush(F(math.sqrt(total / F(filled))) * power)
+        else:
+            # No magnitude is larger than their sum; only if that is too large is there more to look at.
+            total = tree_sum(sums[:width])
+            if too_large(as_bits(total)) and too_large(largest_bits(p)):
+                return bucket, 0
+            scale = flush(total / F(filled))
+        store_scale(data, scales + 4 * bucket, scale)
+        largest_scale = max(largest_scale, as_bits(scale))
+        if mode != NO_RESIDUAL:
+            _subtract(p, scale)
+            if filled < length:
+                out[start:stop] = p[:filled]
+    if last == count:
+        data[codes_end:scales] = np.uint8(0)
+    return -1, int(largest_scale)
+
+
+@inline
+def _write(codes: Bytes, plane: np.uint32, scale: np.float32, out: Floats) -> None:
+    scale_bits = as_bits(scale)
+    for j in range(out.size):
+        out[j] = as_float(scale_bits ^ (U(codes[j]) >> plane & U(1)) << U(31))
+
+
+@inline
+def _accumulate(codes: Bytes, plane: np.uint32, scale: np.float32, out: Floats) -> None:
+    scale_bits = as_bits(scale)
+    for j in range(out.size):
+        out[j] += as_float(scale_bits ^ (U(codes[j]) >> plane & U(1)) << U(31))
+
+
+@kernel("void(u8_in, int64, int64, f32, boolean, int64, int64)")
+def _decode(
+    data: Bytes, bucket_size: int, codes_end: int, out: Floats, accumulate: bool, first: int, last: int
+) -> None:
+    data, out = borrow(data), borrow(out)
+    scales = (codes_end + 3) // 4 * 4
+    for bucket in range(first, last):
+        start = bucket * bucket_size
+        stop = min(start + bucket_size, out.size)
+        width = min(bucket_size, bucket_length(stop - start)) // 8
+        codes = data[start // 8 : start // 8 + width]
+        scale = load_scale(data, scales + 4 * bucket)
+        for plane in range(8):
+            a = start + plane * width
+            values = out[min(a, stop) : min(a + width, stop)]
+            if accumulate:
+                _accumulate(codes, U(plane), scale, values)
+            else:
+                _write(codes, U(plane), scale, values)

@@ -1,0 +1,358 @@
+"""The numba kernels return the bytes of the pure versions: payload, residual and decoded values, for every input."""
+
+import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import qcomp
+from qcomp.core import feedback
+from qcomp.core.arrays import divide, flush
+from qcomp.core.optimizers.base import Means
+from qcomp.core.random import fold_key
+from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
+
+pytest.importorskip("numba")
+
+from qcomp.backends import numba_cpu as kernels
+from qcomp.backends.numba_cpu import jit, threads
+from qcomp.backends.numba_cpu import vectors as passes
+
+F = np.float32
+KEY = qcomp.Key(seed=2**40 + 5, step=3, tensor=2, rank=1, hop=1, bucket=7)
+
+# The first example of a configuration compiles its kernel, unless that is cached.
+checked = settings(
+    max_examples=80, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A compressor, and the kernels with its configuration."""
+
+    compressor: Any
+
+    def encode(self, x, residual, data, out, **options):
+        c = self.compressor
+        if c.name == "sign":
+            return kernels.sign_encode(x, residual, c.bucket_size, c.scale, data, out, **options)
+        if c.name == "minmax":
+            return kernels.minmax_encode(x, residual, c.bucket_size, data, out, **options)
+        words = fold_key(KEY, like=x)
+        return kernels.qsgd_encode(
+            x, residual, c.levels, c.bucket_size, c.norm, words, KEY.hop, KEY.bucket, data, out, **options
+        )
+
+    def decode(self, data, out, *, accumulate=False):
+        c = self.compressor
+        if c.name == "sign":
+            return kernels.sign_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+        if c.name == "minmax":
+            return kernels.minmax_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+        return kernels.qsgd_decode(data, out.size, c.levels, c.bucket_size, out, accumulate=accumulate)
+
+    def buffer(self, size):
+        """Return room for the payload, filled with what must not survive, at an odd address."""
+        nbytes = self.compressor.payload_spec(size).nbytes
+        return np.full(nbytes + 1, 0xA5, dtype=np.uint8)[1:]
+
+    def check(self, x, residual):
+        """Compare everything that the kernels return with what the pure version returns."""
+        c = self.compressor
+        with np.errstate(all="ignore"):
+            plain = c.compress(x, key=KEY).data
+            payload, rest = feedback.compress(c, x, residual, key=KEY)
+            decoded = c.decompress(payload, like=x)
+
+        data = self.buffer(x.size)
+        assert self.encode(x, None, data, None) is not None
+        same(data, plain)
+
+        data, fresh = self.buffer(x.size), np.full_like(x, np.nan)
+        limit = self.encode(x, residual, data, fresh)
+        same(data, payload.data)
+        same(fresh, rest)
+        assert limit is not None
+        assert limit >= np.max(np.abs(fresh), initial=0)
+
+        bound = kernels.largest_sum(x, residual)
+        for options in ({}, {"limit": bound}):
+            data, donated = self.buffer(x.size), residual.copy()
+            self.encode(x, donated, data, donated, **options)
+            same(data, payload.data)
+            same(donated, rest)
+
+        out = np.full_like(x, np.nan)
+        self.decode(data, out)
+        same(out, decoded)
+        out = residual.copy()
+        self.decode(data, out, accumulate=True)
+        with np.errstate(all="ignore"):
+            same(out, residual + decoded)
+
+
+def same(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert actual.tobytes() == expected.tobytes()
+
+
+SIGN = [qcomp.ScaledSign(bucket_size=b, scale=s) for b in (8, 64, 4096) for s in ("l1", "rms")]
+QSGD = [
+    *(qcomp.QSGD(levels=n, bucket_size=64) for n in (1, 2, 7, 15, 31, 63, 100, 127)),
+    *(qcomp.QSGD(levels=7, bucket_size=b, norm=norm) for b in (8, 512) for norm in ("max", "l2")),
+    qcomp.QSGD(levels=5, bucket_size=1024),
+    qcomp.QSGD(levels=127, bucket_size=16, norm="l2"),
+]
+MINMAX = [qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 64, 2048)]
+EVERY = [Case(c) for c in (*SIGN, *QSGD, *MINMAX)]
+
+
+@st.composite
+def inputs(draw, compressors):
+    """Draw a case, a vector and a residual of the same size."""
+    case = Case(draw(st.sampled_from(compressors)))
+    x = draw(vectors(sizes(case.compressor.bucket_size)))
+    residual = draw(vectors((x.size,)))
+    return case, x, residual
+
+
+@given(inputs(SIGN))
+@checked
+def test_sign(drawn):
+    case, x, residual = drawn
+    case.check(x, residual)
+
+
+@given(inputs(QSGD))
+@checked
+def test_qsgd(drawn):
+    case, x, residual = drawn
+    case.check(x, residual)
+
+
+@given(inputs(MINMAX))
+@checked
+def test_minmax(drawn):
+    case, x, residual = drawn
+    case.check(x, residual)
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
+def test_every_size(case):
+    for number, size in enumerate(sizes(case.compressor.bucket_size)):
+        family = FAMILIES[number % len(FAMILIES)]
+        case.check(vector(family, size, 1), vector("gaussian", size, 2))
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
+def test_a_value_that_is_refused_leaves_a_donated_residual_alone(case):
+    x = vector("gaussian", 2 * case.compressor.bucket_size + 5, 1)
+    residual = vector("wide", x.size, 2)
+    data, fresh = case.buffer(x.size), np.empty_like(x)
+    positions = (0, case.compressor.bucket_size, x.size - 1)
+    for index, value in itertools.product(positions, (np.nan, -np.nan, np.inf, -np.inf, 2.0**100, -3e38)):
+        bad = x.copy()
+        bad[index] = value
+        assert case.encode(bad, None, data, None) is None
+        assert case.encode(bad, residual, data, fresh) is None
+        assert case.encode(residual, bad, data, fresh) is None
+        for other, old in ((bad, residual), (residual, bad), (bad, bad)):
+            donated = old.copy()
+            assert case.encode(other, donated, data, donated) is None
+            same(donated, old)
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
+def test_only_the_sum_is_refused(case):
+    size = case.compressor.bucket_size + 3
+    x, residual = vector("gaussian", size, 1), vector("gaussian", size, 2)
+    below = np.nextafter(F(2.0**100), F(0))
+    x[1], x[-1] = below, -F(1.5 * 2.0**99)
+    case.check(x, residual)
+    x[:], residual[:] = below, 1  # the largest sums and norms there are
+    case.check(x, residual)
+    x[0], residual[0] = F(2.0**100), -F(2.0**99)
+    donated = residual.copy()
+    case.encode(x, donated, case.buffer(size), donated)
+    with np.errstate(all="ignore"):
+        _, rest = feedback.compress(case.compressor, x, residual, key=KEY)
+    same(donated, rest)
+
+
+def test_false_limits_stop_at_the_first_bad_bucket():
+    x = vector("gaussian", 64, 1)
+    x[40] = np.inf
+    residual = vector("gaussian", 64, 2)
+    donated = residual.copy()
+    case = Case(qcomp.ScaledSign(bucket_size=8))
+    assert case.encode(x, donated, case.buffer(64), donated, limit=1.0) is None
+    same(donated[48:], residual[48:])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [EVERY[4], Case(qcomp.QSGD()), Case(qcomp.QSGD(levels=15)), EVERY[-1]],
+    ids=lambda c: c.compressor.spec,
+)
+def test_threads_do_not_change_bytes(case, monkeypatch):
+    monkeypatch.setattr(threads, "_LEAST_ELEMENTS", 1 << 12)
+    size = 5 * 4096 + 77
+    x, residual = vector("wide", size, 1), vector("gaussian", size, 2)
+    for count in (2, 3):
+        kernels.set_num_threads(count)
+        case.check(x, residual)
+    bad = x.copy()
+    bad[-1] = np.nan
+    donated = residual.copy()
+    assert case.encode(bad, donated, case.buffer(size), donated) is None
+    same(donated, residual)
+
+
+def test_ranks_that_are_threads_may_call_at_once(monkeypatch):
+    monkeypatch.setattr(threads, "_LEAST_ELEMENTS", 1 << 12)
+    kernels.set_num_threads(2)
+    case = Case(qcomp.ScaledSign())
+    x, residual = vector("wide", 40_000, 1), vector("gaussian", 40_000, 2)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(case.check, x, residual) for _ in range(8)]:
+            done.result()
+
+
+def test_read_only_inputs_need_no_other_compilation():
+    case = Case(qcomp.ScaledSign(bucket_size=64))
+    x, residual = vector("gaussian", 100, 1), vector("gaussian", 100, 2)
+    data = case.buffer(100)
+    for array in (x, residual):
+        array.flags.writeable = False
+    case.encode(x, residual, data, np.empty_like(x))
+    data.flags.writeable = False
+    case.decode(data, np.empty_like(x))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_mean_over_ranks(count):
+    case = Case(qcomp.QSGD(levels=7, bucket_size=64))
+    size = 5000
+    payloads = [case.compressor.compress(vector("tiny", size, rank), key=KEY) for rank in range(count)]
+    like = np.empty(size, dtype=F)
+    expected = case.compressor.decompress(payloads[0], like=like)
+    for payload in payloads[1:]:
+        expected = expected + case.compressor.decompress(payload, like=like)
+    expected = flush(divide(expected, count))
+    total = np.empty(size, dtype=F)
+    for rank, payload in enumerate(payloads):
+        case.decode(payload.data, total, accumulate=rank > 0)
+    limit = kernels.finish_mean(total, count)
+    same(total, expected)
+    assert limit == np.max(np.abs(total))
+
+
+@given(vectors((0, 1, 9, 4095, 4097)), st.data())
+@checked
+def test_momentum(m, data):
+    g = data.draw(vectors((m.size,)))
+    beta1, scale = data.draw(st.sampled_from([0.0, 0.9, 0.95])), data.draw(st.sampled_from([1.0, 0.37]))
+    expected = beta1 * m + (1 - beta1) * scale * g
+    out = np.empty_like(m)
+    limit = kernels.momentum(m, g, beta1, scale, out)
+    same(out, expected)
+    assert limit == np.max(np.abs(out), initial=0)
+    kernels.momentum(m, g, beta1, scale, m)
+    same(m, expected)
+
+
+@given(vectors((1, 9, 4095, 4097)), st.data())
+@checked
+def test_frozen_adam_step(p, data):
+    m, v = data.draw(vectors((p.size,))), np.abs(data.draw(vectors((p.size,))))
+    decay = data.draw(st.sampled_from([0.0, 0.01]))
+    opt = qcomp.OneBitAdam(learning_rate=1e-3, weight_decay=decay, freeze=1, exact=None)
+    state = opt.init([p], qcomp.comm.LocalCommunicator.alone())
+    state = state._replace(stage="compressed", step=6, variance=(v,))
+    with np.errstate(all="ignore"):
+        (moved,), after = opt.apply([p], Means((m,), state.exchange), state)
+    numbers = {"rate": 1e-3, "correction": 1 - opt.betas[0] ** 7, "eps": opt.eps, "weight_decay": decay}
+    p_out, m_out = np.empty_like(p), np.empty_like(p)
+    kernels.frozen_adam_step(p, m, v, **numbers, p_out=p_out, m_out=m_out)
+    same(p_out, moved)
+    same(m_out, after.momentum[0])
+    kernels.frozen_adam_step(p, m, v, **numbers, p_out=p, m_out=m)
+    same(p, moved)
+    same(m, after.momentum[0])
+
+
+def test_largest_sum():
+    x, y = vector("wide", 9000, 1), vector("gaussian", 9000, 2)
+    assert kernels.largest_sum(x, y) == np.max(np.abs(x) + np.abs(y))
+    y[77] = np.nan
+    assert np.isnan(kernels.largest_sum(x, y))
+
+
+def test_largest_reports_nan_wherever_it_is(monkeypatch):
+    assert kernels.largest(np.empty(0, dtype=F)) == 0
+    monkeypatch.setattr(threads, "_LEAST_ELEMENTS", 1 << 12)
+    kernels.set_num_threads(2)
+    x = vector("wide", 3 * passes._RUN, 1)
+    assert kernels.largest(x) == np.max(np.abs(x))
+    for index in (0, x.size // 2, x.size - 1):
+        bad = x.copy()
+        bad[index] = -np.nan
+        assert np.isnan(kernels.largest(bad))
+
+
+def test_default_threads_are_shared_by_the_ranks_of_a_node():
+    cores = threads.default_threads({})
+    assert cores >= 1
+    assert threads.default_threads({"MPI_LOCALNRANKS": str(cores)}) == 1
+    assert threads.default_threads({"OMPI_COMM_WORLD_LOCAL_SIZE": str(4 * cores)}) == 1
+    with pytest.raises(ValueError, match="threads is 0"):
+        kernels.set_num_threads(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_forked_child_makes_its_own_threads():
+    script = (
+        "import os, numpy as np\n"
+        "from qcomp.backends import numba_cpu as k\n"
+        "k.set_num_threads(2)\n"
+        "x = np.ones(1 << 18, dtype=np.float32)\n"
+        "assert k.largest(x) == 1\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if k.largest(x) == 1 else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+def test_a_package_that_cannot_be_written_to_compiles_without_a_cache(monkeypatch):
+    real = jit.numba.njit
+
+    def njit(*args, **options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return real(*args, **options)
+
+    monkeypatch.setattr(jit.numba, "njit", njit)
+
+    @jit.kernel("int64(int64)")
+    def double(x):
+        return 2 * x
+
+    assert double(21) == 42
