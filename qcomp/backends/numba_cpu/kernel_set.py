@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, is_torch_array
 
-from qcomp.backends.numba_cpu.jit import Floats
+from qcomp.backends.numba_cpu.jit import Bytes, Floats
 from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
 from qcomp.backends.numba_cpu.qsgd import qsgd_decode, qsgd_encode
 from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
-from qcomp.backends.numba_cpu.vectors import largest
-from qcomp.core.arrays import LIMIT
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, ScaledSign
 from qcomp.core.random import Key, draws_are_replaced, fold_key
@@ -38,23 +36,12 @@ class NumbaKernels:
             return None
         if compressor.traits.random and (draws_are_replaced() or key is None):
             return None
-        # Conservative: a sum that might be out of range is looked at by the pure version, which knows.
-        limit = largest(values) + (0.0 if old is None else largest(old))
-        if not limit < LIMIT:
-            return None
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
         new = None
         if old is not None:
             new = old if donate and old.flags.writeable else np.empty_like(old)
-        if isinstance(compressor, ScaledSign):
-            sign_encode(values, old, compressor.bucket_size, compressor.scale, data, new, limit=limit)
-        elif isinstance(compressor, MinMaxUInt8):
-            minmax_encode(values, old, compressor.bucket_size, data, new, limit=limit)
-        elif isinstance(compressor, QSGD):
-            assert key is not None  # looked at above
-            words = fold_key(key, like=values)
-            options = (compressor.levels, compressor.bucket_size, compressor.norm)
-            qsgd_encode(values, old, *options, words, key.hop, key.bucket, data, new, limit=limit)
+        if _encode(compressor, values, old, key, data, new) is None:
+            return None  # out of range, and nothing was touched: the pure version says so
         xp = array_namespace(x)
         if new is None:
             return xp.asarray(data), None
@@ -90,3 +77,18 @@ def _values(x: Array) -> Floats | None:
     if not isinstance(x, np.ndarray) or x.dtype != np.float32 or not x.flags.c_contiguous:
         return None
     return x.reshape(-1)
+
+
+def _encode(
+    compressor: Compressor, x: Floats, old: Floats | None, key: Key | None, data: Bytes, new: Floats | None
+) -> float | None:
+    """Call the kernel of a compressor; None if a value is out of range."""
+    if isinstance(compressor, ScaledSign):
+        return sign_encode(x, old, compressor.bucket_size, compressor.scale, data, new)
+    if isinstance(compressor, MinMaxUInt8):
+        return minmax_encode(x, old, compressor.bucket_size, data, new)
+    assert isinstance(compressor, QSGD)
+    assert key is not None
+    options = (compressor.levels, compressor.bucket_size, compressor.norm)
+    words = fold_key(key, like=x)
+    return qsgd_encode(x, old, *options, words, key.hop, key.bucket, data, new)
