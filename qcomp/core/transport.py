@@ -61,7 +61,8 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
         try:
             request = next(stages) if arrived is None else stages.send(arrived)
         except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]  # the result of the generator
+            result: Result = stop.value
+            return result
         if isinstance(request, AllToAll):
             arrived = comm.all_to_all(request.send, request.receive)
         else:
@@ -83,11 +84,12 @@ def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
         if not requests:
             return [results[index] for index in range(len(computations))]
         received = yield _merge(list(requests.values()))
-        arrived = {index: [] for index in requests}
+        parts: dict[int, list[Array]] = {index: [] for index in requests}
         for rank, message in enumerate(received):
             sizes = [request.receive[rank] for request in requests.values()]
             for index, buffer in zip(requests, split(message, sizes), strict=True):
-                arrived[index].append(buffer)  # type: ignore[union-attr]  # lists since the line above
+                parts[index].append(buffer)
+        arrived = {**parts}
 
 
 def _merge(requests: list[Exchange]) -> Exchange:

@@ -79,7 +79,8 @@ class Case:
             import jax  # noqa: PLC0415 - only a case under jit needs it
 
             self._compiled[source] = jax.jit(lambda arrays, key: self._eager(arrays, key, source))
-        return self._compiled[source](arrays, key)  # type: ignore[no-any-return]
+        results: tuple[Any, Any, Any] = self._compiled[source](arrays, key)
+        return results
 
     @cached_property
     def _compiled(self) -> dict[Source | None, Callable[..., Any]]:
