@@ -7,6 +7,7 @@ a frozen variance. `import qcomp` loads no array library; what is imported depen
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qcomp import backends
 from qcomp.core import feedback
 from qcomp.core.compressor import Compressor, Traits
 from qcomp.core.compressors import QSGD, Cast, Identity, MinMaxUInt8, Scaled, ScaledSign
@@ -29,7 +30,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import backends, comm, testing
+    from qcomp import comm, testing
 
 __all__ = [
     "QSGD",
@@ -69,7 +70,7 @@ __all__ = [
     "testing",
 ]
 
-_SUBPACKAGES = ("backends", "comm", "testing")
+_SUBPACKAGES = ("comm", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,9 @@ import pytest
 
 from qcomp.core.transport import AllToAll
 
+# What is tested is the pure version, which is the definition, also in ranks; tests of kernels ask for these.
+os.environ["QCOMP_KERNELS"] = "pure"
+
 
 @pytest.fixture
 def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:

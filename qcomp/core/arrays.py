@@ -24,12 +24,15 @@ __all__ = [
     "device",
     "divide",
     "dtype_name",
+    "empty_like",
     "flush",
     "from_bytes_of",
     "host_bytes",
+    "is_mutable",
     "is_traced",
     "itemsize",
     "require_below",
+    "require_like",
     "sqrt",
     "to_compute_dtype",
     "truncate_last_bit",
@@ -125,6 +128,7 @@ def from_bytes_of(data: Array, name: str) -> Array:
 
 def host_bytes(data: Array) -> bytes:
     """Return the elements of an array on any device as bytes."""
+    data = bytes_of(data)  # the bits: torch hands out no bfloat16
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
     host = (data if to_host is None else to_host()).__array__()
     return bytes(host.tobytes())
@@ -200,13 +204,34 @@ def require_below(x: Array, limit: float, what: str) -> None:
         )
 
 
-def write_into(out: Array, value: Array, *, argument: str = "out") -> Array:
-    """Write value into the buffer out, which must have its size and dtype, and return out."""
+def is_mutable(x: Array) -> bool:
+    """Return whether the elements of x can be written to."""
+    flags = getattr(x, "flags", None)
+    if flags is not None and not getattr(
+        flags, "writeable", True
+    ):  # NumPy; CuPy's arrays are always writeable
+        return False
+    return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
+
+
+def empty_like(x: Array) -> Array | None:
+    """Return a buffer of the shape and dtype of x, None in a library whose arrays cannot be written to."""
+    buffer = array_namespace(x).empty_like(x)
+    return buffer if is_mutable(buffer) else None
+
+
+def require_like(out: Array, value: Array, *, argument: str = "out") -> None:
+    """Raise ValueError unless out has as many elements as value, and its dtype."""
     if math.prod(out.shape) != math.prod(value.shape) or out.dtype != value.dtype:
         raise ValueError(
             f"{argument} has shape {tuple(out.shape)} and dtype {dtype_name(out.dtype)}; "
             f"expected {tuple(value.shape)} and {dtype_name(value.dtype)}"
         )
+
+
+def write_into(out: Array, value: Array, *, argument: str = "out") -> Array:
+    """Write value into the buffer out, which must have its size and dtype, and return out."""
+    require_like(out, value, argument=argument)
     try:
         out[...] = array_namespace(value).reshape(value, out.shape)
     except TypeError as error:

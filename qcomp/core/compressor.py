@@ -7,18 +7,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from qcomp.core.arrays import (
-    LIMIT,
-    Array,
-    array_namespace,
-    compute_dtype_name,
-    dtype_name,
-    require_below,
-    to_compute_dtype,
-    write_into,
-)
+from qcomp.core import primitives
+from qcomp.core.arrays import Array, compute_dtype_name, dtype_name, require_like
 from qcomp.core.errors import PayloadError
-from qcomp.core.kernels import chosen
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.random import Key
 
@@ -137,16 +128,9 @@ class Compressor(ABC):
             If x holds an infinity, a NaN or a magnitude of 2^100 or more. Not while a compiler traces, when there
             are no values to look at.
         """
-        if self.traits.random and key is None:
-            raise ValueError(f"key is None; {self.spec} draws random numbers and needs a qcomp.Key")
-        kernels = chosen()
-        encoded = kernels and kernels.encode(self, x, None, key, donate=False)
-        if encoded:
-            return self.payload(x, encoded[0])
-        values = to_compute_dtype(array_namespace(x).reshape(x, (-1,)))
-        require_below(values, LIMIT, self.spec)
-        spec = self.payload_spec(values.shape[0], dtype_name(values.dtype))
-        return self.payload(x, spec.join(self.encode(values, key)))
+        encoded = primitives.encode(self, x, None, key)
+        primitives.require_accepted(self, encoded)
+        return self.payload(x, encoded.data)
 
     def payload(self, x: Array, data: Array) -> Payload:
         """Return the payload of x with this data."""
@@ -169,30 +153,31 @@ class Compressor(ABC):
         PayloadError
             If the payload is of another compressor or another number of elements.
         """
+        self._require_own(payload, like, "like")
+        if out is not None:
+            require_like(out, like)
+        return primitives.decode(self, payload, like, out=out)
+
+    def add(self, payload: Payload, total: Array) -> Array:
+        """Return ``total`` plus what a payload decompresses to; its buffer is reused if it can be written to.
+
+        Parameters
+        ----------
+        payload : Payload
+            As for `decompress`.
+        total : array
+            Of as many elements as the payload has.
+        """
+        self._require_own(payload, total, "total")
+        return primitives.decode(self, payload, total, out=total, accumulate=True)
+
+    def _require_own(self, payload: Payload, like: Array, argument: str) -> None:
+        """Raise `PayloadError` unless this compressor makes such payloads of arrays like this one."""
         if payload.compressor != self.spec:
             raise PayloadError(
                 f"the payload was made by {payload.compressor}; this compressor is {self.spec}"
             )
         size = math.prod(like.shape)
         if payload.size != size:
-            raise PayloadError(f"the payload has {payload.size} elements; like has {size}")
-        xp = array_namespace(like)
-        spec = self.payload_spec(size, payload.dtype)
-        spec.check(payload.data)
-        kernels = chosen()
-        if kernels:
-            buffer = xp.empty_like(like) if out is None else out
-            if kernels.decode(self, payload.data, buffer, accumulate=False):
-                return buffer
-        compute = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
-        parts = spec.split(payload.data)
-        flat = self.decode(parts, size, compute)
-        result = xp.astype(xp.reshape(flat, like.shape), like.dtype, copy=False)
-        return result if out is None else write_into(out, result)
-
-    def add(self, payload: Payload, total: Array) -> Array:
-        """Return ``total`` plus what a payload decompresses to; its buffer may be reused."""
-        kernels = chosen()
-        if kernels and kernels.decode(self, payload.data, total, accumulate=True):
-            return total
-        return total + self.decompress(payload, like=total)
+            raise PayloadError(f"the payload has {payload.size} elements; {argument} has {size}")
+        self.payload_spec(size, payload.dtype).check(payload.data)

@@ -14,12 +14,14 @@ from qcomp.core.arrays import (
     detached,
     device,
     dtype_name,
+    empty_like,
     to_compute_dtype,
 )
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.handshake import handshake
 from qcomp.core.messages import SegmentCodec
+from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import AllGather, AllToAll, Stages, Transport, drive
 
@@ -131,16 +133,18 @@ class CompressedMean:
         return cut([_size(t) for t in tensors], self.compressor.traits.bucket_size, size)
 
     def __call__(
-        self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None
+        self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
     ) -> tuple[Any, MeanState]:
         """Average x over the ranks of a communicator; see `stages`."""
         if (comm.rank, comm.size) != (state.rank, state.size):
             raise ValueError(
                 f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
             )
-        return drive(self.stages(x, state, key=key), comm)
+        return drive(self.stages(x, state, key=key, donate=donate), comm)
 
-    def stages(self, x: Any, state: MeanState, *, key: Key | None = None) -> Stages[tuple[Any, MeanState]]:
+    def stages(
+        self, x: Any, state: MeanState, *, key: Key | None = None, donate: bool = False
+    ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages.
 
         Parameters
@@ -151,6 +155,10 @@ class CompressedMean:
             From `init` or from the last call.
         key : Key, optional
             For compressors that draw: seed, step and tensor; rank and hop are put in here.
+        donate : bool
+            Whether x is yours to give away: new residuals then take its buffers, and its values are lost, also if this
+            raises. Besides the mean and the new residuals, a mean needs memory for the payloads and for the float32
+            values of one chunk.
 
         Yields
         ------
@@ -179,11 +187,13 @@ class CompressedMean:
                 f"{[r.shape[0] for r in state.worker]}"
             )
         flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
+        # What was converted is a copy, and nobody else's.
+        donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
         if self.compressor.traits.lossless:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
         own_key = (key or Key())._replace(rank=state.rank)
         rounds = self._two_phase if self.topology == "two_phase" else self._all_gather
-        means, new_state = yield from rounds(flat, state, own_key)
+        means, new_state = yield from rounds(flat, state, own_key, donate)
         if self.compressor.traits.lossless:
             means = _cut_like(means[0], tensors)
         shaped = [
@@ -197,29 +207,28 @@ class CompressedMean:
         return self.feedback and not self.compressor.traits.lossless
 
     def _two_phase(
-        self, flat: list[Array], state: MeanState, key: Key
+        self, flat: list[Array], state: MeanState, key: Key, donate: bool
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(self.compressor, flat)
         chunks = self.segments(flat, state.size)
         own = chunks[state.rank]
-        worker = codec.encode(chunks, flat, state.worker, key.at(hop=_WORKER))
+        worker = codec.encode(chunks, flat, state.worker, key.at(hop=_WORKER), donate=donate)
         arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
         averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
         # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
         served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
-        server = codec.encode([served], averages, state.server, key.at(hop=_SERVER))
+        server = codec.encode([served], averages, state.server, key.at(hop=_SERVER), donate=True)
         arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
         opened = codec.open(arrived, chunks, server.error)
-        means = [codec.decode(payloads, chunk) for payloads, chunk in zip(opened, chunks, strict=True)]
         new_state = state._replace(worker=worker.residuals, server=server.residuals)
-        return _assemble(chunks, means, flat), new_state
+        return _decode_all(codec, opened, chunks, flat), new_state
 
     def _all_gather(
-        self, flat: list[Array], state: MeanState, key: Key
+        self, flat: list[Array], state: MeanState, key: Key, donate: bool
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(self.compressor, flat)
         (whole,) = self.segments(flat, 1)
-        worker = codec.encode([whole], flat, state.worker, key.at(hop=_WORKER))
+        worker = codec.encode([whole], flat, state.worker, key.at(hop=_WORKER), donate=donate)
         arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
         means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
         return _assemble([whole], [means], flat), state._replace(worker=worker.residuals)
@@ -240,6 +249,26 @@ def _zeros(like: Array, size: int) -> Array:
     xp = array_namespace(like)
     dtype = getattr(xp, compute_dtype_name(dtype_name(like.dtype)))
     return xp.zeros((size,), dtype=dtype, device=device(like))
+
+
+def _decode_all(
+    codec: SegmentCodec,
+    payloads: Sequence[Sequence[Payload]],
+    chunks: Sequence[Sequence[Segment]],
+    flat: Sequence[Array],
+) -> list[Array]:
+    """Return the tensors of which these are the payloads."""
+    means = [empty_like(t) for t in flat]
+    values = []
+    for of_chunk, chunk in zip(payloads, chunks, strict=True):
+        buffers = [_part(means[segment.tensor], segment) for segment in chunk]
+        values.append(codec.decode(of_chunk, tuple(chunk), buffers))
+    filled = [mean for mean in means if mean is not None]
+    return filled if len(filled) == len(flat) else _assemble(chunks, values, flat)
+
+
+def _part(tensor: Array | None, segment: Segment) -> Array | None:
+    return None if tensor is None else tensor[segment.start : segment.stop]
 
 
 def _assemble(

@@ -1,8 +1,8 @@
 """Error feedback: what compression lost is added to the next vector, so that nothing is lost for ever."""
 
-from qcomp.core.arrays import Array, array_namespace, flush, to_compute_dtype, write_into
+from qcomp.core import primitives
+from qcomp.core.arrays import Array, compute_dtype_name, dtype_name, is_mutable
 from qcomp.core.compressor import Compressor
-from qcomp.core.kernels import chosen
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 
@@ -10,7 +10,13 @@ __all__ = ["compress", "require_contraction"]
 
 
 def compress(
-    compressor: Compressor, x: Array, residual: Array, *, key: Key | None = None, donate: bool = False
+    compressor: Compressor,
+    x: Array,
+    residual: Array,
+    *,
+    key: Key | None = None,
+    donate: bool = False,
+    limit: float | None = None,
 ) -> tuple[Payload, Array]:
     """Compress x plus the residual, and return what that lost as the new residual.
 
@@ -32,6 +38,9 @@ def compress(
     donate : bool
         Whether the new residual may take the buffer of the old one, whose values are lost then. Arrays of an
         immutable library are not reused.
+    limit : float, optional
+        With ``donate``: your word that no ``|x_i| + |residual_i|`` is larger. Below 2^99 it spares the CPU kernels a
+        pass that makes sure, before they overwrite the residual, that nothing will be refused.
 
     Returns
     -------
@@ -42,7 +51,7 @@ def compress(
     Raises
     ------
     NonFiniteError
-        If x is not finite; the residual is as it was, also with ``donate``.
+        If x is not finite; the residual is as it was, also with ``donate``, unless ``limit`` was false.
 
     Notes
     -----
@@ -59,17 +68,13 @@ def compress(
     """
     if tuple(residual.shape) != tuple(x.shape):
         raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
-    kernels = chosen()
-    encoded = kernels and kernels.encode(compressor, x, residual, key, donate=donate)
-    if encoded:
-        data, new = encoded
-        return compressor.payload(x, data), new
-    compensated = flush(flush(to_compute_dtype(x)) + to_compute_dtype(residual, argument="residual"))
-    payload = compressor.compress(compensated, key=key)
-    lost = flush(compensated - compressor.decompress(payload, like=compensated))
-    if donate and _is_mutable(residual):
-        return payload, write_into(residual, lost, argument="residual")
-    return payload, lost
+    expected = compute_dtype_name(dtype_name(x.dtype))
+    if dtype_name(residual.dtype) != expected:
+        raise TypeError(f"residual has dtype {dtype_name(residual.dtype)}; expected {expected}")
+    out = residual if donate and is_mutable(residual) else None
+    encoded = primitives.encode(compressor, x, residual, key, out=out, limit=limit)
+    primitives.require_accepted(compressor, encoded)
+    return compressor.payload(x, encoded.data), encoded.residual
 
 
 def require_contraction(compressor: Compressor) -> None:
@@ -84,7 +89,3 @@ def require_contraction(compressor: Compressor) -> None:
             f"residual would grow without bound; wrap it as qcomp.Scaled(...), take more levels or smaller "
             "buckets, or set feedback=False"
         )
-
-
-def _is_mutable(x: Array) -> bool:
-    return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"

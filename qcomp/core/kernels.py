@@ -1,57 +1,139 @@
-"""The hook for kernels: faster ways to compress and decompress, which return the same bytes.
+"""The hook for kernels: faster versions of the primitives, which return the same bytes.
 
-The core has no kernel of its own. Whatever a set of kernels has none for, by compressor, dtype or library, is
-done by the pure version, which is the definition.
+The core has no kernel of its own. `qcomp.core.primitives` asks the set that was chosen for an array; whatever the set
+has no kernel for, by compressor, dtype or library, is done by the pure version, which is the definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from qcomp.core.arrays import Array
     from qcomp.core.compressor import Compressor
     from qcomp.core.random import Key
 
-__all__ = ["KernelSet", "chosen", "use_kernels"]
+__all__ = ["Chooser", "Encoded", "KernelSet", "choose_with", "chosen", "use_chooser", "use_kernels"]
+
+
+class Encoded(NamedTuple):
+    """What the primitive ``encode`` returns."""
+
+    data: Array
+    """The data of the payload, uint8 of shape (nbytes,)."""
+    residual: Array | None
+    """What compression lost, of the shape of x; None without a residual."""
+    refused: Array | None
+    """uint8 of shape (1,) on the device of x: 0, or a value was out of range and the rest means nothing. None if it is
+    known that none was; a device need not be waited for to return an `Encoded`."""
 
 
 class KernelSet(Protocol):
-    """A set of kernels for some compressors and some arrays."""
+    """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
+
+    A method returns None where it has no kernel for such arguments; nothing was written then.
+    """
 
     name: str
 
-    def encode(
-        self, compressor: Compressor, x: Array, residual: Array | None, key: Key | None, *, donate: bool
-    ) -> tuple[Array, Array | None] | None:
-        """Return the data of the payload of x, plus the residual if there is one, and the new residual.
+    def takes(self, x: Array) -> bool:
+        """Return whether there are kernels for arrays of this library, device and dtype."""
+        ...
 
-        None if there is no kernel for this, or a value is out of range: the pure version then says so. With
-        ``donate`` the new residual may be in the buffer of the old one.
+    def encode(
+        self,
+        compressor: Compressor,
+        x: Array,
+        residual: Array | None,
+        key: Key | None,
+        *,
+        out: Array | None,
+        limit: float | None,
+    ) -> Encoded | None:
+        """Compress x, plus the residual if there is one.
+
+        The new residual goes into ``out`` if that is given and not None is returned: the old residual, x, or a buffer
+        that shares memory with neither. A set that finds a value out of range before it returns may return
+        None: the pure version then says so. If ``out`` is the residual and a value is out of range, the residual
+        stays as it is, unless ``limit`` was false.
         """
         ...
 
-    def decode(self, compressor: Compressor, data: Array, out: Array, *, accumulate: bool) -> bool:
-        """Write what a payload decompresses to into a buffer, or add it; return whether there is a kernel for that."""
+    def decode(
+        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+    ) -> Array | None:
+        """Return what a payload decompresses to, of the shape and dtype of ``like``.
+
+        In ``out`` if that is given; with ``accumulate``, added to what is there. Arrays of an immutable library are
+        not written to: the result is a new one then.
+        """
+        ...
+
+    def finish_mean(self, total: Array, count: int) -> Array | None:
+        """Return a sum over ranks divided by their number, in its buffer if that can be written to."""
+        ...
+
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
+        """Return ``beta1 * m + (1 - beta1) * scale * g`` in a new array."""
+        ...
+
+    def frozen_step(
+        self,
+        p: Array,
+        m: Array,
+        v: Array,
+        *,
+        rate: float,
+        correction: float,
+        eps: float,
+        weight_decay: float,
+    ) -> tuple[Array, Array] | None:
+        """Return the parameters after a step with a frozen variance, in a new array, and the masked momentum.
+
+        The masked momentum may take the buffer of m.
+        """
         ...
 
 
-_chosen: ContextVar[KernelSet | None] = ContextVar("qcomp_kernels", default=None)
+Chooser = Callable[["Array"], KernelSet | None]
+"""Returns the set of kernels for an array, None for the pure version."""
 
 
-def chosen() -> KernelSet | None:
-    """Return the set of kernels in use, None for the pure version."""
-    return _chosen.get()
+def _pure(x: Array) -> KernelSet | None:  # noqa: ARG001
+    return None
+
+
+_automatic: Chooser = _pure
+_chooser: ContextVar[Chooser | None] = ContextVar("qcomp_kernels", default=None)
+
+
+def chosen(x: Array) -> KernelSet | None:
+    """Return the set of kernels for an array, None for the pure version."""
+    return (_chooser.get() or _automatic)(x)
+
+
+def choose_with(chooser: Chooser) -> None:
+    """Let this function choose the set for an array wherever no context says which to use."""
+    global _automatic  # noqa: PLW0603
+    _automatic = chooser
 
 
 @contextmanager
-def use_kernels(kernels: KernelSet | None) -> Iterator[None]:
-    """Use a set of kernels, or with None the pure version, inside the context."""
-    token = _chosen.set(kernels)
+def use_chooser(chooser: Chooser) -> Iterator[None]:
+    """Let this function choose the set for an array inside the context."""
+    token = _chooser.set(chooser)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chooser.reset(token)
+
+
+def use_kernels(kernels: KernelSet | None) -> AbstractContextManager[None]:
+    """Use a set of kernels for the arrays that it takes, or with None the pure version, inside the context."""
+    if kernels is None:
+        return use_chooser(_pure)
+    takes = kernels.takes
+    return use_chooser(lambda x: kernels if takes(x) else None)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qcomp.core import feedback
-from qcomp.core.arrays import Array, array_namespace, device, divide, dtype_name, flush
+from qcomp.core import primitives
+from qcomp.core.arrays import Array, array_namespace, concat, device, dtype_name, empty_like, is_mutable
 from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
@@ -54,28 +54,46 @@ class SegmentCodec:
         return joined_size(self._buffer_sizes(chunk))
 
     def encode(
-        self, chunks: Sequence[Chunk], tensors: Sequence[Array], residuals: Sequence[Array], key: Key
+        self,
+        chunks: Sequence[Chunk],
+        tensors: Sequence[Array],
+        residuals: Sequence[Array],
+        key: Key,
+        *,
+        donate: bool,
     ) -> Encoded:
-        """Compress all chunks of these tensors, with feedback if there are residuals."""
-        lost: list[list[Array]] = [[] for _ in residuals]
-        messages = []
+        """Compress all chunks of these tensors, with feedback if there are residuals.
+
+        The chunks cover the tensors, each in order. With ``donate`` the new residuals take the buffers of the tensors,
+        whose values are lost then; the old residuals are never written to, so that they are still there when any
+        rank refuses.
+        """
+        parts: list[list[Array]] = [[] for _ in chunks]
+        flags: list[Array] = []
+        news = [_NewResidual(t, r, donate=donate) for t, r in zip(tensors, residuals, strict=False)]
         try:
-            for chunk in chunks:
-                buffers = []
+            for index, chunk in enumerate(chunks):
                 for segment in chunk:
                     part = slice(segment.start, segment.stop)
                     values, own_key = tensors[segment.tensor][part], key.at(bucket=segment.bucket)
                     if residuals:
-                        residual = residuals[segment.tensor][part]
-                        payload, rest = feedback.compress(self.compressor, values, residual, key=own_key)
-                        lost[segment.tensor].append(rest)
+                        new, old = news[segment.tensor], residuals[segment.tensor][part]
+                        out = new.buffer(part, values)
+                        encoded = primitives.encode(self.compressor, values, old, own_key, out=out)
+                        new.add(encoded.residual)
                     else:
-                        payload = self.compressor.compress(values, key=own_key)
-                    buffers.append(payload.data)
-                messages.append(join([*buffers, self._verdict(_FINE)]))
+                        encoded = primitives.encode(self.compressor, values, None, own_key)
+                    parts[index].append(encoded.data)
+                    if encoded.refused is not None:
+                        flags.append(encoded.refused)
         except NonFiniteError as error:
             return Encoded(tuple(self._refusal(chunk) for chunk in chunks), (), error)
-        return Encoded(tuple(messages), tuple(map(_concat, lost, residuals)), None)
+        verdict = self._verdict(flags)
+        messages = []
+        for buffers in parts:
+            messages.append(join([*buffers, verdict]))
+            buffers.clear()  # a message is a copy: half of the memory, as they go
+        return Encoded(tuple(messages), tuple(new.whole() for new in news), None)
 
     def open(
         self, messages: Sequence[Array], chunks: Sequence[Chunk], error: NonFiniteError | None
@@ -110,19 +128,21 @@ class SegmentCodec:
             ) from error
         return opened
 
-    def decode(self, payloads: Sequence[Payload], chunk: Chunk) -> list[Array]:
-        """Return the values of the segments of a chunk."""
+    def decode(
+        self, payloads: Sequence[Payload], chunk: Chunk, buffers: Sequence[Array | None]
+    ) -> list[Array]:
+        """Return the values of the segments of a chunk, in buffers where they are given."""
         return [
-            self.compressor.decompress(payload, like=self._like(segment))
-            for payload, segment in zip(payloads, chunk, strict=True)
+            self.compressor.decompress(payload, like=self._like(segment), out=buffer)
+            for payload, segment, buffer in zip(payloads, chunk, buffers, strict=True)
         ]
 
     def average(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero."""
-        total = self.decode(payloads[0], chunk)
+        total = self.decode(payloads[0], chunk, [empty_like(self._like(segment)) for segment in chunk])
         for of_rank in payloads[1:]:
             total = [self.compressor.add(payload, t) for payload, t in zip(of_rank, total, strict=True)]
-        return [flush(divide(values, len(payloads))) for values in total]
+        return [primitives.finish_mean(values, len(payloads)) for values in total]
 
     def _like(self, segment: Segment) -> Array:
         return self.tensors[segment.tensor][segment.start : segment.stop]
@@ -130,7 +150,14 @@ class SegmentCodec:
     def _buffer_sizes(self, chunk: Chunk) -> list[int]:
         return [*(self.compressor.payload_spec(s.size, self.dtype).nbytes for s in chunk), 1]
 
-    def _verdict(self, value: int) -> Array:
+    def _verdict(self, flags: Sequence[Array]) -> Array:
+        """Return the byte that ends a message: what devices have found, without waiting for them."""
+        if not flags:
+            return self._byte(_FINE)
+        xp = array_namespace(flags[0])
+        return xp.reshape(xp.max(xp.concat(list(flags))), (1,))
+
+    def _byte(self, value: int) -> Array:
         like = self.tensors[0]
         xp = array_namespace(like)
         return xp.asarray([value], dtype=xp.uint8, device=device(like))
@@ -140,10 +167,33 @@ class SegmentCodec:
         xp = array_namespace(like)
         *sizes, _ = self._buffer_sizes(chunk)
         buffers = [xp.zeros((size,), dtype=xp.uint8, device=device(like)) for size in sizes]
-        return join([*buffers, self._verdict(_NON_FINITE)])
+        return join([*buffers, self._byte(_NON_FINITE)])
 
 
-def _concat(parts: list[Array], like: Array) -> Array:
-    if not parts:
-        return like
-    return parts[0] if len(parts) == 1 else array_namespace(like).concat(parts)
+class _NewResidual:
+    """The new residual of a tensor: a buffer that is filled part by part, or parts where arrays are immutable."""
+
+    def __init__(self, tensor: Array, old: Array, *, donate: bool) -> None:
+        self.old = old
+        self.parts: list[Array] = []
+        self.given = tensor if donate and is_mutable(tensor) else None
+        self.made = empty_like(old) if self.given is None else None
+
+    def buffer(self, part: slice, values: Array) -> Array | None:
+        """Return where the next part goes: ``values``, which is that part of the tensor, if that was given."""
+        if self.given is not None:
+            return values
+        return None if self.made is None else self.made[part]
+
+    def add(self, part: Array) -> None:
+        """Take the next part, which is in its buffer already if it has one."""
+        if self.given is None and self.made is None:
+            self.parts.append(part)
+
+    def whole(self) -> Array:
+        """Return the new residual."""
+        if self.given is not None:
+            return self.given
+        if self.made is not None:
+            return self.made
+        return concat(self.parts) if self.parts else self.old

@@ -1,7 +1,6 @@
 """Whether a set of kernels returns the same bytes as the pure version."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -9,16 +8,17 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qcomp.core import feedback
+from qcomp.core import feedback, primitives
+from qcomp.core.arrays import array_namespace, is_mutable
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, MinMaxUInt8, ScaledSign
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import KernelSet, use_kernels
 from qcomp.core.random import Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 from qcomp.testing.laws import flushed
-from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
 __all__ = ["check_kernels"]
 
@@ -30,6 +30,7 @@ COMPRESSORS: tuple[Compressor, ...] = (
     ScaledSign(bucket_size=4096),
     *(QSGD(levels=levels, bucket_size=64) for levels in (1, 3, 7, 15, 31, 63, 127)),
     QSGD(levels=5, bucket_size=512, norm="l2"),
+    Scaled(QSGD(levels=7, bucket_size=64)),
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
 )
@@ -43,7 +44,21 @@ class _Results(NamedTuple):
     payload_with_feedback: bytes
     residual: bytes
     decoded: bytes
+    written: bytes
     added: bytes
+
+
+class _Case(NamedTuple):
+    """What is compressed, and how."""
+
+    compressor: Compressor
+    x: Vector
+    dtype: str = "float32"
+    bucket: int = 0
+
+
+_WHERE = ("in an array of its own", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
+"""Where a new residual may lie."""
 
 
 def check_kernels(
@@ -55,10 +70,11 @@ def check_kernels(
 ) -> None:
     """Check that a set of kernels returns the same bytes as the pure version.
 
-    Payload, residual (in a buffer of its own and in the donated one), decompressed vector, and the sum with
-    another one: equal to the last bit, for sizes at which tails and padding show and for values with zeros,
-    subnormals, ties and huge magnitudes. A vector that the pure version refuses is refused, and a donated
-    residual is then as it was.
+    Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
+    and the sum with another one; the end of a mean over ranks, the momentum, and the step with a frozen variance:
+    equal to the last bit, for sizes at which tails and padding show, for values with zeros, subnormals, ties and
+    huge magnitudes, in every dtype that is computed in float32. A vector that the pure version refuses is refused,
+    and a donated residual is then as it was.
 
     Parameters
     ----------
@@ -73,7 +89,7 @@ def check_kernels(
     Raises
     ------
     ContractError
-        Naming every compressor for which bytes differ, and in what.
+        Naming every compressor or primitive for which bytes differ, and in what.
 
     Examples
     --------
@@ -82,6 +98,11 @@ def check_kernels(
     >>> check_kernels(KERNELS, compressors=[qcomp.ScaledSign(bucket_size=8)], max_examples=5)
     """
     broken = []
+    try:
+        for size in (0, 1, 7, 1000, 4097):
+            _compare_updates(kernels, xp, size, seed=size)
+    except AssertionError as error:
+        broken.append(f"- mean, momentum or step with a frozen variance: {error}")
     for compressor in compressors:
         try:
             _search(kernels, xp, compressor, max_examples)
@@ -94,9 +115,12 @@ def check_kernels(
 
 def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examples: int) -> None:
     of_sizes = sizes(compressor.traits.bucket_size)
-    for family in FAMILIES:
-        for size in of_sizes:
-            _compare(kernels, xp, compressor, vector(family, size, 0), bucket=0)
+    cases = [_Case(compressor, vector(family, size, 0)) for family in FAMILIES for size in of_sizes]
+    for name in ("float16", "bfloat16"):
+        if has_dtype(xp, name):
+            cases += [_Case(compressor, vector("gaussian", size, 0), name) for size in of_sizes]
+    for case in cases:
+        _compare(kernels, xp, case, _WHERE)
     for bad in (np.nan, np.inf, -np.inf, 2.0**100):
         _compare_refusals(kernels, xp, compressor, bad)
 
@@ -107,41 +131,71 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(vectors(of_sizes), st.integers(0, 2**20))
-    def run(x: Vector, bucket: int) -> None:
-        _compare(kernels, xp, compressor, x, bucket)
+    @given(vectors(of_sizes), st.integers(0, 2**20), st.sampled_from(_WHERE))
+    def run(x: Vector, bucket: int, where: str) -> None:
+        _compare(kernels, xp, _Case(compressor, x, bucket=bucket), [where])
 
     run()
 
 
-def _compare(kernels: KernelSet, xp: Namespace, compressor: Compressor, x: Vector, bucket: int) -> None:
-    expected = _compute(use_kernels(None), xp, compressor, x, bucket, donate=False)
-    for donate in (False, True):
-        got = _compute(use_kernels(kernels), xp, compressor, x, bucket, donate=donate)
+def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[str]) -> None:
+    expected = _compute(None, xp, case, _WHERE[0])
+    for where in places:
+        got = _compute(kernels, xp, case, where)
         for name, a, b in zip(_Results._fields, got, expected, strict=True):
-            assert a == b, f"{name} of {x.size} elements{' with a donated residual' if donate else ''}"
+            assert a == b, f"{name} of {case.x.size} elements of {case.dtype}, with the new residual {where}"
 
 
-def _compute(
-    context: AbstractContextManager[None],
-    xp: Namespace,
-    compressor: Compressor,
-    x: Vector,
-    bucket: int,
-    *,
-    donate: bool,
-) -> _Results:
+def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) -> _Results:
+    compressor, x, dtype, bucket = case
+
+    def fresh() -> Any:
+        made = to_library(xp, x)
+        return array_namespace(made).astype(made, getattr(xp, dtype))
+
     key = Key(seed=5, step=3, tensor=2, rank=1, hop=1, bucket=bucket)
-    old = flushed(np.roll(x, 1) * np.float32(0.5))
-    with context:
-        plain = compressor.compress(to_library(xp, x), key=key)
-        payload, new = feedback.compress(
-            compressor, to_library(xp, x), to_library(xp, old), key=key, donate=donate
-        )
-        decoded = compressor.decompress(payload, like=to_library(xp, x))
-        added = compressor.add(payload, to_library(xp, old))
-    parts = (plain.data, payload.data, new, decoded, added)
+    given = fresh()
+    old = to_library(xp, flushed(np.roll(x, 1) * np.float32(0.5)))
+    buffers = [None, old, given, to_library(xp, np.ones(x.size, dtype=np.float32))]
+    out = buffers[_WHERE.index(where)]
+    if out is not None and (out.dtype != old.dtype or not is_mutable(out)):
+        out = None  # what was converted, or is immutable, cannot be donated
+    with use_kernels(kernels):
+        plain = compressor.compress(given, key=key)
+        encoded = primitives.encode(compressor, given, old, key, out=out)
+        primitives.require_accepted(compressor, encoded)
+        payload = compressor.payload(old, encoded.data)
+        like = fresh()
+        decoded = compressor.decompress(payload, like=like)
+        written = compressor.decompress(payload, like=like, out=like) if is_mutable(like) else decoded
+        total = fresh()
+        added = compressor.add(payload, total)
+    parts = (plain.data, encoded.data, encoded.residual, decoded, written, added)
     return _Results(*(to_numpy(part).tobytes() for part in parts))
+
+
+def _compare_updates(kernels: KernelSet, xp: Namespace, size: int, seed: int) -> None:
+    """Compare the primitives that have no compressor."""
+    wide, g = vector("wide", size, seed), vector("gaussian", size, seed + 1)
+    v = np.abs(vector("sparse", size, seed + 2))  # zeros: elements that never had a gradient
+    for decay in (0.0, 0.1):
+        results = []
+        for chosen in (None, kernels):
+            with use_kernels(chosen):
+                mean = primitives.finish_mean(to_library(xp, wide), 3)
+                m = primitives.momentum(mean, to_library(xp, g), 0.9, 0.7)
+                p, masked = primitives.frozen_step(
+                    to_library(xp, g),
+                    m,
+                    to_library(xp, v),
+                    rate=1e-3,
+                    correction=0.19,
+                    eps=1e-8,
+                    weight_decay=decay,
+                )
+            results.append([to_numpy(part).tobytes() for part in (mean, masked, p)])
+        for name, a, b in zip(("mean", "momentum", "parameters"), *results, strict=True):
+            assert a == b, f"{name} of {size} elements"
 
 
 def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor, bad: float) -> None:

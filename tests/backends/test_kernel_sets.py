@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qcomp
-from qcomp.core.kernels import chosen, use_kernels
+from qcomp.core.kernels import Encoded, use_kernels
 from qcomp.testing import ContractError, check_compressor, check_kernels, read_only_numpy
 from qcomp.testing.inputs import vector
 
@@ -83,60 +83,53 @@ def test_kernels_are_really_used():
     assert calls == ["encode", "decode"]
 
 
-def test_the_choice_ends_with_the_context_and_pure_is_a_choice():
-    assert chosen() is None
-    with qcomp.backends.use("numba"):
-        assert chosen() is KERNELS
-        with qcomp.backends.use("pure"):
-            assert chosen() is None
-        assert chosen() is KERNELS
-    assert chosen() is None
-
-
-def test_an_unknown_set_is_an_error():
-    with pytest.raises(ValueError, match="name is 'numbers'; expected one of pure, numba"):
-        qcomp.backends.use("numbers")
-
-
-def test_a_set_that_is_not_installed_is_an_error_with_a_hint(monkeypatch):
-    monkeypatch.setitem(qcomp.backends._SETS, "numba", ("qcomp_numba_is_missing", "numba"))
-    with pytest.raises(ImportError, match=r"pip install 'qcomp\[numba\]'"):
-        qcomp.backends.use("numba")
-
-
 class Broken(NumbaKernels):
     """Kernels with one thing wrong."""
 
     def __init__(self, fault):
         self.fault = fault
 
-    def encode(self, compressor, x, residual, key, *, donate):
+    def encode(self, compressor, x, residual, key, *, out, limit):
         if (
             self.fault == "skips the range check"
             and residual is not None
-            and not np.all(np.abs(x) < 2.0**100)
+            and not np.all(np.abs(x.astype(np.float32)) < 2.0**100)
         ):
             residual[...] = x
-            return np.zeros(compressor.payload_spec(x.size).nbytes, dtype=np.uint8), residual
-        found = super().encode(compressor, x, residual, key, donate=donate)
-        if found is None or x.size < 8:
-            return found
-        data, new = found
-        if self.fault == "flips a bit of the last byte":
-            data[-1] ^= 1
+            return Encoded(np.zeros(compressor.payload_spec(x.size).nbytes, dtype=np.uint8), residual, None)
         if self.fault == "forgets the old residual" and residual is not None:
-            return super().encode(compressor, x, np.zeros_like(residual), key, donate=False)
-        if self.fault == "rounds the residual" and new is not None:
-            new = new.astype(np.float16).astype(np.float32)
-        return data, new
+            out, residual = None, np.zeros_like(residual)
+        if self.fault == "ignores the given buffer" and residual is not None and out is not None:
+            super().encode(compressor, x, residual, key, out=None, limit=limit)
+            return super().encode(compressor, x, residual, key, out=None, limit=limit)._replace(residual=out)
+        encoded = super().encode(compressor, x, residual, key, out=out, limit=limit)
+        if encoded is None or x.size < 8:
+            return encoded
+        if self.fault == "flips a bit of the last byte":
+            encoded.data[-1] ^= 1
+        if self.fault == "rounds the residual" and encoded.residual is not None:
+            return encoded._replace(residual=encoded.residual.astype(np.float16).astype(np.float32))
+        return encoded
 
-    def decode(self, compressor, data, out, *, accumulate):
+    def decode(self, compressor, data, like, *, out, accumulate):
         if self.fault == "adds where it should write":
-            out[...] = 1
-            return super().decode(compressor, data, out, accumulate=True)
+            return super().decode(compressor, data, like, out=np.ones_like(like), accumulate=True)
         if self.fault == "writes where it should add":
-            return super().decode(compressor, data, out, accumulate=False)
-        return super().decode(compressor, data, out, accumulate=accumulate)
+            accumulate = False
+        return super().decode(compressor, data, like, out=out, accumulate=accumulate)
+
+    def finish_mean(self, total, count):
+        return super().finish_mean(total, count + (self.fault == "counts one rank too many"))
+
+    def momentum(self, m, g, beta1, scale):
+        return super().momentum(m, g, beta1, 1.0 if self.fault == "does not clip" else scale)
+
+    def frozen_step(self, p, m, v, **numbers):
+        if self.fault == "lets the weights be":
+            numbers["weight_decay"] = 0.0
+        if self.fault == "moves what never had a gradient":
+            v = np.where(v > 0, v, np.float32(2.0**-126))
+        return super().frozen_step(p, m, v, **numbers)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +138,14 @@ class Broken(NumbaKernels):
         "skips the range check",
         "flips a bit of the last byte",
         "forgets the old residual",
+        "ignores the given buffer",
         "rounds the residual",
         "adds where it should write",
         "writes where it should add",
+        "counts one rank too many",
+        "does not clip",
+        "lets the weights be",
+        "moves what never had a gradient",
     ],
 )
 def test_broken_kernels_are_caught(fault):

@@ -233,10 +233,10 @@ class TestSumIdentity:
     def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
         encode = SegmentCodec.encode
 
-        def forgetful(self, chunks, tensors, residuals, key):
+        def forgetful(self, chunks, tensors, residuals, key, **options):
             if key.hop:
                 residuals = tuple(0 * r for r in residuals)
-            return encode(self, chunks, tensors, residuals, key)
+            return encode(self, chunks, tensors, residuals, key, **options)
 
         monkeypatch.setattr(SegmentCodec, "encode", forgetful)
         with pytest.raises(AssertionError):

@@ -83,7 +83,11 @@ class TestReference:
         run = job(opt, params, 1)
         for gradients in history:
             run.step([gradients])
-        assert same_bits(everything(run), reference_adam(opt, params, history, sqrt=torch.sqrt))
+
+        def rounded_correctly(x):  # torch's own float32 root on the CPU is off by an ulp here and there
+            return torch.sqrt(x.double()).to(x.dtype)
+
+        assert same_bits(everything(run), reference_adam(opt, params, history, sqrt=rounded_correctly))
 
     @pytest.mark.parametrize("decay", [0.0, 0.1])
     def test_equals_the_one_of_torch(self, job, grads, decay):

@@ -2,67 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, is_torch_array
 
+from qcomp.backends.numba_cpu.adam import frozen_adam_step
 from qcomp.backends.numba_cpu.jit import Bytes, Floats
 from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
 from qcomp.backends.numba_cpu.qsgd import qsgd_decode, qsgd_encode
 from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
+from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
+from qcomp.core.arrays import dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, MinMaxUInt8, ScaledSign
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.kernels import Encoded
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "NumbaKernels"]
 
 Array = Any
 
+_DTYPES = ("float32", "float16", "bfloat16")
+
 
 class NumbaKernels:
-    """Kernels for C-contiguous float32 arrays in the memory of the CPU: NumPy's, and torch's without a copy."""
+    """Kernels for C-contiguous arrays in the memory of the CPU: NumPy's, and torch's without a copy.
+
+    float32 is computed in place; float16 and bfloat16 are converted first, which the library does.
+    """
 
     name = "numba"
 
+    def takes(self, x: Array) -> bool:
+        """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that is computed in float32."""
+        if is_torch_array(x):
+            return x.device.type == "cpu" and dtype_name(x.dtype) in _DTYPES
+        return isinstance(x, np.ndarray) and x.dtype.name in _DTYPES
+
     def encode(
-        self, compressor: Compressor, x: Array, residual: Array | None, key: Key | None, *, donate: bool
-    ) -> tuple[Array, Array | None] | None:
-        """Return the data of the payload and the new residual, or None if the pure version must do it."""
-        values, old = _values(x), None if residual is None else _values(residual)
-        if values is None or (residual is not None and old is None):
-            return None
-        if type(compressor) not in (ScaledSign, QSGD, MinMaxUInt8):
-            return None
-        if compressor.traits.random and (draws_are_replaced() or key is None):
+        self,
+        compressor: Compressor,
+        x: Array,
+        residual: Array | None,
+        key: Key | None,
+        *,
+        out: Array | None,
+        limit: float | None,
+    ) -> Encoded | None:
+        """Compress x plus the residual; None if there is no kernel, or if a value is out of range."""
+        encoder = _ENCODERS.get(type(compressor))
+        values = _values(to_compute_dtype(x))
+        if encoder is None or values is None:
             return None
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
-        new = None
-        if old is not None:
-            new = old if donate and old.flags.writeable else np.empty_like(old)
-        if _encode(compressor, values, old, key, data, new) is None:
-            return None  # out of range, and nothing was touched: the pure version says so
         xp = array_namespace(x)
-        if new is None:
-            return xp.asarray(data), None
-        return xp.asarray(data), residual if new is old else xp.reshape(xp.asarray(new), x.shape)
+        if residual is None:
+            done = encoder(compressor, values, None, key, data, None, limit)
+            return None if done is None else Encoded(xp.asarray(data), None, None)
+        old = _values(residual)
+        if old is None:
+            return None
+        if out is None:
+            new: Floats | None = np.empty_like(old)
+        else:  # the kernels tell by identity what shares memory
+            new = old if out is residual else values if out is x else _values(out)
+        if new is None or not new.flags.writeable:
+            return None
+        if encoder(compressor, values, old, key, data, new, limit) is None:
+            return None  # the pure version says so
+        return Encoded(xp.asarray(data), xp.reshape(xp.asarray(new), x.shape) if out is None else out, None)
 
-    def decode(self, compressor: Compressor, data: Array, out: Array, *, accumulate: bool) -> bool:
-        """Write what a payload decompresses to into a buffer, or add it; return whether that was possible."""
-        values = _values(out)
+    def decode(
+        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+    ) -> Array | None:
+        """Return what a payload decompresses to, in ``out`` if that is given."""
+        decoder = _DECODERS.get(type(compressor))
+        if decoder is None or dtype_name(like.dtype) != "float32":
+            return None
+        target = array_namespace(like).empty_like(like) if out is None else out
+        values = _values(target)
         if values is None or not values.flags.writeable:
-            return False
-        payload = data.numpy() if is_torch_array(data) else data
-        if type(compressor) is ScaledSign:
-            sign_decode(payload, values.size, compressor.bucket_size, values, accumulate=accumulate)
-        elif type(compressor) is MinMaxUInt8:
-            minmax_decode(payload, values.size, compressor.bucket_size, values, accumulate=accumulate)
-        elif type(compressor) is QSGD:
-            options = (compressor.levels, compressor.bucket_size)
-            qsgd_decode(payload, values.size, *options, values, accumulate=accumulate)
-        else:
-            return False
-        return True
+            return None
+        done = decoder(compressor, data.numpy() if is_torch_array(data) else data, values, accumulate)
+        return target if done else None
+
+    def finish_mean(self, total: Array, count: int) -> Array | None:
+        """Divide a sum over ranks by their number, in place."""
+        values = _values(total)
+        if values is None or not values.flags.writeable:
+            return None
+        finish_mean(values, count)
+        return total
+
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
+        """Return the momentum in a new array."""
+        old, gradient = _values(m), _values(g)
+        if old is None or gradient is None:
+            return None
+        mixed = np.empty_like(old)
+        momentum(old, gradient, beta1, scale, mixed)
+        xp = array_namespace(m)
+        return xp.reshape(xp.asarray(mixed), m.shape)
+
+    def frozen_step(
+        self,
+        p: Array,
+        m: Array,
+        v: Array,
+        *,
+        rate: float,
+        correction: float,
+        eps: float,
+        weight_decay: float,
+    ) -> tuple[Array, Array] | None:
+        """Return the parameters in a new array, and the masked momentum in the buffer of m."""
+        old, mean, variance = _values(p), _values(m), _values(v)
+        if old is None or mean is None or variance is None or not mean.flags.writeable:
+            return None
+        moved = np.empty_like(old)
+        frozen_adam_step(
+            old,
+            mean,
+            variance,
+            rate=rate,
+            correction=correction,
+            eps=eps,
+            weight_decay=weight_decay,
+            p_out=moved,
+            m_out=mean,
+        )
+        xp = array_namespace(p)
+        return xp.reshape(xp.asarray(moved), p.shape), m
 
 
 KERNELS = NumbaKernels()
@@ -79,16 +151,91 @@ def _values(x: Array) -> Floats | None:
     return x.reshape(-1)
 
 
-def _encode(
-    compressor: Compressor, x: Floats, old: Floats | None, key: Key | None, data: Bytes, new: Floats | None
+_Encoder = Callable[
+    [Any, Floats, Floats | None, Key | None, Bytes, Floats | None, float | None], float | None
+]
+"""``encoder(compressor, x, residual, key, data, new residual, limit)``; None if there is no kernel, or nothing was done
+because a value is out of range."""
+_Decoder = Callable[[Any, Bytes, Floats, bool], bool]
+"""``decoder(compressor, data, out, accumulate)`` returns whether there is a kernel."""
+
+
+def _encode_sign(
+    c: ScaledSign,
+    x: Floats,
+    old: Floats | None,
+    key: Key | None,  # noqa: ARG001 - draws nothing
+    data: Bytes,
+    new: Floats | None,
+    limit: float | None,
 ) -> float | None:
-    """Call the kernel of a compressor; None if a value is out of range."""
-    if isinstance(compressor, ScaledSign):
-        return sign_encode(x, old, compressor.bucket_size, compressor.scale, data, new)
-    if isinstance(compressor, MinMaxUInt8):
-        return minmax_encode(x, old, compressor.bucket_size, data, new)
-    assert isinstance(compressor, QSGD)
-    assert key is not None
-    options = (compressor.levels, compressor.bucket_size, compressor.norm)
-    words = fold_key(key, like=x)
-    return qsgd_encode(x, old, *options, words, key.hop, key.bucket, data, new)
+    return sign_encode(x, old, c.bucket_size, c.scale, data, new, limit=limit)
+
+
+def _decode_sign(c: ScaledSign, data: Bytes, out: Floats, accumulate: bool) -> bool:
+    sign_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+    return True
+
+
+def _encode_minmax(
+    c: MinMaxUInt8,
+    x: Floats,
+    old: Floats | None,
+    key: Key | None,  # noqa: ARG001 - draws nothing
+    data: Bytes,
+    new: Floats | None,
+    limit: float | None,
+) -> float | None:
+    return minmax_encode(x, old, c.bucket_size, data, new, limit=limit)
+
+
+def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats, accumulate: bool) -> bool:
+    minmax_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+    return True
+
+
+def _encode_qsgd(
+    c: QSGD | Scaled,
+    x: Floats,
+    old: Floats | None,
+    key: Key | None,
+    data: Bytes,
+    new: Floats | None,
+    limit: float | None,
+) -> float | None:
+    inner, factor = _unwrapped(c)
+    if inner is None or key is None or draws_are_replaced():
+        return None
+    options = inner.levels, inner.bucket_size, inner.norm
+    stream = fold_key(key, like=x), key.hop, key.bucket
+    return qsgd_encode(x, old, *options, *stream, data, new, limit=limit, factor=factor)
+
+
+def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, accumulate: bool) -> bool:
+    inner, factor = _unwrapped(c)
+    if inner is not None:
+        options = inner.levels, inner.bucket_size
+        qsgd_decode(data, out.size, *options, out, accumulate=accumulate, factor=factor)
+    return inner is not None
+
+
+def _unwrapped(c: QSGD | Scaled) -> tuple[QSGD | None, float]:
+    """Return the QSGD inside and the factor of its values, None if it is another compressor that was scaled."""
+    if isinstance(c, QSGD):
+        return c, 1.0
+    return (c.compressor, c.factor) if type(c.compressor) is QSGD else (None, 1.0)
+
+
+_ENCODERS: dict[type[Compressor], _Encoder] = {
+    ScaledSign: _encode_sign,
+    MinMaxUInt8: _encode_minmax,
+    QSGD: _encode_qsgd,
+    Scaled: _encode_qsgd,
+}
+"""By exact type: a subclass may compress in another way."""
+_DECODERS: dict[type[Compressor], _Decoder] = {
+    ScaledSign: _decode_sign,
+    MinMaxUInt8: _decode_minmax,
+    QSGD: _decode_qsgd,
+    Scaled: _decode_qsgd,
+}

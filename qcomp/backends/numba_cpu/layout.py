@@ -9,7 +9,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats
-from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL
+from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL, OVER_INPUT
 from qcomp.backends.numba_cpu.vectors import largest_sum
 from qcomp.core.arrays import LIMIT
 from qcomp.core.buckets import bucket_count, padded_size
@@ -58,6 +58,8 @@ def encode(
     """
     if residual is None or residual_out is None:
         old, new, mode = EMPTY, EMPTY, NO_RESIDUAL
+    elif residual_out is x:
+        old, new, mode = residual, x, OVER_INPUT
     elif residual_out is not residual:
         old, new, mode = residual, residual_out, FRESH
     else:

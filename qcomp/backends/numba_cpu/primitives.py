@@ -14,6 +14,7 @@ __all__ = [
     "FRESH",
     "IN_PLACE",
     "NO_RESIDUAL",
+    "OVER_INPUT",
     "SIGN",
     "TINY",
     "ZERO",
@@ -45,8 +46,9 @@ TOO_LARGE = 0x71800000
 MAGNITUDE = U(0x7FFFFFFF)
 SIGN = U(0x80000000)
 
-NO_RESIDUAL, IN_PLACE, FRESH = 0, 1, 2
-"""What an encoder does with residuals: there are none; the new takes the place of the old; it has a buffer."""
+NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
+"""What an encoder does with residuals: there are none; the new takes the place of the old, or has a buffer of its own,
+or takes the place of x."""
 
 
 @inline
@@ -89,6 +91,10 @@ def load(
         p = out[start:stop]
         _add_into(x[start:stop], p)
         return p
+    if mode == OVER_INPUT and length == filled:
+        p = out[start:stop]
+        _add_over(p, residual[start:stop])
+        return p
     p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]
     if mode == NO_RESIDUAL:
         _copy_flushed(x[start:stop], p[:filled])
@@ -117,6 +123,13 @@ def _add_into(x: Floats, p: Floats) -> None:
     """Add to p; `_add` with the residual as p would give the same, in scalar code: to LLVM they overlap."""
     for i in range(p.size):
         p[i] = flush(flush(x[i]) + p[i])
+
+
+@inline
+def _add_over(p: Floats, residual: Floats) -> None:
+    """Add to p, which holds x."""
+    for i in range(p.size):
+        p[i] = flush(flush(p[i]) + residual[i])
 
 
 @inline

@@ -62,6 +62,7 @@ def qsgd_encode(
     residual_out: Floats | None,
     *,
     limit: float | None = None,
+    factor: float = 1.0,
 ) -> float | None:
     """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
 
@@ -77,6 +78,8 @@ def qsgd_encode(
         The words of the stream, from `qcomp.core.random.fold_key`.
     hop, first_bucket : int
         ``hop`` and ``bucket`` of the key.
+    factor : float
+        What the decoder multiplies with, 1 or that of `qcomp.Scaled`; the payload does not depend on it.
 
     Returns
     -------
@@ -105,15 +108,24 @@ def qsgd_encode(
             last,
             data_out,
             scratch,
+            F(factor),
         )
         return result
 
-    # An element is rounded to one of its two neighbours.
-    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=1.0)
+    # An element is rounded to one of its two neighbours, and then loses 1 - factor of that.
+    largest_error = 1.0 + levels * (1 - factor)
+    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=largest_error)
 
 
 def qsgd_decode(
-    data: Bytes, size: int, levels: int, bucket_size: int, out: Floats, *, accumulate: bool = False
+    data: Bytes,
+    size: int,
+    levels: int,
+    bucket_size: int,
+    out: Floats,
+    *,
+    accumulate: bool = False,
+    factor: float = 1.0,
 ) -> None:
     """Decompress levels and steps into a buffer, or add them to it.
 
@@ -129,13 +141,15 @@ def qsgd_decode(
         Gets the values, or is added to.
     accumulate : bool
         Whether to add.
+    factor : float
+        See `qsgd_encode`.
     """
     bits = levels.bit_length() + 1
 
     def work(first: int, last: int) -> None:
         codes = np.empty(bucket_size, dtype=np.uint8)
         codes_end = code_bytes(size, bucket_size, bits)
-        _decode(data, bucket_size, bits, codes_end, out, accumulate, first, last, codes)
+        _decode(data, bucket_size, bits, codes_end, out, accumulate, first, last, codes, F(factor))
 
     threads.run(work, bucket_count(size, bucket_size), bucket_size)
 
@@ -212,6 +226,28 @@ def _spread_64(words: Words, count: int, draws: Halves) -> None:
 
 
 @inline
+def _level(value: np.float32, draw: np.uint16, divisor: np.float32, levels: np.float32) -> np.int32:
+    """Return the level that a value is rounded to by a draw."""
+    position = abs(value) / divisor
+    position = position if position < levels else levels
+    level = np.int32(position)
+    threshold = np.int32(np.rint((position - F(level)) * F(65536)))
+    return np.int32(level + np.int32(1)) if np.int32(draw) < threshold else level
+
+
+@inline
+def _code(value: np.float32, level: np.int32, top: np.uint32) -> np.uint8:
+    """Return the code of a level: with ``top`` where it is negative."""
+    return np.uint8(U(level) | top if value < ZERO and level > 0 else U(level))
+
+
+@inline
+def _rest(value: np.float32, magnitude: np.float32) -> np.float32:
+    """Return flush(value - decoded), where the decoded value has the sign of the value."""
+    return flush(value - as_float(as_bits(magnitude) | as_bits(value) & SIGN))
+
+
+@inline
 def _quantise(
     p: Floats,
     draws: Halves,
@@ -221,21 +257,41 @@ def _quantise(
     top: np.uint32,
     codes: Bytes,
 ) -> None:
-    """Fill the codes, with ``top`` where a level is negative, and let p = flush(p - decoded)."""
+    """Fill the codes, and let p be the rest."""
     for j in range(p.size):
         value = p[j]
-        position = abs(value) / divisor
-        position = position if position < levels else levels
-        level = np.int32(position)
-        threshold = np.int32(np.rint((position - F(level)) * F(65536)))
-        level = np.int32(level + np.int32(1)) if np.int32(draws[j]) < threshold else level
-        codes[j] = np.uint8(U(level) | top if value < ZERO and level > 0 else U(level))
-        p[j] = flush(value - as_float(as_bits(F(level) * step) | as_bits(value) & SIGN))
+        level = _level(value, draws[j], divisor, levels)
+        codes[j] = _code(value, level, top)
+        p[j] = _rest(value, F(level) * step)
+
+
+@inline
+def _quantise_scaled(
+    p: Floats,
+    draws: Halves,
+    step: np.float32,
+    divisor: np.float32,
+    levels: np.float32,
+    top: np.uint32,
+    codes: Bytes,
+    factor: np.float32,
+) -> None:
+    for j in range(p.size):
+        value = p[j]
+        level = _level(value, draws[j], divisor, levels)
+        codes[j] = _code(value, level, top)
+        p[j] = _rest(value, _scaled(F(level) * step, factor))
+
+
+@inline
+def _scaled(x: np.float32, factor: np.float32) -> np.float32:
+    """Return x times the factor as `qcomp.Scaled` rounds it."""
+    return flush(as_float(as_bits(x * factor) & U(0xFFFFFFFE)))
 
 
 @kernel(
     "pair(f32_in, f32_in, f32, int64, int64, int64, int64, boolean, uint32, uint32, "
-    "int64, int64, int64, int64, u8, f32)"
+    "int64, int64, int64, int64, u8, f32, float32)"
 )
 def _encode(
     x: Floats,
@@ -254,6 +310,7 @@ def _encode(
     last: int,
     data: Bytes,
     scratch: Floats,
+    factor: np.float32,
 ) -> tuple[int, int]:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     size = x.size
@@ -297,7 +354,11 @@ def _encode(
             store_scale(data, scales + 4 * (batch + i), step)
             largest_step = max(largest_step, as_bits(step))
             divisor = step if step > ZERO else F(1)
-            _quantise(p, draws[a:b], step, divisor, F(levels), U(1 << (bits - 1)), codes[a:b])
+            top = U(1 << (bits - 1))
+            if factor == F(1):
+                _quantise(p, draws[a:b], step, divisor, F(levels), top, codes[a:b])
+            else:
+                _quantise_scaled(p, draws[a:b], step, divisor, F(levels), top, codes[a:b], factor)
         if mode != NO_RESIDUAL and filled < length:
             out[start:stop] = values[:filled]
         at = start * bits // 8
@@ -311,22 +372,38 @@ def _encode(
 
 
 @inline
+def _value(code: np.uint32, sign: np.uint32, step: np.float32) -> np.float32:
+    value = F(np.int32(code & U(sign - U(1)))) * step
+    return -value if code > sign else value
+
+
+@inline
 def _write(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
     for j in range(out.size):
-        code = U(codes[j])
-        value = F(np.int32(code & U(sign - U(1)))) * step
-        out[j] = -value if code > sign else value
+        out[j] = _value(U(codes[j]), sign, step)
 
 
 @inline
 def _accumulate(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
     for j in range(out.size):
-        code = U(codes[j])
-        value = F(np.int32(code & U(sign - U(1)))) * step
-        out[j] += -value if code > sign else value
+        out[j] += _value(U(codes[j]), sign, step)
 
 
-@kernel("void(u8_in, int64, int64, int64, f32, boolean, int64, int64, u8)")
+@inline
+def _write_scaled(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
+    for j in range(out.size):
+        out[j] = _scaled(_value(U(codes[j]), sign, step), factor)
+
+
+@inline
+def _accumulate_scaled(
+    codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
+) -> None:
+    for j in range(out.size):
+        out[j] += _scaled(_value(U(codes[j]), sign, step), factor)
+
+
+@kernel("void(u8_in, int64, int64, int64, f32, boolean, int64, int64, u8, float32)")
 def _decode(
     data: Bytes,
     bucket_size: int,
@@ -337,6 +414,7 @@ def _decode(
     first: int,
     last: int,
     codes: Bytes,
+    factor: np.float32,
 ) -> None:
     data, out, codes = borrow(data), borrow(out), borrow(codes)
     scales = (codes_end + 3) // 4 * 4
@@ -348,7 +426,13 @@ def _decode(
         at = start * bits // 8
         unpack(data[at : at + length * bits // 8], bits, codes[:length])
         step = load_scale(data, scales + 4 * bucket)
-        if accumulate:
-            _accumulate(codes[: stop - start], sign, step, out[start:stop])
+        part, values = codes[: stop - start], out[start:stop]
+        if factor == F(1):
+            if accumulate:
+                _accumulate(part, sign, step, values)
+            else:
+                _write(part, sign, step, values)
+        elif accumulate:
+            _accumulate_scaled(part, sign, step, values, factor)
         else:
-            _write(codes[: stop - start], sign, step, out[start:stop])
+            _write_scaled(part, sign, step, values, factor)

@@ -64,7 +64,7 @@ def sign_encode(
     data_out : array of uint8, shape (nbytes,)
         For the payload; all of it is written.
     residual_out : array of float32, shape (n,), or None
-        For the new residual: the residual itself, an array that shares no memory with it, or None if it is None.
+        For the new residual: the residual itself, x, an array that shares memory with neither, or None if it is None.
     limit : float, optional
         The caller's word that no ``|x_i| + |residual_i|`` is larger; NaN and infinity promise nothing. It matters only
         if the residual is donated: below 2**99 it spares an extra pass that reads x and the residual.
@@ -74,7 +74,7 @@ def sign_encode(
     float or None
         A limit on the magnitudes of the new residual, loose, for the next call's ``limit``; None if x plus the
         residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a residual that is donated
-        is as it was, unless ``limit`` was false.
+        is as it was, unless ``limit`` was false; an x that is donated is lost.
     """
     rms = scale == "rms"
 

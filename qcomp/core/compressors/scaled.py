@@ -46,7 +46,8 @@ class Scaled(Compressor):
             raise ValueError(f"compressor is {self.compressor.spec}; expected an unbiased one of known omega")
 
     @property
-    def _factor(self) -> float:
+    def factor(self) -> float:
+        """What decompressed values are multiplied with, 1 / (1 + omega)."""
         omega = self.compressor.traits.omega
         assert omega is not None  # checked at construction
         return 1 / (1 + omega)
@@ -58,7 +59,7 @@ class Scaled(Compressor):
         return Traits(
             inner.bucket_size,
             random=inner.random,
-            delta=self._factor * (1 - 2**-12),
+            delta=self.factor * (1 - 2**-12),
             keeps_zero=inner.keeps_zero,
         )
 
@@ -72,4 +73,4 @@ class Scaled(Compressor):
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return the result of the compressor inside times the factor."""
-        return flush(truncate_last_bit(self.compressor.decode(parts, size, dtype) * self._factor))
+        return flush(truncate_last_bit(self.compressor.decode(parts, size, dtype) * self.factor))

@@ -4,16 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcomp.core.arrays import Array, array_namespace, to_compute_dtype
+from qcomp.core import primitives
+from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.exchange import MeanState
-from qcomp.core.optimizers.base import (
-    Average,
-    Means,
-    Optimizer,
-    as_tensors,
-    update,
-    zeros_like,
-)
+from qcomp.core.optimizers.base import Average, Means, Optimizer, as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Adam"]
@@ -77,7 +71,8 @@ class Adam(Optimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean of the gradients."""
-        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        gradients = [to_compute_dtype(g) for g in as_tensors(grads, "grads")]
+        scaled = gradients if scale == 1 else [g * scale for g in gradients]
         return Average((self._exact_part(range(len(scaled)), scaled, state),), state.exchange)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
@@ -106,11 +101,17 @@ class Adam(Optimizer):
         state: OptimizerState,
     ) -> list[Array]:
         """Return the parameters after the step from the new momentum and the bias-corrected variance."""
-        rate, correction = self.rate(state), 1 - self.betas[0] ** (state.step + 1)
-        moved = []
-        for p, m, v in zip(params, momentum, corrected, strict=True):
-            direction = (m / correction) / (array_namespace(p).sqrt(v) + self.eps)
-            if self.weight_decay:
-                direction = direction + self.weight_decay * to_compute_dtype(p)
-            moved.append(update(p, rate * direction))
-        return moved
+        numbers = self._numbers(state)
+        return [
+            primitives.adam_step(p, m, v, **numbers)
+            for p, m, v in zip(params, momentum, corrected, strict=True)
+        ]
+
+    def _numbers(self, state: OptimizerState) -> dict[str, float]:
+        """Return the numbers of the next step of the parameters."""
+        return {
+            "rate": self.rate(state),
+            "correction": 1 - self.betas[0] ** (state.step + 1),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }

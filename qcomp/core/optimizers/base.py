@@ -40,6 +40,7 @@ class Part(NamedTuple):
     mean: CompressedMean
     tensors: tuple[int, ...]
     values: tuple[Array, ...]
+    """What is averaged; used up by that unless the mean keeps no residuals."""
     state: MeanState
     key: Key
 
@@ -62,7 +63,9 @@ class Average(NamedTuple):
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
-        results = yield from fuse([p.mean.stages(p.values, p.state, key=p.key) for p in self.parts])
+        results = yield from fuse(
+            [p.mean.stages(p.values, p.state, key=p.key, donate=True) for p in self.parts]
+        )
         values: dict[int, Array] = {}
         exchange = self.exchange
         for part, (means, state) in zip(self.parts, results, strict=True):

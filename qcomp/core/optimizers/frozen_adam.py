@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qcomp.core.arrays import Array, array_namespace, to_compute_dtype
+from qcomp.core import primitives
+from qcomp.core.arrays import Array
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Average, Means, as_tensors
 from qcomp.core.optimizers.compression import CompressingOptimizer
@@ -52,7 +53,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             return super().prepare(grads, state, scale=scale)
         beta1, _ = self.betas
         momentum = [
-            beta1 * m + (1 - beta1) * scale * to_compute_dtype(g)
+            primitives.momentum(m, g, beta1, scale)
             for m, g in zip(state.momentum, as_tensors(grads, "grads"), strict=True)
         ]
         return self._average(momentum, state)
@@ -62,13 +63,15 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         if state.stage == "warmup":
             new_params, new_state = super().apply(params, means, state)
             return new_params, self._observed(new_state)
-        # One bit cannot say zero: what never had a gradient would drift by a scale over eps in every step.
-        momentum = tuple(
-            array_namespace(v).where(v > 0, m, array_namespace(v).zeros_like(m))
-            for m, v in zip(means.values, state.variance, strict=True)
+        numbers = self._numbers(state)
+        moved = [
+            primitives.frozen_step(p, m, v, **numbers)
+            for p, m, v in zip(as_tensors(params, "params"), means.values, state.variance, strict=True)
+        ]
+        new_state = state._replace(
+            step=state.step + 1, momentum=tuple(m for _, m in moved), exchange=means.exchange
         )
-        new_params = self._move(as_tensors(params, "params"), momentum, state.variance, state)
-        return new_params, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)
+        return [p for p, _ in moved], new_state
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""

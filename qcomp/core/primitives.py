@@ -1,0 +1,226 @@
+"""The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
+
+`encode` and `decode` with a compressor (and feedback), `finish_mean` over ranks, `momentum` and `frozen_step` of the
+frozen-variance optimizers. All else in the core is made of these, or runs once a step on small arrays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qcomp.core.arrays import (
+    LIMIT,
+    Array,
+    array_namespace,
+    compute_dtype_name,
+    divide,
+    dtype_name,
+    flush,
+    is_mutable,
+    require_below,
+    sqrt,
+    to_compute_dtype,
+    write_into,
+)
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import Encoded, chosen
+
+if TYPE_CHECKING:
+    from qcomp.core.compressor import Compressor
+    from qcomp.core.payload import Payload
+    from qcomp.core.random import Key
+
+__all__ = [
+    "adam_step",
+    "decode",
+    "encode",
+    "finish_mean",
+    "frozen_step",
+    "momentum",
+    "require_accepted",
+]
+
+
+def encode(
+    compressor: Compressor,
+    x: Array,
+    residual: Array | None,
+    key: Key | None,
+    *,
+    out: Array | None = None,
+    limit: float | None = None,
+) -> Encoded:
+    """Compress x, plus the residual if there is one, and return what that lost as the new residual.
+
+    Parameters
+    ----------
+    compressor : Compressor
+    x : array of float16, bfloat16, float32 or float64
+    residual : array or None
+        Of the shape of x and the dtype in which x is computed.
+    key : Key or None
+        For compressors that draw.
+    out : array, optional
+        A buffer for the new residual: the old one, x itself if it has the dtype of the residual, or one that shares
+        memory with neither. x is used up then, the old residual only if nothing is out of range.
+    limit : float, optional
+        The caller's word that no ``|x_i| + |residual_i|`` is larger, which spares a pass where ``out`` is the residual.
+
+    Returns
+    -------
+    Encoded
+        Its ``refused`` tells of values out of range that were found by a device.
+
+    Raises
+    ------
+    NonFiniteError
+        If values out of range were found before this returned.
+
+    Notes
+    -----
+    p = flush(flush(x) + residual); data = C(p); residual' = flush(p - decode(data)). All values of p must be below
+    2^100 in magnitude.
+    """
+    if compressor.traits.random and key is None:
+        raise ValueError(f"key is None; {compressor.spec} draws random numbers and needs a qcomp.Key")
+    kernels = chosen(x)
+    if kernels is not None:
+        encoded = kernels.encode(compressor, x, residual, key, out=out, limit=limit)
+        if encoded is not None:
+            return encoded
+    xp = array_namespace(x)
+    compensated = to_compute_dtype(x)
+    if residual is not None:
+        compensated = flush(flush(compensated) + to_compute_dtype(residual, argument="residual"))
+    values = xp.reshape(compensated, (-1,))
+    require_below(values, LIMIT, compressor.spec)
+    spec = compressor.payload_spec(values.shape[0], dtype_name(values.dtype))
+    parts = compressor.encode(values, key)
+    data = spec.join(parts)
+    if residual is None:
+        return Encoded(data, None, None)
+    decoded = xp.reshape(compressor.decode(spec.split(data), values.shape[0], values.dtype), x.shape)
+    lost = flush(compensated - decoded)
+    return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), None)
+
+
+def require_accepted(compressor: Compressor, encoded: Encoded) -> None:
+    """Raise `NonFiniteError` if a device has found a value out of range; waits for the device."""
+    if encoded.refused is not None and int(encoded.refused[0]):
+        raise NonFiniteError(
+            f"x cannot be compressed by {compressor.spec}: it holds a NaN or a magnitude from {LIMIT:.6g} on"
+        )
+
+
+def decode(
+    compressor: Compressor,
+    payload: Payload,
+    like: Array,
+    *,
+    out: Array | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """Decompress a payload whose size has been checked.
+
+    Parameters
+    ----------
+    compressor : Compressor
+    payload : Payload
+    like : array
+        Gives the shape, the dtype and the device of the result.
+    out : array, optional
+        A buffer to write the result into, or to add it to.
+    accumulate : bool
+        Whether to add; returns ``out`` plus the result, in the buffer of ``out`` where that can be written to.
+
+    Notes
+    -----
+    Adding has the roundings of ``out + decode(data)`` in the dtype of ``out``.
+    """
+    xp = array_namespace(like)
+    kernels = chosen(like)
+    if kernels is not None:
+        decoded = kernels.decode(compressor, payload.data, like, out=out, accumulate=accumulate)
+        if decoded is not None:
+            return decoded
+        wide = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
+        if wide != like.dtype:
+            values = decode(compressor, payload, xp.empty_like(like, dtype=wide))
+            return _deliver(xp.astype(values, like.dtype), out, accumulate=accumulate)
+    parts = compressor.payload_spec(payload.size, payload.dtype).split(payload.data)
+    compute = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
+    flat = compressor.decode(parts, payload.size, compute)
+    result = xp.astype(xp.reshape(flat, like.shape), like.dtype, copy=False)
+    return _deliver(result, out, accumulate=accumulate)
+
+
+def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
+    """Return a result as `decode` is asked to."""
+    if out is None:
+        return result
+    if accumulate:
+        result = out + result
+        return write_into(out, result) if is_mutable(out) else result
+    return write_into(out, result)
+
+
+def finish_mean(total: Array, count: int) -> Array:
+    """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126; its buffer may be reused."""
+    kernels = chosen(total)
+    if kernels is not None:
+        mean = kernels.finish_mean(total, count)
+        if mean is not None:
+            return mean
+    return flush(divide(total, count))
+
+
+def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
+    """Return ``beta1 * m + ((1 - beta1) * scale) * g``, each operation rounded to the dtype of m."""
+    gradient = to_compute_dtype(g)
+    kernels = chosen(m)
+    if kernels is not None:
+        mixed = kernels.momentum(m, gradient, beta1, scale)
+        if mixed is not None:
+            return mixed
+    return beta1 * m + ((1 - beta1) * scale) * gradient
+
+
+def frozen_step(
+    p: Array, m: Array, v: Array, *, rate: float, correction: float, eps: float, weight_decay: float
+) -> tuple[Array, Array]:
+    """Return the parameters after a step of Adam with a frozen variance, and the momentum to keep.
+
+    Parameters
+    ----------
+    p, m, v : array
+        Parameters, averaged momentum, frozen and bias-corrected variance. The buffer of m may be reused.
+    rate, correction, eps, weight_decay : float
+        Learning rate, 1 - beta1^step, and the settings of the optimizer.
+
+    Notes
+    -----
+    m' = m where v > 0, else 0: one bit cannot say zero, and what never had a gradient would drift by a scale over eps
+    in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
+    """
+    kernels = chosen(m)
+    if kernels is not None and p.dtype == m.dtype:
+        numbers = {"rate": rate, "correction": correction, "eps": eps, "weight_decay": weight_decay}
+        moved = kernels.frozen_step(p, m, v, **numbers)
+        if moved is not None:
+            return moved
+    xp = array_namespace(p)
+    masked = xp.where(v > 0, m, xp.zeros_like(m))
+    return adam_step(
+        p, masked, v, rate=rate, correction=correction, eps=eps, weight_decay=weight_decay
+    ), masked
+
+
+def adam_step(
+    p: Array, m: Array, v: Array, *, rate: float, correction: float, eps: float, weight_decay: float
+) -> Array:
+    """Return ``p - rate * ((m / correction) / (sqrt(v) + eps) + weight_decay * p)``, in the dtype of p."""
+    values = to_compute_dtype(p)
+    direction = divide(divide(m, correction), sqrt(v) + eps)
+    if weight_decay:
+        direction = direction + weight_decay * values
+    return array_namespace(p).astype(values - rate * direction, p.dtype, copy=False)

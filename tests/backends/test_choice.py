@@ -1,0 +1,157 @@
+"""Which kernels work on an array: context before setting before the best that is available before the pure version."""
+
+import logging
+
+import array_api_strict
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import qcomp
+from qcomp.backends import choice, registry
+from qcomp.core.kernels import chosen
+
+pytest.importorskip("numba")
+
+X = np.ones(3, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def automatic(monkeypatch):
+    """Choose automatically, and know of no earlier choice."""
+    monkeypatch.setattr(choice, "_default", ("auto", None))
+    monkeypatch.setattr(choice, "_choices", {})
+    monkeypatch.setattr(choice, "_told", set())
+    registry.load.cache_clear()
+    yield
+    registry.load.cache_clear()
+
+
+def name(x):
+    kernels = chosen(x)
+    return "pure" if kernels is None else kernels.name
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (X, "numba"),
+        (X.astype(np.float16), "numba"),
+        (X.astype(np.float64), "pure"),
+        (torch.ones(3), "numba"),
+        (torch.ones(3, dtype=torch.bfloat16), "numba"),
+        (torch.nn.Parameter(torch.ones(3)), "numba"),
+        (array_api_strict.ones(3), "pure"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else f"{type(v).__name__}-{v.dtype}",
+)
+def test_the_library_the_device_and_the_dtype_decide(x, expected):
+    assert name(x) == expected
+    assert qcomp.backends.explain(x).kernels == expected
+
+
+def test_a_context_overrules_a_setting_and_that_the_automatic_choice():
+    assert name(X) == "numba"
+    qcomp.backends.set_default("pure")
+    assert name(X) == "pure"
+    with qcomp.backends.use("numba"):
+        assert name(X) == "numba"
+        with qcomp.backends.use("pure"):
+            assert name(X) == "pure"
+        with qcomp.backends.use("auto"):
+            assert name(X) == "numba"
+    assert name(X) == "pure"
+    qcomp.backends.set_default("numba")
+    assert name(X) == "numba"
+    assert name(jnp.ones(3)) == "pure"  # numba was asked for, and cannot
+
+
+def test_the_environment_is_the_first_setting(monkeypatch):
+    monkeypatch.setattr(choice, "_default", None)
+    monkeypatch.setenv("QCOMP_KERNELS", "pure")
+    assert name(X) == "pure"
+    monkeypatch.setattr(choice, "_default", None)
+    monkeypatch.setenv("QCOMP_KERNELS", "numbers")
+    with pytest.raises(ValueError, match=r"name is 'numbers'; expected one of auto, pure, numba"):
+        qcomp.ScaledSign().compress(X)
+
+
+def test_the_ranks_of_a_local_world_inherit_the_context():
+    with qcomp.backends.use("pure"):
+        assert qcomp.comm.run_local(2, lambda comm: name(X)) == ["pure", "pure"]
+    assert qcomp.comm.run_local(2, lambda comm: name(X)) == ["numba", "numba"]
+
+
+def test_the_choice_is_made_once(monkeypatch):
+    loads = []
+    monkeypatch.setattr(choice, "load", lambda name: loads.append(name) or registry.load(name))
+    for _ in range(3):
+        assert name(X) == "numba"
+    assert loads == ["numba"]
+
+
+@pytest.mark.parametrize("call", [qcomp.backends.use, qcomp.backends.set_default])
+def test_an_unknown_set_is_an_error(call):
+    with pytest.raises(
+        ValueError, match="name is 'numbers'; expected one of auto, pure, numba, triton, cupy, jax"
+    ):
+        call("numbers")
+
+
+@pytest.fixture
+def no_numba(monkeypatch):
+    missing = registry.BUILT_IN["numba"]._replace(module="qcomp_numba_is_missing")
+    monkeypatch.setitem(registry.BUILT_IN, "numba", missing)
+
+
+@pytest.mark.parametrize("call", [qcomp.backends.use, qcomp.backends.set_default])
+def test_what_was_asked_for_and_is_not_installed_is_an_error_with_a_hint(no_numba, call):
+    with pytest.raises(ImportError, match=r"the kernels 'numba' need .*: pip install 'qcomp\[numba\]'"):
+        call("numba")
+    assert name(X) == "pure"
+
+
+def test_what_was_not_asked_for_and_is_not_installed_is_logged_once(no_numba, caplog):
+    with caplog.at_level(logging.WARNING, logger="qcomp"):
+        for x in (X, X, torch.ones(3), X.astype(np.float16)):
+            assert name(x) == "pure"
+    (record,) = caplog.records
+    assert "numpy arrays on cpu are compressed by the pure version" in record.message
+    assert "pip install 'qcomp[numba]'" in record.message
+    assert "pip install 'qcomp[numba]'" in qcomp.backends.explain(X).reason
+
+
+def test_an_exception_of_a_running_kernel_is_not_swallowed(monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(type(registry.load("numba")), "encode", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        qcomp.ScaledSign().compress(X)
+
+
+def test_a_set_of_another_package_is_used_when_asked_for(monkeypatch):
+    class Theirs:
+        name = "theirs"
+
+        def takes(self, x):
+            return isinstance(x, np.ndarray)
+
+        def encode(self, *args, **options):
+            return None
+
+    class Announced:
+        name = "theirs"
+
+        def load(self):
+            return Theirs()
+
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [Announced()] if group == "qcomp.kernels" else []
+    )
+    assert "theirs" in qcomp.backends.names()
+    with qcomp.backends.use("theirs"):
+        assert name(X) == "theirs"
+        qcomp.ScaledSign().compress(X)  # what it has no kernel for is left to the pure version
+    assert name(X) == "numba"
