@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from qcomp.backends.registry import BUILT_IN, UnavailableError, load, names
-from qcomp.core.arrays import Array, is_traced
+from qcomp.core.arrays import Array, dtype_name, is_traced
 from qcomp.core.kernels import KernelSet, chosen, use_chooser, use_kernels
 
 __all__ = ["Choice", "automatic", "choose", "explain", "set_default", "use"]
@@ -113,7 +113,7 @@ def explain(x: Array) -> Choice:
     """
     kernels = chosen(x)
     library, device = kind_of(x)
-    what = f"{library} arrays of {x.dtype} on {device}"
+    what = f"{library} arrays of {dtype_name(x.dtype)} on {device}"
     if kernels is not None:
         return Choice(kernels.name, f"has kernels for {what}")
     candidates = [name for name, entry in BUILT_IN.items() if (library, device) in entry.arrays]

@@ -16,6 +16,7 @@ from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import code_bytes, encode
 from qcomp.backends.numba_cpu.primitives import (
+    ROUND,
     ZERO,
     F,
     U,
@@ -120,9 +121,10 @@ def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32
     """Fill the codes, and let p = flush(p - decoded)."""
     for i in range(p.size):
         value = p[i]
-        code = _clamp(np.rint(flush(value - base) / divisor))
-        codes[i] = np.uint8(np.int32(code))
-        p[i] = flush(value - (base + code * step))
+        # Clamped before it is rounded, which changes nothing, and rounded by an addition: the code is in the last byte.
+        rounded = _clamp(flush(value - base) / divisor) + ROUND
+        codes[i] = np.uint8(as_bits(rounded))
+        p[i] = flush(value - (base + (rounded - ROUND) * step))
 
 
 @kernel("pair(f32_in, f32_in, f32, int64, int64, int64, int64, u8, f32)")

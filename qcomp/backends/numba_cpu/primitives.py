@@ -15,6 +15,8 @@ __all__ = [
     "IN_PLACE",
     "NO_RESIDUAL",
     "OVER_INPUT",
+    "ROUND",
+    "ROUND_BITS",
     "SIGN",
     "TINY",
     "ZERO",
@@ -45,6 +47,10 @@ TOO_LARGE = 0x71800000
 """The bits of 2**100, `qcomp.core.arrays.LIMIT`: what is refused. Those of larger values and of NaN are above."""
 MAGNITUDE = U(0x7FFFFFFF)
 SIGN = U(0x80000000)
+
+ROUND = F(1.5 * 2.0**23)
+"""Added to a magnitude up to 2**22, it leaves the integer that is nearest, half to even, in the last bits."""
+ROUND_BITS = np.int32(0x4B400000)
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
 """What an encoder does with residuals: there are none; the new takes the place of the old, or has a buffer of its own,
@@ -134,11 +140,14 @@ def _add_over(p: Floats, residual: Floats) -> None:
 
 @inline
 def largest_bits(p: Floats) -> np.uint32:
-    """Return the bits of the largest magnitude; integers, because they order NaN above infinity and vectorise."""
-    largest = U(0)
+    """Return the bits of the largest magnitude.
+
+    Integers order NaN above infinity, and vectorise; signed ones, because numba compares unsigned ones in 64 bits.
+    """
+    largest = np.int32(0)
     for i in range(p.size):
-        largest = max(largest, as_bits(p[i]) & MAGNITUDE)
-    return largest
+        largest = max(largest, np.int32(as_bits(p[i]) & MAGNITUDE))
+    return U(largest)
 
 
 @inline

@@ -114,10 +114,10 @@ def _largest(x: Floats, first: int, last: int) -> np.float32:
 
 @inline
 def _largest_sum_bits(x: Floats, y: Floats) -> np.uint32:
-    bits = np.uint32(0)
+    bits = np.int32(0)
     for i in range(x.size):
-        bits = max(bits, as_bits(abs(x[i]) + abs(y[i])) & _MAGNITUDE)
-    return bits
+        bits = max(bits, np.int32(as_bits(abs(x[i]) + abs(y[i])) & _MAGNITUDE))
+    return np.uint32(bits)
 
 
 @kernel("float32(f32_in, f32_in, int64, int64)")
@@ -127,12 +127,12 @@ def _largest_sum(x: Floats, y: Floats, first: int, last: int) -> np.float32:
 
 @inline
 def _divide(values: Floats, count: np.float32) -> np.uint32:
-    bits = np.uint32(0)
+    bits = np.int32(0)
     for i in range(values.size):
         value = flush(values[i] / count)
         values[i] = value
-        bits = max(bits, as_bits(value) & _MAGNITUDE)
-    return bits
+        bits = max(bits, np.int32(as_bits(value) & _MAGNITUDE))
+    return np.uint32(bits)
 
 
 @kernel("float32(f32, float32, int64, int64)")
@@ -142,22 +142,22 @@ def _finish_mean(total: Floats, count: np.float32, first: int, last: int) -> np.
 
 @inline
 def _mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> np.uint32:
-    bits = np.uint32(0)
+    bits = np.int32(0)
     for i in range(out.size):
         value = keep * m[i] + new * g[i]
         out[i] = value
-        bits = max(bits, as_bits(value) & _MAGNITUDE)
-    return bits
+        bits = max(bits, np.int32(as_bits(value) & _MAGNITUDE))
+    return np.uint32(bits)
 
 
 @inline
 def _mix_into(m: Floats, g: Floats, keep: np.float32, new: np.float32) -> np.uint32:
-    bits = np.uint32(0)
+    bits = np.int32(0)
     for i in range(m.size):
         value = keep * m[i] + new * g[i]
         m[i] = value
-        bits = max(bits, as_bits(value) & _MAGNITUDE)
-    return bits
+        bits = max(bits, np.int32(as_bits(value) & _MAGNITUDE))
+    return np.uint32(bits)
 
 
 @kernel("float32(f32_in, f32_in, float32, float32, f32, boolean, int64, int64)")

@@ -1,0 +1,7 @@
+"""``python -m qcomp.cli`` is the command ``qcomp``."""
+
+import sys
+
+from qcomp.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,21 @@
+"""The arguments of the command ``qcomp``."""
+
+import argparse
+from collections.abc import Sequence
+
+from qcomp.cli.info import info
+from qcomp.version import __version__
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit status."""
+    parser = argparse.ArgumentParser(prog="qcomp", description="Compressed communication for training.")
+    parser.add_argument("--version", action="version", version=f"qcomp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="print which kernels would run for which array, and why")
+    options = parser.parse_args(arguments)
+    assert options.command == "info"
+    print(info())  # noqa: T201
+    return 0

@@ -1,0 +1,62 @@
+"""``qcomp info`` says which kernels run for which array, and why."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qcomp
+from qcomp.backends import choice, registry
+from qcomp.cli import main
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture(autouse=True)
+def automatic(monkeypatch):
+    monkeypatch.setattr(choice, "_default", ("auto", None))
+    monkeypatch.setattr(choice, "_choices", {})
+    registry.load.cache_clear()
+    yield
+    registry.load.cache_clear()
+
+
+def lines(capsys):
+    assert main(["info"]) == 0
+    return {line.split("  ")[0].split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+
+
+def test_names_what_runs_for_each_dtype_and_why(capsys):
+    found = lines(capsys)
+    assert found["numpy on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
+    assert found["torch on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
+    assert "has kernels for numpy arrays of float32 on cpu" in found["numpy on cpu"]
+    assert found["numba"].startswith("numba: available")
+
+
+def test_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
+    missing = registry.BUILT_IN["numba"]._replace(module="qcomp_numba_is_missing")
+    monkeypatch.setitem(registry.BUILT_IN, "numba", missing)
+    found = lines(capsys)
+    assert found["numpy on cpu"].split()[3:7] == ["pure"] * 4
+    assert "pip install 'qcomp[numba]'" in found["numpy on cpu"]
+
+
+def test_says_what_was_asked_for(capsys):
+    qcomp.backends.set_default("pure")
+    assert "was asked for; numba would take numpy arrays" in lines(capsys)["numpy on cpu"]
+
+
+@pytest.mark.parametrize(
+    "command", [[Path(sys.executable).parent / "qcomp"], [sys.executable, "-m", "qcomp.cli"]]
+)
+def test_is_installed_as_a_command(command):
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"qcomp {qcomp.__version__}\n"
+
+
+def test_no_subcommand_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "info" in capsys.readouterr().err
