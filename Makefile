@@ -5,16 +5,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test bench-kernels lint format clean
+.PHONY: demo test test-gpu bench-kernels bench-gpu lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-test: $(INSTALLED)  ## Run all tests.
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(INSTALLED)  ## Run all tests that need no GPU.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
-bench-kernels: $(INSTALLED)  ## Time the kernels against a copy of their input; writes docs/benchmarks/.
-	NUMBA_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py --out docs/benchmarks
+test-gpu: $(INSTALLED)  ## Run the tests of the kernels that need a CUDA device; without one they say so.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
+	$(BIN)/python -m pytest -m gpu tests/backends
+
+bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their input; writes docs/benchmarks/.
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/jax_jit.py
+
+bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; writes docs/benchmarks/.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
+	$(BIN)/python benchmarks/gpu.py
 
 lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff check .

@@ -1,164 +1,159 @@
-"""Time of each primitive over the time of a copy of its input, pure and with each set of kernels.
+"""Time of each primitive over the time of a copy of its input, pure and with each set of kernels for the CPU.
 
-    python benchmarks/kernels.py --out docs/benchmarks
+    python benchmarks/kernels.py
 
-One process, one thread unless asked otherwise. Every round times every candidate once, the copy included, so that
-what disturbs the machine disturbs all alike; the figure is the median of the ratios within a round, with the
-quartiles as the spread. Writes kernels.json and kernels.png.
+One process, one thread, except where two are compared with one. Writes kernels.json and kernels.png, and beside them
+comparisons.png and the tables of README.md.
 """
 
 import argparse
 import json
-import os
-import platform
-import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
-import numpy as np
+import page
+import pictures
+import torch
+from cases import COMPRESSORS, VECTORS, Vectors, calls_of, candidates, under
+from comparisons import TASKS, comparisons
+from timing import Candidate, Timer, interleaved, machine, timer
 
-import qcomp
+from qcomp.backends import numba_cpu
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-
-COMPRESSORS = {
-    "sign": qcomp.ScaledSign(bucket_size=4096),
-    "qsgd 4-bit": qcomp.QSGD(levels=7, bucket_size=512),
-    "min-max 8-bit": qcomp.MinMaxUInt8(bucket_size=2048),
-}
-PURE_LIMIT = 1 << 22
-"""Elements above which the pure version is not timed: it takes some twenty copies, or hundreds with draws."""
+SMALLEST, STRIDE = 10, 3
+DEFAULT, FULL = 25, 28
+COMPARED = 25
+"""The log2 of the most elements at which others are timed too: some need ten times the memory of their input."""
 
 
 def main() -> None:
     """Measure, write, draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=11, help="(default: %(default)s)")
-    parser.add_argument(
-        "--largest", type=int, default=25, help="log2 of the most elements (default: %(default)s)"
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--largest", type=int, default=DEFAULT, help="log2 of the most elements (default: %(default)s)"
     )
+    size.add_argument(
+        "--full", dest="largest", action="store_const", const=FULL, help="1 GiB; takes 8 GiB of memory"
+    )
+    parser.add_argument("--table", action="store_true", help="only draw and write the tables, from the JSON")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for exponent in range(10, options.largest + 1, 3):
-        results += measure(1 << exponent, options.rounds)
-    document = {"machine": machine(), "rounds": options.rounds, "results": results}
-    (options.out / "kernels.json").write_text(json.dumps(document, indent=1) + "\n")
-    draw(results, options.out / "kernels.png")
+    path = options.out / "kernels.json"
+    if not options.table:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measure(options.largest, options.rounds), indent=1) + "\n")
+    document = json.loads(path.read_text())
+    pictures.ratios(document["results"], options.out / "kernels.png")
+    pictures.bars(largest_only(document["comparisons"]), options.out / "comparisons.png")
+    page.rewrite(options.out, blocks(document))
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine in general terms."""
+def measure(largest: int, rounds: int) -> dict[str, Any]:
+    """Return all results for sizes up to 2**largest."""
+    torch.set_num_threads(1)
+    results, compared = [], []
+    for exponent in range(SMALLEST, largest + 1, STRIDE):
+        numba_cpu.set_num_threads(1)
+        vectors, title = Vectors.draw(1 << exponent), f"2^{exponent} elements"
+        results += printed(interleaved(candidates(vectors), rounds, title))
+        if exponent <= COMPARED:
+            compared += printed(interleaved(comparisons(vectors), rounds, f"{title}, comparisons"))
+    pairs = printed(interleaved(one_thread_over_two(vectors), rounds, f"{title}, threads"))
+    numba_cpu.set_num_threads(None)
     return {
-        "cores": os.cpu_count(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
+        "machine": machine() | {"torch": torch.__version__},
+        "rounds": rounds,
+        "results": results,
+        "comparisons": compared,
+        "threads": pairs,
     }
 
 
-def measure(size: int, rounds: int) -> list[dict[str, Any]]:
-    """Return the ratios of all candidates for one size, and print them."""
-    x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    copy = np.empty_like(x)
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
-    for name, compressor in COMPRESSORS.items():
-        for kernels in qcomp.backends.names():
-            if kernels != "pure" or size <= PURE_LIMIT:
-                calls |= candidates(name, compressor, kernels, x)
-    repeats = max(1, (1 << 20) // size)
-    baseline = timer(lambda: np.copyto(copy, x), repeats)
-    timers = {key: timer(call, repeats) for key, call in calls.items()}
-    baseline()
-    for each in timers.values():
-        each()  # compiles, and touches all memory
-    ratios: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
-    for _ in range(rounds):
-        for key, each in timers.items():
-            ratios[key].append(each() / baseline())
-    rows = []
-    for (what, kernels), values in ratios.items():
-        low, _, high = quantiles(values, n=4)
-        rows.append(
-            {
-                "primitive": what,
-                "kernels": kernels,
-                "elements": size,
-                "over_copy": median(values),
-                "quartiles": [low, high],
-            }
-        )
-        print(
-            f"{size:>10,}  {what:<36} {kernels:<6} {median(values):8.2f}x  ({low:.2f} to {high:.2f})",
-            flush=True,
-        )
-    return rows
+def one_thread_over_two(vectors: Vectors) -> list[Candidate]:
+    """Return the kernels that use threads, with one thread, compared with themselves with two."""
 
-
-def candidates(
-    name: str, compressor: qcomp.Compressor, kernels: str, x: Array
-) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return what is timed of one compressor under one set of kernels."""
-    key = qcomp.Key()
-    residual, total, out = np.zeros_like(x), np.zeros_like(x), np.empty_like(x)
-    payload = compressor.compress(x, key=key)
-
-    def under(call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            with qcomp.backends.use(kernels):
-                return call()
+    def with_threads(threads: int, timing: Timer) -> Timer:
+        def run() -> float:
+            numba_cpu.set_num_threads(threads)
+            return timing()
 
         return run
 
-    def encode_in_place() -> object:
-        return qcomp.feedback.compress(compressor, x, residual, key=key, donate=True)
+    found = []
+    for subject, compressor in [*COMPRESSORS.items(), (VECTORS, None)]:
+        for what, call in calls_of(compressor, vectors).items():
+            timing = timer(call, under("numba"))
+            row = {"subject": subject, "what": what, "elements": vectors.x.size}
+            over = {"over_two_threads": with_threads(2, timing)}
+            found.append(Candidate(row, with_threads(1, timing), over))
+    return found
 
+
+def printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print the rows, and return them."""
+    for row in rows:
+        names = [str(value) for value in row.values() if isinstance(value, str)]
+        ratios = [f"{k} {page.cell(v)}" for k, v in row.items() if k.startswith("over_")]
+        print(f"{row['elements']:>11,}  {', '.join(names):<66} {'  '.join(ratios)}", flush=True)
+    return rows
+
+
+def largest_only(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the largest size."""
+    largest = max(row["elements"] for row in rows)
+    return [row for row in rows if row["elements"] == largest]
+
+
+def blocks(document: dict[str, Any]) -> dict[str, str]:
+    """Return the parts of the page that come from these results."""
     return {
-        (f"{name}: encode, residual donated", kernels): under(encode_in_place),
-        (f"{name}: decode into a buffer", kernels): under(
-            lambda: compressor.decompress(payload, like=x, out=out)
-        ),
-        (f"{name}: decode and add", kernels): under(lambda: compressor.add(payload, total)),
+        "kernels": ratio_table(document),
+        "threads": threads_table(document["threads"]),
+        "comparisons": comparison_table(document["comparisons"]),
     }
 
 
-def timer(call: Callable[[], object], repeats: int) -> Callable[[], float]:
-    """Return a function that returns the seconds of one call, averaged over repeats."""
+def ratio_table(document: dict[str, Any]) -> str:
+    """Return the ratios at the largest size; those of the pure version at the largest that it was timed at."""
+    columns = {
+        key: largest_only([r for r in document["results"] if (r["kernels"], r["arrays"]) == key])
+        for key in [("numba", "numpy"), ("numba", "torch"), ("pure", "numpy")]
+    }
+    by_name = {key: {(r["subject"], r["what"]): r for r in rows} for key, rows in columns.items()}
+    numba, on_torch, pure = by_name.values()
+    rows = [
+        [
+            *name,
+            page.cell(row["over_copy"]),
+            page.cell(on_torch[name]["over_copy"]),
+            page.cell(row.get("over_fresh_copy")),
+            page.cell(pure[name]["over_copy"]) if name in pure else "",
+        ]
+        for name, row in numba.items()
+    ]
+    size, pure_size = (columns[key][0]["elements"] for key in [("numba", "numpy"), ("pure", "numpy")])
+    head = ["", "", "numba", "numba, torch tensors", "numba, over `x.copy()`", "pure"]
+    text = f"Time over a copy of the input, {size:,} elements (pure: {pure_size:,}). {page.made(document)}"
+    return f"{text}\n\n{page.table(head, rows)}"
 
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - start) / repeats
 
-    return run
+def threads_table(rows: list[dict[str, Any]]) -> str:
+    """Return how much faster two threads are."""
+    cells = [[row["subject"], row["what"], page.cell(row["over_two_threads"])] for row in rows]
+    head = ["", "", "ratio"]
+    return f"Time with one thread over time with two, {rows[0]['elements']:,} elements.\n\n{page.table(head, cells)}"
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw ratio against size, a panel for each compressor."""
-    import matplotlib  # noqa: PLC0415
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, panels = plt.subplots(1, len(COMPRESSORS), figsize=(15, 5), sharey=True, layout="constrained")
-    colors = {"encode, residual donated": "C3", "decode into a buffer": "C0", "decode and add": "C2"}
-    for panel, name in zip(panels, COMPRESSORS, strict=True):
-        for what, color in colors.items():
-            for kernels, style in (("pure", ":"), ("numba", "-")):
-                rows = [r for r in results if (r["primitive"], r["kernels"]) == (f"{name}: {what}", kernels)]
-                if rows:
-                    xs, ys = [r["elements"] for r in rows], [r["over_copy"] for r in rows]
-                    panel.plot(xs, ys, style, color=color, marker="o", ms=4, label=f"{what} ({kernels})")
-        panel.set(xscale="log", yscale="log", xlabel="float32 elements", title=name)
-        panel.axhline(1, color="0.6", lw=1)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("time over a copy of the input")
-    panels[-1].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+def comparison_table(rows: list[dict[str, Any]]) -> str:
+    """Return the comparisons, a column for each size."""
+    sizes = sorted({row["elements"] for row in rows})
+    found = {(row["task"], row["by"], row["elements"]): row["over_copy"] for row in rows}
+    names = dict.fromkeys((task, row["by"]) for task in TASKS for row in rows if row["task"] == task)
+    cells = [[*name, *(page.cell(found.get((*name, size))) for size in sizes)] for name in names]
+    head = ["", "by", *(f"{size:,} elements" for size in sizes)]
+    return f"Time over a copy of the input.\n\n{page.table(head, cells)}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ path for NumPy, torch, CuPy, JAX and any other library of the standard.
 
 import math
 import sys
+from functools import cache
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -56,6 +57,11 @@ if sys.byteorder != "little":
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype of any library, such as ``"float32"``."""
+    return _name(type(dtype), dtype)
+
+
+@cache  # NumPy makes the name anew each time, which takes longer than all else in a small call
+def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - of its kind only may a dtype be compared with another
     if isinstance(dtype, type):  # numpy.float32 itself, not numpy.dtype("float32")
         return dtype.__name__
     return getattr(dtype, "name", None) or str(dtype).rsplit(".", maxsplit=1)[-1]
@@ -207,10 +213,8 @@ def require_below(x: Array, limit: float, what: str) -> None:
 def is_mutable(x: Array) -> bool:
     """Return whether the elements of x can be written to."""
     flags = getattr(x, "flags", None)
-    if flags is not None and not getattr(
-        flags, "writeable", True
-    ):  # NumPy; CuPy's arrays are always writeable
-        return False
+    if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
+        return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
 
 

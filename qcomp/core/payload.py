@@ -4,6 +4,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from qcomp.core.arrays import (
@@ -63,7 +64,7 @@ class PayloadSpec:
             end = start + field.size * size
         return (*offsets, end)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
         return self._offsets()[-1]

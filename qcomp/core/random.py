@@ -7,6 +7,7 @@ evaluation, the same on every library and device.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -163,8 +164,15 @@ def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:
         *_words("tensor", key.tensor, 1),
         *_words("rank", key.rank, 1),
     )
-    plain = all(isinstance(word, int) for word in (*counter, *seed))
-    first, second, _, _ = philox4x32(counter, seed, like=None if plain else like)
+    if all(isinstance(word, int) for word in (*counter, *seed)):
+        return _folded(counter, seed)
+    first, second, _, _ = philox4x32(counter, seed, like=like)
+    return first, second
+
+
+@lru_cache(16)  # the same for all segments of a step
+def _folded(counter: tuple[int, int, int, int], seed: tuple[int, int]) -> tuple[int, int]:
+    first, second, _, _ = philox4x32(counter, seed, like=None)
     return first, second
 
 

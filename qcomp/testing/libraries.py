@@ -7,7 +7,7 @@ import numpy as np
 
 from qcomp.core.arrays import array_namespace, dtype_name, host_bytes, itemsize
 
-__all__ = ["has_dtype", "library_name", "read_only_numpy", "to_library", "to_numpy"]
+__all__ = ["dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_library", "to_numpy"]
 
 
 class _ReadOnlyNumPy:
@@ -34,23 +34,43 @@ def library_name(xp: Namespace) -> str:
     return xp.__name__.removeprefix("array_api_compat.")
 
 
+def dtype_of(xp: Namespace, name: str) -> Any:
+    """Return the dtype of this name in the library, None if it has none.
+
+    NumPy's bfloat16 is that of ml_dtypes, if that was imported.
+    """
+    dtype = getattr(xp, name, None)
+    if dtype is None and library_name(xp) in ("numpy", "read_only_numpy"):
+        try:
+            return np.dtype(name)
+        except TypeError:
+            return None
+    return dtype
+
+
 def has_dtype(xp: Namespace, name: str) -> bool:
     """Return whether arrays of this dtype can be made in the library."""
-    if not hasattr(xp, name):
+    if dtype_of(xp, name) is None:
         return False
+    if name in (
+        "float16",
+        "bfloat16",
+    ):  # which the standard does not know, so that nothing else announces them
+        return True
     namespace = array_namespace(xp.asarray([0.0], dtype=xp.float32))
-    info = namespace.__array_namespace_info__()
-    return name == "float16" or name in info.dtypes(kind="real floating")
+    return name in namespace.__array_namespace_info__().dtypes(kind="real floating")
 
 
-def to_library(xp: Namespace, values: np.ndarray[Any, Any]) -> Any:
-    """Return a NumPy array as an array of the library, of the same dtype."""
-    return xp.asarray(values.copy(), dtype=getattr(xp, values.dtype.name))
+def to_library(xp: Namespace, values: np.ndarray[Any, Any], dtype: str | None = None) -> Any:
+    """Return a NumPy array as an array of the library, of the same dtype unless another is named."""
+    return xp.asarray(values.copy(), dtype=dtype_of(xp, dtype or values.dtype.name))
 
 
 def to_numpy(x: Any) -> np.ndarray[Any, Any]:
-    """Return an array of any library and device as a NumPy array."""
+    """Return an array of any library and device as a NumPy array, bfloat16 as the same values in float32."""
     name = dtype_name(x.dtype)
-    data = np.frombuffer(host_bytes(x), dtype=name)
+    data = np.frombuffer(host_bytes(x), dtype="uint16" if name == "bfloat16" else name)
     assert data.nbytes == data.size * itemsize(name)
+    if name == "bfloat16":  # which NumPy by itself does not have
+        data = (data.astype(np.uint32) << 16).view(np.float32)
     return data.reshape(tuple(x.shape))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, is_torch_array
+from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import frozen_adam_step
 from qcomp.backends.numba_cpu.jit import Bytes, Floats
@@ -57,10 +58,9 @@ class NumbaKernels:
         if encoder is None or values is None:
             return None
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
-        xp = array_namespace(x)
         if residual is None:
             done = encoder(compressor, values, None, key, data, None, limit)
-            return None if done is None else Encoded(xp.asarray(data), None, None)
+            return None if done is None else Encoded(_as_array_of(x, data), None, None)
         old = _values(residual)
         if old is None:
             return None
@@ -72,7 +72,8 @@ class NumbaKernels:
             return None
         if encoder(compressor, values, old, key, data, new, limit) is None:
             return None  # the pure version says so
-        return Encoded(xp.asarray(data), xp.reshape(xp.asarray(new), x.shape) if out is None else out, None)
+        rest = _as_array_of(x, new.reshape(x.shape)) if out is None else out
+        return Encoded(_as_array_of(x, data), rest, None)
 
     def decode(
         self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
@@ -103,8 +104,7 @@ class NumbaKernels:
             return None
         mixed = np.empty_like(old)
         momentum(old, gradient, beta1, scale, mixed)
-        xp = array_namespace(m)
-        return xp.reshape(xp.asarray(mixed), m.shape)
+        return _as_array_of(m, mixed.reshape(m.shape))
 
     def frozen_step(
         self,
@@ -133,11 +133,15 @@ class NumbaKernels:
             p_out=moved,
             m_out=mean,
         )
-        xp = array_namespace(p)
-        return xp.reshape(xp.asarray(moved), p.shape), m
+        return _as_array_of(p, moved.reshape(p.shape)), m
 
 
 KERNELS = NumbaKernels()
+
+
+def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
+    """Return a NumPy array as an array of the library of x, on the same memory."""
+    return array_namespace(x).asarray(values) if is_torch_array(x) else values
 
 
 def _values(x: Array) -> Floats | None:

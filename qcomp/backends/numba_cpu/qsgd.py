@@ -232,7 +232,7 @@ def _level(value: np.float32, draw: np.uint16, divisor: np.float32, levels: np.f
     """Return the level that a value is rounded to by a draw."""
     position = abs(value) / divisor
     position = position if position < levels else levels
-    level = np.floor(position)
+    level: np.float32 = np.floor(position)
     # rint(fraction * 65536), with the bits of ROUND above it: the comparison of integers saves two conversions.
     threshold = np.int32(as_bits((position - level) * F(65536) + ROUND))
     return level + F(1) if threshold > np.int32(np.int32(draw) + ROUND_BITS) else level

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from qcomp.core import bitplanes
@@ -43,12 +44,7 @@ class BucketedCompressor(Compressor):
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the packed codes of all buckets, then each of the scales."""
-        bucket_size = self.traits.bucket_size
-        codes = padded_size(size, bucket_size) * self.bits // 8
-        count = bucket_count(size, bucket_size)
-        return PayloadSpec(
-            (Field("codes", "uint8", codes), *(Field(name, "float32", count) for name in self.scales))
-        )
+        return _layout(size, self.traits.bucket_size, self.bits, self.scales)
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
         """Return the packed codes and the scales of a flat vector."""
@@ -77,3 +73,10 @@ class BucketedCompressor(Compressor):
             )
             values.append(block.flat(self.decode_block(bitplanes.unpack(packed, self.bits), scales)))
         return join_blocks(values, dtype=dtype, like=parts["codes"])
+
+
+@lru_cache(1024)  # small calls would spend more on this than on their arithmetic
+def _layout(size: int, bucket_size: int, bits: int, scales: tuple[str, ...]) -> PayloadSpec:
+    codes = padded_size(size, bucket_size) * bits // 8
+    count = bucket_count(size, bucket_size)
+    return PayloadSpec((Field("codes", "uint8", codes), *(Field(name, "float32", count) for name in scales)))

@@ -1,6 +1,7 @@
 """Eight bits between the smallest and the largest value of every bucket."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from qcomp.core.arrays import Array, array_namespace, device, divide, flush
@@ -51,7 +52,7 @@ class MinMaxUInt8(BucketedCompressor):
         if self.bucket_size > 65536:
             raise ValueError(f"bucket_size is {self.bucket_size}; expected at most 65536")
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """A contraction: the error is at most n (step / 2)^2, and ||v||^2 at least (max - min)^2 / 2."""
         loss = self.bucket_size * 2 / 510**2 * (1 + 2**-12)

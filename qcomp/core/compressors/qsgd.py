@@ -1,6 +1,7 @@
 """QSGD: stochastic rounding to a few evenly spaced levels, unbiased."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 from typing import ClassVar, Literal
 
@@ -62,7 +63,7 @@ class QSGD(BucketedCompressor):
         if self.norm not in ("max", "l2"):
             raise ValueError(f"norm is {self.norm!r}; expected 'max' or 'l2'")
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """Unbiased, with the variance bound of its norm for a full bucket."""
         n, s = self.bucket_size, self.levels

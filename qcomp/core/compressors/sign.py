@@ -1,6 +1,7 @@
 """The sign of every element and the mean magnitude of every bucket: one bit an element."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from qcomp.core.arrays import Array, array_namespace
@@ -53,7 +54,7 @@ class ScaledSign(BucketedCompressor):
         if self.scale not in ("l1", "rms"):
             raise ValueError(f"scale is {self.scale!r}; expected 'l1' or 'rms'")
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """A contraction by 1 / bucket_size with scale "l1"; no promise with "rms"."""
         return Traits(self.bucket_size, delta=1 / self.bucket_size if self.scale == "l1" else None)

@@ -1,0 +1,176 @@
+"""What the benchmarks of kernels time: every primitive, by every set of kernels, on arrays of every library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from timing import Candidate, Timer, timer
+
+import qcomp
+from qcomp.core import primitives
+from qcomp.core.kernels import chosen
+
+__all__ = [
+    "COMPRESSORS",
+    "DECODES",
+    "ENCODES",
+    "KINDS",
+    "LIMIT",
+    "VECTORS",
+    "Vectors",
+    "calls_of",
+    "candidates",
+    "has_kernels",
+    "under",
+]
+
+Array = Any
+Calls = dict[str, Callable[[], object]]
+
+COMPRESSORS: dict[str, qcomp.Compressor] = {
+    "sign l1": qcomp.ScaledSign(bucket_size=4096),
+    "sign rms": qcomp.ScaledSign(bucket_size=4096, scale="rms"),
+    "QSGD 2-bit": qcomp.Scaled(qcomp.QSGD(levels=1, bucket_size=512)),
+    "QSGD 4-bit": qcomp.QSGD(levels=7, bucket_size=512),
+    "QSGD 8-bit": qcomp.QSGD(levels=127, bucket_size=512),
+    "min-max 8-bit": qcomp.MinMaxUInt8(bucket_size=2048),
+}
+"""QSGD with 2 bits is scaled: without that its residual grows without bound, and the benchmark feeds it back."""
+
+VECTORS = "vectors"
+"""Stands for a compressor where there is none."""
+
+KINDS = [("pure", "numpy"), ("numba", "numpy"), ("numba", "torch")]
+"""Kernels and arrays that are timed together."""
+
+PURE_LIMIT = 1 << 22
+"""Elements above which the pure version is not timed: it takes some twenty copies, or hundreds with draws."""
+
+LIMIT = 1e6
+"""What no element reaches here."""
+
+ENCODES = [
+    "encode, no feedback",
+    "encode, fresh residual",
+    "encode, residual donated",
+    "encode, residual donated, limit",
+]
+DECODES = ["decode, fresh", "decode into a buffer", "decode and add"]
+FRESH = ["encode, fresh residual", "decode, fresh", "momentum", "frozen_step"]
+"""What returns a new array as large as the input; it is compared with ``x.copy()`` as well."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The arrays of one size and library."""
+
+    x: Array
+    residual: Array
+    out: Array
+    variance: Array
+
+    @classmethod
+    def draw(cls, size: int) -> Vectors:
+        """Return NumPy arrays, float32."""
+        x = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+        return cls(x, np.zeros_like(x), np.zeros_like(x), np.full_like(x, 0.5))
+
+    def as_library(self, library: str) -> Vectors:
+        """Return arrays of "numpy" or "torch" on the same memory."""
+        if library == "numpy":
+            return self
+        parts = (self.x, self.residual, self.out, self.variance)
+        return Vectors(*(torch.from_numpy(part) for part in parts))
+
+
+def candidates(vectors: Vectors) -> list[Candidate]:
+    """Return all candidates for one size, compared with a copy of the input into a buffer in use."""
+    x = vectors.x
+    copy = np.empty_like(x)
+    warm = timer(lambda: np.copyto(copy, x))
+    fresh = timer(x.copy)
+    found = []
+    for kernels, library in KINDS:
+        if kernels == "pure" and x.size > PURE_LIMIT:
+            continue
+        arrays = vectors.as_library(library)
+        for subject, compressor in [*COMPRESSORS.items(), (VECTORS, None)]:
+            for what, call in calls_of(compressor, arrays).items():
+                if kernels == "pure" and what == ENCODES[-1]:
+                    continue  # the pure version makes no use of a limit
+                row = {
+                    "subject": subject,
+                    "what": what,
+                    "kernels": kernels,
+                    "arrays": library,
+                    "elements": x.size,
+                }
+                over: dict[str, Timer] = {"over_copy": warm}
+                if what in FRESH:
+                    over["over_fresh_copy"] = fresh
+                found.append(Candidate(row, timer(call, under(kernels)), over))
+    return found
+
+
+def under(kernels: str) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a context in which these kernels are used."""
+    return lambda: qcomp.backends.use(kernels)
+
+
+def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
+    """Return whether a set has kernels for a compressor and such arrays, or is the pure version."""
+    with qcomp.backends.use(kernels):
+        found = chosen(x)
+        if found is None:
+            return kernels == "pure"
+        return found.encode(compressor, x, None, qcomp.Key(), out=None, limit=None) is not None
+
+
+def calls_of(compressor: qcomp.Compressor | None, arrays: Vectors) -> Calls:
+    """Return what is timed of a compressor, or without one of the primitives that need none, by name."""
+    if compressor is None:
+        return vector_calls(arrays)
+    return encode_calls(compressor, arrays) | decode_calls(compressor, arrays)
+
+
+def encode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
+    """Return the ways to compress."""
+    key, x, residual = qcomp.Key(), arrays.x, arrays.residual
+    feedback = qcomp.feedback.compress
+    calls: list[Callable[[], object]] = [
+        lambda: compressor.compress(x, key=key),
+        lambda: feedback(compressor, x, residual, key=key),
+        lambda: feedback(compressor, x, residual, key=key, donate=True),
+        lambda: feedback(compressor, x, residual, key=key, donate=True, limit=LIMIT),
+    ]
+    return dict(zip(ENCODES, calls, strict=True))
+
+
+def decode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
+    """Return the ways to decompress."""
+    x, out = arrays.x, arrays.out
+    with qcomp.backends.use("numba"):  # for speed: every set makes this payload
+        payload = compressor.compress(x, key=qcomp.Key())
+    calls: list[Callable[[], object]] = [
+        lambda: compressor.decompress(payload, like=x),
+        lambda: compressor.decompress(payload, like=x, out=out),
+        lambda: compressor.add(payload, out),
+    ]
+    return dict(zip(DECODES, calls, strict=True))
+
+
+def vector_calls(arrays: Vectors) -> Calls:
+    """Return the primitives of the mean and of the optimizers."""
+    x, residual, out, variance = arrays.x, arrays.residual, arrays.out, arrays.variance
+    step = {"rate": 1e-3, "correction": 0.9, "eps": 1e-8, "weight_decay": 0.01}
+    return {
+        # By one, so that the values stay what they are however often it is done.
+        "finish_mean": lambda: primitives.finish_mean(out, 1),
+        "momentum": lambda: primitives.momentum(residual, x, 0.9, 1.0),
+        "frozen_step": lambda: primitives.frozen_step(x, residual, variance, **step),
+    }

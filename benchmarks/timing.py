@@ -1,0 +1,122 @@
+"""Interleaved timing: every round times every candidate once, each beside what it is compared with.
+
+So what disturbs the machine disturbs both alike. A figure is the median over the rounds, its spread the quartiles.
+"""
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+__all__ = ["Candidate", "Timer", "interleaved", "machine", "rounded", "spread", "timer"]
+
+Timer = Callable[[], float]
+"""Does something, and returns the seconds that it took."""
+
+
+LEAST_SECONDS = 2e-3
+MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is timed, and what it is compared with."""
+
+    row: dict[str, Any]
+    """What names it in the results."""
+    time: Timer
+    over: dict[str, Timer] = field(default_factory=dict)
+    """By the name of the ratio: what the candidate's time is divided by."""
+
+
+def interleaved(candidates: Sequence[Candidate], rounds: int, title: str) -> list[dict[str, Any]]:
+    """Return a row for each candidate: its seconds, and its ratios, as `spread` gives them."""
+    for candidate in candidates:  # compiles, and touches all memory
+        candidate.time()
+        for baseline in candidate.over.values():
+            baseline()
+    samples: list[dict[str, list[float]]] = [{"seconds": [], **{k: [] for k in c.over}} for c in candidates]
+    for _ in tqdm(range(rounds), desc=title, unit="round"):
+        for candidate, sample in zip(candidates, samples, strict=True):
+            seconds = candidate.time()
+            sample["seconds"].append(seconds)
+            for name, baseline in candidate.over.items():
+                sample[name].append(seconds / baseline())
+    return [
+        candidate.row | {name: spread(values) for name, values in sample.items()}
+        for candidate, sample in zip(candidates, samples, strict=True)
+    ]
+
+
+def wall_seconds(call: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of one call, averaged over repeats."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def timer(
+    call: Callable[[], object],
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    *,
+    seconds: Callable[[Callable[[], object], int], float] = wall_seconds,
+    least: float = LEAST_SECONDS,
+) -> Timer:
+    """Return a function that returns the seconds of one call.
+
+    Parameters
+    ----------
+    call : callable
+        What is timed.
+    context : callable
+        Makes the context in which it is called, whose beginning and end are not timed.
+    seconds : callable
+        Returns the seconds of one of some calls.
+    least : float
+        Seconds that a timing takes at least: short calls are repeated. How often is settled at the first timing,
+        after a call that compiles what must be compiled.
+    """
+    repeats = 0
+
+    def run() -> float:
+        nonlocal repeats
+        with context():
+            if not repeats:
+                call()
+                once = seconds(call, 1)
+                if once < least:
+                    once = min(once, seconds(call, 1), seconds(call, 1))
+                repeats = max(1, min(MOST_REPEATS, math.ceil(least / once)))
+            return seconds(call, repeats)
+
+    return run
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median and the quartiles, to four digits."""
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return {"median": rounded(median(values)), "quartiles": [rounded(low), rounded(high)]}
+
+
+def rounded(value: float) -> float:
+    """Return a number to four digits."""
+    return float(f"{value:.4g}")
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine in general terms."""
+    return {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }

@@ -1,0 +1,279 @@
+// How threads share buckets, and what they compute together.
+//
+// In a bucket of B elements, padding included, W = B / 8, and byte j of a plane of bits belongs to the elements
+// d * W + j. A group is four neighbouring bytes j and their 32 elements: a lane, which is a thread of those on one
+// bucket, works on one group at a time, with eight loads of 16 bytes, and crosses no lane to pack its codes. Buckets of
+// 8 and 16 elements are a part of a group. A block has one bucket, or several small ones; LARGE buckets have more
+// groups than a block has lanes, and are read again in every pass.
+
+constexpr int PLANES = 8;
+constexpr int MOST_LANES = 512;
+constexpr int WARP = 32;
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(MOST_LANES)
+
+struct Bucket {
+    long long index;
+    long long start;
+    int filled;  // elements without padding; 0 behind the end of the vector
+    int width;
+    int groups;
+    int bytes;  // of a group in a plane
+};
+
+__device__ inline Bucket bucket_at(long long index, long long size, int bucket_size) {
+    Bucket bucket;
+    bucket.index = index;
+    bucket.start = index * bucket_size;
+    const long long left = size - bucket.start;
+    bucket.filled = left >= bucket_size ? bucket_size : left > 0 ? (int)left : 0;
+    bucket.width = bucket.filled <= 8 ? 1 : 1 << (29 - __clz(bucket.filled - 1));  // of the next power of two
+    bucket.groups = bucket.filled == 0 ? 0 : bucket.width < 4 ? 1 : bucket.width / 4;
+    bucket.bytes = bucket.width < 4 ? bucket.width : 4;
+    return bucket;
+}
+
+__device__ inline int groups_of(int bucket_size) { return bucket_size < 32 ? 1 : bucket_size / 32; }
+
+// Whether this is an element and not padding.
+__device__ inline bool is_filled(const Bucket& bucket, int group, int plane, int v) {
+    return group < bucket.groups && v < bucket.bytes && plane * bucket.width + 4 * group + v < bucket.filled;
+}
+
+// Whether a bucket has no padding and its groups lie so that four neighbours are read at once.
+template <class X>
+__device__ inline bool in_fours(const Bucket& bucket, const X* x) {
+    return bucket.bytes == 4 && bucket.filled == 8 * bucket.width && is_aligned(x);
+}
+
+// The values of a group, 0 for padding.
+template <class X>
+__device__ inline void load_group(const X* x, const Bucket& bucket, int group, float (&values)[PLANES][4]) {
+    const X* from = x + bucket.start + 4 * group;
+    if (in_fours(bucket, x) && group < bucket.groups) {
+#pragma unroll
+        for (int d = 0; d < PLANES; d++) load_four(from + d * bucket.width, values[d]);
+        return;
+    }
+#pragma unroll
+    for (int d = 0; d < PLANES; d++)
+#pragma unroll
+        for (int v = 0; v < 4; v++)
+            values[d][v] = is_filled(bucket, group, d, v) ? to_float(from[d * bucket.width + v]) : 0.0f;
+}
+
+template <class X>
+__device__ inline void store_group(X* x, const Bucket& bucket, int group, const float (&values)[PLANES][4]) {
+    X* to = x + bucket.start + 4 * group;
+    if (in_fours(bucket, x) && group < bucket.groups) {
+#pragma unroll
+        for (int d = 0; d < PLANES; d++) store_four(to + d * bucket.width, values[d]);
+        return;
+    }
+#pragma unroll
+    for (int d = 0; d < PLANES; d++)
+#pragma unroll
+        for (int v = 0; v < 4; v++)
+            if (is_filled(bucket, group, d, v)) round_to(values[d][v], to[d * bucket.width + v]);
+}
+
+// Write what was decoded, or add it to what is there, in the dtype of that.
+template <class X>
+__device__ inline void put_group(X* out, const Bucket& bucket, int group, float (&values)[PLANES][4], int accumulate) {
+    if (accumulate) {
+        float old[PLANES][4];
+        load_group(out, bucket, group, old);
+#pragma unroll
+        for (int d = 0; d < PLANES; d++)
+#pragma unroll
+            for (int v = 0; v < 4; v++) {
+                X rounded;
+                round_to(values[d][v], rounded);
+                values[d][v] = add(old[d][v], to_float(rounded));
+            }
+    }
+    store_group(out, bucket, group, values);
+}
+
+// What an encoder reads, x and a residual or null, and where the new residual goes, or null; it may be x.
+template <class X>
+struct Vector {
+    const X* x;
+    const float* residual;
+    float* out;
+
+    // p = flush(flush(x) + residual)
+    __device__ void load(const Bucket& bucket, int group, float (&p)[PLANES][4]) const {
+        load_group(x, bucket, group, p);
+        if (residual == nullptr) {
+#pragma unroll
+            for (int d = 0; d < PLANES; d++)
+#pragma unroll
+                for (int v = 0; v < 4; v++) p[d][v] = flush(p[d][v]);
+            return;
+        }
+        float old[PLANES][4];
+        load_group(residual, bucket, group, old);
+#pragma unroll
+        for (int d = 0; d < PLANES; d++)
+#pragma unroll
+            for (int v = 0; v < 4; v++) p[d][v] = flush(add(flush(p[d][v]), old[d][v]));
+    }
+
+    __device__ void store(const Bucket& bucket, int group, const float (&lost)[PLANES][4]) const {
+        if (out != nullptr) store_group(out, bucket, group, lost);
+    }
+};
+
+// Which bucket this thread works on, and on which of its groups: one, or as many as there are steps.
+template <bool LARGE>
+struct Share {
+    int lanes;
+    int lane;
+    long long bucket;
+    int steps;
+
+    __device__ Share(int bucket_size, int lanes_of_a_bucket) {
+        lanes = lanes_of_a_bucket;
+        lane = threadIdx.x % lanes;
+        bucket = (long long)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
+        steps = LARGE ? groups_of(bucket_size) / lanes : 1;
+    }
+
+    // In the order of reversed bits, in which a halving tree adds neighbours.
+    __device__ int group(int step) const {
+        return LARGE ? (int)(__brev(step) >> (__clz(steps) + 1)) * lanes + lane : lane;
+    }
+};
+
+// The halving tree over the groups of a lane, added one after the other: `levels[k]` waits for its other half.
+template <bool LARGE>
+struct LaneSum {
+    float4 levels[LARGE ? 7 : 1];
+    float4 sum;
+
+    __device__ void take(int step, float4 value) {
+        sum = value;
+        if (!LARGE) return;
+        int level = 0;
+        for (; step >> level & 1; level++) sum = add(levels[level], sum);
+        levels[level] = sum;
+    }
+
+    __device__ static float4 add(float4 a, float4 b) {
+        return make_float4(::add(a.x, b.x), ::add(a.y, b.y), ::add(a.z, b.z), ::add(a.w, b.w));
+    }
+};
+
+// What the lanes of a bucket have, joined by halves; all threads of a block must come here. A value must not be reduced
+// in memory that was used before without a barrier in between.
+template <class T, class Join>
+__device__ inline T reduce(T own, T* memory, int lane, int lanes, Join join) {
+    T* mine = memory + threadIdx.x;
+    *mine = own;
+    for (int half = lanes / 2; half > 0; half /= 2) {
+        // The lanes of one warp, of one bucket or of several, need not wait for the others.
+        if (half > WARP / 2)
+            __syncthreads();
+        else
+            __syncwarp();
+        if (lane < half) *mine = join(mine[0], mine[half]);
+    }
+    if (lanes > WARP)
+        __syncthreads();
+    else
+        __syncwarp();
+    return mine[-lane];
+}
+
+__device__ inline unsigned reduce_max(unsigned own, unsigned* memory, int lane, int lanes) {
+    return reduce(own, memory, lane, lanes, [](unsigned a, unsigned b) { return a > b ? a : b; });
+}
+
+__device__ inline float reduce_sum(float4 own, float4* memory, int lane, int lanes) {
+    const float4 four = reduce(own, memory, lane, lanes, [](float4 a, float4 b) { return LaneSum<false>::add(a, b); });
+    return add(add(four.x, four.z), add(four.y, four.w));
+}
+
+// The first three levels of the halving tree over f of the elements.
+template <class F>
+__device__ inline float4 fold(const float (&p)[PLANES][4], F f) {
+    float sums[4];
+#pragma unroll
+    for (int v = 0; v < 4; v++) {
+        const float even = add(add(f(p[0][v]), f(p[4][v])), add(f(p[2][v]), f(p[6][v])));
+        const float odd = add(add(f(p[1][v]), f(p[5][v])), add(f(p[3][v]), f(p[7][v])));
+        sums[v] = add(even, odd);
+    }
+    return make_float4(sums[0], sums[1], sums[2], sums[3]);
+}
+
+__device__ inline float4 fold_magnitudes(const float (&p)[PLANES][4]) {
+    return fold(p, [](float x) { return magnitude(x); });
+}
+
+// Squares after division by a power of two, given its reciprocal, which rounds alike. Below 2^-63 they count as zero,
+// and their last bit is cleared.
+__device__ inline float4 fold_squares(const float (&p)[PLANES][4], float inverse) {
+    return fold(p, [inverse](float x) {
+        const float scaled = multiply(magnitude(x), inverse);
+        return bits_of(scaled) < 0x20000000u ? 0.0f : float_of(bits_of(multiply(scaled, scaled)) & ~1u);
+    });
+}
+
+__device__ inline unsigned largest_bits(const float (&p)[PLANES][4]) {
+    unsigned largest = 0;
+#pragma unroll
+    for (int d = 0; d < PLANES; d++)
+#pragma unroll
+        for (int v = 0; v < 4; v++) {
+            const unsigned bits = bits_of(p[d][v]) & MAGNITUDE;
+            largest = bits > largest ? bits : largest;
+        }
+    return largest;
+}
+
+// The largest power of two at or below the value with these bits, and 1 for zero.
+__device__ inline float power_of_two_below(unsigned bits) {
+    return (bits & INFINITE) == 0 ? 1.0f : float_of(bits & INFINITE);
+}
+
+// norm / levels with its low bits rounded up to zero, at least 2^-126; 0 for 0.
+__device__ inline float round_up_step(float norm, int levels, unsigned low) {
+    if (bits_of(norm) == 0) return 0.0f;
+    const unsigned bits = (bits_of(divide(norm, (float)levels)) + low) & ~low;
+    return float_of(bits < TINY ? TINY : bits);
+}
+
+__device__ inline void refuse_too_large(unsigned largest, unsigned char* refused) {
+    if (largest >= TOO_LARGE) *refused = 1;
+}
+
+// What a thread of a decoder works on; there is nothing to do for it where the group is not one of the bucket's.
+struct Place {
+    Bucket bucket;
+    int group;
+
+    __device__ Place(long long size, int bucket_size) {
+        const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+        const int groups = groups_of(bucket_size);  // a power of two
+        bucket = bucket_at(thread >> (31 - __clz(groups)), size, bucket_size);
+        group = (int)(thread & (groups - 1));
+    }
+};
+
+// Where the scales start, which are aligned to four bytes of the payload.
+__device__ inline long long scales_at(long long codes_end) { return (codes_end + 3) / 4 * 4; }
+
+// Fill the gap before the scales; the block of the last bucket does it.
+__device__ inline void close_codes(unsigned char* data, long long codes_end) {
+    for (long long i = codes_end; i < scales_at(codes_end); i++) data[i] = 0;
+}
+
+__device__ inline void store_scale(unsigned char* data, long long at, float scale) {
+    store_word(data + at, bits_of(scale), 4);
+}
+
+__device__ inline float load_scale(const unsigned char* data, long long at) {
+    return float_of(load_word(data + at, 4));
+}

@@ -1,0 +1,71 @@
+"""The kernels on CuPy arrays, as the set that the core calls."""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+from array_api_compat import is_cupy_array
+
+from qcomp.backends.cupy_cuda.launches import CudaKernels, Launch
+from qcomp.backends.cupy_cuda.sources import source
+
+__all__ = ["KERNELS", "OPTIONS", "CupyKernels", "CupyRuntime"]
+
+Array = Any
+
+OPTIONS = ("--std=c++17", "--fmad=false")
+"""What the compiler is told; the results do not depend on it, nor on what CuPy adds, see ``arithmetic.cuh``."""
+
+
+class CupyRuntime:
+    """CuPy; it is imported by whoever made the first of its arrays, and needs a GPU from then on."""
+
+    def owns(self, x: Array) -> bool:
+        """Return whether x is an array of CuPy."""
+        return bool(is_cupy_array(x))
+
+    def address(self, x: Array) -> int:
+        """Return where the first element of an array is in the memory of its device."""
+        return int(x.data.ptr)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
+        """Return a new array on the device of ``like``."""
+        with like.device:
+            return _cupy().empty(shape, dtype=_dtype(dtype, like))
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
+        """Return a new array of zeros on the device of ``like``."""
+        with like.device:
+            return _cupy().zeros(shape, dtype=_dtype(dtype, like))
+
+    def run(self, launch: Launch, *, like: Array) -> None:
+        """Start a kernel on the current stream of the device of ``like``."""
+        with like.device:
+            kernel = _kernel(launch.name, like.device.id)
+            kernel((launch.grid,), (launch.block,), launch.arguments)
+
+
+class CupyKernels(CudaKernels):
+    """Kernels for CuPy arrays: C-contiguous, of float32, float16 or bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy", CupyRuntime())
+
+
+KERNELS = CupyKernels()
+
+
+def _cupy() -> Any:
+    return import_module("cupy")
+
+
+def _dtype(name: str, like: Array) -> Any:
+    """Return a dtype; the name "bfloat16" alone means something to NumPy only once ml_dtypes is imported."""
+    return like.dtype if like.dtype.name == name else name
+
+
+@functools.cache
+def _kernel(name: str, device: int) -> Any:  # noqa: ARG001 - a module for each device
+    return _cupy().RawModule(code=source(name), options=OPTIONS, backend="nvrtc").get_function(name)

@@ -1,0 +1,258 @@
+"""Which kernel runs on which arguments, with how many threads: all of a kernel set but the library of its arrays."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from qcomp.backends.cupy_cuda.sources import DTYPES, kernel_name
+from qcomp.core.arrays import device, dtype_name
+from qcomp.core.buckets import bucket_count, padded_size
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors.bucketed import BucketedCompressor
+from qcomp.core.kernels import Encoded
+from qcomp.core.random import Key, draws_are_replaced, fold_key
+
+__all__ = ["CudaKernels", "Launch", "Runtime"]
+
+Array = Any
+Scalars = tuple[np.generic, ...]
+
+_GROUP = 32
+"""Elements of a bucket that a thread works on at a time."""
+_MOST_LANES = 512
+"""Threads that share a bucket at most; both numbers are those of ``buckets.cuh``."""
+_BLOCK = 128
+"""Threads of a block where one bucket does not take more."""
+_WORD = 0xFFFFFFFF
+
+
+class Launch(NamedTuple):
+    """A kernel and how it is started."""
+
+    name: str
+    grid: int
+    block: int
+    arguments: Scalars
+    """Of the exact types of the parameters; a pointer is a uint64, and 0 for none."""
+
+
+class Runtime(Protocol):
+    """A library of arrays, and a machine that runs kernels on them."""
+
+    def owns(self, x: Array) -> bool:
+        """Return whether kernels reach the memory of an array."""
+        ...
+
+    def address(self, x: Array) -> int:
+        """Return where the first element of an array is."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
+        """Return a new array on the device of ``like``."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
+        """Return a new array of zeros on the device of ``like``."""
+        ...
+
+    def run(self, launch: Launch, *, like: Array) -> None:
+        """Start a kernel on the device of ``like``, behind all that was started before."""
+        ...
+
+
+class CudaKernels:
+    """The kernels of this package on C-contiguous arrays of float32, float16 or bfloat16 of a runtime.
+
+    Parameters
+    ----------
+    name : str
+        What the set is called.
+    runtime : Runtime
+
+    Notes
+    -----
+    Nothing waits for the device. Whether x is refused is not known when an encoder returns; so it never overwrites the
+    old residual: where ``out`` is the old residual, the new one is in a new array.
+    """
+
+    def __init__(self, name: str, runtime: Runtime) -> None:
+        self.name = name
+        self.runtime = runtime
+
+    def takes(self, x: Array) -> bool:
+        """Return whether there are kernels for arrays of this library and dtype."""
+        return self.runtime.owns(x) and dtype_name(x.dtype) in DTYPES
+
+    def encode(
+        self,
+        compressor: Compressor,
+        x: Array,
+        residual: Array | None,
+        key: Key | None,
+        *,
+        out: Array | None,
+        limit: float | None,  # noqa: ARG002 - the protocol's
+    ) -> Encoded | None:
+        """Compress x, plus the residual if there is one, in one pass that also finds what is out of range."""
+        codec = _codec(compressor)
+        stream = () if codec is None else _stream(codec, compressor, key, x)
+        if codec is None or stream is None:
+            return None
+        if not self._reaches(x, x) or not self._suit((residual, out), x, "float32"):
+            return None
+        new = None
+        if residual is not None:
+            fresh = out is None or self.runtime.address(out) == self.runtime.address(residual)
+            new = self.runtime.empty(tuple(x.shape), "float32", like=x) if fresh else out
+        size, bucket_size = math.prod(x.shape), codec.inner.traits.bucket_size
+        data = self.runtime.empty((compressor.payload_spec(size).nbytes,), "uint8", like=x)
+        refused = self.runtime.zeros((1,), "uint8", like=x)
+        if size:
+            lanes = min(max(1, bucket_size // _GROUP), _MOST_LANES)
+            block = max(lanes, _BLOCK)
+            role = "encode_large" if bucket_size > lanes * _GROUP else "encode"
+            arguments: Scalars = (
+                *(self._pointer(array) for array in (x, residual, new, data, refused)),
+                np.int64(size),
+                np.int32(bucket_size),
+                np.int32(lanes),
+                np.int64(codec.code_bytes(size)),
+                *codec.encoder,
+                *stream,
+            )
+            name = kernel_name(codec.family, role, dtype_name(x.dtype))
+            grid = -(-bucket_count(size, bucket_size) // (block // lanes))
+            self.runtime.run(Launch(name, grid, block, arguments), like=x)
+        return Encoded(data, new, refused)
+
+    def decode(
+        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+    ) -> Array | None:
+        """Return what a payload decompresses to; a payload may start at any address."""
+        codec = _codec(compressor)
+        dtype = dtype_name(like.dtype)
+        if codec is None or not self._suit((out,), like, dtype) or not self._reaches(data, like):
+            return None
+        target = self.runtime.empty(tuple(like.shape), dtype, like=like) if out is None else out
+        size, bucket_size = math.prod(like.shape), codec.inner.traits.bucket_size
+        if size:
+            arguments: Scalars = (
+                self._pointer(data),
+                self._pointer(target),
+                np.int64(size),
+                np.int32(bucket_size),
+                np.int64(codec.code_bytes(size)),
+                *codec.decoder,
+                np.int32(accumulate),
+            )
+            groups = bucket_count(size, bucket_size) * max(1, bucket_size // _GROUP)
+            name = kernel_name(codec.family, "decode", dtype)
+            self.runtime.run(Launch(name, -(-groups // _BLOCK), _BLOCK, arguments), like=like)
+        return target
+
+    def finish_mean(self, total: Array, count: int) -> Array | None:
+        """Divide a sum over ranks by their number, in place."""
+        if not self._suit((total,), total, "float32"):
+            return None
+        self._pass_over("finish_mean", (total,), np.float32(count))
+        return total
+
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
+        """Return ``beta1 * m + (1 - beta1) * scale * g`` in a new array."""
+        if not self._suit((m, g), m, "float32"):
+            return None
+        out = self.runtime.empty(tuple(m.shape), "float32", like=m)
+        self._pass_over("momentum", (m, g, out), np.float32(beta1), np.float32((1 - beta1) * scale))
+        return out
+
+    def frozen_step(
+        self,
+        p: Array,
+        m: Array,
+        v: Array,
+        *,
+        rate: float,
+        correction: float,
+        eps: float,
+        weight_decay: float,
+    ) -> tuple[Array, Array] | None:
+        """Return the new parameters in a new array, and the momentum, masked in place."""
+        if not self._suit((p, m, v), m, "float32"):
+            return None
+        out = self.runtime.empty(tuple(p.shape), "float32", like=p)
+        numbers = (np.float32(number) for number in (rate, correction, eps, weight_decay))
+        self._pass_over("frozen_step", (p, m, v, out), *numbers, np.int32(weight_decay != 0))
+        return out, m
+
+    def _pass_over(self, name: str, arrays: tuple[Array, ...], *numbers: np.generic) -> None:
+        size = math.prod(arrays[0].shape)
+        if size:
+            arguments = (*(self._pointer(array) for array in arrays), np.int64(size), *numbers)
+            self.runtime.run(Launch(name, -(-size // (4 * _BLOCK)), _BLOCK, arguments), like=arrays[0])
+
+    def _pointer(self, array: Array | None) -> np.uint64:
+        return np.uint64(0 if array is None else self.runtime.address(array))
+
+    def _suit(self, arrays: tuple[Array | None, ...], like: Array, dtype: str) -> bool:
+        """Return whether those arrays that there are have this dtype and the size and device of another one."""
+        return all(
+            array is None
+            or (
+                self._reaches(array, like)
+                and dtype_name(array.dtype) == dtype
+                and math.prod(array.shape) == math.prod(like.shape)
+            )
+            for array in arrays
+        )
+
+    def _reaches(self, array: Array, like: Array) -> bool:
+        """Return whether kernels on the device of ``like`` can take an array by its address alone."""
+        return self.runtime.owns(array) and bool(array.flags.c_contiguous) and device(array) == device(like)
+
+
+class _Codec(NamedTuple):
+    """How the kernels know a compressor."""
+
+    family: str
+    inner: BucketedCompressor
+    """The compressor itself, or the one that it scales."""
+    encoder: Scalars
+    """Its own arguments of the encoder, but for the stream of draws."""
+    decoder: Scalars
+
+    def code_bytes(self, size: int) -> int:
+        """Return the bytes of the packed codes."""
+        return padded_size(size, self.inner.traits.bucket_size) * self.inner.bits // 8
+
+
+def _codec(compressor: Compressor) -> _Codec | None:
+    """Return how the kernels know a compressor, None if they do not: a subclass may do something else."""
+    inner, factor = compressor, np.float32(0)  # 0 for no factor
+    if type(compressor) is Scaled:
+        inner, factor = compressor.compressor, np.float32(compressor.factor)
+    if type(inner) is QSGD:
+        bits = np.int32(inner.bits)
+        encoder = (np.int32(inner.levels), bits, np.int32(inner.norm == "l2"), factor)
+        return _Codec("qsgd", inner, encoder, (bits, factor))
+    if type(inner) is ScaledSign and inner is compressor:
+        return _Codec("sign", inner, (np.int32(inner.scale == "rms"),), ())
+    if type(inner) is MinMaxUInt8 and inner is compressor:
+        return _Codec("minmax", inner, (), ())
+    return None
+
+
+def _stream(codec: _Codec, compressor: Compressor, key: Key | None, like: Array) -> Scalars | None:
+    """Return the arguments that name the draws of an encoder, None if these are not the generator's or not known."""
+    if not compressor.traits.random:
+        return ()
+    if key is None or draws_are_replaced():
+        return None
+    words = (*fold_key(key, like=like), key.hop, key.bucket * (codec.inner.traits.bucket_size // 8))
+    if not all(isinstance(word, Integral) for word in words):
+        return None  # reading an array of a device would wait for it
+    return tuple(np.uint32(int(word) & _WORD) for word in words)

@@ -1,0 +1,59 @@
+"""The CUDA C++ sources of the kernels.
+
+Those that depend on a dtype are templates, and a macro names an instance. Each instance is compiled when it is first
+called: all of them together would take the compiler a minute.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+__all__ = ["DTYPES", "HEADERS", "KERNELS", "kernel_name", "read", "source"]
+
+HEADERS = ("arithmetic.cuh", "elements.cuh", "buckets.cuh")
+"""What stands before every kernel, in this order."""
+
+_TYPES = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}
+DTYPES = tuple(_TYPES)
+"""Of the vectors for which there are kernels."""
+_ROLES = {
+    "encode": "ENCODE({}, {}, false)",
+    "encode_large": "ENCODE({}, {}, true)",
+    "decode": "DECODE({}, {})",
+}
+
+
+def kernel_name(family: str, role: str, dtype: str) -> str:
+    """Return the name of the kernel of a family of compressors that has a role for vectors of a dtype."""
+    return f"{family}_{role}_{dtype}"
+
+
+KERNELS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("finish_mean", "momentum", "frozen_step"), ("vectors.cu", "")),
+    **{
+        kernel_name(family, role, dtype): (
+            f"{family}.cu",
+            f"{family.upper()}_{macro.format(kernel_name(family, role, dtype), element)}",
+        )
+        for family in ("sign", "qsgd", "minmax")
+        for role, macro in _ROLES.items()
+        for dtype, element in _TYPES.items()
+    },
+}
+"""The file of each kernel, and the line that makes it of a template in there."""
+
+
+def source(name: str) -> str:
+    """Return the whole source of a kernel.
+
+    In one piece: CuPy's cache on disk would not notice a change of a file that another one includes.
+    """
+    file, instance = KERNELS[name]
+    return "\n".join([*(read(header) for header in HEADERS), read(file), instance, ""])
+
+
+@functools.cache
+def read(file: str) -> str:
+    """Return what is in a file of this package."""
+    return (Path(__file__).parent / file).read_text(encoding="utf-8")

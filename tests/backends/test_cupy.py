@@ -1,0 +1,426 @@
+"""The CUDA C++ kernels: emulated on the CPU everywhere, compiled where there is NVRTC, run where there is a GPU."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.backends.cupy_cuda import sources
+from qcomp.backends.cupy_cuda.kernel_set import KERNELS, OPTIONS
+from qcomp.backends.cupy_cuda.launches import CudaKernels
+from qcomp.core import primitives
+from qcomp.core.kernels import use_kernels
+from qcomp.core.random import Key, replace_draws
+from qcomp.testing import check_kernels
+from qcomp.testing.inputs import FAMILIES, vector
+from qcomp.testing.kernels import COMPRESSORS
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+KEY = Key(seed=2**63 + 5, step=3, tensor=2, rank=1, hop=1, bucket=2**24 + 1)
+
+SMALL_AND_LARGE = (
+    *(qcomp.ScaledSign(bucket_size=b, scale=s) for b in (8, 16, 32, 1024, 32768) for s in ("l1", "rms")),
+    qcomp.QSGD(levels=1, bucket_size=8),
+    qcomp.QSGD(levels=2, bucket_size=16, norm="l2"),
+    qcomp.QSGD(levels=100, bucket_size=32, norm="l2"),
+    qcomp.QSGD(levels=7, bucket_size=512),
+    qcomp.QSGD(levels=60, bucket_size=32768, norm="l2"),
+    qcomp.Scaled(qcomp.QSGD(levels=3, bucket_size=16)),
+    qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=32768)),
+    *(qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 16, 32, 65536)),
+)
+"""Buckets of less than a group of elements, of one, of several warps, and of more than a block has threads for."""
+
+
+def _load_emulator():
+    path = Path(__file__).parent / "cuda_emulation" / "emulator.py"
+    spec = importlib.util.spec_from_file_location("cuda_emulator", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+emulator = _load_emulator()
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory):
+    """The kernels as a shared library; the workers of one test run share it."""
+    if emulator.COMPILER is None:
+        pytest.skip("no g++, which the emulation of CUDA needs")
+    return emulator.build(tmp_path_factory.getbasetemp().parent)
+
+
+class Pure:
+    """NumPy without kernels: the definition."""
+
+    kernels = None
+
+    def array(self, values, shift=0):
+        return values.copy()
+
+    def numpy(self, array):
+        return array
+
+
+class Emulated:
+    """NumPy's arrays and the emulated machine."""
+
+    def __init__(self, library, order=0):
+        self.runtime = emulator.EmulatedRuntime(library, order)
+        self.kernels = CudaKernels("emulated", self.runtime)
+
+    def array(self, values, shift=0):
+        """Return a copy that starts ``shift`` elements behind an address that is a multiple of 16."""
+        whole = self.runtime.empty((values.size + shift,), values.dtype.name, like=values)
+        whole[shift:] = values
+        return whole[shift:]
+
+    def numpy(self, array):
+        assert emulator.guards_are_whole(array)
+        return array
+
+
+def has_bfloat16(cupy):
+    return int(cupy.__version__.partition(".")[0]) >= 14
+
+
+class Device:
+    """CuPy's arrays and a GPU."""
+
+    kernels = KERNELS
+
+    def __init__(self):
+        self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+        try:
+            self.cupy.cuda.runtime.getDeviceCount()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            pytest.skip(f"no CUDA device: {error}")
+
+    def array(self, values, shift=0):
+        if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
+            pytest.skip("this CuPy has no bfloat16")
+        whole = self.cupy.empty(values.size + shift, dtype=values.dtype)
+        whole[shift:].set(values)
+        return whole[shift:]
+
+    def numpy(self, array):
+        return array.get()
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def machine(request):
+    if request.param == "gpu":
+        return Device()
+    return Emulated(request.getfixturevalue("emulated_library"), order=12345)
+
+
+def sizes_of(bucket_size):
+    b = bucket_size
+    return sorted({1, 5, 8, 15, b - 1, b, b + 1, 2 * b + 5}) if b <= 1024 else [b - 3, b + b // 2 + 3]
+
+
+def mixed(size, seed):
+    """Return values of very different magnitudes, which a half can hold, some of them zero."""
+    x = vector("wide", size, seed) * np.float32(2.0**-30)
+    x[::7] = 0.0
+    return x
+
+
+def all_of(machine, compressor, x, old, total, *, shift=0):
+    """Return the bytes of all that is made of a vector, in arrays that start at a shifted address."""
+
+    def array(values):
+        return machine.array(values, shift)
+
+    with use_kernels(machine.kernels):
+        plain = primitives.encode(compressor, array(x), None, KEY)
+        both = primitives.encode(compressor, array(x), array(old), KEY)
+        given = primitives.encode(compressor, array(x), array(old), KEY, out=array(np.zeros_like(old)))
+        payload = compressor.payload(x, array(machine.numpy(both.data)))
+        decoded = primitives.decode(compressor, payload, array(x))
+        written = primitives.decode(compressor, payload, array(x), out=array(x))
+        added = primitives.decode(compressor, payload, array(x), out=array(total), accumulate=True)
+    parts = [plain.data, both.data, both.residual, given.residual, decoded, written, added]
+    return [machine.numpy(part).tobytes() for part in parts]
+
+
+def spec(compressor):
+    return compressor.spec
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=spec)
+def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
+    check_kernels(Emulated(emulated_library).kernels, compressors=[compressor], max_examples=10)
+
+
+@pytest.mark.parametrize("order", [0, 1, 99])
+def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
+    # rms and l2 have the most barriers.
+    for compressor in (qcomp.ScaledSign(scale="rms"), qcomp.QSGD(bucket_size=2048, norm="l2")):
+        x, old = vector("gaussian", 9000, 0), vector("gaussian", 9000, 1)
+        found = all_of(Emulated(emulated_library, order), compressor, x, old, x)
+        assert found == all_of(Pure(), compressor, x, old, x)
+
+
+def test_the_emulation_finds_a_missing_barrier(tmp_path):
+    if emulator.COMPILER is None:
+        pytest.skip("no g++, which the emulation of CUDA needs")
+    code = emulator.translation_unit(["sign_encode_float32"])
+    calls = re.compile(r"^( +)__sync(threads|warp)\(\);", flags=re.MULTILINE)
+    assert len(calls.findall(code)) == 4
+    c, x = qcomp.ScaledSign(), vector("gaussian", 4096, 0)
+    with use_kernels(None):
+        expected = c.compress(x).data.tobytes()
+    found = []
+    for text in (code, calls.sub(r"\1;", code)):
+        kernels = Emulated(emulator.build(tmp_path, text, optimise="-O0")).kernels
+        found.append(kernels.encode(c, x, None, None, out=None, limit=None).data.tobytes())
+    assert found[0] == expected
+    assert found[1] != expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compressor", SMALL_AND_LARGE, ids=spec)
+def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dtype):
+    for size in sizes_of(compressor.traits.bucket_size):
+        x, old, total = (mixed(size, seed) for seed in range(3))
+        x, total = x.astype(DTYPES[dtype]), total.astype(DTYPES[dtype])
+        expected = all_of(Pure(), compressor, x, old, total)
+        for shift in (0, 1, 3):
+            assert all_of(machine, compressor, x, old, total, shift=shift) == expected, (size, shift)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "compressor",
+    [qcomp.ScaledSign(), qcomp.QSGD(), qcomp.QSGD(levels=127, norm="l2"), qcomp.MinMaxUInt8()],
+    ids=spec,
+)
+def test_values_of_all_kinds(machine, compressor, family):
+    x, old = vector(family, 5_000, 0), vector("gaussian", 5_000, 1)
+    old *= np.max(np.abs(x))
+    assert all_of(machine, compressor, x, old, x) == all_of(Pure(), compressor, x, old, x)
+
+
+def test_the_largest_bucket(machine):
+    x, old = mixed((1 << 20) + 70_000, 0), mixed((1 << 20) + 70_000, 1)
+    compressor = qcomp.ScaledSign(bucket_size=1 << 20)
+    assert all_of(machine, compressor, x, old, x) == all_of(Pure(), compressor, x, old, x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_half_is_read_exactly(machine, dtype):
+    x = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
+    x = x[np.abs(x.astype(np.float32)) < 2.0**99]
+    old = np.zeros(x.size, dtype=np.float32)
+    compressor = qcomp.QSGD(levels=1, bucket_size=8)
+    total = np.zeros_like(x)
+    assert all_of(machine, compressor, x, old, total) == all_of(Pure(), compressor, x, old, total)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@np.errstate(over="ignore")
+def test_halves_are_rounded_once_to_nearest(machine, dtype):
+    halves = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype]).astype(np.float32)
+    halves = np.sort(halves[np.isfinite(halves)])
+    ties = (halves[:-1] + halves[1:]) / 2
+    near = [np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)]
+    arbitrary = np.random.default_rng(0).integers(0, 0x7F800000, 20_000, dtype=np.uint32).view(np.float32)
+    edges = np.asarray([65519.0, 65520.0, 3.4e38, np.inf], dtype=np.float32)
+    scales = np.concatenate([halves, ties, *near, arbitrary, edges])
+    compressor = qcomp.ScaledSign(bucket_size=8)
+    signs = np.zeros(-(-scales.size // 4) * 4, dtype=np.uint8)
+    like = np.zeros(8 * scales.size, dtype=DTYPES[dtype])
+    payload = compressor.payload(like, machine.array(np.concatenate([signs, scales.view(np.uint8)])))
+    with use_kernels(machine.kernels):
+        decoded = machine.numpy(primitives.decode(compressor, payload, machine.array(like)))
+    assert decoded.tobytes() == np.repeat(scales, 8).astype(DTYPES[dtype]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [qcomp.ScaledSign(bucket_size=64), *COMPRESSORS[3:12], qcomp.MinMaxUInt8(bucket_size=64)],
+    ids=spec,
+)
+def test_any_codes_are_decoded_alike(machine, compressor):
+    # Also those that no encoder makes: levels above the largest, a sign without a level, negative scales.
+    rng = np.random.default_rng(0)
+    total = vector("gaussian", 1000, 0)
+    layout = compressor.payload_spec(1000)
+    parts = {name: rng.standard_normal(size).astype(np.float32) for name, _, size in layout.fields}
+    parts["codes"] = rng.integers(0, 256, layout.fields[0].size, dtype=np.uint8)
+    data = layout.join(parts)
+    results = []
+    for each in (Pure(), machine):
+        payload = compressor.payload(total, each.array(data))
+        out = each.array(total)
+        with use_kernels(each.kernels):
+            added = primitives.decode(compressor, payload, out, out=out, accumulate=True)
+        results.append(each.numpy(added).tobytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**100, -(2.0**100)])
+@pytest.mark.parametrize("compressor", SMALL_AND_LARGE[1::3], ids=spec)
+def test_a_value_out_of_range_is_flagged_and_the_residual_stays(machine, compressor, bad):
+    size = 2 * compressor.traits.bucket_size + 9
+    for position in (0, size // 2, size - 1):
+        for where in (0, 1):
+            values = [vector("gaussian", size, 0), vector("gaussian", size, 1)]
+            values[where][position] = bad
+            x, residual = (machine.array(each) for each in values)
+            with use_kernels(machine.kernels):
+                refused = primitives.encode(compressor, x, residual, KEY, out=residual).refused
+            assert refused.shape == (1,)
+            assert machine.numpy(refused)[0] == 1
+            assert machine.numpy(residual).tobytes() == values[1].tobytes()
+    just_below = np.full(size, np.nextafter(np.float32(2.0**100), np.float32(0)))
+    with use_kernels(machine.kernels):
+        refused = primitives.encode(compressor, machine.array(just_below), None, KEY).refused
+    assert machine.numpy(refused)[0] == 0
+
+
+@pytest.mark.parametrize("bucket_size", [64, 32768])
+@pytest.mark.parametrize("name", ["sign", "qsgd", "minmax"])
+def test_where_the_new_residual_lies(machine, name, bucket_size):
+    compressor = qcomp.compressor(f"{name}:bucket_size={bucket_size}")
+    x, old = mixed(40_000, 0), mixed(40_000, 1)
+    with use_kernels(None):
+        expected = primitives.encode(compressor, x, old, KEY).residual.tobytes()
+    for where in ("x", "residual", "beside"):
+        arrays = {"x": machine.array(x), "residual": machine.array(old), "beside": machine.array(x)}
+        with use_kernels(machine.kernels):
+            new = primitives.encode(
+                compressor, arrays["x"], arrays["residual"], KEY, out=arrays[where]
+            ).residual
+        assert (new is arrays[where]) == (where != "residual")
+        assert machine.numpy(new).tobytes() == expected
+        assert machine.numpy(arrays["residual"]).tobytes() == old.tobytes()
+
+
+def test_the_primitives_without_a_compressor_keep_subnormals(machine):
+    x, g = vector("subnormal", 1003, 0), vector("subnormal", 1003, 1)
+    v = np.abs(vector("subnormal", 1003, 2))
+    v[::5], v[1] = 0, 2.0**-149
+    results = []
+    for each, shift in ((Pure(), 0), (machine, 0), (machine, 1)):
+        with use_kernels(each.kernels):
+            new_m = primitives.momentum(each.array(x, shift), each.array(g, shift), 0.9, 0.5)
+            p, masked = primitives.frozen_step(
+                *(each.array(values, shift) for values in (x, g, v)),
+                rate=1e-3,
+                correction=0.2,
+                eps=1e-8,
+                weight_decay=0.01,
+            )
+            mean = primitives.finish_mean(each.array(x, shift), 3)
+        results.append([each.numpy(part).tobytes() for part in (new_m, p, masked, mean)])
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+def test_a_vector_of_any_shape_keeps_it(emulated_library):
+    kernels = Emulated(emulated_library).kernels
+    x, old = (vector("gaussian", 6 * 35, seed).reshape(6, 5, 7) for seed in (0, 1))
+    c = qcomp.ScaledSign(bucket_size=64)
+    found = kernels.encode(c, x, old, None, out=None, limit=None)
+    with use_kernels(None):
+        expected = primitives.encode(c, x, old, None)
+    assert found.residual.shape == x.shape
+    assert found.residual.tobytes() == expected.residual.tobytes()
+    assert kernels.decode(c, found.data, x, out=None, accumulate=False).shape == x.shape
+
+
+def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
+    kernels = Emulated(emulated_library).kernels
+    x, sign, qsgd = vector("gaussian", 64, 0), qcomp.ScaledSign(), qcomp.QSGD()
+
+    class OtherSign(qcomp.ScaledSign):
+        pass
+
+    def encode(compressor, x, residual=None, *, key=KEY, out=None):
+        return kernels.encode(compressor, x, residual, key, out=out, limit=None)
+
+    assert kernels.takes(x)
+    assert not kernels.takes(x.astype(np.float64))
+    assert not kernels.takes([1.0])
+    assert encode(sign, x[::2]) is None
+    assert encode(sign, x, x.astype(np.float64)) is None
+    assert encode(sign, x, x, out=np.zeros(128, dtype=np.float32)[::2]) is None
+    assert encode(OtherSign(), x) is None
+    assert encode(qcomp.Identity(), x) is None
+    assert encode(qsgd, x, key=None) is None
+    assert encode(qsgd, x, key=Key(seed=np.asarray(1, dtype=np.int32))) is None
+    with replace_draws(lambda key, block: 0):
+        assert encode(qsgd, x) is None
+    data = np.zeros(sign.payload_spec(64).nbytes, dtype=np.uint8)
+    assert kernels.decode(sign, data, x, out=x[::-1], accumulate=False) is None
+    assert kernels.decode(sign, np.repeat(data, 2)[::2], x, out=None, accumulate=False) is None
+    assert kernels.finish_mean(x.astype(np.float16), 2) is None
+    assert kernels.finish_mean(x[::2], 2) is None
+    assert kernels.momentum(x, x[::-1], 0.9, 1.0) is None
+    numbers = {"rate": 0.1, "correction": 0.1, "eps": 1e-8, "weight_decay": 0.0}
+    assert kernels.frozen_step(x[::-1], x, x, **numbers) is None
+    assert kernels.runtime.launches == []
+
+
+def test_the_cupy_set_takes_arrays_of_cupy_alone():
+    assert KERNELS.name == "cupy"
+    assert not KERNELS.takes(np.zeros(3, dtype=np.float32))
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 64, None, 0), 16)  # nobody reads it
+    taken = {np.float32: True, np.float16: True, np.float64: False}
+    if has_bfloat16(cupy):
+        taken[DTYPES["bfloat16"]] = True
+    for dtype, expected in taken.items():
+        x = cupy.ndarray((4,), dtype=dtype, memptr=memory)
+        assert KERNELS.takes(x) is expected
+        assert KERNELS.runtime.address(x[1:]) == 4096 + 16 + x.itemsize
+
+
+AS_CUPY_COMPILES = (*OPTIONS, "-ftz=true", "--device-as-default-execution-space")
+"""CuPy adds these two to the options of every kernel."""
+
+
+def compile_to_ptx(name, architecture):
+    try:
+        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+        program = nvrtc.createProgram(sources.source(name), f"{name}.cu", [], [])
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"no NVRTC, which comes with CuPy and nvidia-cuda-nvrtc: {error}")
+    try:
+        nvrtc.compileProgram(program, [*AS_CUPY_COMPILES, f"--gpu-architecture={architecture}"])
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    log, ptx = nvrtc.getProgramLog(program), nvrtc.getPTX(program)
+    nvrtc.destroyProgram(program)
+    assert not log.strip("\0\n"), log
+    return ptx if isinstance(ptx, str) else ptx.decode()
+
+
+@pytest.mark.parametrize("name", sources.KERNELS)
+def test_the_compiler_keeps_the_arithmetic(name):
+    ptx = compile_to_ptx(name, "compute_80")
+    assert f".entry {name}(" in ptx
+    operations = r"\b(?:add|sub|mul|mad|fma|div|sqrt|rcp|neg|abs|min|max|setp|cvt)\.[\w.]*f32\b"
+    found = set(re.findall(operations, ptx))
+    assert found <= {
+        *(f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "sqrt")),
+        *("cvt.rn.f32", "cvt.rni.s32.f32", "cvt.rzi.s32.f32"),
+    }
+    assert ".ftz" not in ptx
+    assert ".f64" not in ptx
+    # Large buckets alone need an array that no register can be.
+    assert (".local" in ptx) == (re.match("(sign|qsgd)_encode_large", name) is not None)
+
+
+@pytest.mark.parametrize("family", ["sign", "qsgd", "minmax"])
+def test_sixteen_bytes_are_read_and_written_at_a_time(family):
+    ptx = compile_to_ptx(f"{family}_encode_float32", "compute_90")
+    assert len(re.findall(r"ld\.global\.v4", ptx)) == 16  # of x and of the residual
+    assert len(re.findall(r"st\.global\.wb\.v4", ptx)) == 8

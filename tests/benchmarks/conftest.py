@@ -1,0 +1,23 @@
+"""The benchmarks are programs beside the package; their folder is where they import each other from."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+
+@pytest.fixture
+def run_program(monkeypatch, tmp_path):
+    """Run the ``main`` of a benchmark with options, and return the folder with what it wrote."""
+    threads = torch.get_num_threads()
+
+    def run(program, *options):
+        monkeypatch.setattr(sys, "argv", [program.__name__, "--out", str(tmp_path), *options])
+        program.main()
+        return tmp_path
+
+    yield run
+    torch.set_num_threads(threads)
