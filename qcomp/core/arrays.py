@@ -57,7 +57,8 @@ if sys.byteorder != "little":
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype of any library, such as ``"float32"``."""
-    return _name(type(dtype), dtype)
+    kind: object = type(dtype)
+    return _name(kind, dtype)
 
 
 @cache  # NumPy makes the name anew each time, which takes longer than all else in a small call

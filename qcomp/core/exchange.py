@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from qcomp.core import feedback
+from qcomp.core import feedback, primitives
 from qcomp.core.arrays import (
     Array,
     array_namespace,
@@ -20,6 +20,7 @@ from qcomp.core.arrays import (
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.handshake import handshake
+from qcomp.core.kernels import Blend
 from qcomp.core.messages import SegmentCodec
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
@@ -39,6 +40,14 @@ class MeanState(NamedTuple):
     """The worker residual of each tensor, flat; empty without feedback."""
     server: tuple[Array, ...]
     """The server residual of each segment of this rank's chunk, flat; empty without feedback or server."""
+
+
+class _Worker(NamedTuple):
+    """How a worker compresses what it has."""
+
+    key: Key
+    donate: bool
+    blends: Sequence[Blend]
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,13 @@ class CompressedMean:
         return drive(self.stages(x, state, key=key, donate=donate), comm)
 
     def stages(
-        self, x: Any, state: MeanState, *, key: Key | None = None, donate: bool = False
+        self,
+        x: Any,
+        state: MeanState,
+        *,
+        key: Key | None = None,
+        donate: bool = False,
+        blends: Sequence[Blend] = (),
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages.
 
@@ -159,6 +174,8 @@ class CompressedMean:
             Whether x is yours to give away: new residuals then take its buffers, and its values are lost, also if this
             raises. Besides the mean and the new residuals, a mean needs memory for the payloads and for the float32
             values of one chunk.
+        blends : sequence of Blend
+            One for each array of x, to average the momenta that the arrays are blended into, on the way.
 
         Yields
         ------
@@ -189,11 +206,15 @@ class CompressedMean:
         flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
         # What was converted is a copy, and nobody else's.
         donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
+        blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
+        if blends and self.compressor.traits.lossless:
+            flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
+            blends = ()
         if self.compressor.traits.lossless:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
         own_key = (key or Key())._replace(rank=state.rank)
         rounds = self._two_phase if self.topology == "two_phase" else self._all_gather
-        means, new_state = yield from rounds(flat, state, own_key, donate)
+        means, new_state = yield from rounds(flat, state, _Worker(own_key, donate and not blends, blends))
         if self.compressor.traits.lossless:
             means = _cut_like(means[0], tensors)
         shaped = [
@@ -207,28 +228,32 @@ class CompressedMean:
         return self.feedback and not self.compressor.traits.lossless
 
     def _two_phase(
-        self, flat: list[Array], state: MeanState, key: Key, donate: bool
+        self, flat: list[Array], state: MeanState, how: _Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(self.compressor, flat)
         chunks = self.segments(flat, state.size)
         own = chunks[state.rank]
-        worker = codec.encode(chunks, flat, state.worker, key.at(hop=_WORKER), donate=donate)
+        worker = codec.encode(
+            chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
+        )
         arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
         averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
         # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
         served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
-        server = codec.encode([served], averages, state.server, key.at(hop=_SERVER), donate=True)
+        server = codec.encode([served], averages, state.server, how.key.at(hop=_SERVER), donate=True)
         arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
         opened = codec.open(arrived, chunks, server.error)
         new_state = state._replace(worker=worker.residuals, server=server.residuals)
         return _decode_all(codec, opened, chunks, flat), new_state
 
     def _all_gather(
-        self, flat: list[Array], state: MeanState, key: Key, donate: bool
+        self, flat: list[Array], state: MeanState, how: _Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(self.compressor, flat)
         (whole,) = self.segments(flat, 1)
-        worker = codec.encode([whole], flat, state.worker, key.at(hop=_WORKER), donate=donate)
+        worker = codec.encode(
+            [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
+        )
         arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
         means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
         return _assemble([whole], [means], flat), state._replace(worker=worker.residuals)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qcomp.core.compressor import Compressor
     from qcomp.core.random import Key
 
-__all__ = ["Chooser", "Encoded", "KernelSet", "choose_with", "chosen", "use_chooser", "use_kernels"]
+__all__ = ["Blend", "Chooser", "Encoded", "KernelSet", "choose_with", "chosen", "use_chooser", "use_kernels"]
 
 
 class Encoded(NamedTuple):
@@ -29,6 +29,20 @@ class Encoded(NamedTuple):
     refused: Array | None
     """uint8 of shape (1,) on the device of x: 0, or a value was out of range and the rest means nothing. None if it is
     known that none was; a device need not be waited for to return an `Encoded`."""
+
+
+class Blend(NamedTuple):
+    """What an encoder is to put its input into first: a momentum, before this step's gradient."""
+
+    m: Array
+    """Of the shape of the input, in the dtype in which it is computed."""
+    beta1: float
+    scale: float
+    """Factor of the input besides 1 - beta1."""
+
+    def cut(self, part: slice) -> Blend:
+        """Return the blend of a part of a flat input."""
+        return self._replace(m=self.m[part])
 
 
 class KernelSet(Protocol):
@@ -52,8 +66,9 @@ class KernelSet(Protocol):
         *,
         out: Array | None,
         limit: float | None,
+        blend: Blend | None,
     ) -> Encoded | None:
-        """Compress x, plus the residual if there is one.
+        """Compress x, or the momentum that x is blended into, plus the residual if there is one.
 
         The new residual goes into ``out`` if that is given and not None is returned: the old residual, x, or a buffer
         that shares memory with neither. A set that finds a value out of range before it returns may return

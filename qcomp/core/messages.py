@@ -8,6 +8,7 @@ from qcomp.core.arrays import Array, array_namespace, concat, device, dtype_name
 from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
+from qcomp.core.kernels import Blend
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import join, joined_size, split
@@ -61,12 +62,13 @@ class SegmentCodec:
         key: Key,
         *,
         donate: bool,
+        blends: Sequence[Blend] = (),
     ) -> Encoded:
         """Compress all chunks of these tensors, with feedback if there are residuals.
 
         The chunks cover the tensors, each in order. With ``donate`` the new residuals take the buffers of the tensors,
         whose values are lost then; the old residuals are never written to, so that they are still there when any
-        rank refuses.
+        rank refuses. With ``blends``, the momentum that each tensor is blended into is what is compressed.
         """
         parts: list[list[Array]] = [[] for _ in chunks]
         flags: list[Array] = []
@@ -74,15 +76,19 @@ class SegmentCodec:
         try:
             for index, chunk in enumerate(chunks):
                 for segment in chunk:
-                    part = slice(segment.start, segment.stop)
-                    values, own_key = tensors[segment.tensor][part], key.at(bucket=segment.bucket)
-                    if residuals:
-                        new, old = news[segment.tensor], residuals[segment.tensor][part]
-                        out = new.buffer(part, values)
-                        encoded = primitives.encode(self.compressor, values, old, own_key, out=out)
+                    part, tensor = slice(segment.start, segment.stop), segment.tensor
+                    values = tensors[tensor][part]
+                    new = news[tensor] if news else None
+                    encoded = primitives.encode(
+                        self.compressor,
+                        values,
+                        None if new is None else new.old[part],
+                        key.at(bucket=segment.bucket),
+                        out=None if new is None else new.buffer(part, values),
+                        blend=blends[tensor].cut(part) if blends else None,
+                    )
+                    if new is not None:
                         new.add(encoded.residual)
-                    else:
-                        encoded = primitives.encode(self.compressor, values, None, own_key)
                     parts[index].append(encoded.data)
                     if encoded.refused is not None:
                         flags.append(encoded.refused)

@@ -23,7 +23,7 @@ from qcomp.core.arrays import (
     write_into,
 )
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Encoded, chosen
+from qcomp.core.kernels import Blend, Encoded, chosen
 
 if TYPE_CHECKING:
     from qcomp.core.compressor import Compressor
@@ -49,6 +49,7 @@ def encode(
     *,
     out: Array | None = None,
     limit: float | None = None,
+    blend: Blend | None = None,
 ) -> Encoded:
     """Compress x, plus the residual if there is one, and return what that lost as the new residual.
 
@@ -65,6 +66,8 @@ def encode(
         memory with neither. x is used up then, the old residual only if nothing is out of range.
     limit : float, optional
         The caller's word that no ``|x_i| + |residual_i|`` is larger, which spares a pass where ``out`` is the residual.
+    blend : Blend, optional
+        Compress `momentum` of its m and x instead of x, on the way if there is a kernel for that.
 
     Returns
     -------
@@ -85,9 +88,14 @@ def encode(
         raise ValueError(f"key is None; {compressor.spec} draws random numbers and needs a qcomp.Key")
     kernels = chosen(x)
     if kernels is not None:
-        encoded = kernels.encode(compressor, x, residual, key, out=out, limit=limit)
+        encoded = kernels.encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
         if encoded is not None:
             return encoded
+    if blend is not None:
+        mixed = momentum(blend.m, x, blend.beta1, blend.scale)
+        if out is None and residual is not None and is_mutable(mixed):
+            out = mixed
+        return encode(compressor, mixed, residual, key, out=out, limit=limit)
     xp = array_namespace(x)
     compensated = to_compute_dtype(x)
     if residual is not None:

@@ -13,7 +13,7 @@ from qcomp.core.arrays import is_mutable
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import KernelSet, use_kernels
+from qcomp.core.kernels import Blend, KernelSet, use_kernels
 from qcomp.core.random import Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
@@ -46,6 +46,8 @@ class _Results(NamedTuple):
     decoded: bytes
     written: bytes
     added: bytes
+    payload_of_momentum: bytes
+    residual_of_momentum: bytes
 
 
 class _Case(NamedTuple):
@@ -154,7 +156,7 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
 
     key = Key(seed=5, step=3, tensor=2, rank=1, hop=1, bucket=bucket)
     given = fresh()
-    old = to_library(xp, flushed(np.roll(x, 1) * np.float32(0.5)))
+    old, m = (to_library(xp, flushed(np.roll(x, 1) * np.float32(0.5))) for _ in range(2))
     buffers = [None, old, given, to_library(xp, np.ones(x.size, dtype=np.float32))]
     out = buffers[_WHERE.index(where)]
     if out is not None and (out.dtype != old.dtype or not is_mutable(out)):
@@ -169,7 +171,10 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
         written = compressor.decompress(payload, like=like, out=like) if is_mutable(like) else decoded
         total = fresh()
         added = compressor.add(payload, total)
-    parts = (plain.data, encoded.data, encoded.residual, decoded, written, added)
+        last = encoded.residual
+        mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, 0.9, 0.7))
+        primitives.require_accepted(compressor, mixed)
+    parts = (plain.data, encoded.data, last, decoded, written, added, mixed.data, mixed.residual)
     return _Results(*(to_numpy(part).tobytes() for part in parts))
 
 

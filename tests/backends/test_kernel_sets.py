@@ -89,7 +89,7 @@ class Broken(NumbaKernels):
     def __init__(self, fault):
         self.fault = fault
 
-    def encode(self, compressor, x, residual, key, *, out, limit):
+    def encode(self, compressor, x, residual, key, **options):
         if (
             self.fault == "skips the range check"
             and residual is not None
@@ -98,11 +98,14 @@ class Broken(NumbaKernels):
             residual[...] = x
             return Encoded(np.zeros(compressor.payload_spec(x.size).nbytes, dtype=np.uint8), residual, None)
         if self.fault == "forgets the old residual" and residual is not None:
-            out, residual = None, np.zeros_like(residual)
+            options["out"], residual = None, np.zeros_like(residual)
+        out = options["out"]
         if self.fault == "ignores the given buffer" and residual is not None and out is not None:
-            super().encode(compressor, x, residual, key, out=None, limit=limit)
-            return super().encode(compressor, x, residual, key, out=None, limit=limit)._replace(residual=out)
-        encoded = super().encode(compressor, x, residual, key, out=out, limit=limit)
+            options["out"] = None
+            return super().encode(compressor, x, residual, key, **options)._replace(residual=out)
+        if self.fault == "takes the gradient for the momentum":
+            options["blend"] = None
+        encoded = super().encode(compressor, x, residual, key, **options)
         if encoded is None or x.size < 8:
             return encoded
         if self.fault == "flips a bit of the last byte":
@@ -140,6 +143,7 @@ class Broken(NumbaKernels):
         "forgets the old residual",
         "ignores the given buffer",
         "rounds the residual",
+        "takes the gradient for the momentum",
         "adds where it should write",
         "writes where it should add",
         "counts one rank too many",

@@ -14,7 +14,7 @@ from qcomp.core.buckets import bucket_count, padded_size
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
-from qcomp.core.kernels import Encoded
+from qcomp.core.kernels import Blend, Encoded
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["CudaKernels", "Launch", "Runtime"]
@@ -97,9 +97,10 @@ class CudaKernels:
         *,
         out: Array | None,
         limit: float | None,  # noqa: ARG002 - the protocol's
+        blend: Blend | None,
     ) -> Encoded | None:
         """Compress x, plus the residual if there is one, in one pass that also finds what is out of range."""
-        codec = _codec(compressor)
+        codec = None if blend is not None else _codec(compressor)
         stream = () if codec is None else _stream(codec, compressor, key, x)
         if codec is None or stream is None:
             return None

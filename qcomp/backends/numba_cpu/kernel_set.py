@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import frozen_adam_step
 from qcomp.backends.numba_cpu.jit import Bytes, Floats
+from qcomp.backends.numba_cpu.layout import Mix
 from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
 from qcomp.backends.numba_cpu.qsgd import qsgd_decode, qsgd_encode
 from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
@@ -18,7 +19,7 @@ from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Encoded
+from qcomp.core.kernels import Blend, Encoded
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "NumbaKernels"]
@@ -51,28 +52,32 @@ class NumbaKernels:
         *,
         out: Array | None,
         limit: float | None,
+        blend: Blend | None,
     ) -> Encoded | None:
         """Compress x plus the residual; None if there is no kernel, or if a value is out of range."""
         encoder = _ENCODERS.get(type(compressor))
-        values = _values(to_compute_dtype(x))
-        if encoder is None or values is None:
+        values, old = _values(to_compute_dtype(x)), None if residual is None else _values(residual)
+        m = None if blend is None else _values(blend.m)
+        if (
+            encoder is None
+            or values is None
+            or (residual is not None and old is None)
+            or (blend is not None and (m is None or out is x))
+        ):
             return None
+        mixed = None if blend is None or m is None else (m, blend.beta1, (1 - blend.beta1) * blend.scale)
+        new = None
+        if old is not None:  # the kernels tell by identity what shares memory
+            shared = old if out is residual else values if out is x else None
+            new = np.empty_like(old) if out is None else _values(out) if shared is None else shared
+            if new is None or not new.flags.writeable:
+                return None
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
-        if residual is None:
-            done = encoder(compressor, values, None, key, data, None, limit)
-            return None if done is None else Encoded(_as_array_of(x, data), None, None)
-        old = _values(residual)
-        if old is None:
-            return None
-        if out is None:
-            new: Floats | None = np.empty_like(old)
-        else:  # the kernels tell by identity what shares memory
-            new = old if out is residual else values if out is x else _values(out)
-        if new is None or not new.flags.writeable:
-            return None
-        if encoder(compressor, values, old, key, data, new, limit) is None:
+        if encoder(compressor, values, old, key, data, new, limit, mixed) is None:
             return None  # the pure version says so
-        rest = _as_array_of(x, new.reshape(x.shape)) if out is None else out
+        rest = out
+        if new is not None and out is None:
+            rest = _as_array_of(x, new.reshape(x.shape))
         return Encoded(_as_array_of(x, data), rest, None)
 
     def decode(
@@ -156,10 +161,10 @@ def _values(x: Array) -> Floats | None:
 
 
 _Encoder = Callable[
-    [Any, Floats, Floats | None, Key | None, Bytes, Floats | None, float | None], float | None
+    [Any, Floats, Floats | None, Key | None, Bytes, Floats | None, float | None, Mix | None], float | None
 ]
-"""``encoder(compressor, x, residual, key, data, new residual, limit)``; None if there is no kernel, or nothing was done
-because a value is out of range."""
+"""``encoder(compressor, x, residual, key, data, new residual, limit, blend)``; None if there is no kernel, or nothing
+was done because a value is out of range."""
 _Decoder = Callable[[Any, Bytes, Floats, bool], bool]
 """``decoder(compressor, data, out, accumulate)`` returns whether there is a kernel."""
 
@@ -172,8 +177,9 @@ def _encode_sign(
     data: Bytes,
     new: Floats | None,
     limit: float | None,
+    blend: Mix | None,
 ) -> float | None:
-    return sign_encode(x, old, c.bucket_size, c.scale, data, new, limit=limit)
+    return sign_encode(x, old, c.bucket_size, c.scale, data, new, limit=limit, blend=blend)
 
 
 def _decode_sign(c: ScaledSign, data: Bytes, out: Floats, accumulate: bool) -> bool:
@@ -189,8 +195,9 @@ def _encode_minmax(
     data: Bytes,
     new: Floats | None,
     limit: float | None,
+    blend: Mix | None,
 ) -> float | None:
-    return minmax_encode(x, old, c.bucket_size, data, new, limit=limit)
+    return minmax_encode(x, old, c.bucket_size, data, new, limit=limit, blend=blend)
 
 
 def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats, accumulate: bool) -> bool:
@@ -206,13 +213,14 @@ def _encode_qsgd(
     data: Bytes,
     new: Floats | None,
     limit: float | None,
+    blend: Mix | None,
 ) -> float | None:
     inner, factor = _unwrapped(c)
     if inner is None or key is None or draws_are_replaced():
         return None
     options = inner.levels, inner.bucket_size, inner.norm
     stream = fold_key(key, like=x), key.hop, key.bucket
-    return qsgd_encode(x, old, *options, *stream, data, new, limit=limit, factor=factor)
+    return qsgd_encode(x, old, *options, *stream, data, new, limit=limit, blend=blend, factor=factor)
 
 
 def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, accumulate: bool) -> bool:

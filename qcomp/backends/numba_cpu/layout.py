@@ -14,10 +14,13 @@ from qcomp.backends.numba_cpu.vectors import largest_sum
 from qcomp.core.arrays import LIMIT
 from qcomp.core.buckets import bucket_count, padded_size
 
-__all__ = ["EMPTY", "code_bytes", "encode"]
+__all__ = ["EMPTY", "Mix", "code_bytes", "encode", "mix"]
 
 EMPTY: Floats = np.empty(0, dtype=np.float32)
 """Stands for an array that there is none of."""
+
+Mix = tuple[Floats, float, float]
+"""m, keep and new: keep * m + new * x is what is compressed."""
 
 _SAFE = LIMIT / 2
 """Rounding cannot bring what is below this to the limit."""
@@ -37,6 +40,7 @@ def encode(
     bucket_size: int,
     limit: float | None,
     *,
+    blended: bool,
     largest_error: float,
 ) -> float | None:
     """Run an encoder's kernel over all buckets.
@@ -48,6 +52,8 @@ def encode(
         that is too large, or -1, and the bits of the largest scale.
     x, residual, residual_out, bucket_size, limit
         Those of the encoder.
+    blended : bool
+        Whether something else than x is compressed.
     largest_error : float
         No element of the new residual is larger than this times the largest scale, or times 2**-126 if that is larger.
 
@@ -59,16 +65,19 @@ def encode(
     if residual is None or residual_out is None:
         old, new, mode = EMPTY, EMPTY, NO_RESIDUAL
     elif residual_out is x:
+        assert not blended
         old, new, mode = residual, x, OVER_INPUT
     elif residual_out is not residual:
         old, new, mode = residual, residual_out, FRESH
     else:
-        if limit is None:
+        if limit is None and not blended:
             limit = largest_sum(x, residual)
-        if not limit < _SAFE:  # also for a NaN
+        if limit is None or not limit < _SAFE:  # also for a NaN
             # Something may be too large: find out beside the residual, which must then stay as it is.
             beside = np.empty_like(residual)
-            rest = encode(work, x, residual, beside, bucket_size, None, largest_error=largest_error)
+            rest = encode(
+                work, x, residual, beside, bucket_size, None, blended=blended, largest_error=largest_error
+            )
             if rest is not None:
                 residual[...] = beside
             return rest
@@ -80,3 +89,10 @@ def encode(
         return None
     scale: float = struct.unpack("<f", struct.pack("<I", max(bits for _, bits in results)))[0]
     return largest_error * max(scale, _TINY)
+
+
+def mix(blend: Mix | None) -> tuple[Floats, np.float32, np.float32]:
+    """Return a mix as the kernels take it: an empty m for none."""
+    if blend is None:
+        return EMPTY, np.float32(0), np.float32(0)
+    return blend[0], np.float32(blend[1]), np.float32(blend[2])

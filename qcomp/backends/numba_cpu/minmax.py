@@ -14,7 +14,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes, encode
+from qcomp.backends.numba_cpu.layout import Mix, code_bytes, encode, mix
 from qcomp.backends.numba_cpu.primitives import (
     ROUND,
     ZERO,
@@ -43,12 +43,13 @@ def minmax_encode(
     residual_out: Floats | None,
     *,
     limit: float | None = None,
+    blend: Mix | None = None,
 ) -> float | None:
     """Compress x plus the residual to eight bits an element, and put what that lost into the new residual.
 
     Parameters
     ----------
-    x, residual, bucket_size, data_out, residual_out, limit
+    x, residual, bucket_size, data_out, residual_out, limit, blend
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
 
     Returns
@@ -56,14 +57,19 @@ def minmax_encode(
     float or None
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
     """
+    m, keep, new = mix(blend)
 
-    def work(old: Floats, new: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
         scratch = np.empty(bucket_size, dtype=np.float32)
-        result: tuple[int, int] = _encode(x, old, new, mode, bucket_size, first, last, data_out, scratch)
+        result: tuple[int, int] = _encode(
+            x, old, out, mode, m, keep, new, bucket_size, first, last, data_out, scratch
+        )
         return result
 
     # What rounding to float32 loses of a base far from zero can exceed a step, but not the range of the bucket.
-    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=1024.0)
+    return encode(
+        work, x, residual, residual_out, bucket_size, limit, blended=blend is not None, largest_error=1024.0
+    )
 
 
 def minmax_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False) -> None:
@@ -127,12 +133,15 @@ def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32
         p[i] = flush(value - (base + (rounded - ROUND) * step))
 
 
-@kernel("pair(f32_in, f32_in, f32, int64, int64, int64, int64, u8, f32)")
+@kernel("pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, u8, f32)")
 def _encode(
     x: Floats,
     residual: Floats,
     out: Floats,
     mode: int,
+    m: Floats,
+    keep: np.float32,
+    new: np.float32,
     bucket_size: int,
     first: int,
     last: int,
@@ -140,6 +149,7 @@ def _encode(
     scratch: Floats,
 ) -> tuple[int, int]:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -151,7 +161,7 @@ def _encode(
         start = bucket * bucket_size
         stop = min(start + bucket_size, size)
         # No padding: it has no part in the extremes.
-        p = load(x, residual, out, mode, start, stop, stop - start, scratch)
+        p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch)
         low, high = _extremes(p)
         if too_large(as_bits(low)) or too_large(as_bits(high)):
             return bucket, 0

@@ -86,13 +86,34 @@ def bucket_length(count: int) -> int:
 
 @inline
 def load(
-    x: Floats, residual: Floats, out: Floats, mode: int, start: int, stop: int, length: int, beside: Floats
+    x: Floats,
+    residual: Floats,
+    out: Floats,
+    mode: int,
+    m: Floats,
+    keep: np.float32,
+    new: np.float32,
+    start: int,
+    stop: int,
+    length: int,
+    beside: Floats,
 ) -> Floats:
     """Return p = flush(flush(x) + residual) of the elements from start to stop, with zeros up to a length.
 
-    It lies where the new residual will be, or in the scratch ``beside`` where there is none, or padding.
+    It lies where the new residual will be, or in the scratch ``beside`` where there is none, or padding. If there
+    is an m, keep * m + new * x takes the place of x.
     """
     filled = stop - start
+    if m.size > 0:
+        p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]
+        if mode == NO_RESIDUAL:
+            _blend(x[start:stop], m[start:stop], keep, new, p[:filled])
+        elif mode == IN_PLACE and length == filled:
+            _blend_into(x[start:stop], m[start:stop], keep, new, p)
+        else:
+            _blend_and_add(x[start:stop], m[start:stop], keep, new, residual[start:stop], p[:filled])
+        p[filled:] = ZERO
+        return p
     if mode == IN_PLACE and length == filled:
         p = out[start:stop]
         _add_into(x[start:stop], p)
@@ -136,6 +157,26 @@ def _add_over(p: Floats, residual: Floats) -> None:
     """Add to p, which holds x."""
     for i in range(p.size):
         p[i] = flush(flush(p[i]) + residual[i])
+
+
+@inline
+def _blend(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats) -> None:
+    for i in range(p.size):
+        p[i] = flush(keep * m[i] + new * x[i])
+
+
+@inline
+def _blend_into(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats) -> None:
+    for i in range(p.size):
+        p[i] = flush(flush(keep * m[i] + new * x[i]) + p[i])
+
+
+@inline
+def _blend_and_add(
+    x: Floats, m: Floats, keep: np.float32, new: np.float32, residual: Floats, p: Floats
+) -> None:
+    for i in range(p.size):
+        p[i] = flush(flush(keep * m[i] + new * x[i]) + residual[i])
 
 
 @inline

@@ -18,7 +18,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Halves, Words, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes, encode
+from qcomp.backends.numba_cpu.layout import Mix, code_bytes, encode, mix
 from qcomp.backends.numba_cpu.packing import pack, unpack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
@@ -64,13 +64,14 @@ def qsgd_encode(
     residual_out: Floats | None,
     *,
     limit: float | None = None,
+    blend: Mix | None = None,
     factor: float = 1.0,
 ) -> float | None:
     """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
 
     Parameters
     ----------
-    x, residual, bucket_size, data_out, residual_out, limit
+    x, residual, bucket_size, data_out, residual_out, limit, blend
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
     levels : int
         Levels above zero, 1 to 127.
@@ -91,13 +92,18 @@ def qsgd_encode(
     bits, l2 = levels.bit_length() + 1, norm == "l2"
     k0, k1 = key
 
-    def work(old: Floats, new: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    m, keep, new = mix(blend)
+
+    def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
         scratch = np.empty(3 * max(bucket_size, BATCH), dtype=np.float32)
         result: tuple[int, int] = _encode(
             x,
             old,
-            new,
+            out,
             mode,
+            m,
+            keep,
+            new,
             bucket_size,
             levels,
             bits,
@@ -116,7 +122,16 @@ def qsgd_encode(
 
     # An element is rounded to one of its two neighbours, and then loses 1 - factor of that.
     largest_error = 1.0 + levels * (1 - factor)
-    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=largest_error)
+    return encode(
+        work,
+        x,
+        residual,
+        residual_out,
+        bucket_size,
+        limit,
+        blended=blend is not None,
+        largest_error=largest_error,
+    )
 
 
 def qsgd_decode(
@@ -294,7 +309,7 @@ def _scaled(x: np.float32, factor: np.float32) -> np.float32:
 
 
 @kernel(
-    "pair(f32_in, f32_in, f32, int64, int64, int64, int64, boolean, uint32, uint32, "
+    "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, boolean, uint32, uint32, "
     "int64, int64, int64, int64, u8, f32, float32)"
 )
 def _encode(
@@ -302,6 +317,9 @@ def _encode(
     residual: Floats,
     out: Floats,
     mode: int,
+    m: Floats,
+    keep: np.float32,
+    new: np.float32,
     bucket_size: int,
     levels: int,
     bits: int,
@@ -317,6 +335,7 @@ def _encode(
     factor: np.float32,
 ) -> tuple[int, int]:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -343,7 +362,7 @@ def _encode(
             _spread(words, buckets, width, draws)
         start = batch * bucket_size
         stop = start + filled * buckets
-        values = load(x, residual, out, mode, start, stop, length * buckets, beside)
+        values = load(x, residual, out, mode, m, keep, new, start, stop, length * buckets, beside)
         for i in range(buckets):
             a, b = i * length, (i + 1) * length
             p = values[a:b]

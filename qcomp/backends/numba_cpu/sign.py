@@ -17,7 +17,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes, encode
+from qcomp.backends.numba_cpu.layout import Mix, code_bytes, encode, mix
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     SIGN,
@@ -49,6 +49,7 @@ def sign_encode(
     residual_out: Floats | None,
     *,
     limit: float | None = None,
+    blend: Mix | None = None,
 ) -> float | None:
     """Compress x plus the residual to signs and scales, and put what that lost into the new residual.
 
@@ -69,6 +70,9 @@ def sign_encode(
         The caller's word that no ``|x_i| + |residual_i|`` is larger; NaN and infinity promise nothing. It matters only
         if the residual is donated: below 2**99 it spares an extra pass that reads x and the residual.
 
+    blend : tuple of (array of float32, shape (n,), and two float), optional
+        m, keep and new: compress keep * m + new * x instead of x. Not with x as ``residual_out``.
+
     Returns
     -------
     float or None
@@ -78,13 +82,26 @@ def sign_encode(
     """
     rms = scale == "rms"
 
-    def work(old: Floats, new: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    m, keep, new = mix(blend)
+
+    def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
         scratch = np.empty(2 * bucket_size, dtype=np.float32)
-        result: tuple[int, int] = _encode(x, old, new, mode, bucket_size, rms, first, last, data_out, scratch)
+        result: tuple[int, int] = _encode(
+            x, old, out, mode, m, keep, new, bucket_size, rms, first, last, data_out, scratch
+        )
         return result
 
     # Magnitudes add up to no less than the largest of them, in float32 too.
-    return encode(work, x, residual, residual_out, bucket_size, limit, largest_error=2.0 * bucket_size)
+    return encode(
+        work,
+        x,
+        residual,
+        residual_out,
+        bucket_size,
+        limit,
+        blended=blend is not None,
+        largest_error=2.0 * bucket_size,
+    )
 
 
 def sign_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False) -> None:
@@ -151,12 +168,15 @@ def _subtract(p: Floats, scale: np.float32) -> None:
         p[i] = flush(value - as_float(scale_bits | as_bits(value) & SIGN))
 
 
-@kernel("pair(f32_in, f32_in, f32, int64, int64, boolean, int64, int64, u8, f32)")
+@kernel("pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, boolean, int64, int64, u8, f32)")
 def _encode(
     x: Floats,
     residual: Floats,
     out: Floats,
     mode: int,
+    m: Floats,
+    keep: np.float32,
+    new: np.float32,
     bucket_size: int,
     rms: bool,
     first: int,
@@ -165,6 +185,7 @@ def _encode(
     scratch: Floats,
 ) -> tuple[int, int]:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -177,7 +198,7 @@ def _encode(
         stop = min(start + bucket_size, size)
         filled = stop - start
         length = bucket_size if filled == bucket_size else bucket_length(filled)
-        p = load(x, residual, out, mode, start, stop, length, beside)
+        p = load(x, residual, out, mode, m, keep, new, start, stop, length, beside)
         width = length // 8
         _signs_and_sums(p, data[start // 8 : start // 8 + width], sums[:width])
         if rms:

@@ -23,6 +23,7 @@ from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
+from qcomp.core.kernels import Blend
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares
@@ -40,9 +41,10 @@ class Part(NamedTuple):
     mean: CompressedMean
     tensors: tuple[int, ...]
     values: tuple[Array, ...]
-    """What is averaged; used up by that unless the mean keeps no residuals."""
+    """What is averaged, or is first blended into momenta. The optimizer's own, and used up by that, without blends."""
     state: MeanState
     key: Key
+    blends: tuple[Blend, ...] = ()
 
 
 class Means(NamedTuple):
@@ -64,7 +66,10 @@ class Average(NamedTuple):
     def stages(self) -> Stages[Means]:
         """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
         results = yield from fuse(
-            [p.mean.stages(p.values, p.state, key=p.key, donate=True) for p in self.parts]
+            [
+                p.mean.stages(p.values, p.state, key=p.key, donate=not p.blends, blends=p.blends)
+                for p in self.parts
+            ]
         )
         values: dict[int, Array] = {}
         exchange = self.exchange

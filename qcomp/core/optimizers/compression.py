@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qcomp.core import primitives
 from qcomp.core.arrays import Array
 from qcomp.core.compressor import Compressor
 from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.base import Average, Optimizer, Part
 from qcomp.core.packing import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.state import OptimizerState
@@ -69,14 +71,28 @@ class CompressingOptimizer(Optimizer):
         compressed = [p for p, is_exact in zip(params, exact, strict=True) if not is_exact]
         return self.mean.zeros(compressed, rank=rank, size=size)
 
-    def _average(self, values: Sequence[Array], state: OptimizerState) -> Average:
-        """Ask for the mean of some values, exact for the exact tensors and compressed for the others."""
+    def _average(
+        self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend] = ()
+    ) -> Average:
+        """Ask for the mean of some values, or of the momenta that they are blended into.
+
+        Exact for the exact tensors and compressed for the others.
+        """
         exact = [i for i, is_exact in enumerate(state.exact) if is_exact]
         compressed = [i for i, is_exact in enumerate(state.exact) if not is_exact]
         parts = []
         if exact:
-            parts.append(self._exact_part(exact, [values[i] for i in exact], state))
+            plain = [values[i] for i in exact]
+            if blends:
+                plain = [
+                    primitives.momentum(blends[i].m, values[i], blends[i].beta1, blends[i].scale)
+                    for i in exact
+                ]
+            parts.append(self._exact_part(exact, plain, state))
         if compressed:
             chosen = tuple(values[i] for i in compressed)
-            parts.append(Part(self.mean, tuple(compressed), chosen, state.exchange, self._key(state)))
+            chosen_blends = tuple(blends[i] for i in compressed) if blends else ()
+            parts.append(
+                Part(self.mean, tuple(compressed), chosen, state.exchange, self._key(state), chosen_blends)
+            )
         return Average(tuple(parts), state.exchange)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array
+from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Average, Means, as_tensors
 from qcomp.core.optimizers.compression import CompressingOptimizer
@@ -52,11 +53,8 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         if state.stage == "warmup":
             return super().prepare(grads, state, scale=scale)
         beta1, _ = self.betas
-        momentum = [
-            primitives.momentum(m, g, beta1, scale)
-            for m, g in zip(state.momentum, as_tensors(grads, "grads"), strict=True)
-        ]
-        return self._average(momentum, state)
+        blends = [Blend(m, beta1, scale) for m in state.momentum]
+        return self._average(as_tensors(grads, "grads"), state, blends)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam and ask the freeze rule, or a step with the frozen variance."""
