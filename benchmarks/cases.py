@@ -128,7 +128,7 @@ def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
         found = chosen(x)
         if found is None:
             return kernels == "pure"
-        return found.encode(compressor, x, None, qcomp.Key(), out=None, limit=None) is not None
+        return found.encode(compressor, x, None, qcomp.Key(), out=None, limit=None, blend=None) is not None
 
 
 def calls_of(compressor: qcomp.Compressor | None, arrays: Vectors) -> Calls:

@@ -144,7 +144,8 @@ class Compressor(ABC):
         payload : Payload
             What `compress` of an equal compressor returned, on any rank, in any library.
         like : array
-            Gives the shape, the dtype and the device of the result.
+            Gives the shape, the dtype and the device of the result, which is rounded to it once; what is beyond the
+            range of float16 becomes an infinity there.
         out : array, optional
             A buffer of that shape and dtype to write the result into (not for immutable arrays).
 

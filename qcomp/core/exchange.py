@@ -185,7 +185,7 @@ class CompressedMean:
         Returns
         -------
         mean : array or list of arrays
-            Of the shapes and dtypes of x, the same on all ranks.
+            Of the shapes and dtypes of x, or of the momenta; the same on all ranks.
         state : MeanState
 
         Raises
@@ -206,6 +206,9 @@ class CompressedMean:
         flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
         # What was converted is a copy, and nobody else's.
         donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
+        if blends and len(blends) != len(tensors):
+            raise ValueError(f"blends has {len(blends)} entries; x has {len(tensors)} arrays")
+        targets = [b.m for b in blends] or tensors  # of half-precision gradients, the momenta are float32
         blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
         if blends and self.compressor.traits.lossless:
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
@@ -219,7 +222,7 @@ class CompressedMean:
             means = _cut_like(means[0], tensors)
         shaped = [
             array_namespace(t).astype(array_namespace(t).reshape(m, t.shape), t.dtype, copy=False)
-            for t, m in zip(tensors, means, strict=True)
+            for t, m in zip(targets, means, strict=True)
         ]
         return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
 

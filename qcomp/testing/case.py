@@ -46,20 +46,26 @@ class Case:
         """The same compressor on NumPy."""
         return Case(self.compressor, np)
 
-    def array(self, values: Array) -> Any:
-        """Return a NumPy array in the library of the case."""
-        return to_library(self.xp, values)
+    def array(self, values: Array, dtype: str | None = None) -> Any:
+        """Return a NumPy array in the library of the case, of the same dtype unless another is named."""
+        return to_library(self.xp, values, dtype)
 
     def compress(self, x: Array, *, key: Key = Key(seed=1), source: Source | None = None) -> Compressed:  # noqa: B008
         """Compress and decompress x."""
-        return self._run(x, None, key, source)
+        return self._run([self.array(x)], key, source)
 
-    def compress_with_feedback(self, x: Array, residual: Array, *, key: Key = Key(seed=1)) -> Compressed:  # noqa: B008
-        """Compress x plus the residual, and decompress."""
-        return self._run(x, residual, key, None)
+    def compress_with_feedback(
+        self,
+        x: Array,
+        residual: Array,
+        *,
+        key: Key = Key(seed=1),  # noqa: B008
+        dtype: str | None = None,
+    ) -> Compressed:
+        """Compress x, in another dtype if one is named, plus the residual, and decompress."""
+        return self._run([self.array(x, dtype), self.array(residual)], key, None)
 
-    def _run(self, x: Array, residual: Array | None, key: Key, source: Source | None) -> Compressed:
-        arrays = [self.array(x)] if residual is None else [self.array(x), self.array(residual)]
+    def _run(self, arrays: list[Any], key: Key, source: Source | None) -> Compressed:
         run = self._jitted if self.jit else self._eager
         with np.errstate(all="ignore"):  # NumPy warns of overflow on the way to the documented error
             data, decoded, lost = run(arrays, key, source)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-__all__ = ["FAMILIES", "sizes", "vector", "vectors"]
+__all__ = ["FAMILIES", "rounded", "sizes", "vector", "vectors"]
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -55,6 +55,15 @@ def vector(family: str, size: int, seed: int) -> Vector:
     elif family == "positive":
         normal = 1000 + np.abs(normal)
     return normal.astype(np.float32)
+
+
+def rounded(x: Vector, dtype: str) -> Vector:
+    """Return x rounded to the nearest float16 or bfloat16, ties to even, in float32."""
+    if dtype == "float16":
+        return x.astype(np.float16).astype(np.float32)
+    bits = np.ravel(x).view(np.uint32).astype(np.uint64)
+    half = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32)
+    return half.view(np.float32).reshape(x.shape)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 import array_api_strict
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 - gives NumPy a bfloat16, which is checked then
 import numpy as np
 import pytest
 import torch

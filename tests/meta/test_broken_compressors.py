@@ -132,6 +132,18 @@ class SinglePrecisionOnly(Sign):
 
 
 @qcomp.register
+class LosesBitsOfHalves(Sign):
+    name = "broken_loses_bits_of_halves"
+
+    def compress(self, x, *, key=None):
+        return super().compress(x + x if x.dtype == np.float16 else x, key=key)
+
+    def decompress(self, payload, *, like, out=None):
+        y = super().decompress(payload, like=like, out=out)
+        return y / 2 if like.dtype == np.float16 else y
+
+
+@qcomp.register
 class ForgetsAField(Sign):
     name = "broken_forgets_a_field"
 
@@ -271,6 +283,7 @@ BROKEN = [
     (PromisesTooManyBytes(), "payload_size", np),
     (Flattens(), "shapes_and_dtypes", np),
     (SinglePrecisionOnly(), "double_precision", np),
+    (LosesBitsOfHalves(), "half_precision", np),
     (ForgetsAField(bucket_size=128), "round_trip_of_bytes", np),
     (IgnoresTheStep(), "key_names_the_draws", np),
     (InventsAKey(), "needs_key", np),

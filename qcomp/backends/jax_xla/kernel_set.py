@@ -1,0 +1,127 @@
+"""The compiled programs as the set that the core calls."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from qcomp.backends.jax_xla.arithmetic import finish_mean, frozen_step, momentum, scalars
+from qcomp.backends.jax_xla.programs import arguments_of, decoder, drawer, encoder
+from qcomp.core.arrays import compute_dtype_name, dtype_name, is_traced
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.kernels import Blend, Encoded
+from qcomp.core.random import Key, draws_are_replaced
+
+__all__ = ["KERNELS", "JaxKernels"]
+
+Array = Any
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class JaxKernels:
+    """Compiled primitives for concrete JAX arrays, on the device that they are on.
+
+    What is being traced is left to the pure version, which becomes a part of the caller's program. JAX arrays cannot
+    be written to, so whatever wants to write into a buffer is left to the pure version too, which says so.
+    """
+
+    name = "jax"
+
+    def takes(self, x: Array) -> bool:
+        """Return whether x is a JAX array with values, of floating-point numbers, on one device."""
+        if not isinstance(x, jax.Array) or is_traced(x):
+            return False
+        return dtype_name(x.dtype) in _DTYPES and len(x.devices()) == 1
+
+    def encode(
+        self,
+        compressor: Compressor,
+        x: Array,
+        residual: Array | None,
+        key: Key | None,
+        *,
+        out: Array | None,
+        limit: float | None,  # noqa: ARG002
+        blend: Blend | None,
+    ) -> Encoded | None:
+        """Compress x, plus the residual if there is one; what is out of range is told without waiting for it.
+
+        A momentum is blended by a program of its own, which is the answer to None.
+        """
+        if out is not None or blend is not None or not _has_program(compressor):
+            return None
+        draws: tuple[Array, ...] = ()
+        if compressor.traits.random:
+            if key is None or draws_are_replaced() or (arguments := arguments_of(key)) is None:
+                return None
+            constant, traced = arguments
+            draws = drawer(math.prod(x.shape), compressor.traits.bucket_size, constant)(x, traced)
+        layout = (tuple(x.shape), dtype_name(x.dtype), residual is not None)
+        data, new, refused = encoder(compressor, layout)(x, residual, draws)
+        return Encoded(data, new, refused)
+
+    def decode(
+        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+    ) -> Array | None:
+        """Return what a payload decompresses to, with ``accumulate`` added to ``out``."""
+        name = dtype_name(like.dtype)
+        if not _has_program(compressor) or accumulate != (out is not None):
+            return None
+        # XLA is free to leave out a rounding to half precision that is followed by an addition.
+        if accumulate and name != compute_dtype_name(name):
+            return None
+        return decoder(compressor, (tuple(like.shape), name, accumulate))(data, out)
+
+    def finish_mean(self, total: Array, count: int) -> Array | None:
+        """Return a sum over ranks divided by their number."""
+        if dtype_name(total.dtype) not in ("float32", "float64"):
+            return None
+        return finish_mean(total, np.asarray(count, total.dtype))
+
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
+        """Return ``beta1 * m + (1 - beta1) * scale * g``."""
+        if not _are_alike(m, g):
+            return None
+        return momentum(m, g, scalars(m, beta1=beta1, weight=(1 - beta1) * scale))
+
+    def frozen_step(
+        self,
+        p: Array,
+        m: Array,
+        v: Array,
+        *,
+        rate: float,
+        correction: float,
+        eps: float,
+        weight_decay: float,
+    ) -> tuple[Array, Array] | None:
+        """Return the parameters after a step with a frozen variance, and the masked momentum."""
+        if not _are_alike(p, m, v):
+            return None
+        numbers = scalars(m, rate=rate, correction=correction, eps=eps)
+        if weight_decay:
+            numbers |= scalars(m, weight_decay=weight_decay)
+        moved: tuple[Array, Array] = frozen_step(p, m, v, numbers)
+        return moved
+
+
+KERNELS = JaxKernels()
+
+
+def _has_program(compressor: Compressor) -> bool:
+    """Return whether the pure version of a compressor is known to give the same bytes when it is compiled."""
+    if type(compressor) is Scaled:
+        return type(compressor.compressor) is QSGD
+    return type(compressor) in (ScaledSign, QSGD, MinMaxUInt8)
+
+
+def _are_alike(first: Array, *others: Array) -> bool:
+    """Return whether arrays have one shape and one dtype, that of a computation."""
+    if dtype_name(first.dtype) not in ("float32", "float64"):
+        return False
+    return all(x.shape == first.shape and x.dtype == first.dtype for x in others)

@@ -1,0 +1,380 @@
+"""The compiled primitives return the bytes of the pure version, on the device of their arrays."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.backends.jax_xla import KERNELS, programs
+from qcomp.core import primitives
+from qcomp.core.arrays import LIMIT, host_bytes, is_traced
+from qcomp.core.kernels import Blend, use_kernels
+from qcomp.testing import replace_draws
+from qcomp.testing.inputs import FAMILIES, vector
+from qcomp.testing.laws import flushed
+
+KEY = qcomp.Key(seed=5, step=3, tensor=2, rank=1, hop=1, bucket=9)
+COMPRESSORS = [
+    qcomp.ScaledSign(bucket_size=64),
+    qcomp.ScaledSign(bucket_size=64, scale="rms"),
+    qcomp.QSGD(levels=7, bucket_size=64),
+    qcomp.QSGD(levels=5, bucket_size=64, norm="l2"),
+    qcomp.MinMaxUInt8(bucket_size=64),
+    qcomp.Scaled(qcomp.QSGD(levels=3, bucket_size=64)),
+]
+SIZE = 2 * 64 + 37
+"""Full buckets and a tail with padding. Every other size is compiled anew, which is what takes the time."""
+
+by_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+
+
+def results(compressor, x, residual, key=KEY):
+    """Return all that is computed from a vector and a residual, as bytes."""
+    payload, new = qcomp.feedback.compress(compressor, x, residual, key=key)
+    plain = compressor.compress(x, key=key)
+    decoded = compressor.decompress(payload, like=x)
+    total = compressor.add(payload, residual + 0)  # whose buffer is written to where that is possible
+    return {
+        "payload": host_bytes(payload.data),
+        "residual": host_bytes(new),
+        "without residual": host_bytes(plain.data),
+        "decoded": host_bytes(decoded),
+        "added": host_bytes(total),
+    }
+
+
+def check(compressor, x, residual, key=KEY):
+    """Compare with NumPy, whose pure version is that of every library."""
+    with use_kernels(None):
+        expected = results(compressor, x, residual, key)
+    with use_kernels(KERNELS):
+        got = results(compressor, jnp.asarray(x), jnp.asarray(residual), key)
+    assert [name for name in got if got[name] != expected[name]] == []
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The list of what is compiled: the pure version is called once for each program."""
+    calls = []
+
+    def spy(name):
+        function = getattr(primitives, name)
+
+        def counted(*args, **options):
+            if is_traced(args[1] if name == "encode" else args[1].data):
+                calls.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(primitives, name, counted)
+
+    spy("encode")
+    spy("decode")
+    draws16 = programs.draws16
+    monkeypatch.setattr(programs, "draws16", lambda *a, **o: calls.append("draws16") or draws16(*a, **o))
+    return calls
+
+
+class TestBytes:
+    @by_compressor
+    def test_every_family_of_vectors(self, compressor):
+        for family in FAMILIES:
+            x = vector(family, SIZE, 0)
+            check(compressor, x, flushed(np.roll(x, 1) * np.float32(0.5)))
+
+    @pytest.mark.parametrize("size", [0, 1, 64])
+    @pytest.mark.parametrize("compressor", COMPRESSORS[2::2], ids=str)
+    def test_sizes(self, compressor, size):
+        check(compressor, vector("gaussian", size, 1), vector("gaussian", size, 2))
+
+    def test_shapes(self):
+        x, residual = (vector("gaussian", 165, seed).reshape(3, 5, 11) for seed in (3, 4))
+        check(qcomp.MinMaxUInt8(bucket_size=64), x, residual)
+        with use_kernels(KERNELS):
+            _, new = qcomp.feedback.compress(COMPRESSORS[0], jnp.asarray(x), jnp.asarray(residual))
+        assert new.shape == x.shape
+
+    @pytest.mark.parametrize("levels", [1, 15, 127])
+    def test_widths_of_codes(self, levels):
+        check(qcomp.QSGD(levels=levels, bucket_size=64), vector("wide", SIZE, 5), vector("ties", SIZE, 6))
+
+    @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+    @pytest.mark.parametrize("compressor", [COMPRESSORS[1], COMPRESSORS[4], COMPRESSORS[5]], ids=str)
+    def test_half_precision(self, compressor, dtype):
+        x, residual = (
+            jnp.asarray(vector("gaussian", SIZE, 7), dtype),
+            jnp.asarray(vector("gaussian", SIZE, 8)),
+        )
+        collected = []
+        for kernels in (None, KERNELS):
+            with use_kernels(kernels):
+                payload, new = qcomp.feedback.compress(compressor, x, residual, key=KEY)
+                decoded = compressor.decompress(payload, like=x)
+                total = compressor.add(payload, x)
+                assert (decoded.dtype, total.dtype, new.dtype) == (dtype, dtype, jnp.float32)
+                collected.append([host_bytes(each) for each in (payload.data, new, decoded, total)])
+        assert collected[0] == collected[1]
+
+    def test_a_compressor_without_a_program_is_left_to_the_pure_version(self):
+        x = jnp.asarray(vector("gaussian", 9, 0))
+        for compressor in (qcomp.Identity(), qcomp.Cast(), qcomp.Scaled(qcomp.Identity())):
+            assert KERNELS.encode(compressor, x, None, None, out=None, limit=None, blend=None) is None
+            assert KERNELS.decode(compressor, x, x, out=None, accumulate=False) is None
+
+
+class TestTakes:
+    def test_concrete_arrays_of_floating_point(self):
+        for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
+            assert KERNELS.takes(jnp.zeros(3, dtype))
+        assert not KERNELS.takes(jnp.zeros(3, jnp.int32))
+        assert not KERNELS.takes(np.zeros(3, np.float32))
+
+    def test_not_what_is_traced(self):
+        c, seen = qcomp.ScaledSign(bucket_size=64), []
+
+        @jax.jit
+        def compressed(x):
+            seen.append(KERNELS.takes(x))
+            return c.compress(x).data
+
+        x = vector("gaussian", SIZE, 0)
+        with use_kernels(KERNELS):
+            assert host_bytes(compressed(x)) == c.compress(x).data.tobytes()
+        assert seen == [False]
+
+    def test_a_buffer_to_write_to_is_an_error(self):
+        c, x = qcomp.ScaledSign(bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
+        with use_kernels(KERNELS), pytest.raises(TypeError, match="out is an immutable"):
+            c.decompress(c.compress(x), like=x, out=jnp.zeros_like(x))
+
+
+class TestRefusal:
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, LIMIT, -LIMIT])
+    @pytest.mark.parametrize("compressor", COMPRESSORS[::2], ids=str)
+    def test_one_value_out_of_range_is_told(self, compressor, bad):
+        x, residual = vector("gaussian", SIZE, 0), jnp.zeros(SIZE)
+        good = KERNELS.encode(compressor, jnp.asarray(x), residual, KEY, out=None, limit=None, blend=None)
+        assert (good.refused.shape, good.refused.dtype, int(good.refused[0])) == ((1,), jnp.uint8, 0)
+        for position in (0, 70, SIZE - 1):
+            x = vector("gaussian", SIZE, 0)
+            x[position] = bad
+            encoded = KERNELS.encode(
+                compressor, jnp.asarray(x), residual, KEY, out=None, limit=None, blend=None
+            )
+            assert int(encoded.refused[0]) == 1
+            with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError, match="cannot be compressed by"):
+                qcomp.feedback.compress(compressor, jnp.asarray(x), residual, key=KEY)
+            with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError):
+                compressor.compress(jnp.asarray(x), key=KEY)
+
+    def test_it_is_the_compensated_value_that_counts(self):
+        below = np.full(SIZE, np.nextafter(np.float32(LIMIT), np.float32(0)), np.float32)
+        c = COMPRESSORS[0]
+        for x, residual, refused in ((below, 0 * below, 0), (below, below, 1), (below, -below, 0)):
+            encoded = KERNELS.encode(
+                c, jnp.asarray(x), jnp.asarray(residual), None, out=None, limit=None, blend=None
+            )
+            assert int(encoded.refused[0]) == refused
+
+
+class TestKeys:
+    def test_another_key_is_no_other_program(self, traced):
+        c, x = qcomp.QSGD(levels=7, bucket_size=32), jnp.asarray(vector("gaussian", 77, 0))
+        payloads = set()
+        with use_kernels(KERNELS):
+            for key in (
+                KEY,
+                KEY._replace(seed=6),
+                KEY._replace(step=2**32 - 1),
+                KEY._replace(step=jnp.asarray(8, jnp.int32)),
+                KEY._replace(tensor=3),
+                KEY._replace(rank=0xFFFFFFFF),
+                KEY.at(hop=2),
+                KEY.at(bucket=10),
+            ):
+                payloads.add(host_bytes(qcomp.feedback.compress(c, x, x, key=key)[0].data))
+        assert len(payloads) == 8
+        assert sorted(traced) == ["draws16", "draws16", "encode"]  # the full buckets and the tail
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            qcomp.Key(seed=2**64 - 1),
+            qcomp.Key(seed=2**40, step=2**33),
+            qcomp.Key(seed=2**31, rank=0xFFFFFFFF),
+        ],
+        ids=str,
+    )
+    def test_large_numbers(self, key):
+        check(
+            qcomp.QSGD(levels=7, bucket_size=64),
+            vector("gaussian", SIZE, 1),
+            vector("gaussian", SIZE, 2),
+            key,
+        )
+
+    def test_what_is_wrong_with_a_key_is_said(self):
+        c, x = qcomp.QSGD(levels=7, bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
+        with use_kernels(KERNELS):
+            for key, error, said in (
+                (None, ValueError, "key is None"),
+                (qcomp.Key(seed=-1), ValueError, "Key.seed is -1"),
+                (qcomp.Key(tensor=2**32), ValueError, "Key.tensor is 4294967296"),
+                (qcomp.Key(step=0.5), TypeError, r"Key.step is 0\.5"),
+            ):
+                with pytest.raises(error, match=said):
+                    c.compress(x, key=key)
+
+    def test_replaced_draws(self):
+        c, x = qcomp.QSGD(levels=7, bucket_size=64), vector("gaussian", SIZE, 0)
+        for draw in (0, 65535):
+            with replace_draws(lambda _key, _block, draw=draw: draw):
+                check(c, x, x)
+
+    def test_programs_are_kept_and_bounded(self, traced):
+        c, x = qcomp.ScaledSign(bucket_size=32), jnp.asarray(vector("gaussian", 79, 0))
+        with use_kernels(KERNELS):
+            for _ in range(3):
+                payload, _ = qcomp.feedback.compress(c, x, x)
+                c.decompress(payload, like=x)
+        assert sorted(traced) == ["decode", "encode"]
+        for kept in (programs.encoder, programs.decoder, programs.drawer):
+            assert kept.cache_info().maxsize == programs.PROGRAMS
+
+
+def wide(seed, size=4099):
+    x = vector("wide", size, seed)
+    x[::7], x[1::11], x[2::13] = 0.0, -0.0, vector("subnormal", len(x[2::13]), seed)
+    return jnp.asarray(x)
+
+
+def pure(call):
+    with use_kernels(None):
+        return call()
+
+
+class TestArithmetic:
+    @pytest.mark.parametrize("count", [1, 2, 3, 7, 61])
+    def test_finish_mean(self, count):
+        total = wide(0)
+        expected = pure(lambda: primitives.finish_mean(total, count))
+        assert host_bytes(KERNELS.finish_mean(total, count)) == host_bytes(expected)
+
+    @pytest.mark.parametrize(("beta1", "scale"), [(0.9, 1.0), (0.95, 0.3), (0.0, 1.0), (1 / 3, 1e-3)])
+    def test_momentum(self, beta1, scale):
+        """XLA would contract the products and the sum; on these values that shows."""
+        m, g = wide(1), wide(2)
+        expected = pure(lambda: primitives.momentum(m, g, beta1, scale))
+        assert host_bytes(KERNELS.momentum(m, g, beta1, scale)) == host_bytes(expected)
+
+    def test_a_momentum_is_blended_and_compressed(self):
+        m, g, residual = (jnp.asarray(vector("wide", SIZE, seed)) for seed in (1, 2, 3))
+        c, blend = COMPRESSORS[0], Blend(m, 0.9, 0.3)
+        expected = pure(lambda: primitives.encode(c, g, residual, None, blend=blend))
+        with use_kernels(KERNELS):
+            got = primitives.encode(c, g, residual, None, blend=blend)
+        assert [host_bytes(each) for each in got[:2]] == [host_bytes(each) for each in expected[:2]]
+
+    @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+    @pytest.mark.parametrize(("rate", "correction"), [(1e-3, 0.1), (0.7, 1 - 0.9**7), (1 / 3, 1.0)])
+    def test_frozen_step(self, rate, correction, weight_decay):
+        p, m, v = wide(3), wide(4), jnp.abs(wide(5))
+        numbers = {"rate": rate, "correction": correction, "eps": 1e-8, "weight_decay": weight_decay}
+        expected = pure(lambda: primitives.frozen_step(p, m, v, **numbers))
+        got = KERNELS.frozen_step(p, m, v, **numbers)
+        assert [host_bytes(each) for each in got] == [host_bytes(each) for each in expected]
+
+    def test_what_is_not_alike_is_left_to_the_pure_version(self):
+        x, half = jnp.zeros(3), jnp.zeros(3, jnp.bfloat16)
+        numbers = {"rate": 1.0, "correction": 1.0, "eps": 1.0, "weight_decay": 1.0}
+        assert KERNELS.momentum(x, half, 0.9, 1.0) is None
+        assert KERNELS.momentum(half, half, 0.9, 1.0) is None
+        assert KERNELS.momentum(x, jnp.zeros(4), 0.9, 1.0) is None
+        assert KERNELS.frozen_step(half, x, x, **numbers) is None
+        assert KERNELS.finish_mean(half, 2) is None
+
+
+def test_compressed_mean_is_that_of_numpy():
+    mean = qcomp.CompressedMean(qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=32)))
+
+    def rank_main(comm, array):
+        x = array(vector("gaussian", 128, comm.rank))
+        state = mean.init(x, comm)
+        for step in range(3):
+            result, state = mean(x, state, comm, key=qcomp.Key(step=step))
+        return [host_bytes(each) for each in (result, *state.worker, *state.server)]
+
+    with use_kernels(None):
+        expected = qcomp.comm.run_local(2, lambda comm: rank_main(comm, np.array))
+    with use_kernels(KERNELS):
+        assert qcomp.comm.run_local(2, lambda comm: rank_main(comm, jnp.asarray)) == expected
+
+
+def test_a_value_out_of_range_on_one_rank_is_an_error_on_all():
+    mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=32))
+
+    def rank_main(comm):
+        x = jnp.full(128, np.nan if comm.rank else 1.0)
+        with pytest.raises(qcomp.NonFiniteError, match="rank 1"):
+            mean(x, mean.init(x, comm), comm)
+
+    with use_kernels(KERNELS):
+        qcomp.comm.run_local(2, rank_main)
+
+
+SECOND_DEVICE_AND_FLOAT64 = """
+import jax, jax.numpy as jnp, numpy as np, qcomp
+from qcomp.backends.jax_xla import KERNELS
+from qcomp.core import primitives
+from qcomp.core.kernels import use_kernels
+from qcomp.testing.inputs import vector
+
+host = vector("gaussian", 165, 0).astype(np.float64) * (1 + 2.0**-40)
+second = jax.devices()[1]
+key = qcomp.Key(step=3)
+for dtype in ("float32", "float64"):
+    x, residual = (jax.device_put(a.astype(dtype), second) for a in (host, host[::-1].copy()))
+    assert KERNELS.takes(x), dtype
+    for c in (qcomp.ScaledSign(64), qcomp.QSGD(bucket_size=64, norm="l2"), qcomp.MinMaxUInt8(64)):
+        encoded = KERNELS.encode(c, x, residual, key, out=None, limit=None, blend=None)
+        with use_kernels(None):
+            payload, lost = qcomp.feedback.compress(c, np.asarray(x), np.asarray(residual), key=key)
+            decoded = c.decompress(payload, like=np.array(x))
+            mean = primitives.finish_mean(np.array(x), 3)
+        data, new, refused = encoded
+        numbers = {"rate": 0.1, "correction": 0.3, "eps": 0.1, "weight_decay": 0.1}
+        with use_kernels(None):
+            mixed = primitives.momentum(x, residual, 0.9, 0.3)
+            moved, _ = primitives.frozen_step(x, x, abs(x), **numbers)
+        arrays = {
+            "payload": (data, payload.data),
+            "residual": (new, lost),
+            "refused": (refused, np.zeros(1, np.uint8)),
+            "decoded": (KERNELS.decode(c, data, x, out=None, accumulate=False), decoded),
+            "added": (KERNELS.decode(c, data, x, out=residual, accumulate=True), np.asarray(residual) + decoded),
+            "mean": (KERNELS.finish_mean(x, 3), mean),
+            "momentum": (KERNELS.momentum(x, residual, 0.9, 0.3), mixed),
+            "parameters": (KERNELS.frozen_step(x, x, abs(x), **numbers)[0], moved),
+        }
+        for name, (got, expected) in arrays.items():
+            assert got.devices() == {second}, (dtype, c, name, got.devices())
+            assert got.dtype == expected.dtype, (dtype, c, name)
+            assert np.asarray(got).tobytes() == np.asarray(expected).tobytes(), (dtype, c, name)
+both = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), "d"), jax.sharding.PartitionSpec("d"))
+assert not KERNELS.takes(jax.device_put(np.zeros(4, np.float32), both))
+"""
+
+
+def test_second_device_and_float64():
+    """In a process of its own: both are settings of the start of JAX."""
+    environment = os.environ | {
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    command = [sys.executable, "-W", "error", "-c", SECOND_DEVICE_AND_FLOAT64]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
