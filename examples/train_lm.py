@@ -113,7 +113,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=natural, default=0, help=f"of initial parameters, batches and rounding {default}")
     add("--learning-rate", type=positive, help="peak of the schedule (default: what suits the optimizer)")
     add("--compressor", type=compressor_spec, metavar="SPEC", help="such as qsgd:levels=7,bucket_size=512")
-    add("--kernels", choices=["auto", *qcomp.backends.names()], default="auto", help=f"what compresses {default}")
+    add(
+        "--kernels",
+        choices=["auto", *qcomp.backends.names()],
+        default="auto",
+        help=f"what compresses {default}",
+    )
     freeze = parser.add_mutually_exclusive_group()
     freeze.add_argument(
         "--warmup-fraction", type=fraction, default=0.2, help=f"part of the steps before the freeze {default}"

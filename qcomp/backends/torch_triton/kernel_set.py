@@ -1,0 +1,196 @@
+"""The Triton kernels as the set that the core calls."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+
+from qcomp.backends.torch_triton.minmax import minmax_decode, minmax_encode
+from qcomp.backends.torch_triton.qsgd import qsgd_decode, qsgd_encode
+from qcomp.backends.torch_triton.sign import sign_decode, sign_encode
+from qcomp.backends.torch_triton.tiles import MAX_BUCKET_SIZE
+from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, momentum
+from qcomp.core.arrays import LIMIT
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.kernels import Blend, Encoded
+from qcomp.core.random import Key, draws_are_replaced, fold_key
+
+__all__ = ["KERNELS", "TritonKernels"]
+
+Array = Any
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
+"""ROCm's devices are called cuda too. Triton's interpreter runs on the CPU."""
+_SAFE = LIMIT / 2
+"""Rounding cannot bring what is below this to the limit."""
+
+
+class TritonKernels:
+    """Kernels for contiguous torch tensors on CUDA and ROCm devices, of a dtype that is computed in float32.
+
+    For `ScaledSign`, `QSGD`, `MinMaxUInt8` and a scaled `QSGD`, with buckets of up to 32768 elements. One launch each,
+    on the current stream; no call waits for the device.
+    """
+
+    name = "triton"
+
+    def takes(self, x: Array) -> bool:
+        """Return whether x is a contiguous tensor on such a device, or on the CPU under Triton's interpreter."""
+        return (
+            isinstance(x, torch.Tensor)
+            and x.device.type in _DEVICES
+            and x.dtype in _DTYPES
+            and x.is_contiguous()
+            and not x.requires_grad
+        )
+
+    def encode(
+        self,
+        compressor: Compressor,
+        x: Array,
+        residual: Array | None,
+        key: Key | None,
+        *,
+        out: Array | None,
+        limit: float | None,
+        blend: Blend | None,
+    ) -> Encoded | None:
+        """Compress x, or the momentum that x is blended into, plus the residual.
+
+        If ``out`` is the residual, and no ``limit`` says that nothing can be out of range, the new residual has a
+        buffer of its own: only the device knows whether the old one will still be needed.
+        """
+        inner, factor = _unwrapped(compressor)
+        if not _has_kernel(inner) or x.numel() == 0 or not (blend is None or _matches(blend.m, x)):
+            return None
+        words: tuple[Any, Any] = (0, 0)
+        if isinstance(inner, QSGD):
+            if key is None or draws_are_replaced():
+                return None
+            words = fold_key(key, like=x)
+            if not all(isinstance(word, int) for word in words):
+                return None  # of an array, whose value only the device knows
+        new = None
+        if residual is not None:
+            if not (_matches(residual, x) and (out is None or _matches(out, x))):
+                return None
+            new = out
+            if out is None or (_same_memory(out, residual) and not (limit is not None and limit < _SAFE)):
+                new = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        with _on_device_of(x):
+            spec = compressor.payload_spec(x.numel())
+            data = torch.empty(spec.nbytes, dtype=torch.uint8, device=x.device)
+            refused = torch.zeros(1, dtype=torch.uint8, device=x.device)
+            parts = spec.split(data)
+            if isinstance(inner, ScaledSign):
+                sign_encode(inner, x, blend, residual, parts, new, refused)
+            elif isinstance(inner, MinMaxUInt8):
+                minmax_encode(inner, x, blend, residual, parts, new, refused)
+            elif isinstance(inner, QSGD) and key is not None:
+                qsgd_encode(
+                    inner, factor, x, blend, residual, words, key.hop, key.bucket, parts, new, refused
+                )
+        return Encoded(data, new, refused)
+
+    def decode(
+        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+    ) -> Array | None:
+        """Return what a payload decompresses to, in ``out`` if that is given."""
+        inner, factor = _unwrapped(compressor)
+        target = torch.empty_like(like) if out is None else out
+        if not _has_kernel(inner) or like.numel() == 0 or not _matches(target, like, like.dtype):
+            return None
+        with _on_device_of(like):
+            parts = compressor.payload_spec(like.numel()).split(data.contiguous())
+            if isinstance(inner, ScaledSign):
+                sign_decode(inner, parts, target, accumulate=accumulate)
+            elif isinstance(inner, MinMaxUInt8):
+                minmax_decode(inner, parts, target, accumulate=accumulate)
+            elif isinstance(inner, QSGD):
+                qsgd_decode(inner, factor, parts, target, accumulate=accumulate)
+        return target
+
+    def finish_mean(self, total: Array, count: int) -> Array | None:
+        """Divide a sum over ranks by their number, in place."""
+        if not _matches(total, total):
+            return None
+        with _on_device_of(total):
+            finish_mean(total, count)
+        return total
+
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
+        """Return the momentum in a new tensor."""
+        if not (_matches(m, m) and _matches(g, m)):
+            return None
+        mixed = torch.empty_like(m)
+        with _on_device_of(m):
+            momentum(m, g, beta1, scale, mixed)
+        return mixed
+
+    def frozen_step(
+        self,
+        p: Array,
+        m: Array,
+        v: Array,
+        *,
+        rate: float,
+        correction: float,
+        eps: float,
+        weight_decay: float,
+    ) -> tuple[Array, Array] | None:
+        """Return the parameters in a new tensor, and the masked momentum in the buffer of m."""
+        if not all(_matches(x, m) for x in (p, m, v)):
+            return None
+        moved = torch.empty_like(p)
+        with _on_device_of(m):
+            frozen_step(
+                p,
+                m,
+                v,
+                rate=rate,
+                correction=correction,
+                eps=eps,
+                weight_decay=weight_decay,
+                out=moved,
+            )
+        return moved, m
+
+
+KERNELS = TritonKernels()
+
+
+def _unwrapped(c: Compressor) -> tuple[Compressor, float | None]:
+    """Return a compressor, or the one that is scaled and the factor of its values."""
+    return (c.compressor, c.factor) if type(c) is Scaled and type(c.compressor) is QSGD else (c, None)
+
+
+def _has_kernel(c: Compressor) -> bool:
+    """Return whether there are kernels, by exact type: a subclass may compress in another way."""
+    return type(c) in (ScaledSign, QSGD, MinMaxUInt8) and c.traits.bucket_size <= MAX_BUCKET_SIZE
+
+
+def _matches(x: Array, like: Array, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether x is a plain tensor of a dtype, on the device of another one and with as many elements."""
+    return (
+        isinstance(x, torch.Tensor)
+        and x.dtype == dtype
+        and x.device == like.device
+        and x.numel() == like.numel()
+        and x.is_contiguous()
+        and not x.requires_grad
+    )
+
+
+def _same_memory(x: Array, y: Array) -> bool:
+    same: bool = x.data_ptr() == y.data_ptr()
+    return same
+
+
+def _on_device_of(x: Array) -> AbstractContextManager[Any]:
+    """Return a context in which kernels are launched on the device of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,117 @@
+"""What the kernels are made of: IEEE arithmetic, operation by operation that of `qcomp.core`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "STRICT",
+    "TOO_LARGE",
+    "as_bits",
+    "as_float",
+    "flush",
+    "magnitude_bits",
+    "ordered",
+    "rint",
+    "round_up_step",
+    "scaled_squares",
+    "times_factor",
+    "tree_sum",
+]
+
+STRICT = {"enable_fp_fusion": False}
+"""Options of every launch: no multiplication is contracted with an addition."""
+
+TINY = tl.constexpr(2.0**-126)
+NEGLIGIBLE = tl.constexpr(2.0**-63)
+"""What is smaller than this part of a bucket's maximum has a subnormal square, and counts as zero in a norm."""
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+EXPONENT = tl.constexpr(0x7F800000)
+TOO_LARGE = tl.constexpr(0x71800000)
+"""The bits of 2**100, `qcomp.core.arrays.LIMIT`: what is refused. Those of larger values and of NaN are above."""
+NO_FRACTION = tl.constexpr(1.5 * 2**23)
+"""Float32 numbers of this size are integers."""
+MAX_HALVINGS = tl.constexpr(15)
+"""The halvings that take the longest bucket to one element."""
+
+
+@triton.jit
+def as_bits(x: tl.tensor) -> tl.tensor:
+    """Return the bits of float32 numbers as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits: tl.tensor) -> tl.tensor:
+    """Return the float32 numbers with these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude_bits(x: tl.tensor) -> tl.tensor:
+    """Return the bits of |x|, integers in the order of the magnitudes, with NaN above infinity."""
+    return as_bits(x) & MAGNITUDE
+
+
+@triton.jit
+def ordered(bits: tl.tensor) -> tl.tensor:
+    """Return integers in the order of the numbers with these bits, NaN outside the infinities; its own inverse."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+@triton.jit
+def flush(x: tl.tensor) -> tl.tensor:
+    """Return x, or +0 for what is below 2**-126 in magnitude; NaN stays NaN."""
+    return tl.where(tl.abs(x) < TINY, 0.0, x)
+
+
+@triton.jit
+def rint(x: tl.tensor) -> tl.tensor:
+    """Return x, below 2**22 in magnitude, rounded to an integer, half to even; no zero comes out negative."""
+    return (x + NO_FRACTION) - NO_FRACTION
+
+
+@triton.jit
+def times_factor(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """Return x times a factor as `qcomp.Scaled` rounds it."""
+    return flush(as_float(as_bits(x * factor) & -2))
+
+
+@triton.jit
+def tree_sum(tile: tl.tensor) -> tl.tensor:
+    """Return the sum of each bucket of a tile (`tiles`): halves are added until one is left.
+
+    Lanes beyond the width of a tail hold zeros. They are added first, and change nothing.
+    """
+    BUCKETS: tl.constexpr = tile.shape[0]
+    sums = tl.reshape(tile, (BUCKETS, tile.shape[1] * tile.shape[2]))
+    for _ in tl.static_range(MAX_HALVINGS):
+        if sums.shape[1] > 1:
+            # The sum of two is one addition: Triton has no order to choose.
+            sums = tl.sum(tl.reshape(sums, (BUCKETS, 2, sums.shape[1] // 2)), axis=1)
+    return tl.reshape(sums, (BUCKETS,))
+
+
+@triton.jit
+def scaled_squares(p: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the sum of the squares of each bucket over the square of a power of two, and that power.
+
+    ``largest`` has the bits of each bucket's largest magnitude. Multiplying by the reciprocal of a power of two is
+    exact where dividing by the power is, and rounds alike where it is not.
+    """
+    power = as_float(largest & EXPONENT)
+    power = tl.where(power > 0.0, power, 1.0)
+    inverse = tl.div_rn(tl.full(power.shape, 1.0, tl.float32), power)
+    scaled = tl.abs(p) * inverse[:, None, None]
+    scaled = tl.where(scaled < NEGLIGIBLE, 0.0, scaled)
+    return tree_sum(as_float(as_bits(scaled * scaled) & -2)), power
+
+
+@triton.jit
+def round_up_step(norm: tl.tensor, levels: tl.constexpr, low: tl.constexpr) -> tl.tensor:
+    """Return norm / levels with the bits of ``low`` rounded up to zero; see `qcomp.core.compressors.qsgd`."""
+    exact = tl.div_rn(norm, tl.full(norm.shape, levels, tl.float32))
+    step = as_float((as_bits(exact) + low) & ~low)
+    step = tl.where(step < TINY, TINY, step)
+    return tl.where(norm > 0.0, step, norm)

@@ -1,0 +1,160 @@
+"""How a vector is cut into tiles, the share of one program, and how tiles are read and written.
+
+A tile has the shape (buckets, 8, W), where W is the length of a bucket over 8: element p*W + j of a bucket is at
+(p, j). The eight elements of a column share a byte of every bit plane and a block of random words. A program has some
+full buckets or, the last one, the tail. The tail's tile is as wide as the others, but only the first ``width`` lanes
+of each plane count.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from qcomp.backends.torch_triton.primitives import TOO_LARGE, flush
+from qcomp.core.buckets import padded_size
+from qcomp.core.kernels import Blend
+
+__all__ = [
+    "MAX_BUCKET_SIZE",
+    "Cut",
+    "buckets_inside",
+    "compensated",
+    "cut",
+    "elements_inside",
+    "mix",
+    "offsets_in_tile",
+    "refuse",
+    "write",
+]
+
+MAX_BUCKET_SIZE = 1 << 15
+"""A program keeps its tile in registers, and there are no more."""
+_TILE = 512
+"""Elements of a tile of small buckets, and of a warp: four 16-byte loads for each of its threads."""
+_MAX_WARPS = 16 if torch.version.hip else 32
+"""1024 threads: a warp of AMD's may have 64."""
+
+
+class Cut(NamedTuple):
+    """A vector cut into tiles."""
+
+    full: int
+    """Full buckets."""
+    rest: int
+    """Elements of the tail."""
+    width: int
+    """Lanes of the tail: its length over 8."""
+    buckets: int
+    """Buckets of a tile."""
+    warps: int
+    """Warps of a program."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """What the kernels must know of the vector."""
+        return self.full, self.rest, self.width
+
+    @property
+    def grid(self) -> tuple[int]:
+        """The number of tiles, as Triton takes it."""
+        return (-(-self.full // self.buckets) + (self.rest > 0),)
+
+
+def cut(size: int, bucket_size: int) -> Cut:
+    """Return how a vector is cut."""
+    full, rest = divmod(size, bucket_size)
+    tile = max(bucket_size, _TILE)
+    return Cut(
+        full,
+        rest,
+        width=(padded_size(size, bucket_size) - full * bucket_size) // 8,
+        buckets=tile // bucket_size,
+        warps=min(tile // _TILE, _MAX_WARPS),
+    )
+
+
+def mix(blend: Blend | None) -> tuple[Any, float, float]:
+    """Return the momentum that x is blended into and the factors of both, None for a momentum that there is not."""
+    if blend is None:
+        return None, 0.0, 0.0
+    return blend.m, float(blend.beta1), float((1 - blend.beta1) * blend.scale)
+
+
+@triton.jit
+def offsets_in_tile(width: tl.tensor, BUCKETS: tl.constexpr, LENGTH: tl.constexpr) -> tl.tensor:
+    """Return where the elements of a tile are, counted from its first."""
+    bucket = tl.arange(0, BUCKETS)[:, None, None]
+    plane = tl.arange(0, 8)[None, :, None]
+    lane = tl.arange(0, LENGTH // 8)[None, None, :]
+    return bucket * LENGTH + plane * width + lane
+
+
+@triton.jit
+def buckets_inside(count: tl.tensor, BUCKETS: tl.constexpr) -> tl.tensor:
+    """Return which buckets of a tile there are: the first ``count``."""
+    return tl.arange(0, BUCKETS) < count
+
+
+@triton.jit
+def elements_inside(
+    offsets: tl.tensor,
+    count: tl.tensor,
+    filled: tl.tensor,
+    width: tl.tensor,
+    BUCKETS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TAIL: tl.constexpr,
+) -> tl.tensor:
+    """Return which elements of a tile there are: those of ``count`` buckets, or ``filled`` ones of the tail."""
+    if TAIL:
+        inside = (tl.arange(0, LENGTH // 8)[None, None, :] < width) & (offsets < filled)
+    else:
+        inside = buckets_inside(count, BUCKETS)[:, None, None]
+    return inside
+
+
+@triton.jit
+def compensated(
+    x: tl.tensor,
+    m: tl.tensor,
+    keep: tl.tensor,
+    new: tl.tensor,
+    residual: tl.tensor,
+    start: tl.tensor,
+    offsets: tl.tensor,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """Return p = flush(flush(x) + residual) of the tile that starts there, 0 where there is no element.
+
+    With m it is of the momentum keep * m + new * x instead of x; without a residual, nothing is added.
+    """
+    p = tl.load(x + start + offsets, mask=inside, other=0.0).to(tl.float32)
+    if m is not None:
+        p = keep * tl.load(m + start + offsets, mask=inside, other=0.0) + new * p
+    p = flush(p)
+    if residual is not None:
+        p = flush(p + tl.load(residual + start + offsets, mask=inside, other=0.0))
+    return p
+
+
+@triton.jit
+def refuse(refused: tl.tensor, largest: tl.tensor) -> None:
+    """Set the flag if one of these is the bits of a magnitude from 2**100 on, of an infinity or of a NaN."""
+    if tl.max(tl.ravel(largest), axis=0) >= TOO_LARGE:
+        tl.store(refused, 1)
+
+
+@triton.jit
+def write(
+    out: tl.tensor, offsets: tl.tensor, inside: tl.tensor, values: tl.tensor, ADD: tl.constexpr
+) -> None:
+    """Store values in the dtype of a buffer, to which each of the two operations rounds, or add them to it."""
+    rounded = values.to(out.dtype.element_ty)
+    if ADD:
+        old = tl.load(out + offsets, mask=inside, other=0.0)
+        rounded = (old.to(tl.float32) + rounded.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + offsets, rounded, mask=inside)
