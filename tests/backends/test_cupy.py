@@ -1,5 +1,6 @@
 """The CUDA C++ kernels: emulated on the CPU everywhere, compiled where there is NVRTC, run where there is a GPU."""
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from qcomp.backends.cupy_cuda import sources
 from qcomp.backends.cupy_cuda.kernel_set import KERNELS, OPTIONS
 from qcomp.backends.cupy_cuda.launches import CudaKernels
 from qcomp.core import primitives
-from qcomp.core.kernels import use_kernels
+from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.random import Key, replace_draws
 from qcomp.testing import check_kernels
 from qcomp.testing.inputs import FAMILIES, vector
@@ -29,11 +30,12 @@ SMALL_AND_LARGE = (
     qcomp.QSGD(levels=100, bucket_size=32, norm="l2"),
     qcomp.QSGD(levels=7, bucket_size=512),
     qcomp.QSGD(levels=60, bucket_size=32768, norm="l2"),
-    qcomp.Scaled(qcomp.QSGD(levels=3, bucket_size=16)),
-    qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=32768)),
+    qcomp.Scaled(qcomp.QSGD(levels=15, bucket_size=16)),
+    qcomp.Scaled(qcomp.QSGD(levels=31, bucket_size=32768)),
     *(qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 16, 32, 65536)),
 )
-"""Buckets of less than a group of elements, of one, of several warps, and of more than a block has threads for."""
+"""Buckets of less than a group of elements, of one, of several warps, and of more than a block has threads for; codes
+of every width."""
 
 
 def _load_emulator():
@@ -141,11 +143,17 @@ def all_of(machine, compressor, x, old, total, *, shift=0):
         plain = primitives.encode(compressor, array(x), None, KEY)
         both = primitives.encode(compressor, array(x), array(old), KEY)
         given = primitives.encode(compressor, array(x), array(old), KEY, out=array(np.zeros_like(old)))
+        blend = Blend(array(old[::-1].copy()), 0.9, 0.7)
+        mixed = primitives.encode(compressor, array(x), None, KEY, blend=blend)
+        # Every array may start at another address.
+        mixed_both = primitives.encode(compressor, machine.array(x), array(old), KEY, blend=blend)
         payload = compressor.payload(x, array(machine.numpy(both.data)))
         decoded = primitives.decode(compressor, payload, array(x))
         written = primitives.decode(compressor, payload, array(x), out=array(x))
         added = primitives.decode(compressor, payload, array(x), out=array(total), accumulate=True)
-    parts = [plain.data, both.data, both.residual, given.residual, decoded, written, added]
+    encoded = [plain.data, both.data, both.residual, given.residual]
+    encoded += [mixed.data, mixed_both.data, mixed_both.residual]
+    parts = [*encoded, decoded, written, added]
     return [machine.numpy(part).tobytes() for part in parts]
 
 
@@ -153,7 +161,10 @@ def spec(compressor):
     return compressor.spec
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=spec)
+# The widths in between differ in how codes are packed and in nothing else, and are among SMALL_AND_LARGE.
+@pytest.mark.parametrize(
+    "compressor", [c for c in COMPRESSORS if getattr(c, "levels", 1) in {1, 5, 127}], ids=spec
+)
 def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
     check_kernels(Emulated(emulated_library).kernels, compressors=[compressor], max_examples=10)
 
@@ -179,7 +190,8 @@ def test_the_emulation_finds_a_missing_barrier(tmp_path):
     found = []
     for text in (code, calls.sub(r"\1;", code)):
         kernels = Emulated(emulator.build(tmp_path, text, optimise="-O0")).kernels
-        found.append(kernels.encode(c, x, None, None, out=None, limit=None).data.tobytes())
+        with use_kernels(kernels):
+            found.append(primitives.encode(c, x, None, None).data.tobytes())
     assert found[0] == expected
     assert found[1] != expected
 
@@ -285,22 +297,69 @@ def test_a_value_out_of_range_is_flagged_and_the_residual_stays(machine, compres
     assert machine.numpy(refused)[0] == 0
 
 
+@pytest.mark.parametrize("family", ["sign", "qsgd", "minmax"])
+def test_what_is_blended_is_judged_not_what_it_is_made_of(machine, family):
+    compressor = qcomp.compressor(f"{family}:bucket_size=64")
+    small = vector("gaussian", 100, 0)
+    # 0.5 * m + scale / 2 * x
+    for x_bad, m_bad, scale, expected in [
+        (2.0**100, 0.0, 1.0, 0),
+        (2.0**99, 0.0, 4.0, 1),
+        (0.0, 2.0**100, 1.0, 0),
+        (0.0, 2.0**101, 1.0, 1),
+        (2.0**101, -(2.0**101), 1.0, 0),
+        (3e38, 3e38, 4.0, 1),
+        (0.0, np.nan, 1.0, 1),
+        (-np.inf, 0.0, 0.0, 1),
+    ]:
+        x, m = small.copy(), small.copy()
+        x[70], m[70] = x_bad, m_bad
+        residual = machine.array(small)
+        with use_kernels(machine.kernels):
+            blend = Blend(machine.array(m), 0.5, scale)
+            found = primitives.encode(compressor, machine.array(x), residual, KEY, out=residual, blend=blend)
+        assert machine.numpy(found.refused)[0] == expected, (x_bad, m_bad, scale)
+        assert machine.numpy(residual).tobytes() == small.tobytes()
+        if not expected:
+            with use_kernels(None):
+                pure = primitives.encode(compressor, x, small, KEY, blend=Blend(m, 0.5, scale))
+            assert machine.numpy(found.data).tobytes() == pure.data.tobytes()
+            assert machine.numpy(found.residual).tobytes() == pure.residual.tobytes()
+
+
 @pytest.mark.parametrize("bucket_size", [64, 32768])
 @pytest.mark.parametrize("name", ["sign", "qsgd", "minmax"])
-def test_where_the_new_residual_lies(machine, name, bucket_size):
+@pytest.mark.parametrize("blended", [False, True])
+def test_where_the_new_residual_lies(machine, name, bucket_size, blended):
     compressor = qcomp.compressor(f"{name}:bucket_size={bucket_size}")
-    x, old = mixed(40_000, 0), mixed(40_000, 1)
+    x, old, m = (mixed(40_000, seed) for seed in range(3))
     with use_kernels(None):
-        expected = primitives.encode(compressor, x, old, KEY).residual.tobytes()
+        blend = Blend(m, 0.9, 0.7) if blended else None
+        expected = primitives.encode(compressor, x, old, KEY, blend=blend).residual.tobytes()
     for where in ("x", "residual", "beside"):
         arrays = {"x": machine.array(x), "residual": machine.array(old), "beside": machine.array(x)}
+        blend = Blend(machine.array(m), 0.9, 0.7) if blended else None
         with use_kernels(machine.kernels):
             new = primitives.encode(
-                compressor, arrays["x"], arrays["residual"], KEY, out=arrays[where]
+                compressor, arrays["x"], arrays["residual"], KEY, out=arrays[where], blend=blend
             ).residual
         assert (new is arrays[where]) == (where != "residual")
         assert machine.numpy(new).tobytes() == expected
         assert machine.numpy(arrays["residual"]).tobytes() == old.tobytes()
+        if blend is not None:
+            assert machine.numpy(blend.m).tobytes() == m.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compressor", SMALL_AND_LARGE[4:7] + SMALL_AND_LARGE[-5:], ids=spec)
+def test_a_momentum_is_blended_by_the_encoder_itself(emulated_library, compressor, dtype):
+    machine = Emulated(emulated_library)
+    x, m = vector("gaussian", 100, 0), vector("gaussian", 100, 1)
+    with use_kernels(machine.kernels):
+        primitives.encode(compressor, x.astype(DTYPES[dtype]), m, KEY, blend=Blend(m, 0.9, 0.7))
+    (launch,) = machine.runtime.launches
+    large = "_large" if compressor.traits.bucket_size > 16384 else ""
+    assert re.fullmatch(f"(sign|qsgd|minmax)_encode_blended{large}_{dtype}", launch.name)
 
 
 def test_the_primitives_without_a_compressor_keep_subnormals(machine):
@@ -328,11 +387,13 @@ def test_a_vector_of_any_shape_keeps_it(emulated_library):
     kernels = Emulated(emulated_library).kernels
     x, old = (vector("gaussian", 6 * 35, seed).reshape(6, 5, 7) for seed in (0, 1))
     c = qcomp.ScaledSign(bucket_size=64)
-    found = kernels.encode(c, x, old, None, out=None, limit=None)
-    with use_kernels(None):
-        expected = primitives.encode(c, x, old, None)
-    assert found.residual.shape == x.shape
-    assert found.residual.tobytes() == expected.residual.tobytes()
+    m = vector("gaussian", x.size, 2)
+    for blend, same in ((None, None), (Blend(m, 0.9, 0.7), Blend(m.reshape(x.shape), 0.9, 0.7))):
+        found = kernels.encode(c, x, old, None, out=None, limit=None, blend=blend)
+        with use_kernels(None):
+            expected = primitives.encode(c, x, old, None, blend=same)
+        assert found.residual.shape == x.shape
+        assert found.residual.tobytes() == expected.residual.tobytes()
     assert kernels.decode(c, found.data, x, out=None, accumulate=False).shape == x.shape
 
 
@@ -343,8 +404,9 @@ def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
     class OtherSign(qcomp.ScaledSign):
         pass
 
-    def encode(compressor, x, residual=None, *, key=KEY, out=None):
-        return kernels.encode(compressor, x, residual, key, out=out, limit=None)
+    def encode(compressor, x, residual=None, *, key=KEY, out=None, m=None):
+        blend = None if m is None else Blend(m, 0.9, 0.7)
+        return kernels.encode(compressor, x, residual, key, out=out, limit=None, blend=blend)
 
     assert kernels.takes(x)
     assert not kernels.takes(x.astype(np.float64))
@@ -352,6 +414,9 @@ def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
     assert encode(sign, x[::2]) is None
     assert encode(sign, x, x.astype(np.float64)) is None
     assert encode(sign, x, x, out=np.zeros(128, dtype=np.float32)[::2]) is None
+    assert encode(sign, x, m=x[::-1]) is None
+    assert encode(sign, x, m=x[:-1]) is None
+    assert encode(sign, x.astype(np.float16), m=x.astype(np.float16)) is None
     assert encode(OtherSign(), x) is None
     assert encode(qcomp.Identity(), x) is None
     assert encode(qsgd, x, key=None) is None
@@ -387,14 +452,15 @@ AS_CUPY_COMPILES = (*OPTIONS, "-ftz=true", "--device-as-default-execution-space"
 """CuPy adds these two to the options of every kernel."""
 
 
-def compile_to_ptx(name, architecture):
+@functools.cache
+def compile_to_ptx(name):
     try:
         nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
         program = nvrtc.createProgram(sources.source(name), f"{name}.cu", [], [])
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"no NVRTC, which comes with CuPy and nvidia-cuda-nvrtc: {error}")
     try:
-        nvrtc.compileProgram(program, [*AS_CUPY_COMPILES, f"--gpu-architecture={architecture}"])
+        nvrtc.compileProgram(program, [*AS_CUPY_COMPILES, "--gpu-architecture=compute_80"])
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program))
     log, ptx = nvrtc.getProgramLog(program), nvrtc.getPTX(program)
@@ -405,7 +471,7 @@ def compile_to_ptx(name, architecture):
 
 @pytest.mark.parametrize("name", sources.KERNELS)
 def test_the_compiler_keeps_the_arithmetic(name):
-    ptx = compile_to_ptx(name, "compute_80")
+    ptx = compile_to_ptx(name)
     assert f".entry {name}(" in ptx
     operations = r"\b(?:add|sub|mul|mad|fma|div|sqrt|rcp|neg|abs|min|max|setp|cvt)\.[\w.]*f32\b"
     found = set(re.findall(operations, ptx))
@@ -416,11 +482,13 @@ def test_the_compiler_keeps_the_arithmetic(name):
     assert ".ftz" not in ptx
     assert ".f64" not in ptx
     # Large buckets alone need an array that no register can be.
-    assert (".local" in ptx) == (re.match("(sign|qsgd)_encode_large", name) is not None)
+    assert (".local" in ptx) == (re.match("(sign|qsgd)_encode(_blended)?_large", name) is not None)
 
 
+@pytest.mark.parametrize("role", ["encode", "encode_blended"])
 @pytest.mark.parametrize("family", ["sign", "qsgd", "minmax"])
-def test_sixteen_bytes_are_read_and_written_at_a_time(family):
-    ptx = compile_to_ptx(f"{family}_encode_float32", "compute_90")
-    assert len(re.findall(r"ld\.global\.v4", ptx)) == 16  # of x and of the residual
+def test_sixteen_bytes_are_read_and_written_at_a_time(family, role):
+    ptx = compile_to_ptx(f"{family}_{role}_float32")
+    vectors_read = {"encode": 2, "encode_blended": 3}[role]  # x, the residual, the momentum
+    assert len(re.findall(r"ld\.global\.v4", ptx)) == 8 * vectors_read
     assert len(re.findall(r"st\.global\.wb\.v4", ptx)) == 8

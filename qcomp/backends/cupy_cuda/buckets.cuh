@@ -95,36 +95,6 @@ __device__ inline void put_group(X* out, const Bucket& bucket, int group, float 
     store_group(out, bucket, group, values);
 }
 
-// What an encoder reads, x and a residual or null, and where the new residual goes, or null; it may be x.
-template <class X>
-struct Vector {
-    const X* x;
-    const float* residual;
-    float* out;
-
-    // p = flush(flush(x) + residual)
-    __device__ void load(const Bucket& bucket, int group, float (&p)[PLANES][4]) const {
-        load_group(x, bucket, group, p);
-        if (residual == nullptr) {
-#pragma unroll
-            for (int d = 0; d < PLANES; d++)
-#pragma unroll
-                for (int v = 0; v < 4; v++) p[d][v] = flush(p[d][v]);
-            return;
-        }
-        float old[PLANES][4];
-        load_group(residual, bucket, group, old);
-#pragma unroll
-        for (int d = 0; d < PLANES; d++)
-#pragma unroll
-            for (int v = 0; v < 4; v++) p[d][v] = flush(add(flush(p[d][v]), old[d][v]));
-    }
-
-    __device__ void store(const Bucket& bucket, int group, const float (&lost)[PLANES][4]) const {
-        if (out != nullptr) store_group(out, bucket, group, lost);
-    }
-};
-
 // Which bucket this thread works on, and on which of its groups: one, or as many as there are steps.
 template <bool LARGE>
 struct Share {

@@ -15,6 +15,11 @@ __device__ inline float flush(float x) { return float_of((bits_of(x) & MAGNITUDE
 
 __device__ inline float magnitude(float x) { return float_of(bits_of(x) & MAGNITUDE); }
 
+// keep * m + fresh * x, each operation rounded.
+__device__ inline float blend(float keep, float m, float fresh, float x) {
+    return add(multiply(keep, m), multiply(fresh, x));
+}
+
 struct Half {
     unsigned short bits;
 };

@@ -99,12 +99,17 @@ class CudaKernels:
         limit: float | None,  # noqa: ARG002 - the protocol's
         blend: Blend | None,
     ) -> Encoded | None:
-        """Compress x, plus the residual if there is one, in one pass that also finds what is out of range."""
-        codec = None if blend is not None else _codec(compressor)
+        """Compress x, or the momentum that it is blended into, plus the residual if there is one, in one pass.
+
+        The same pass finds what is out of range.
+        """
+        codec = _codec(compressor)
         stream = () if codec is None else _stream(codec, compressor, key, x)
         if codec is None or stream is None:
             return None
-        if not self._reaches(x, x) or not self._suit((residual, out), x, "float32"):
+        if not self._reaches(x, x) or not self._suit(
+            (residual, out, None if blend is None else blend.m), x, "float32"
+        ):
             return None
         new = None
         if residual is not None:
@@ -116,9 +121,13 @@ class CudaKernels:
         if size:
             lanes = min(max(1, bucket_size // _GROUP), _MOST_LANES)
             block = max(lanes, _BLOCK)
-            role = "encode_large" if bucket_size > lanes * _GROUP else "encode"
+            role = "encode" if blend is None else "encode_blended"
+            if bucket_size > lanes * _GROUP:
+                role += "_large"
             arguments: Scalars = (
-                *(self._pointer(array) for array in (x, residual, new, data, refused)),
+                self._pointer(x),
+                *(() if blend is None else (self._pointer(blend.m), *_weights(blend.beta1, blend.scale))),
+                *(self._pointer(array) for array in (residual, new, data, refused)),
                 np.int64(size),
                 np.int32(bucket_size),
                 np.int32(lanes),
@@ -168,7 +177,7 @@ class CudaKernels:
         if not self._suit((m, g), m, "float32"):
             return None
         out = self.runtime.empty(tuple(m.shape), "float32", like=m)
-        self._pass_over("momentum", (m, g, out), np.float32(beta1), np.float32((1 - beta1) * scale))
+        self._pass_over("momentum", (m, g, out), *_weights(beta1, scale))
         return out
 
     def frozen_step(
@@ -214,6 +223,11 @@ class CudaKernels:
     def _reaches(self, array: Array, like: Array) -> bool:
         """Return whether kernels on the device of ``like`` can take an array by its address alone."""
         return self.runtime.owns(array) and bool(array.flags.c_contiguous) and device(array) == device(like)
+
+
+def _weights(beta1: float, scale: float) -> Scalars:
+    """Return the factors of the old momentum and of what is new."""
+    return np.float32(beta1), np.float32((1 - beta1) * scale)
 
 
 class _Codec(NamedTuple):

@@ -19,8 +19,8 @@ __device__ inline int clamp_code(int code) { return code < 0 ? 0 : code > 255 ? 
 
 __device__ inline float value_of(int code, float base, float step) { return add(base, multiply((float)code, step)); }
 
-template <class X, bool LARGE>
-__device__ inline void minmax_encode(Vector<X> vector, unsigned char* data, unsigned char* refused, long long size,
+template <bool LARGE, class Values>
+__device__ inline void minmax_encode(Vector<Values> vector, unsigned char* data, unsigned char* refused, long long size,
                                      int bucket_size, int lanes, long long codes_end) {
     __shared__ Extremes memory[MOST_LANES];
     const Share<LARGE> share(bucket_size, lanes);
@@ -102,10 +102,11 @@ __device__ inline void minmax_decode(const unsigned char* data, X* out, long lon
     put_group(out, bucket, group, values, accumulate);
 }
 
-#define MINMAX_ENCODE(NAME, X, LARGE)                                                                                  \
-    KERNEL NAME(const X* x, const float* residual, float* out, unsigned char* data, unsigned char* refused,            \
-                long long size, int bucket_size, int lanes, long long codes_end) {                                     \
-        minmax_encode<X, LARGE>({x, residual, out}, data, refused, size, bucket_size, lanes, codes_end);               \
+#define MINMAX_ENCODE(NAME, X, LARGE, INPUT)                                                                           \
+    KERNEL NAME(INPUT##_PARAMETERS(X), const float* residual, float* out, unsigned char* data,                         \
+                unsigned char* refused, long long size, int bucket_size, int lanes, long long codes_end) {             \
+        minmax_encode<LARGE>(Vector{INPUT##_VALUES(X), residual, out}, data, refused, size, bucket_size, lanes,        \
+                             codes_end);                                                                               \
     }
 
 #define MINMAX_DECODE(NAME, X)                                                                                         \

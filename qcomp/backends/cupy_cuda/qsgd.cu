@@ -93,8 +93,8 @@ __device__ inline float value_of(int level, bool negative, float step, float fac
     return flush(float_of(bits_of(multiply(value, factor)) & ~1u));
 }
 
-template <class X, bool LARGE>
-__device__ inline void qsgd_encode(Vector<X> vector, unsigned char* data, unsigned char* refused, long long size,
+template <bool LARGE, class Values>
+__device__ inline void qsgd_encode(Vector<Values> vector, unsigned char* data, unsigned char* refused, long long size,
                                    int bucket_size, int lanes, long long codes_end, int levels, int bits, int l2,
                                    float factor, unsigned k0, unsigned k1, unsigned hop, unsigned first_block) {
     __shared__ unsigned maxima[MOST_LANES];
@@ -184,12 +184,13 @@ __device__ inline void qsgd_decode(const unsigned char* data, X* out, long long 
     put_group(out, bucket, group, values, accumulate);
 }
 
-#define QSGD_ENCODE(NAME, X, LARGE)                                                                                    \
-    KERNEL NAME(const X* x, const float* residual, float* out, unsigned char* data, unsigned char* refused,            \
-                long long size, int bucket_size, int lanes, long long codes_end, int levels, int bits, int l2,         \
-                float factor, unsigned k0, unsigned k1, unsigned hop, unsigned first_block) {                          \
-        qsgd_encode<X, LARGE>({x, residual, out}, data, refused, size, bucket_size, lanes, codes_end, levels,          \
-                               bits, l2, factor, k0, k1, hop, first_block);                                            \
+#define QSGD_ENCODE(NAME, X, LARGE, INPUT)                                                                             \
+    KERNEL NAME(INPUT##_PARAMETERS(X), const float* residual, float* out, unsigned char* data,                         \
+                unsigned char* refused, long long size, int bucket_size, int lanes, long long codes_end,               \
+                int levels, int bits, int l2, float factor, unsigned k0, unsigned k1, unsigned hop,                    \
+                unsigned first_block) {                                                                                \
+        qsgd_encode<LARGE>(Vector{INPUT##_VALUES(X), residual, out}, data, refused, size, bucket_size, lanes,          \
+                           codes_end, levels, bits, l2, factor, k0, k1, hop, first_block);                             \
     }
 
 #define QSGD_DECODE(NAME, X)                                                                                           \

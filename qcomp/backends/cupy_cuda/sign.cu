@@ -2,8 +2,8 @@
 //
 // scale = mean |p| or root mean p^2 of the bucket; code = 1 where p < 0; residual' = flush(p - (scale or -scale)).
 
-template <class X, bool LARGE>
-__device__ inline void sign_encode(Vector<X> vector, unsigned char* data, unsigned char* refused, long long size,
+template <bool LARGE, class Values>
+__device__ inline void sign_encode(Vector<Values> vector, unsigned char* data, unsigned char* refused, long long size,
                                    int bucket_size, int lanes, long long codes_end, int rms) {
     __shared__ unsigned maxima[MOST_LANES];
     __shared__ float4 sums[MOST_LANES];
@@ -69,10 +69,11 @@ __device__ inline void sign_decode(const unsigned char* data, X* out, long long 
     put_group(out, bucket, group, values, accumulate);
 }
 
-#define SIGN_ENCODE(NAME, X, LARGE)                                                                                    \
-    KERNEL NAME(const X* x, const float* residual, float* out, unsigned char* data, unsigned char* refused,            \
-                long long size, int bucket_size, int lanes, long long codes_end, int rms) {                            \
-        sign_encode<X, LARGE>({x, residual, out}, data, refused, size, bucket_size, lanes, codes_end, rms);            \
+#define SIGN_ENCODE(NAME, X, LARGE, INPUT)                                                                             \
+    KERNEL NAME(INPUT##_PARAMETERS(X), const float* residual, float* out, unsigned char* data,                         \
+                unsigned char* refused, long long size, int bucket_size, int lanes, long long codes_end, int rms) {    \
+        sign_encode<LARGE>(Vector{INPUT##_VALUES(X), residual, out}, data, refused, size, bucket_size, lanes,          \
+                           codes_end, rms);                                                                            \
     }
 
 #define SIGN_DECODE(NAME, X)                                                                                           \

@@ -11,15 +11,17 @@ from pathlib import Path
 
 __all__ = ["DTYPES", "HEADERS", "KERNELS", "kernel_name", "read", "source"]
 
-HEADERS = ("arithmetic.cuh", "elements.cuh", "buckets.cuh")
+HEADERS = ("arithmetic.cuh", "elements.cuh", "buckets.cuh", "inputs.cuh")
 """What stands before every kernel, in this order."""
 
 _TYPES = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}
 DTYPES = tuple(_TYPES)
 """Of the vectors for which there are kernels."""
 _ROLES = {
-    "encode": "ENCODE({}, {}, false)",
-    "encode_large": "ENCODE({}, {}, true)",
+    "encode": "ENCODE({}, {}, false, PLAIN)",
+    "encode_large": "ENCODE({}, {}, true, PLAIN)",
+    "encode_blended": "ENCODE({}, {}, false, BLENDED)",
+    "encode_blended_large": "ENCODE({}, {}, true, BLENDED)",
     "decode": "DECODE({}, {})",
 }
 

@@ -49,7 +49,7 @@ KERNEL momentum(const float* m, const float* g, float* out, long long size, floa
     load_mine(m, mine, values);
     load_mine(g, mine, gradient);
 #pragma unroll
-    for (int v = 0; v < 4; v++) values[v] = add(multiply(keep, values[v]), multiply(fresh, gradient[v]));
+    for (int v = 0; v < 4; v++) values[v] = blend(keep, values[v], fresh, gradient[v]);
     store_mine(out, mine, values);
 }
 

@@ -42,7 +42,7 @@ def translation_unit(names=tuple(sources.KERNELS)):
     )
 
 
-def build(directory, code=None, optimise="-O2"):
+def build(directory, code=None, optimise="-O1"):
     """Return the shared library of a translation unit, that of all kernels, compiled unless the directory has it."""
     code = code or translation_unit()
     flags = [*_FLAGS, optimise]

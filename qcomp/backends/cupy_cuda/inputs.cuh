@@ -1,0 +1,68 @@
+// What an encoder reads: the values, which are x or a momentum that x is blended into, and a residual.
+
+template <class X>
+struct Plain {
+    const X* x;
+
+    __device__ void load(const Bucket& bucket, int group, float (&values)[PLANES][4]) const {
+        load_group(x, bucket, group, values);
+    }
+};
+
+// keep * m + fresh * x. A type of its own, because with a pointer that may be null the encoders of x alone would take
+// more registers.
+template <class X>
+struct Blended {
+    const X* x;
+    const float* m;
+    float keep, fresh;
+
+    __device__ void load(const Bucket& bucket, int group, float (&values)[PLANES][4]) const {
+        load_group(x, bucket, group, values);
+        float old[PLANES][4];
+        load_group(m, bucket, group, old);
+#pragma unroll
+        for (int d = 0; d < PLANES; d++)
+#pragma unroll
+            for (int v = 0; v < 4; v++) values[d][v] = blend(keep, old[d][v], fresh, values[d][v]);
+    }
+};
+
+// The parameters of an encoder for either, and what is made of them.
+#define PLAIN_PARAMETERS(X) const X* x
+#define PLAIN_VALUES(X) Plain<X>{x}
+#define BLENDED_PARAMETERS(X) const X *x, const float *m, float keep, float fresh
+#define BLENDED_VALUES(X) Blended<X>{x, m, keep, fresh}
+
+// The values, a residual or null, and where the new residual goes, or null; it may be x.
+template <class Values>
+struct Vector {
+    Values values;
+    const float* residual;
+    float* out;
+
+    // p = flush(flush(values) + residual)
+    __device__ void load(const Bucket& bucket, int group, float (&p)[PLANES][4]) const {
+        values.load(bucket, group, p);
+        if (residual == nullptr) {
+#pragma unroll
+            for (int d = 0; d < PLANES; d++)
+#pragma unroll
+                for (int v = 0; v < 4; v++) p[d][v] = flush(p[d][v]);
+            return;
+        }
+        float old[PLANES][4];
+        load_group(residual, bucket, group, old);
+#pragma unroll
+        for (int d = 0; d < PLANES; d++)
+#pragma unroll
+            for (int v = 0; v < 4; v++) p[d][v] = flush(add(flush(p[d][v]), old[d][v]));
+    }
+
+    __device__ void store(const Bucket& bucket, int group, const float (&lost)[PLANES][4]) const {
+        if (out != nullptr) store_group(out, bucket, group, lost);
+    }
+};
+
+template <class Values>
+Vector(Values, const float*, float*) -> Vector<Values>;
