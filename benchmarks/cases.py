@@ -13,7 +13,7 @@ from timing import Candidate, Timer, timer
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.kernels import chosen
+from qcomp.core.kernels import StepNumbers, chosen
 
 __all__ = [
     "COMPRESSORS",
@@ -167,10 +167,10 @@ def decode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
 def vector_calls(arrays: Vectors) -> Calls:
     """Return the primitives of the mean and of the optimizers."""
     x, residual, out, variance = arrays.x, arrays.residual, arrays.out, arrays.variance
-    step = {"rate": 1e-3, "correction": 0.9, "eps": 1e-8, "weight_decay": 0.01}
+    step = StepNumbers(1e-3, 0.9, 1e-8, 0.01)
     return {
         # By one, so that the values stay what they are however often it is done.
         "finish_mean": lambda: primitives.finish_mean(out, 1),
         "momentum": lambda: primitives.momentum(residual, x, 0.9, 1.0),
-        "frozen_step": lambda: primitives.frozen_step(x, residual, variance, **step),
+        "frozen_step": lambda: primitives.frozen_step(x, residual, variance, step),
     }

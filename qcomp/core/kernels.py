@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from qcomp.core.compressor import Compressor
     from qcomp.core.random import Key
 
-__all__ = ["Blend", "Chooser", "Encoded", "KernelSet", "choose_with", "chosen", "use_chooser", "use_kernels"]
+__all__ = [
+    "Blend",
+    "Chooser",
+    "Encoded",
+    "KernelSet",
+    "StepNumbers",
+    "choose_with",
+    "chosen",
+    "use_chooser",
+    "use_kernels",
+]
 
 
 class Encoded(NamedTuple):
@@ -45,6 +55,17 @@ class Blend(NamedTuple):
         return self._replace(m=self.m[part])
 
 
+class StepNumbers(NamedTuple):
+    """The numbers of a step of Adam."""
+
+    rate: float
+    """Learning rate."""
+    correction: float
+    """Of the momentum, 1 - beta1^step."""
+    eps: float
+    weight_decay: float
+
+
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
@@ -54,7 +75,7 @@ class KernelSet(Protocol):
     name: str
 
     def takes(self, x: Array) -> bool:
-        """Return whether there are kernels for arrays of this library, device and dtype."""
+        """Return whether there are kernels for arrays of the library, device and dtype of x, by nothing else."""
         ...
 
     def encode(
@@ -95,17 +116,7 @@ class KernelSet(Protocol):
         """Return ``beta1 * m + (1 - beta1) * scale * g`` in a new array."""
         ...
 
-    def frozen_step(
-        self,
-        p: Array,
-        m: Array,
-        v: Array,
-        *,
-        rate: float,
-        correction: float,
-        eps: float,
-        weight_decay: float,
-    ) -> tuple[Array, Array] | None:
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters after a step with a frozen variance, in a new array, and the masked momentum.
 
         The masked momentum may take the buffer of m.

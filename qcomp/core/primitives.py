@@ -23,7 +23,7 @@ from qcomp.core.arrays import (
     write_into,
 )
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Blend, Encoded, chosen
+from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
 
 if TYPE_CHECKING:
     from qcomp.core.compressor import Compressor
@@ -193,17 +193,14 @@ def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
     return beta1 * m + ((1 - beta1) * scale) * gradient
 
 
-def frozen_step(
-    p: Array, m: Array, v: Array, *, rate: float, correction: float, eps: float, weight_decay: float
-) -> tuple[Array, Array]:
+def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:
     """Return the parameters after a step of Adam with a frozen variance, and the momentum to keep.
 
     Parameters
     ----------
     p, m, v : array
         Parameters, averaged momentum, frozen and bias-corrected variance. The buffer of m may be reused.
-    rate, correction, eps, weight_decay : float
-        Learning rate, 1 - beta1^step, and the settings of the optimizer.
+    numbers : StepNumbers
 
     Notes
     -----
@@ -212,21 +209,17 @@ def frozen_step(
     """
     kernels = chosen(m)
     if kernels is not None and p.dtype == m.dtype:
-        numbers = {"rate": rate, "correction": correction, "eps": eps, "weight_decay": weight_decay}
-        moved = kernels.frozen_step(p, m, v, **numbers)
+        moved = kernels.frozen_step(p, m, v, numbers)
         if moved is not None:
             return moved
     xp = array_namespace(p)
     masked = xp.where(v > 0, m, xp.zeros_like(m))
-    return adam_step(
-        p, masked, v, rate=rate, correction=correction, eps=eps, weight_decay=weight_decay
-    ), masked
+    return adam_step(p, masked, v, numbers), masked
 
 
-def adam_step(
-    p: Array, m: Array, v: Array, *, rate: float, correction: float, eps: float, weight_decay: float
-) -> Array:
+def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
     """Return ``p - rate * ((m / correction) / (sqrt(v) + eps) + weight_decay * p)``, in the dtype of p."""
+    rate, correction, eps, weight_decay = numbers
     values = to_compute_dtype(p)
     direction = divide(divide(m, correction), sqrt(v) + eps)
     if weight_decay:

@@ -13,7 +13,7 @@ from qcomp.core.arrays import is_mutable
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Blend, KernelSet, use_kernels
+from qcomp.core.kernels import Blend, KernelSet, StepNumbers, use_kernels
 from qcomp.core.random import Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
@@ -188,15 +188,8 @@ def _compare_updates(kernels: KernelSet, xp: Namespace, size: int, seed: int) ->
             with use_kernels(chosen):
                 mean = primitives.finish_mean(to_library(xp, wide), 3)
                 m = primitives.momentum(mean, to_library(xp, g), 0.9, 0.7)
-                p, masked = primitives.frozen_step(
-                    to_library(xp, g),
-                    m,
-                    to_library(xp, v),
-                    rate=1e-3,
-                    correction=0.19,
-                    eps=1e-8,
-                    weight_decay=decay,
-                )
+                numbers = StepNumbers(rate=1e-3, correction=0.19, eps=1e-8, weight_decay=decay)
+                p, masked = primitives.frozen_step(to_library(xp, g), m, to_library(xp, v), numbers)
             results.append([to_numpy(part).tobytes() for part in (mean, masked, p)])
         for name, a, b in zip(("mean", "momentum", "parameters"), *results, strict=True):
             assert a == b, f"{name} of {size} elements"

@@ -3,6 +3,7 @@
 import logging
 
 import array_api_strict
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -129,6 +130,24 @@ def test_an_exception_of_a_running_kernel_is_not_swallowed(monkeypatch):
     monkeypatch.setattr(type(registry.load("numba")), "encode", fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         qcomp.ScaledSign().compress(X)
+
+
+def test_what_jax_traces_is_left_to_the_pure_version():
+    """It becomes a part of the caller's program."""
+    x, c = jnp.linspace(-1, 1, 100), qcomp.ScaledSign(bucket_size=64)
+    seen = []
+
+    def program(x):
+        seen.append(name(x))
+        payload, residual = qcomp.feedback.compress(c, x, jnp.zeros(100))
+        return payload.data, residual
+
+    data, residual = jax.jit(program)(x)
+    assert seen == ["pure"]
+    assert name(x) == "jax"
+    expected, rest = qcomp.feedback.compress(c, x, jnp.zeros(100))
+    assert np.asarray(data).tobytes() == np.asarray(expected.data).tobytes()
+    assert np.asarray(residual).tobytes() == np.asarray(rest).tobytes()
 
 
 def test_a_set_of_another_package_is_used_when_asked_for(monkeypatch):

@@ -14,7 +14,7 @@ from qcomp.backends.cupy_cuda import sources
 from qcomp.backends.cupy_cuda.kernel_set import KERNELS, OPTIONS
 from qcomp.backends.cupy_cuda.launches import CudaKernels
 from qcomp.core import primitives
-from qcomp.core.kernels import Blend, use_kernels
+from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.core.random import Key, replace_draws
 from qcomp.testing import check_kernels
 from qcomp.testing.inputs import FAMILIES, vector
@@ -372,10 +372,7 @@ def test_the_primitives_without_a_compressor_keep_subnormals(machine):
             new_m = primitives.momentum(each.array(x, shift), each.array(g, shift), 0.9, 0.5)
             p, masked = primitives.frozen_step(
                 *(each.array(values, shift) for values in (x, g, v)),
-                rate=1e-3,
-                correction=0.2,
-                eps=1e-8,
-                weight_decay=0.01,
+                StepNumbers(rate=1e-3, correction=0.2, eps=1e-8, weight_decay=0.01),
             )
             mean = primitives.finish_mean(each.array(x, shift), 3)
         results.append([each.numpy(part).tobytes() for part in (new_m, p, masked, mean)])
@@ -429,8 +426,8 @@ def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
     assert kernels.finish_mean(x.astype(np.float16), 2) is None
     assert kernels.finish_mean(x[::2], 2) is None
     assert kernels.momentum(x, x[::-1], 0.9, 1.0) is None
-    numbers = {"rate": 0.1, "correction": 0.1, "eps": 1e-8, "weight_decay": 0.0}
-    assert kernels.frozen_step(x[::-1], x, x, **numbers) is None
+    numbers = StepNumbers(0.1, 0.1, 1e-8, 0.0)
+    assert kernels.frozen_step(x[::-1], x, x, numbers) is None
     assert kernels.runtime.launches == []
 
 

@@ -13,7 +13,7 @@ import qcomp
 from qcomp.backends.jax_xla import KERNELS, programs
 from qcomp.core import primitives
 from qcomp.core.arrays import LIMIT, host_bytes, is_traced
-from qcomp.core.kernels import Blend, use_kernels
+from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.testing import replace_draws
 from qcomp.testing.inputs import FAMILIES, vector
 from qcomp.testing.laws import flushed
@@ -283,18 +283,18 @@ class TestArithmetic:
     @pytest.mark.parametrize(("rate", "correction"), [(1e-3, 0.1), (0.7, 1 - 0.9**7), (1 / 3, 1.0)])
     def test_frozen_step(self, rate, correction, weight_decay):
         p, m, v = wide(3), wide(4), jnp.abs(wide(5))
-        numbers = {"rate": rate, "correction": correction, "eps": 1e-8, "weight_decay": weight_decay}
-        expected = pure(lambda: primitives.frozen_step(p, m, v, **numbers))
-        got = KERNELS.frozen_step(p, m, v, **numbers)
+        numbers = StepNumbers(rate, correction, 1e-8, weight_decay)
+        expected = pure(lambda: primitives.frozen_step(p, m, v, numbers))
+        got = KERNELS.frozen_step(p, m, v, numbers)
         assert [host_bytes(each) for each in got] == [host_bytes(each) for each in expected]
 
     def test_what_is_not_alike_is_left_to_the_pure_version(self):
         x, half = jnp.zeros(3), jnp.zeros(3, jnp.bfloat16)
-        numbers = {"rate": 1.0, "correction": 1.0, "eps": 1.0, "weight_decay": 1.0}
+        numbers = StepNumbers(1.0, 1.0, 1.0, 1.0)
         assert KERNELS.momentum(x, half, 0.9, 1.0) is None
         assert KERNELS.momentum(half, half, 0.9, 1.0) is None
         assert KERNELS.momentum(x, jnp.zeros(4), 0.9, 1.0) is None
-        assert KERNELS.frozen_step(half, x, x, **numbers) is None
+        assert KERNELS.frozen_step(half, x, x, numbers) is None
         assert KERNELS.finish_mean(half, 2) is None
 
 
@@ -346,10 +346,10 @@ for dtype in ("float32", "float64"):
             decoded = c.decompress(payload, like=np.array(x))
             mean = primitives.finish_mean(np.array(x), 3)
         data, new, refused = encoded
-        numbers = {"rate": 0.1, "correction": 0.3, "eps": 0.1, "weight_decay": 0.1}
+        numbers = StepNumbers(0.1, 0.3, 0.1, 0.1)
         with use_kernels(None):
             mixed = primitives.momentum(x, residual, 0.9, 0.3)
-            moved, _ = primitives.frozen_step(x, x, abs(x), **numbers)
+            moved, _ = primitives.frozen_step(x, x, abs(x), numbers)
         arrays = {
             "payload": (data, payload.data),
             "residual": (new, lost),
@@ -358,7 +358,7 @@ for dtype in ("float32", "float64"):
             "added": (KERNELS.decode(c, data, x, out=residual, accumulate=True), np.asarray(residual) + decoded),
             "mean": (KERNELS.finish_mean(x, 3), mean),
             "momentum": (KERNELS.momentum(x, residual, 0.9, 0.3), mixed),
-            "parameters": (KERNELS.frozen_step(x, x, abs(x), **numbers)[0], moved),
+            "parameters": (KERNELS.frozen_step(x, x, abs(x), numbers)[0], moved),
         }
         for name, (got, expected) in arrays.items():
             assert got.devices() == {second}, (dtype, c, name, got.devices())

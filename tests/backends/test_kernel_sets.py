@@ -12,18 +12,58 @@ from qcomp.testing.inputs import vector
 
 pytest.importorskip("numba")
 
+from qcomp.backends.numba_cpu import minmax, qsgd, sign
 from qcomp.backends.numba_cpu.kernel_set import KERNELS, NumbaKernels
+from qcomp.core import primitives
 
 FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=128), qcomp.MinMaxUInt8(64)]
 
 
-@pytest.mark.parametrize("xp", [np, torch, read_only_numpy], ids=lambda xp: xp.__name__)
-def test_same_bytes(xp):
-    check_kernels(KERNELS, xp)
+def test_same_bytes():
+    check_kernels(KERNELS)
+
+
+@pytest.mark.parametrize("xp", [torch, read_only_numpy], ids=lambda xp: xp.__name__)
+def test_same_bytes_in_other_arrays(xp):
+    """The same kernels on the same memory; what differs is how arrays come in and go out."""
+    check_kernels(KERNELS, xp, compressors=FEEDBACK, max_examples=10)
 
 
 def test_arrays_of_other_libraries_are_left_to_the_pure_version():
     check_kernels(KERNELS, array_api_strict, compressors=FEEDBACK[:1], max_examples=5)
+
+
+@pytest.mark.parametrize("offset", range(0, 9, 3))
+@pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=16))], ids=str)
+def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
+    """As if small ones were large: at every alignment, with a tail."""
+    for module in (sign, qsgd, minmax):
+        monkeypatch.setattr(module, "pays", lambda size: True)
+    x = vector("wide", 1001, 0)
+    payload = compressor.compress(x, key=qcomp.Key())
+    expected = compressor.decompress(payload, like=x)
+    room = np.full(1001 + 32, np.float32(7.0))
+    out = room[offset : offset + 1001]
+    with qcomp.backends.use("numba"):
+        assert compressor.decompress(payload, like=x, out=out) is out
+    assert out.tobytes() == expected.tobytes()
+    assert (room[:offset] == 7).all()
+    assert (room[offset + 1001 :] == 7).all()
+
+
+@pytest.mark.parametrize("compressor", FEEDBACK, ids=str)
+def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor):
+    """x + residual is too large, x + 2 residual is not: who looks at the donated x afterwards sees nothing."""
+    x, residual = np.full(200, np.float32(1.0)), np.zeros(200, dtype=np.float32)
+    x[70], residual[70] = 1.5 * 2.0**100, -0.4 * 2.0**100
+
+    def compress(given):
+        encoded = primitives.encode(compressor, given, residual, qcomp.Key(), out=given)
+        primitives.require_accepted(compressor, encoded)
+
+    for kernels in ("pure", "numba"):
+        with qcomp.backends.use(kernels), pytest.raises(qcomp.NonFiniteError):
+            compress(x.copy())
 
 
 @pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=64))], ids=str)
@@ -127,12 +167,12 @@ class Broken(NumbaKernels):
     def momentum(self, m, g, beta1, scale):
         return super().momentum(m, g, beta1, 1.0 if self.fault == "does not clip" else scale)
 
-    def frozen_step(self, p, m, v, **numbers):
+    def frozen_step(self, p, m, v, numbers):
         if self.fault == "lets the weights be":
-            numbers["weight_decay"] = 0.0
+            numbers = numbers._replace(weight_decay=0.0)
         if self.fault == "moves what never had a gradient":
             v = np.where(v > 0, v, np.float32(2.0**-126))
-        return super().frozen_step(p, m, v, **numbers)
+        return super().frozen_step(p, m, v, numbers)
 
 
 @pytest.mark.parametrize(

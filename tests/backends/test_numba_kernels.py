@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp.core import feedback
 from qcomp.core.arrays import divide, flush
+from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.base import Means
 from qcomp.core.random import fold_key
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
@@ -287,12 +288,12 @@ def test_frozen_adam_step(p, data):
     state = state._replace(stage="compressed", step=6, variance=(v,))
     with np.errstate(all="ignore"):
         (moved,), after = opt.apply([p], Means((m,), state.exchange), state)
-    numbers = {"rate": 1e-3, "correction": 1 - opt.betas[0] ** 7, "eps": opt.eps, "weight_decay": decay}
+    numbers = StepNumbers(1e-3, 1 - opt.betas[0] ** 7, opt.eps, decay)
     p_out, m_out = np.empty_like(p), np.empty_like(p)
-    kernels.frozen_adam_step(p, m, v, **numbers, p_out=p_out, m_out=m_out)
+    kernels.frozen_adam_step(p, m, v, numbers, p_out=p_out, m_out=m_out)
     same(p_out, moved)
     same(m_out, after.momentum[0])
-    kernels.frozen_adam_step(p, m, v, **numbers, p_out=p, m_out=m)
+    kernels.frozen_adam_step(p, m, v, numbers, p_out=p, m_out=m)
     same(p, moved)
     same(m, after.momentum[0])
 

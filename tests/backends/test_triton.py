@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.kernels import Blend, use_kernels
+from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.core.random import fold_key, philox4x32
 from qcomp.testing.inputs import FAMILIES, vector
 
@@ -211,7 +211,7 @@ def check_updates(device):
         wide[:1] = -(2.0**-126)
         v = np.abs(vector("sparse", size, 2))  # zeros: elements that never had a gradient
         for count, decay in ((3, 0.0), (2, 0.1)):
-            settings = {"rate": 1e-3, "correction": 0.19, "eps": 1e-8, "weight_decay": decay}
+            settings = StepNumbers(1e-3, 0.19, 1e-8, decay)
             results = []
             for kernels, place in ((None, "cpu"), (KERNELS, device)):
                 with use_kernels(kernels):
@@ -220,7 +220,7 @@ def check_updates(device):
                     assert kernels is None or mean is total
                     m = primitives.momentum(mean, on(place, g), 0.9, 0.7)
                     kept = raw(m)
-                    p, masked = primitives.frozen_step(on(place, g), m, on(place, v), **settings)
+                    p, masked = primitives.frozen_step(on(place, g), m, on(place, v), settings)
                 results.append([raw(part) for part in (mean, p, masked)] + [kept])
             assert results[0] == results[1], f"{size} elements"
 
@@ -277,8 +277,10 @@ def check_what_is_left_to_the_pure_version(device):
     x = on(device, vector("gaussian", 700, 0))
     assert KERNELS.takes(x)
     assert not KERNELS.takes(x.double())
-    assert not KERNELS.takes(x[::2])
-    assert not KERNELS.takes(x.clone().requires_grad_())
+    for other in (x[::2], x.clone().requires_grad_()):
+        assert KERNELS.takes(other)  # the choice is made by library, device and dtype
+        nothing = {"out": None, "limit": None, "blend": None}
+        assert KERNELS.encode(qcomp.ScaledSign(), other, None, None, **nothing) is None
     assert not KERNELS.takes(np.ones(3, dtype=np.float32))
 
     class Louder(qcomp.ScaledSign):
@@ -324,7 +326,7 @@ def check_compiled_code(device):
     f32, f16, bf16 = (
         torch.ones(5008, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
     )
-    settings = {"rate": 1e-3, "correction": 0.1, "eps": 1e-8, "weight_decay": 0.1}
+    settings = StepNumbers(1e-3, 0.1, 1e-8, 0.1)
 
     def add(c, total):
         data = torch.zeros(c.payload_spec(total.numel()).nbytes, dtype=torch.uint8)
@@ -343,7 +345,7 @@ def check_compiled_code(device):
         ("sum of levels", 4, lambda: add(qcomp.QSGD(), f32)),
         ("mean", 4, lambda: KERNELS.finish_mean(f32, 3)),
         ("momentum", 8, lambda: KERNELS.momentum(f32, f32, 0.9, 1.0)),
-        ("step", 12, lambda: KERNELS.frozen_step(f32, f32.clone(), f32, **settings)),
+        ("step", 12, lambda: KERNELS.frozen_step(f32, f32.clone(), f32, settings)),
     ):
         before = ptx
         launch()

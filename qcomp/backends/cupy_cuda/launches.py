@@ -14,7 +14,7 @@ from qcomp.core.buckets import bucket_count, padded_size
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
-from qcomp.core.kernels import Blend, Encoded
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["CudaKernels", "Launch", "Runtime"]
@@ -180,23 +180,13 @@ class CudaKernels:
         self._pass_over("momentum", (m, g, out), *_weights(beta1, scale))
         return out
 
-    def frozen_step(
-        self,
-        p: Array,
-        m: Array,
-        v: Array,
-        *,
-        rate: float,
-        correction: float,
-        eps: float,
-        weight_decay: float,
-    ) -> tuple[Array, Array] | None:
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the new parameters in a new array, and the momentum, masked in place."""
         if not self._suit((p, m, v), m, "float32"):
             return None
         out = self.runtime.empty(tuple(p.shape), "float32", like=p)
-        numbers = (np.float32(number) for number in (rate, correction, eps, weight_decay))
-        self._pass_over("frozen_step", (p, m, v, out), *numbers, np.int32(weight_decay != 0))
+        decays = np.int32(numbers.weight_decay != 0)
+        self._pass_over("frozen_step", (p, m, v, out), *map(np.float32, numbers), decays)
         return out, m
 
     def _pass_over(self, name: str, arrays: tuple[Array, ...], *numbers: np.generic) -> None:

@@ -13,7 +13,7 @@ from qcomp.backends.jax_xla.programs import arguments_of, decoder, drawer, encod
 from qcomp.core.arrays import compute_dtype_name, dtype_name, is_traced
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced
 
 __all__ = ["KERNELS", "JaxKernels"]
@@ -89,24 +89,14 @@ class JaxKernels:
             return None
         return momentum(m, g, scalars(m, beta1=beta1, weight=(1 - beta1) * scale))
 
-    def frozen_step(
-        self,
-        p: Array,
-        m: Array,
-        v: Array,
-        *,
-        rate: float,
-        correction: float,
-        eps: float,
-        weight_decay: float,
-    ) -> tuple[Array, Array] | None:
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters after a step with a frozen variance, and the masked momentum."""
         if not _are_alike(p, m, v):
             return None
-        numbers = scalars(m, rate=rate, correction=correction, eps=eps)
-        if weight_decay:
-            numbers |= scalars(m, weight_decay=weight_decay)
-        moved: tuple[Array, Array] = frozen_step(p, m, v, numbers)
+        named = numbers._asdict()
+        if not numbers.weight_decay:
+            del named["weight_decay"]
+        moved: tuple[Array, Array] = frozen_step(p, m, v, scalars(m, **named))
         return moved
 
 

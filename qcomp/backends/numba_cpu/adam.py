@@ -15,6 +15,7 @@ import numpy as np
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
 from qcomp.backends.numba_cpu.primitives import ZERO, F
+from qcomp.core.kernels import StepNumbers
 
 __all__ = ["frozen_adam_step"]
 
@@ -26,11 +27,8 @@ def frozen_adam_step(
     p: Floats,
     m: Floats,
     v: Floats,
+    numbers: StepNumbers,
     *,
-    rate: float,
-    correction: float,
-    eps: float,
-    weight_decay: float,
     p_out: Floats,
     m_out: Floats,
 ) -> None:
@@ -40,15 +38,15 @@ def frozen_adam_step(
     ----------
     p, m, v : array of float32, shape (n,)
         Parameters, averaged momentum, variance.
-    rate, correction, eps, weight_decay : float
-        Learning rate, 1 - beta1^step, and the settings of the optimizer.
+    numbers : StepNumbers
     p_out, m_out : array of float32, shape (n,)
         For the new parameters and the masked momentum; may be p and m.
     """
-    numbers = F(rate), F(correction), F(eps), F(weight_decay)
+    rounded = [F(number) for number in numbers]
+    decays = numbers.weight_decay != 0
 
     def work(first: int, last: int) -> None:
-        _step(p, m, v, *numbers, weight_decay != 0, p_out, m_out, p_out is p, m_out is m, first, last)
+        _step(p, m, v, *rounded, decays, p_out, m_out, p_out is p, m_out is m, first, last)
 
     threads.run(work, -(-p.size // _RUN), _RUN)
 

@@ -19,7 +19,7 @@ from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "NumbaKernels"]
@@ -55,7 +55,7 @@ class NumbaKernels:
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x plus the residual; None if there is no kernel, or if a value is out of range."""
-        encoder = _ENCODERS.get(type(compressor))
+        encoder = _encoder_of(compressor, key)
         values, old = _values(to_compute_dtype(x)), None if residual is None else _values(residual)
         m = None if blend is None else _values(blend.m)
         if (
@@ -74,7 +74,9 @@ class NumbaKernels:
                 return None
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
         if encoder(compressor, values, old, key, data, new, limit, mixed) is None:
-            return None  # the pure version says so
+            if out is not x:
+                return None  # the pure version says so
+            return Encoded(_as_array_of(x, data), out, _as_array_of(x, np.ones(1, dtype=np.uint8)))
         rest = out
         if new is not None and out is None:
             rest = _as_array_of(x, new.reshape(x.shape))
@@ -111,17 +113,7 @@ class NumbaKernels:
         momentum(old, gradient, beta1, scale, mixed)
         return _as_array_of(m, mixed.reshape(m.shape))
 
-    def frozen_step(
-        self,
-        p: Array,
-        m: Array,
-        v: Array,
-        *,
-        rate: float,
-        correction: float,
-        eps: float,
-        weight_decay: float,
-    ) -> tuple[Array, Array] | None:
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters in a new array, and the masked momentum in the buffer of m."""
         old, mean, variance = _values(p), _values(m), _values(v)
         if old is None or mean is None or variance is None or not mean.flags.writeable:
@@ -131,10 +123,7 @@ class NumbaKernels:
             old,
             mean,
             variance,
-            rate=rate,
-            correction=correction,
-            eps=eps,
-            weight_decay=weight_decay,
+            numbers,
             p_out=moved,
             m_out=mean,
         )
@@ -163,10 +152,19 @@ def _values(x: Array) -> Floats | None:
 _Encoder = Callable[
     [Any, Floats, Floats | None, Key | None, Bytes, Floats | None, float | None, Mix | None], float | None
 ]
-"""``encoder(compressor, x, residual, key, data, new residual, limit, blend)``; None if there is no kernel, or nothing
-was done because a value is out of range."""
+"""``encoder(compressor, x, residual, key, data, new residual, limit, blend)``; None if a value is out of range."""
 _Decoder = Callable[[Any, Bytes, Floats, bool], bool]
 """``decoder(compressor, data, out, accumulate)`` returns whether there is a kernel."""
+
+
+def _encoder_of(compressor: Compressor, key: Key | None) -> _Encoder | None:
+    """Return the encoder for a compressor, None if there is none that would draw as the pure version does now."""
+    encoder = _ENCODERS.get(type(compressor))
+    if encoder is _encode_qsgd:
+        inner, _ = _unwrapped(compressor)
+        if inner is None or key is None or draws_are_replaced():
+            return None
+    return encoder
 
 
 def _encode_sign(
@@ -216,8 +214,8 @@ def _encode_qsgd(
     blend: Mix | None,
 ) -> float | None:
     inner, factor = _unwrapped(c)
-    if inner is None or key is None or draws_are_replaced():
-        return None
+    assert inner is not None
+    assert key is not None
     options = inner.levels, inner.bucket_size, inner.norm
     stream = fold_key(key, like=x), key.hop, key.bucket
     return qsgd_encode(x, old, *options, *stream, data, new, limit=limit, blend=blend, factor=factor)
@@ -231,11 +229,11 @@ def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, accumulate: bool) -
     return inner is not None
 
 
-def _unwrapped(c: QSGD | Scaled) -> tuple[QSGD | None, float]:
+def _unwrapped(c: Compressor) -> tuple[QSGD | None, float]:
     """Return the QSGD inside and the factor of its values, None if it is another compressor that was scaled."""
-    if isinstance(c, QSGD):
-        return c, 1.0
-    return (c.compressor, c.factor) if type(c.compressor) is QSGD else (None, 1.0)
+    if isinstance(c, Scaled):
+        return (c.compressor, c.factor) if type(c.compressor) is QSGD else (None, 1.0)
+    return (c, 1.0) if isinstance(c, QSGD) else (None, 1.0)
 
 
 _ENCODERS: dict[type[Compressor], _Encoder] = {

@@ -30,6 +30,7 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
 )
 from qcomp.backends.numba_cpu.qsgd import round_up_step
+from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
 from qcomp.core.buckets import bucket_count
 
 __all__ = ["minmax_decode", "minmax_encode"]
@@ -88,9 +89,13 @@ def minmax_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accu
     accumulate : bool
         Whether to add.
     """
+    streams = pays(size) and not accumulate
 
     def work(first: int, last: int) -> None:
-        _decode(data, bucket_size, code_bytes(size, bucket_size, 8), out, accumulate, first, last)
+        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
+        _decode(
+            data, bucket_size, code_bytes(size, bucket_size, 8), out, accumulate, streams, first, last, beside
+        )
 
     threads.run(work, bucket_count(size, bucket_size), bucket_size)
 
@@ -192,11 +197,19 @@ def _accumulate(codes: Bytes, base: np.float32, step: np.float32, out: Floats) -
         out[i] += base + F(np.int32(codes[i])) * step
 
 
-@kernel("void(u8_in, int64, int64, f32, boolean, int64, int64)")
+@kernel("void(u8_in, int64, int64, f32, boolean, boolean, int64, int64, f32)")
 def _decode(
-    data: Bytes, bucket_size: int, codes_end: int, out: Floats, accumulate: bool, first: int, last: int
+    data: Bytes,
+    bucket_size: int,
+    codes_end: int,
+    out: Floats,
+    accumulate: bool,
+    streams: bool,
+    first: int,
+    last: int,
+    beside: Floats,
 ) -> None:
-    data, out = borrow(data), borrow(out)
+    data, out, beside = borrow(data), borrow(out), borrow(beside)
     count = (out.size + bucket_size - 1) // bucket_size
     for bucket in range(first, last):
         start = bucket * bucket_size
@@ -205,5 +218,10 @@ def _decode(
         step = load_scale(data, codes_end + 4 * (count + bucket))
         if accumulate:
             _accumulate(data[start:stop], base, step, out[start:stop])
+        elif streams:
+            _write(data[start:stop], base, step, beside[: stop - start])
+            stream(out[start:stop], beside)
         else:
             _write(data[start:stop], base, step, out[start:stop])
+    if streams:
+        finish_streams()

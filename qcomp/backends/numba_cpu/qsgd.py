@@ -40,6 +40,7 @@ from qcomp.backends.numba_cpu.primitives import (
     store_scale,
     too_large,
 )
+from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
 from qcomp.core.buckets import bucket_count
 
 __all__ = ["qsgd_decode", "qsgd_encode"]
@@ -163,10 +164,26 @@ def qsgd_decode(
     """
     bits = levels.bit_length() + 1
 
+    streams = pays(size) and not accumulate
+
     def work(first: int, last: int) -> None:
         codes = np.empty(bucket_size, dtype=np.uint8)
+        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
         codes_end = code_bytes(size, bucket_size, bits)
-        _decode(data, bucket_size, bits, codes_end, out, accumulate, first, last, codes, F(factor))
+        _decode(
+            data,
+            bucket_size,
+            bits,
+            codes_end,
+            out,
+            accumulate,
+            streams,
+            first,
+            last,
+            codes,
+            beside,
+            F(factor),
+        )
 
     threads.run(work, bucket_count(size, bucket_size), bucket_size)
 
@@ -426,7 +443,7 @@ def _accumulate_scaled(
         out[j] += _scaled(_value(U(codes[j]), sign, step), factor)
 
 
-@kernel("void(u8_in, int64, int64, int64, f32, boolean, int64, int64, u8, float32)")
+@kernel("void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, u8, f32, float32)")
 def _decode(
     data: Bytes,
     bucket_size: int,
@@ -434,12 +451,14 @@ def _decode(
     codes_end: int,
     out: Floats,
     accumulate: bool,
+    streams: bool,
     first: int,
     last: int,
     codes: Bytes,
+    beside: Floats,
     factor: np.float32,
 ) -> None:
-    data, out, codes = borrow(data), borrow(out), borrow(codes)
+    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
     scales = (codes_end + 3) // 4 * 4
     sign = U(1 << (bits - 1))
     for bucket in range(first, last):
@@ -450,6 +469,8 @@ def _decode(
         unpack(data[at : at + length * bits // 8], bits, codes[:length])
         step = load_scale(data, scales + 4 * bucket)
         part, values = codes[: stop - start], out[start:stop]
+        if streams:
+            values = beside[: stop - start]
         if factor == F(1):
             if accumulate:
                 _accumulate(part, sign, step, values)
@@ -459,3 +480,7 @@ def _decode(
             _accumulate_scaled(part, sign, step, values, factor)
         else:
             _write_scaled(part, sign, step, values, factor)
+        if streams:
+            stream(out[start:stop], beside)
+    if streams:
+        finish_streams()

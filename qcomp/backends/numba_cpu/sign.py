@@ -35,6 +35,7 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
     tree_sum,
 )
+from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
 from qcomp.core.buckets import bucket_count
 
 __all__ = ["sign_decode", "sign_encode"]
@@ -120,9 +121,13 @@ def sign_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumu
     accumulate : bool
         Whether to add.
     """
+    streams = pays(size) and not accumulate
 
     def work(first: int, last: int) -> None:
-        _decode(data, bucket_size, code_bytes(size, bucket_size, 1), out, accumulate, first, last)
+        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
+        _decode(
+            data, bucket_size, code_bytes(size, bucket_size, 1), out, accumulate, streams, first, last, beside
+        )
 
     threads.run(work, bucket_count(size, bucket_size), bucket_size)
 
@@ -238,11 +243,19 @@ def _accumulate(codes: Bytes, plane: np.uint32, scale: np.float32, out: Floats) 
         out[j] += as_float(scale_bits ^ (U(codes[j]) >> plane & U(1)) << U(31))
 
 
-@kernel("void(u8_in, int64, int64, f32, boolean, int64, int64)")
+@kernel("void(u8_in, int64, int64, f32, boolean, boolean, int64, int64, f32)")
 def _decode(
-    data: Bytes, bucket_size: int, codes_end: int, out: Floats, accumulate: bool, first: int, last: int
+    data: Bytes,
+    bucket_size: int,
+    codes_end: int,
+    out: Floats,
+    accumulate: bool,
+    streams: bool,
+    first: int,
+    last: int,
+    beside: Floats,
 ) -> None:
-    data, out = borrow(data), borrow(out)
+    data, out, beside = borrow(data), borrow(out), borrow(beside)
     scales = (codes_end + 3) // 4 * 4
     for bucket in range(first, last):
         start = bucket * bucket_size
@@ -255,5 +268,11 @@ def _decode(
             values = out[min(a, stop) : min(a + width, stop)]
             if accumulate:
                 _accumulate(codes, U(plane), scale, values)
+            elif streams:
+                _write(codes, U(plane), scale, beside[plane * width : (plane + 1) * width])
             else:
                 _write(codes, U(plane), scale, values)
+        if streams:
+            stream(out[start:stop], beside)
+    if streams:
+        finish_streams()

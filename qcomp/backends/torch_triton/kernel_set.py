@@ -16,7 +16,7 @@ from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, moment
 from qcomp.core.arrays import LIMIT
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "TritonKernels"]
@@ -40,14 +40,8 @@ class TritonKernels:
     name = "triton"
 
     def takes(self, x: Array) -> bool:
-        """Return whether x is a contiguous tensor on such a device, or on the CPU under Triton's interpreter."""
-        return (
-            isinstance(x, torch.Tensor)
-            and x.device.type in _DEVICES
-            and x.dtype in _DTYPES
-            and x.is_contiguous()
-            and not x.requires_grad
-        )
+        """Return whether x is a tensor on such a device, or on the CPU under Triton's interpreter."""
+        return isinstance(x, torch.Tensor) and x.device.type in _DEVICES and x.dtype in _DTYPES
 
     def encode(
         self,
@@ -66,7 +60,9 @@ class TritonKernels:
         buffer of its own: only the device knows whether the old one will still be needed.
         """
         inner, factor = _unwrapped(compressor)
-        if not _has_kernel(inner) or x.numel() == 0 or not (blend is None or _matches(blend.m, x)):
+        if not _has_kernel(inner) or x.numel() == 0 or not _matches(x, x, x.dtype):
+            return None
+        if blend is not None and not _matches(blend.m, x):
             return None
         words: tuple[Any, Any] = (0, 0)
         if isinstance(inner, QSGD):
@@ -132,32 +128,13 @@ class TritonKernels:
             momentum(m, g, beta1, scale, mixed)
         return mixed
 
-    def frozen_step(
-        self,
-        p: Array,
-        m: Array,
-        v: Array,
-        *,
-        rate: float,
-        correction: float,
-        eps: float,
-        weight_decay: float,
-    ) -> tuple[Array, Array] | None:
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters in a new tensor, and the masked momentum in the buffer of m."""
         if not all(_matches(x, m) for x in (p, m, v)):
             return None
         moved = torch.empty_like(p)
         with _on_device_of(m):
-            frozen_step(
-                p,
-                m,
-                v,
-                rate=rate,
-                correction=correction,
-                eps=eps,
-                weight_decay=weight_decay,
-                out=moved,
-            )
+            frozen_step(p, m, v, numbers, out=moved)
         return moved, m
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from qcomp.backends.torch_triton.primitives import STRICT, flush
+from qcomp.core.kernels import StepNumbers
 
 __all__ = ["finish_mean", "frozen_step", "momentum"]
 
@@ -50,30 +51,19 @@ def momentum(m: Array, g: Array, beta1: float, scale: float, out: Array) -> None
     _momentum[_grid(m)](m, g, out, m.numel(), float(beta1), float((1 - beta1) * scale), **_OPTIONS)
 
 
-def frozen_step(
-    p: Array,
-    m: Array,
-    v: Array,
-    *,
-    rate: float,
-    correction: float,
-    eps: float,
-    weight_decay: float,
-    out: Array,
-) -> None:
+def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers, *, out: Array) -> None:
     """Update the parameters from the averaged momentum and the frozen, bias-corrected variance, and mask the momentum.
 
     Parameters
     ----------
     p, m, v : tensor of float32
         Parameters, averaged momentum, variance; the masked momentum takes the place of m.
-    rate, correction, eps, weight_decay : float
-        Learning rate, 1 - beta1^step, and the settings of the optimizer.
+    numbers : StepNumbers
     out : tensor of float32
         For the new parameters; may be p.
     """
-    numbers = float(rate), float(correction), float(eps), float(weight_decay)
-    _frozen_step[_grid(p)](p, m, v, out, p.numel(), *numbers, DECAY=weight_decay != 0, **_OPTIONS)
+    decays = numbers.weight_decay != 0
+    _frozen_step[_grid(p)](p, m, v, out, p.numel(), *map(float, numbers), DECAY=decays, **_OPTIONS)
 
 
 def _grid(x: Array) -> tuple[int]:

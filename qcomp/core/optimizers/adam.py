@@ -7,6 +7,7 @@ from typing import Any
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.exchange import MeanState
+from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.base import Average, Means, Optimizer, as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 
@@ -103,15 +104,11 @@ class Adam(Optimizer):
         """Return the parameters after the step from the new momentum and the bias-corrected variance."""
         numbers = self._numbers(state)
         return [
-            primitives.adam_step(p, m, v, **numbers)
+            primitives.adam_step(p, m, v, numbers)
             for p, m, v in zip(params, momentum, corrected, strict=True)
         ]
 
-    def _numbers(self, state: OptimizerState) -> dict[str, float]:
+    def _numbers(self, state: OptimizerState) -> StepNumbers:
         """Return the numbers of the next step of the parameters."""
-        return {
-            "rate": self.rate(state),
-            "correction": 1 - self.betas[0] ** (state.step + 1),
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        correction = 1 - self.betas[0] ** (state.step + 1)
+        return StepNumbers(self.rate(state), correction, self.eps, self.weight_decay)

@@ -63,7 +63,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             return new_params, self._observed(new_state)
         numbers = self._numbers(state)
         moved = [
-            primitives.frozen_step(p, m, v, **numbers)
+            primitives.frozen_step(p, m, v, numbers)
             for p, m, v in zip(as_tensors(params, "params"), means.values, state.variance, strict=True)
         ]
         new_state = state._replace(

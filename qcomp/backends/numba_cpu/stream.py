@@ -1,0 +1,73 @@
+"""Stores that go past the caches, for results that are larger than these.
+
+An ordinary store first reads the line that it will overwrite, which for a decoder doubles the traffic. A memory
+copy of the C library does not either, above some size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, types
+from numba.core import cgutils
+
+from qcomp.backends.numba_cpu.jit import Floats, inline
+
+__all__ = ["finish_streams", "pays", "stream"]
+
+_LANES = 8
+"""Of a vector store; one of 32 bytes exists on every x86 with AVX, and elsewhere the compiler splits it."""
+
+
+def pays(size: int) -> bool:
+    """Return whether an array of so many float32 is too large to be still in a cache when it is needed."""
+    return size >= 1 << 23
+
+
+@extending.intrinsic
+def _stream_vectors(typing_context: Any, target: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
+    """Copy ``count`` vectors from ``start`` on; the target is aligned there."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), _LANES)
+        to, come = (
+            builder.bitcast(
+                builder.gep(context.make_array(kind)(context, builder, array).data, [arguments[2]]),
+                vector.as_pointer(),
+            )
+            for kind, array in zip(signature.args[:2], arguments[:2], strict=True)
+        )
+        past_the_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        with cgutils.for_range(builder, arguments[3]) as loop:
+            values = builder.load(builder.gep(come, [loop.index]))
+            values.align = 4
+            store = builder.store(values, builder.gep(to, [loop.index]))
+            store.align = 4 * _LANES
+            store.set_metadata("nontemporal", past_the_caches)
+        return context.get_dummy_value()
+
+    return types.void(target, source, types.int64, types.int64), generate
+
+
+@extending.intrinsic
+def finish_streams(typing_context: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Wait until everything that was streamed is visible to other threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@inline
+def stream(target: Floats, source: Floats) -> None:
+    """Copy an array past the caches."""
+    head = min(target.size, -(target.ctypes.data >> 2) & (_LANES - 1))
+    for i in range(head):
+        target[i] = source[i]
+    vectors = (target.size - head) // _LANES
+    _stream_vectors(target, source, head, vectors)
+    for i in range(head + vectors * _LANES, target.size):
+        target[i] = source[i]
