@@ -330,7 +330,7 @@ SECOND_DEVICE_AND_FLOAT64 = """
 import jax, jax.numpy as jnp, numpy as np, qcomp
 from qcomp.backends.jax_xla import KERNELS
 from qcomp.core import primitives
-from qcomp.core.kernels import use_kernels
+from qcomp.core.kernels import StepNumbers, use_kernels
 from qcomp.testing.inputs import vector
 
 host = vector("gaussian", 165, 0).astype(np.float64) * (1 + 2.0**-40)

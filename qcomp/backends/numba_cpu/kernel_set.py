@@ -93,7 +93,8 @@ class NumbaKernels:
         values = _values(target)
         if values is None or not values.flags.writeable:
             return None
-        done = decoder(compressor, data.numpy() if is_torch_array(data) else data, values, accumulate)
+        how = {"accumulate": accumulate, "in_use": out is not None}
+        done = decoder(compressor, data.numpy() if is_torch_array(data) else data, values, how)
         return target if done else None
 
     def finish_mean(self, total: Array, count: int) -> Array | None:
@@ -153,8 +154,8 @@ _Encoder = Callable[
     [Any, Floats, Floats | None, Key | None, Bytes, Floats | None, float | None, Mix | None], float | None
 ]
 """``encoder(compressor, x, residual, key, data, new residual, limit, blend)``; None if a value is out of range."""
-_Decoder = Callable[[Any, Bytes, Floats, bool], bool]
-"""``decoder(compressor, data, out, accumulate)`` returns whether there is a kernel."""
+_Decoder = Callable[[Any, Bytes, Floats, dict[str, bool]], bool]
+"""``decoder(compressor, data, out, options of the kernel)`` returns whether there is a kernel."""
 
 
 def _encoder_of(compressor: Compressor, key: Key | None) -> _Encoder | None:
@@ -180,8 +181,8 @@ def _encode_sign(
     return sign_encode(x, old, c.bucket_size, c.scale, data, new, limit=limit, blend=blend)
 
 
-def _decode_sign(c: ScaledSign, data: Bytes, out: Floats, accumulate: bool) -> bool:
-    sign_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+def _decode_sign(c: ScaledSign, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
+    sign_decode(data, out.size, c.bucket_size, out, **how)
     return True
 
 
@@ -198,8 +199,8 @@ def _encode_minmax(
     return minmax_encode(x, old, c.bucket_size, data, new, limit=limit, blend=blend)
 
 
-def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats, accumulate: bool) -> bool:
-    minmax_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
+    minmax_decode(data, out.size, c.bucket_size, out, **how)
     return True
 
 
@@ -221,11 +222,11 @@ def _encode_qsgd(
     return qsgd_encode(x, old, *options, *stream, data, new, limit=limit, blend=blend, factor=factor)
 
 
-def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, accumulate: bool) -> bool:
+def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
     inner, factor = _unwrapped(c)
     if inner is not None:
         options = inner.levels, inner.bucket_size
-        qsgd_decode(data, out.size, *options, out, accumulate=accumulate, factor=factor)
+        qsgd_decode(data, out.size, *options, out, factor=factor, **how)
     return inner is not None
 
 

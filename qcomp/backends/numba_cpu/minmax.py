@@ -73,7 +73,9 @@ def minmax_encode(
     )
 
 
-def minmax_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False) -> None:
+def minmax_decode(
+    data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False, in_use: bool = True
+) -> None:
     """Decompress eight bits an element into a buffer, or add them to it.
 
     Parameters
@@ -88,8 +90,10 @@ def minmax_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accu
         Gets the values, or is added to.
     accumulate : bool
         Whether to add.
+    in_use : bool
+        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
     """
-    streams = pays(size) and not accumulate
+    streams = in_use and not accumulate and pays(size)
 
     def work(first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)

@@ -143,6 +143,7 @@ def qsgd_decode(
     out: Floats,
     *,
     accumulate: bool = False,
+    in_use: bool = True,
     factor: float = 1.0,
 ) -> None:
     """Decompress levels and steps into a buffer, or add them to it.
@@ -159,12 +160,14 @@ def qsgd_decode(
         Gets the values, or is added to.
     accumulate : bool
         Whether to add.
+    in_use : bool
+        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
     factor : float
         See `qsgd_encode`.
     """
     bits = levels.bit_length() + 1
 
-    streams = pays(size) and not accumulate
+    streams = in_use and not accumulate and pays(size)
 
     def work(first: int, last: int) -> None:
         codes = np.empty(bucket_size, dtype=np.uint8)

@@ -105,7 +105,9 @@ def sign_encode(
     )
 
 
-def sign_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False) -> None:
+def sign_decode(
+    data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False, in_use: bool = True
+) -> None:
     """Decompress signs and scales into a buffer, or add them to it.
 
     Parameters
@@ -120,8 +122,10 @@ def sign_decode(data: Bytes, size: int, bucket_size: int, out: Floats, *, accumu
         Gets the values, or is added to.
     accumulate : bool
         Whether to add.
+    in_use : bool
+        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
     """
-    streams = pays(size) and not accumulate
+    streams = in_use and not accumulate and pays(size)
 
     def work(first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
