@@ -158,21 +158,20 @@ def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
 
 def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:
     """Return the two key words of the stream: seed, step, tensor and rank mixed by Philox itself."""
-    seed = _words("seed", key.seed, 2)
-    counter = (
-        *_words("step", key.step, 2),
-        *_words("tensor", key.tensor, 1),
-        *_words("rank", key.rank, 1),
-    )
-    if all(isinstance(word, int) for word in (*counter, *seed)):
-        return _folded(counter, seed)
-    first, second, _, _ = philox4x32(counter, seed, like=like)
-    return first, second
+    parts = key.seed, key.step, key.tensor, key.rank
+    return _folded(*parts) if all(type(part) is int for part in parts) else _fold(*parts, like=like)
 
 
 @lru_cache(16)  # the same for all segments of a step
-def _folded(counter: tuple[int, int, int, int], seed: tuple[int, int]) -> tuple[int, int]:
-    first, second, _, _ = philox4x32(counter, seed, like=None)
+def _folded(seed: int, step: int, tensor: int, rank: int) -> Any:
+    return _fold(seed, step, tensor, rank, like=None)
+
+
+def _fold(seed: Any, step: Any, tensor: Any, rank: Any, *, like: Array | None) -> tuple[Any, Any]:
+    words = _words("seed", seed, 2)
+    counter = (*_words("step", step, 2), *_words("tensor", tensor, 1), *_words("rank", rank, 1))
+    plain = all(isinstance(word, int) for word in (*counter, *words))
+    first, second, _, _ = philox4x32(counter, words, like=None if plain else like)
     return first, second
 
 
