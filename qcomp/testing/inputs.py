@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-__all__ = ["FAMILIES", "rounded", "sizes", "vector", "vectors"]
+from qcomp.core.arrays import TINY
+
+__all__ = ["FAMILIES", "flushed", "rounded", "sizes", "vector", "vectors"]
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -55,6 +57,11 @@ def vector(family: str, size: int, seed: int) -> Vector:
     elif family == "positive":
         normal = 1000 + np.abs(normal)
     return normal.astype(np.float32)
+
+
+def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return x with +0 for what is below 2^-126, as the core does it."""
+    return np.where(np.abs(x) < TINY, np.zeros_like(x), x)
 
 
 def rounded(x: Vector, dtype: str) -> Vector:

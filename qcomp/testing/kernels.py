@@ -16,8 +16,7 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, KernelSet, StepNumbers, use_kernels
 from qcomp.core.random import Key
 from qcomp.testing.contract import ContractError
-from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
-from qcomp.testing.laws import flushed
+from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
 __all__ = ["check_kernels"]

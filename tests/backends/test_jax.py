@@ -15,8 +15,7 @@ from qcomp.core import primitives
 from qcomp.core.arrays import LIMIT, host_bytes, is_traced
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.testing import replace_draws
-from qcomp.testing.inputs import FAMILIES, vector
-from qcomp.testing.laws import flushed
+from qcomp.testing.inputs import FAMILIES, flushed, vector
 
 KEY = qcomp.Key(seed=5, step=3, tensor=2, rank=1, hop=1, bucket=9)
 COMPRESSORS = [

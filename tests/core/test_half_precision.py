@@ -157,11 +157,13 @@ class TestCompressors:
         assert (new is residual) == (half.library != "jax")
 
     def test_out_is_of_the_half_dtype(self, half, compressor):
-        if half.library == "jax":
-            pytest.skip("no buffers to write to")
         x = half.array(halves_of("gaussian", 20, 4, half.dtype))
         payload = compressor.compress(x, key=KEY)
         out = half.array(np.zeros(20, np.float32))
+        if half.library == "jax":
+            with pytest.raises(TypeError, match="out is an immutable"):
+                compressor.decompress(payload, like=x, out=out)
+            return
         assert compressor.decompress(payload, like=x, out=out) is out
         assert host_bytes(out) == host_bytes(compressor.decompress(payload, like=x))
 
@@ -192,8 +194,6 @@ def test_shapes(half):
 
 
 def test_views_with_strides(half):
-    if half.library == "jax":
-        pytest.skip("no views")
     c, x = qcomp.MinMaxUInt8(bucket_size=64), halves_of("gaussian", 101, 0, half.dtype)
     got = c.compress(half.array(np.repeat(x, 2))[::2])
     assert host_bytes(got.data) == c.compress(x).data.tobytes()
@@ -298,8 +298,6 @@ def arrays_of(state: Any) -> list[Any]:
 
 def test_the_norm_of_many_float16_gradients_does_not_overflow(half):
     """Their sum of squares is above 65504, the largest float16."""
-    if half.library == "jax":
-        pytest.skip("compiles for every halving of the sum")
     optimizer = qcomp.CompressedSGD(
         learning_rate=1.0, momentum=0.0, clip_norm=1.0, exact=None, compressor=qcomp.Identity()
     )

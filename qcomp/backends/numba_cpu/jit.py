@@ -40,7 +40,7 @@ def inline(function: _Function) -> _Function:
     return compiled
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator, unused-ignore]
+@extending.intrinsic
 def borrow(typing_context: Any, array: Any) -> Any:  # noqa: ARG001 - numba's protocol
     """Return an argument of a kernel as an array that counts no references.
 

@@ -13,7 +13,8 @@ from qcomp.backends.numba_cpu.adam import frozen_adam_step
 from qcomp.backends.numba_cpu.jit import Bytes, Floats
 from qcomp.backends.numba_cpu.layout import Mix
 from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
-from qcomp.backends.numba_cpu.qsgd import qsgd_decode, qsgd_encode
+from qcomp.backends.numba_cpu.qsgd import qsgd_encode
+from qcomp.backends.numba_cpu.qsgd_decode import qsgd_decode
 from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype
@@ -90,7 +91,9 @@ class NumbaKernels:
         if decoder is None or dtype_name(like.dtype) != "float32":
             return None
         target = out
-        if target is None:  # of NumPy also for torch: it asks the system for large pages, which halves the time
+        if (
+            target is None
+        ):  # of NumPy also for torch: it asks the system for large pages, which halves the time
             target = _as_array_of(like, np.empty(tuple(like.shape), dtype=np.float32))
         values = _values(target)
         if values is None or not values.flags.writeable:

@@ -4,8 +4,8 @@ p = flush(flush(x) + residual); step = norm of the bucket over the levels, round
 position = min(|p| / step, levels); level = floor(position), one more if draw < rint(fraction * 65536);
 code = level, with the sign on top; residual' = flush(p - signed level * step).
 
-Bytes read and written per element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8; decode b/8 and
-4, and 4 more are read to accumulate. The bound of the encoder is arithmetic: ten rounds of Philox for eight
+Bytes read and written per element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8.
+The bound is arithmetic: ten rounds of Philox for eight
 elements and a division for each.
 """
 
@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu import threads
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Halves, Words, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import Mix, code_bytes, encode, mix
-from qcomp.backends.numba_cpu.packing import pack, unpack
+from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Halves, borrow, inline, kernel
+from qcomp.backends.numba_cpu.layout import Mix, encode, mix
+from qcomp.backends.numba_cpu.packing import pack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     ROUND,
@@ -35,17 +35,13 @@ from qcomp.backends.numba_cpu.primitives import (
     flush,
     largest_bits,
     load,
-    load_scale,
     scaled_squares,
     store_scale,
     too_large,
 )
-from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
-from qcomp.core.buckets import bucket_count
+from qcomp.backends.numba_cpu.qsgd_decode import scaled
 
-__all__ = ["qsgd_decode", "qsgd_encode"]
-
-L = np.uint64
+__all__ = ["qsgd_encode", "round_up_step"]
 
 BATCH = 1 << 9
 """Elements that are worked on at a time, in whole buckets if these are small. Loops get long enough; and memory that is
@@ -135,62 +131,6 @@ def qsgd_encode(
     )
 
 
-def qsgd_decode(
-    data: Bytes,
-    size: int,
-    levels: int,
-    bucket_size: int,
-    out: Floats,
-    *,
-    accumulate: bool = False,
-    in_use: bool = True,
-    factor: float = 1.0,
-) -> None:
-    """Decompress levels and steps into a buffer, or add them to it.
-
-    Parameters
-    ----------
-    data : array of uint8, shape (nbytes,)
-        A payload.
-    size : int
-        Number of elements.
-    levels, bucket_size : int
-        Those of the encoder.
-    out : array of float32, shape (size,)
-        Gets the values, or is added to.
-    accumulate : bool
-        Whether to add.
-    in_use : bool
-        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
-    factor : float
-        See `qsgd_encode`.
-    """
-    bits = levels.bit_length() + 1
-
-    streams = in_use and not accumulate and pays(size)
-
-    def work(first: int, last: int) -> None:
-        codes = np.empty(bucket_size, dtype=np.uint8)
-        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        codes_end = code_bytes(size, bucket_size, bits)
-        _decode(
-            data,
-            bucket_size,
-            bits,
-            codes_end,
-            out,
-            accumulate,
-            streams,
-            first,
-            last,
-            codes,
-            beside,
-            F(factor),
-        )
-
-    threads.run(work, bucket_count(size, bucket_size), bucket_size)
-
-
 @inline
 def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
     """Return norm / levels with the bits of ``low`` rounded up to zero; see `qcomp.core.compressors.qsgd`.
@@ -201,65 +141,6 @@ def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
         return norm
     step = as_float(U(np.int64(as_bits(norm / F(levels))) + low & ~low))
     return max(step, TINY)
-
-
-@inline
-def _philox(counter: int, hop: int, k0: np.uint32, k1: np.uint32, words: Words) -> None:
-    """Fill four runs of words with the four outputs of Philox4x32-10 for counters that follow each other.
-
-    Words are kept in 64-bit lanes, of which only the lower half counts: a lane then multiplies 32 by 32 bits in
-    one instruction, and nothing is shuffled.
-    """
-    width = words.size // 4
-    out0, out1, out2, out3 = (
-        words[:width],
-        words[width : 2 * width],
-        words[2 * width : 3 * width],
-        words[3 * width :],
-    )
-    low = L(0xFFFFFFFF)
-    for j in range(out0.size):
-        c0, c1, c2, c3 = L(counter + j) & low, L(hop), L(0), L(0)
-        a, b = L(k0), L(k1)
-        for _ in range(10):
-            product0 = L(0xD2511F53) * (c0 & low)
-            product1 = L(0xCD9E8D57) * (c2 & low)
-            c0, c1, c2, c3 = product1 >> L(32) ^ c1 ^ a, product1, product0 >> L(32) ^ c3 ^ b, product0
-            a = a + L(0x9E3779B9) & low
-            b = b + L(0xBB67AE85) & low
-        out0[j] = U(c0 & low)
-        out1[j] = U(c1 & low)
-        out2[j] = U(c2 & low)
-        out3[j] = U(c3 & low)
-
-
-@inline
-def _spread(words: Words, count: int, width: int, draws: Halves) -> None:
-    """Put the halves of the words of ``count`` buckets into the order of their elements."""
-    for bucket in range(count):
-        for i in range(4):
-            at = (bucket * 8 + 2 * i) * width
-            start = (i * count + bucket) * width
-            _split(words[start : start + width], draws[at : at + width], draws[at + width : at + 2 * width])
-
-
-@inline
-def _split(words: Words, low: Halves, high: Halves) -> None:
-    for j in range(words.size):
-        low[j] = np.uint16(words[j] & U(0xFFFF))
-        high[j] = np.uint16(words[j] >> U(16))
-
-
-@inline
-def _spread_64(words: Words, count: int, draws: Halves) -> None:
-    """Do what `_spread` does for buckets of 512 elements, three times as fast: the inner loop unrolls completely."""
-    for bucket in range(count):
-        for i in range(4):
-            source = words[(i * count + bucket) * 64 : (i * count + bucket + 1) * 64]
-            target = draws[bucket * 512 + i * 128 : bucket * 512 + (i + 1) * 128]
-            for j in range(64):
-                target[j] = np.uint16(source[j] & U(0xFFFF))
-                target[j + 64] = np.uint16(source[j] >> U(16))
 
 
 @inline
@@ -319,13 +200,7 @@ def _quantise_scaled(
         value = p[j]
         level = _level(value, draws[j], divisor, levels)
         codes[j] = _code(value, level, top)
-        p[j] = _rest(value, _scaled(level * step, factor))
-
-
-@inline
-def _scaled(x: np.float32, factor: np.float32) -> np.float32:
-    """Return x times the factor as `qcomp.Scaled` rounds it."""
-    return flush(as_float(as_bits(x * factor) & U(0xFFFFFFFE)))
+        p[j] = _rest(value, scaled(level * step, factor))
 
 
 @kernel(
@@ -375,11 +250,11 @@ def _encode(
         length = bucket_size if filled == bucket_size else bucket_length(filled)
         buckets = max(1, min(room // bucket_size, min(last, size // bucket_size) - batch))
         width = length // 8
-        _philox((first_bucket + batch) * (bucket_size // 8), hop, k0, k1, words[: 4 * width * buckets])
+        philox((first_bucket + batch) * (bucket_size // 8), hop, k0, k1, words[: 4 * width * buckets])
         if length == 512:
-            _spread_64(words, buckets, draws)
+            spread_64(words, buckets, draws)
         else:
-            _spread(words, buckets, width, draws)
+            spread(words, buckets, width, draws)
         start = batch * bucket_size
         stop = start + filled * buckets
         values = load(x, residual, out, mode, m, keep, new, start, stop, length * buckets, beside)
@@ -412,78 +287,3 @@ def _encode(
     if last == count:
         data[codes_end:scales] = np.uint8(0)
     return -1, int(largest_step)
-
-
-@inline
-def _value(code: np.uint32, sign: np.uint32, step: np.float32) -> np.float32:
-    value = F(np.int32(code & U(sign - U(1)))) * step
-    return -value if code > sign else value
-
-
-@inline
-def _write(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
-    for j in range(out.size):
-        out[j] = _value(U(codes[j]), sign, step)
-
-
-@inline
-def _accumulate(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
-    for j in range(out.size):
-        out[j] += _value(U(codes[j]), sign, step)
-
-
-@inline
-def _write_scaled(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
-    for j in range(out.size):
-        out[j] = _scaled(_value(U(codes[j]), sign, step), factor)
-
-
-@inline
-def _accumulate_scaled(
-    codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
-) -> None:
-    for j in range(out.size):
-        out[j] += _scaled(_value(U(codes[j]), sign, step), factor)
-
-
-@kernel("void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, u8, f32, float32)")
-def _decode(
-    data: Bytes,
-    bucket_size: int,
-    bits: int,
-    codes_end: int,
-    out: Floats,
-    accumulate: bool,
-    streams: bool,
-    first: int,
-    last: int,
-    codes: Bytes,
-    beside: Floats,
-    factor: np.float32,
-) -> None:
-    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
-    scales = (codes_end + 3) // 4 * 4
-    sign = U(1 << (bits - 1))
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, out.size)
-        length = min(bucket_size, bucket_length(stop - start))
-        at = start * bits // 8
-        unpack(data[at : at + length * bits // 8], bits, codes[:length])
-        step = load_scale(data, scales + 4 * bucket)
-        part, values = codes[: stop - start], out[start:stop]
-        if streams:
-            values = beside[: stop - start]
-        if factor == F(1):
-            if accumulate:
-                _accumulate(part, sign, step, values)
-            else:
-                _write(part, sign, step, values)
-        elif accumulate:
-            _accumulate_scaled(part, sign, step, values, factor)
-        else:
-            _write_scaled(part, sign, step, values, factor)
-        if streams:
-            stream(out[start:stop], beside)
-    if streams:
-        finish_streams()

@@ -1,0 +1,155 @@
+"""Levels and steps back to values: the decoder of `qcomp.core.compressors.qsgd`, and of that scaled.
+
+Bytes read and written per element, with b bits: b/8 and 4, and 4 more are read to accumulate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
+from qcomp.backends.numba_cpu.layout import code_bytes
+from qcomp.backends.numba_cpu.packing import unpack
+from qcomp.backends.numba_cpu.primitives import F, U, as_bits, as_float, bucket_length, flush, load_scale
+from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
+from qcomp.core.buckets import bucket_count
+
+__all__ = ["qsgd_decode", "scaled"]
+
+
+def qsgd_decode(
+    data: Bytes,
+    size: int,
+    levels: int,
+    bucket_size: int,
+    out: Floats,
+    *,
+    accumulate: bool = False,
+    in_use: bool = True,
+    factor: float = 1.0,
+) -> None:
+    """Decompress levels and steps into a buffer, or add them to it.
+
+    Parameters
+    ----------
+    data : array of uint8, shape (nbytes,)
+        A payload.
+    size : int
+        Number of elements.
+    levels, bucket_size : int
+        Those of the encoder.
+    out : array of float32, shape (size,)
+        Gets the values, or is added to.
+    accumulate : bool
+        Whether to add.
+    in_use : bool
+        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
+    factor : float
+        See `qcomp.backends.numba_cpu.qsgd.qsgd_encode`.
+    """
+    bits = levels.bit_length() + 1
+
+    streams = in_use and not accumulate and pays(size)
+
+    def work(first: int, last: int) -> None:
+        codes = np.empty(bucket_size, dtype=np.uint8)
+        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
+        codes_end = code_bytes(size, bucket_size, bits)
+        _decode(
+            data,
+            bucket_size,
+            bits,
+            codes_end,
+            out,
+            accumulate,
+            streams,
+            first,
+            last,
+            codes,
+            beside,
+            F(factor),
+        )
+
+    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+
+
+@inline
+def scaled(x: np.float32, factor: np.float32) -> np.float32:
+    """Return x times the factor as `qcomp.Scaled` rounds it."""
+    return flush(as_float(as_bits(x * factor) & U(0xFFFFFFFE)))
+
+
+@inline
+def _value(code: np.uint32, sign: np.uint32, step: np.float32) -> np.float32:
+    value = F(np.int32(code & U(sign - U(1)))) * step
+    return -value if code > sign else value
+
+
+@inline
+def _write(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+    for j in range(out.size):
+        out[j] = _value(U(codes[j]), sign, step)
+
+
+@inline
+def _accumulate(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+    for j in range(out.size):
+        out[j] += _value(U(codes[j]), sign, step)
+
+
+@inline
+def _write_scaled(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
+    for j in range(out.size):
+        out[j] = scaled(_value(U(codes[j]), sign, step), factor)
+
+
+@inline
+def _accumulate_scaled(
+    codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
+) -> None:
+    for j in range(out.size):
+        out[j] += scaled(_value(U(codes[j]), sign, step), factor)
+
+
+@kernel("void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, u8, f32, float32)")
+def _decode(
+    data: Bytes,
+    bucket_size: int,
+    bits: int,
+    codes_end: int,
+    out: Floats,
+    accumulate: bool,
+    streams: bool,
+    first: int,
+    last: int,
+    codes: Bytes,
+    beside: Floats,
+    factor: np.float32,
+) -> None:
+    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
+    scales = (codes_end + 3) // 4 * 4
+    sign = U(1 << (bits - 1))
+    for bucket in range(first, last):
+        start = bucket * bucket_size
+        stop = min(start + bucket_size, out.size)
+        length = min(bucket_size, bucket_length(stop - start))
+        at = start * bits // 8
+        unpack(data[at : at + length * bits // 8], bits, codes[:length])
+        step = load_scale(data, scales + 4 * bucket)
+        part, values = codes[: stop - start], out[start:stop]
+        if streams:
+            values = beside[: stop - start]
+        if factor == F(1):
+            if accumulate:
+                _accumulate(part, sign, step, values)
+            else:
+                _write(part, sign, step, values)
+        elif accumulate:
+            _accumulate_scaled(part, sign, step, values, factor)
+        else:
+            _write_scaled(part, sign, step, values, factor)
+        if streams:
+            stream(out[start:stop], beside)
+    if streams:
+        finish_streams()
