@@ -12,7 +12,7 @@ from qcomp.testing.inputs import vector
 
 pytest.importorskip("numba")
 
-from qcomp.backends.numba_cpu import minmax, qsgd_decode, sign
+from qcomp.backends.numba_cpu import minmax, qsgd_decoder, sign
 from qcomp.backends.numba_cpu.kernel_set import KERNELS, NumbaKernels
 from qcomp.core import primitives
 
@@ -37,7 +37,7 @@ def test_arrays_of_other_libraries_are_left_to_the_pure_version():
 @pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=16))], ids=str)
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
     """As if small ones were large: at every alignment, with a tail."""
-    for module in (sign, qsgd_decode, minmax):
+    for module in (sign, qsgd_decoder, minmax):
         monkeypatch.setattr(module, "pays", lambda size: True)
     x = vector("wide", 1001, 0)
     payload = compressor.compress(x, key=qcomp.Key())

@@ -7,7 +7,7 @@ All take flat, C-contiguous, aligned float32 arrays, and uint8 payloads at any a
 from qcomp.backends.numba_cpu.adam import frozen_adam_step
 from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
 from qcomp.backends.numba_cpu.qsgd import qsgd_encode
-from qcomp.backends.numba_cpu.qsgd_decode import qsgd_decode
+from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decode
 from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
 from qcomp.backends.numba_cpu.threads import default_threads, get_num_threads, set_num_threads
 from qcomp.backends.numba_cpu.vectors import finish_mean, largest, largest_sum, momentum

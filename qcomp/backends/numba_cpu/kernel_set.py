@@ -14,7 +14,7 @@ from qcomp.backends.numba_cpu.jit import Bytes, Floats
 from qcomp.backends.numba_cpu.layout import Mix
 from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
 from qcomp.backends.numba_cpu.qsgd import qsgd_encode
-from qcomp.backends.numba_cpu.qsgd_decode import qsgd_decode
+from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decode
 from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype

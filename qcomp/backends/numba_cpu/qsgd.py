@@ -39,7 +39,7 @@ from qcomp.backends.numba_cpu.primitives import (
     store_scale,
     too_large,
 )
-from qcomp.backends.numba_cpu.qsgd_decode import scaled
+from qcomp.backends.numba_cpu.qsgd_decoder import scaled
 
 __all__ = ["qsgd_encode", "round_up_step"]
 
