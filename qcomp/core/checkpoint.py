@@ -10,6 +10,7 @@ from qcomp.core.state import OptimizerState
 __all__ = ["from_state_dict", "to_state_dict"]
 
 _SCHEMA = 1
+_NUMBER = "number."
 _SCALARS = ("step", "stage", "rank", "size", "skipped")
 
 
@@ -23,6 +24,7 @@ def to_state_dict(state: OptimizerState, mean: CompressedMean) -> dict[str, Any]
         "schema": _SCHEMA,
         **scalars,
         "history": list(state.history),
+        **{f"{_NUMBER}{name}": value for name, value in state.numbers.items()},
         **dict(_named_arrays(state, mean)),
     }
 
@@ -45,22 +47,23 @@ def from_state_dict(
             f"the state is of rank {saved['rank']} of {saved['size']}; this is rank {template.rank} of "
             f"{template.size}: its residuals belong to that rank alone"
         )
-    expected = dict(_named_arrays(template, mean))
+    expected = {f"{_NUMBER}{name}": value for name, value in template.numbers.items()}
+    expected |= dict(_named_arrays(template, mean))
     present = {key for key in saved if key not in ("schema", "history", *_SCALARS)}
     if present != expected.keys():
         missing, unknown = sorted(expected.keys() - present), sorted(present - expected.keys())
         raise ValueError(
             f"the state lacks {missing[:5]} and has {unknown[:5]} too many: another model or optimizer"
         )
-    arrays = {key: _like(saved[key], like, key) for key, like in expected.items()}
-    keys = iter(arrays.values())
-    momentum, variance, worker, server = (
-        tuple(next(keys) for _ in group)
+    loaded = iter([_like(saved[key], like, key) for key, like in _named_arrays(template, mean)])
+    momentum, variance, worker, server, *others = (
+        tuple(next(loaded) for _ in group)
         for group in (
             template.momentum,
             template.variance,
             template.exchange.worker,
             template.exchange.server,
+            *template.arrays.values(),
         )
     )
     return template._replace(
@@ -70,6 +73,8 @@ def from_state_dict(
         variance=variance,
         exchange=template.exchange._replace(worker=worker, server=server),
         history=tuple(float(value) for value in saved["history"]),
+        arrays=dict(zip(template.arrays, others, strict=True)),
+        numbers={name: float(saved[f"{_NUMBER}{name}"]) for name in template.numbers},
     )
 
 
@@ -83,6 +88,8 @@ def _named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple
         own = mean.segments(state.exchange.worker, state.size)[state.rank]
         keys = (f"server_residual.{compressed[s.tensor]}@{s.start}" for s in own)
         yield from zip(keys, state.exchange.server, strict=True)
+    for kind, arrays in state.arrays.items():
+        yield from zip((f"{kind}.{name}" for name in state.names), arrays, strict=True)
 
 
 def _like(value: Any, like: Array, key: str) -> Array:

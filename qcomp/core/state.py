@@ -1,6 +1,7 @@
 """The explicit state of an optimizer."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from qcomp.core.arrays import Array
 from qcomp.core.exchange import MeanState
@@ -13,7 +14,8 @@ class OptimizerState(NamedTuple):
 
     step: int
     """Completed steps."""
-    stage: Literal["warmup", "compressed"]
+    stage: str
+    """Of the optimizer's state machine, such as "warmup" or "compressed"."""
     rank: int
     size: int
     names: tuple[str, ...]
@@ -28,3 +30,7 @@ class OptimizerState(NamedTuple):
     """What the freeze rule remembers."""
     skipped: int
     """Steps that were left out because a value was not finite."""
+    arrays: Mapping[str, tuple[Array, ...]] = {}
+    """What else an optimizer keeps, by kind: an array for each parameter, of size 0 where there is nothing to keep."""
+    numbers: Mapping[str, float] = {}
+    """Further numbers by name, the same on all ranks."""

@@ -1,14 +1,16 @@
 """Stores that go past the caches, for results that are larger than these.
 
 An ordinary store first reads the line that it will overwrite, which for a decoder doubles the traffic. A memory
-copy of the C library does not either, above some size.
+copy of the C library does not either, above some size. Whether that pays depends on the processor: on an Ice Lake Xeon
+it takes a third off the time of a sign decoder, on a Zen 4 EPYC, which writes past its caches at a fifth of the rate at
+which it reads, it adds two thirds.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import extending, types
 from numba.core import cgutils
 
@@ -18,11 +20,14 @@ __all__ = ["finish_streams", "pays", "stream"]
 
 _LANES = 8
 """Of a vector store; one of 32 bytes exists on every x86 with AVX, and elsewhere the compiler splits it."""
+_LARGE = 1 << 23
+"""The float32 of an array that is too large to be still in a cache when it is needed."""
+_SLOW = binding.get_host_cpu_name().startswith("znver")
 
 
 def pays(size: int) -> bool:
-    """Return whether an array of so many float32 is too large to be still in a cache when it is needed."""
-    return size >= 1 << 23
+    """Return whether to stream so many float32: too many for the caches, on a processor that is fast at it."""
+    return size >= _LARGE and not _SLOW
 
 
 @extending.intrinsic

@@ -125,7 +125,7 @@ class Optimizer(ABC):
         """How the compressed stage averages; its residuals are in the state."""
         return EXACT
 
-    def enter(self, state: OptimizerState, stage: Literal["warmup", "compressed"]) -> OptimizerState:
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins, with residuals of zero."""
         if stage != state.stage:
             raise ValueError(f"stage is {stage!r}; {type(self).__name__} has only {state.stage!r}")

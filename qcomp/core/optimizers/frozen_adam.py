@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array
@@ -41,7 +41,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         state = super().start(params, names, rank, size)
         return state._replace(exact=self._choose_exact(params, names))
 
-    def enter(self, state: OptimizerState, stage: Literal["warmup", "compressed"]) -> OptimizerState:
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return the state of the warm-up, or with residuals of zero the one of the compressed stage."""
         if stage == "warmup":
             return super().enter(state, stage)
