@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu bench-kernels bench-gpu lint format clean
+.PHONY: demo test test-gpu bench-kernels bench-gpu bench-convergence lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
@@ -25,6 +25,10 @@ bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their 
 bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; writes docs/benchmarks/.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/gpu.py
+
+bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (hours; goes on where it was stopped).
+	$(BIN)/python benchmarks/noise_floor.py
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4py benchmarks/study.py
 
 lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff check .

@@ -1,0 +1,56 @@
+"""A byte-level transformer on the sources of Python's standard library: the model of the demo."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from convergence.task import Task
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from lm.data import Corpus, training_batch, validation_windows
+from lm.model import LanguageModel
+
+__all__ = ["LanguageModelTask"]
+
+CONTEXT = 128
+WINDOWS = 256
+"""Of the validation set, always the same ones."""
+
+
+class LanguageModelTask(Task):
+    """Predict the next byte; 0.87 million parameters, 12 windows of 128 bytes a rank and step."""
+
+    name: ClassVar[str] = "language_model"
+    title: ClassVar[str] = "byte-level transformer on the standard library"
+    metric: ClassVar[str] = "validation loss, nats a byte"
+    steps: ClassVar[int] = 1000
+    learning_rate: ClassVar[float] = 2e-3
+    clip_norm: ClassVar[float | None] = 1.0
+
+    corpus: ClassVar[Corpus | None] = None
+    """Read once; every run of a process learns from the same."""
+
+    def build(self) -> Mapping[str, nn.Module]:
+        """Return the transformer."""
+        if LanguageModelTask.corpus is None:
+            LanguageModelTask.corpus = Corpus.of_standard_library()
+        self.data = LanguageModelTask.corpus
+        self.model = LanguageModel(context=CONTEXT)
+        return {"transformer": self.model}
+
+    def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is one
+        """Return the cross-entropy of random windows."""
+        key = (self.seed, self.rank, step)
+        return self.model.loss(training_batch(self.data.train, 12, CONTEXT, key))
+
+    def judge(self) -> float:
+        """Return the cross-entropy of the validation windows."""
+        windows = validation_windows(self.data.validation, WINDOWS, CONTEXT)
+        with torch.inference_mode():
+            losses = [self.model.loss(part).item() for part in torch.split(windows, 32)]
+        return sum(losses) / len(losses)

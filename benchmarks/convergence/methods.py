@@ -1,0 +1,68 @@
+"""The optimizers that are compared."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import qcomp
+from convergence.task import Task
+
+__all__ = ["BASELINE", "METHODS", "Cosine", "Method"]
+
+BASELINE = "adam"
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Learning rate of a step: up in a line over the first tenth, then down in a cosine to a tenth."""
+
+    peak: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        """Return the rate after ``step`` completed steps."""
+        rise = max(1, self.steps // 10)
+        if step < rise:
+            return self.peak * (step + 1) / rise
+        progress = (step - rise) / max(1, self.steps - rise)
+        return self.peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A name for people, a colour, and the optimizer for a task of so many steps."""
+
+    label: str
+    colour: str
+    make: Callable[[dict[str, Any], int], qcomp.Optimizer]
+
+    def optimizer(self, task: Task, steps: int) -> qcomp.Optimizer:
+        """Return the optimizer of one of the task's networks."""
+        shared = {
+            "learning_rate": Cosine(task.learning_rate, steps),
+            "betas": task.betas,
+            "clip_norm": task.clip_norm,
+            "seed": task.seed,
+        }
+        return self.make(shared, steps)
+
+
+def first(steps: int, part: float) -> int:
+    """Return the steps of the exact warm-up."""
+    return max(1, round(part * steps))
+
+
+METHODS = {
+    BASELINE: Method("Adam, exact", "#4d4d4d", lambda shared, _: qcomp.Adam(**shared)),
+    "onebit_adam": Method(
+        "1-bit Adam, 15% warm-up",
+        "#d1495b",
+        lambda shared, steps: qcomp.OneBitAdam(**shared, freeze=first(steps, 0.15)),
+    ),
+    "qadam": Method(
+        "QAdam, 8 bits, 15% warm-up",
+        "#2e86ab",
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.15)),
+    ),
+}

@@ -1,0 +1,121 @@
+"""The tables and pictures of the study, from the files of its runs."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+import page
+from matplotlib.figure import Figure
+
+from convergence.methods import BASELINE, METHODS
+from convergence.task import Task
+from convergence.training import Run
+
+__all__ = ["Paired", "read", "write"]
+
+
+class Paired:
+    """How a method ends beside the baseline, seed by seed.
+
+    Parameters
+    ----------
+    method, baseline : mapping of int to Run
+        By seed; seeds that both have are compared.
+    """
+
+    def __init__(self, method: Mapping[int, Run], baseline: Mapping[int, Run]) -> None:
+        seeds = sorted(method.keys() & baseline.keys())
+        finals = [method[seed].final for seed in seeds]
+        exact = [baseline[seed].final for seed in seeds]
+        differences = [a - b for a, b in zip(finals, exact, strict=True)]
+        self.seeds = len(seeds)
+        self.mean, self.spread = mean(finals), _spread(finals)
+        self.difference, self.difference_spread = mean(differences), _spread(differences)
+        self.baseline_spread = _spread(exact)
+        self.volume_ratio = mean(method[seed].volume_ratio for seed in seeds)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the mean difference is no more than one standard deviation of the baseline over seeds."""
+        return self.difference <= self.baseline_spread
+
+
+def _spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else math.nan
+
+
+def read(folder: Path) -> dict[str, dict[str, dict[int, Run]]]:
+    """Return all runs by task, method and seed."""
+    found: dict[str, dict[str, dict[int, Run]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        run = Run(**json.loads(path.read_text()))
+        found.setdefault(run.task, {}).setdefault(run.method, {})[run.seed] = run
+    return found
+
+
+def write(out: Path, tasks: Mapping[str, type[Task]]) -> None:
+    """Draw a picture for each task that has runs, and write its table into the page."""
+    blocks = {}
+    for name, of_task in read(out / "runs").items():
+        picture(of_task, tasks[name]).savefig(out / f"{name}.png", dpi=120)
+        blocks[name] = table(of_task, tasks[name])
+        print(f"\n{name}\n{blocks[name]}")
+    page.rewrite(out, blocks)
+
+
+def table(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> str:
+    """Return a task's table, in Markdown."""
+    baseline = of_task[BASELINE]
+    run = next(iter(baseline.values()))
+    rows = []
+    for name, method in METHODS.items():
+        if name not in of_task:
+            continue
+        result = Paired(of_task[name], baseline)
+        verdict = "" if name == BASELINE else "yes" if result.keeps_up else "**no**"
+        difference = "" if name == BASELINE else f"{result.difference:+.4f} ± {result.difference_spread:.4f}"
+        rows.append(
+            [
+                method.label,
+                f"{result.mean:.4f} ± {result.spread:.4f}",
+                difference,
+                verdict,
+                f"{result.volume_ratio:.2f}",
+                str(result.seeds),
+            ]
+        )
+    head = [
+        "optimizer",
+        task.metric,
+        "minus Adam's, by seed",
+        "keeps up",
+        "volume: float32 over this",
+        "seeds",
+    ]
+    about = f"{run.steps} steps, {run.ranks} ranks, {run.parameters:,} parameters."
+    return f"{about}\n\n{page.table(head, rows)}"
+
+
+def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figure:
+    """Return the mean curve of each method over seeds, in a band of one standard deviation."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, method in METHODS.items():
+        runs = list(of_task.get(name, {}).values())
+        if not runs:
+            continue
+        steps = [step for step, _ in runs[0].curve]
+        values = [[value for _, value in run.curve] for run in runs]
+        middle = [mean(at) for at in zip(*values, strict=True)]
+        axes.plot(steps, middle, color=method.colour, label=method.label)
+        if len(runs) > 1:
+            spread = [stdev(at) for at in zip(*values, strict=True)]
+            low = [m - s for m, s in zip(middle, spread, strict=True)]
+            high = [m + s for m, s in zip(middle, spread, strict=True)]
+            axes.fill_between(steps, low, high, color=method.colour, alpha=0.15, linewidth=0)
+    axes.set(xlabel="step", ylabel=task.metric, yscale="log", title=task.title)
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend()
+    return figure
