@@ -16,7 +16,7 @@ from qcomp.backends.cupy_cuda.launches import CudaKernels
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.core.random import Key, replace_draws
-from qcomp.testing import check_kernels
+from qcomp.testing import check_compressor, check_kernels
 from qcomp.testing.inputs import FAMILIES, vector
 from qcomp.testing.kernels import COMPRESSORS
 
@@ -167,6 +167,16 @@ def spec(compressor):
 )
 def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
     check_kernels(Emulated(emulated_library).kernels, compressors=[compressor], max_examples=10)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [qcomp.ScaledSign(16), qcomp.ScaledSign(16, "rms"), qcomp.QSGD(3, 16), qcomp.MinMaxUInt8(16)],
+    ids=spec,
+)
+def test_the_laws_hold_under_the_emulated_kernels(emulated_library, compressor):
+    with use_kernels(Emulated(emulated_library).kernels):
+        check_compressor(compressor, max_examples=5)
 
 
 @pytest.mark.parametrize("order", [0, 1, 99])

@@ -19,6 +19,8 @@ import qcomp
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.core.random import fold_key, philox4x32
+from qcomp.testing.case import Case
+from qcomp.testing.contract import broken_laws
 from qcomp.testing.inputs import FAMILIES, vector
 
 pytest.importorskip("triton")
@@ -314,6 +316,15 @@ class _NoDevice:
         return 0
 
 
+def check_contract(compressor):
+    """Unbiasedness, variance bounds and all other laws hold with these kernels."""
+    with use_kernels(KERNELS):
+        broken = dict(broken_laws(Case(compressor, torch), 2))
+    # The interpreter truncates what it stores as bfloat16, which a device rounds.
+    assert "bfloat16" in broken.pop("half_precision", "bfloat16")
+    assert not broken
+
+
 def check_compiled_code(device):
     """What is compiled for a GPU rounds every operation, loads 16 bytes at a time, and serves all sizes and keys."""
     triton.runtime.driver.set_active(_NoDevice())
@@ -392,6 +403,12 @@ CHECKS = {
 }
 
 
+CONTRACTS = {
+    f"contract of {c}": lambda device, c=c: check_contract(c)
+    for c in (qcomp.ScaledSign(16), qcomp.ScaledSign(16, "rms"), qcomp.QSGD(3, 16), qcomp.MinMaxUInt8(16))
+}
+
+
 def run_this_file(check, cache, **environment):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -410,6 +427,11 @@ def test_in_the_interpreter(check, tmp_path):
     run_this_file(check, tmp_path, TRITON_INTERPRET="1")
 
 
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_the_contract_in_the_interpreter(contract, tmp_path):
+    run_this_file(contract, tmp_path, TRITON_INTERPRET="1")
+
+
 def test_compiled_code(tmp_path):
     run_this_file("check_compiled_code", tmp_path)
 
@@ -424,4 +446,4 @@ def test_on_a_device(check):
 if __name__ == "__main__":
     # Values out of range are meant; a device does not remark on them either.
     np.seterr(all="ignore")
-    {**CHECKS, "check_compiled_code": check_compiled_code}[sys.argv[1]]("cpu")
+    {**CHECKS, **CONTRACTS, "check_compiled_code": check_compiled_code}[sys.argv[1]]("cpu")
