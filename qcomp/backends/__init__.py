@@ -9,10 +9,11 @@ the setting (`set_default`, or the environment variable ``QCOMP_KERNELS``), and 
 'pure'
 """
 
-from qcomp.backends.choice import Choice, automatic, choose, explain, set_default, use
+from qcomp.backends.choice import Choice, automatic, choose, choose_coders, explain, set_default, use
 from qcomp.backends.registry import names
-from qcomp.core.kernels import Encoded, KernelSet, choose_with
+from qcomp.core.kernels import Encoded, KernelSet, choose_coders_with, choose_with
 
 __all__ = ["Choice", "Encoded", "KernelSet", "automatic", "explain", "names", "set_default", "use"]
 
 choose_with(choose)
+choose_coders_with(choose_coders)

@@ -7,11 +7,11 @@ import os
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from qcomp.backends.registry import BUILT_IN, UnavailableError, load, names
+from qcomp.backends.registry import BUILT_IN, UnavailableError, load, load_coders, names
 from qcomp.core.arrays import Array, dtype_name, is_traced
-from qcomp.core.kernels import KernelSet, chosen, use_chooser, use_kernels
+from qcomp.core.kernels import Coders, KernelSet, chosen, use_chooser, use_kernels
 
-__all__ = ["Choice", "automatic", "choose", "explain", "set_default", "use"]
+__all__ = ["Choice", "automatic", "choose", "choose_coders", "explain", "set_default", "use"]
 
 _log = logging.getLogger("qcomp")
 
@@ -77,15 +77,31 @@ _default: tuple[str, KernelSet | None] | None = None
 """The name of the setting and its set; None until the environment was looked at."""
 
 
-def choose(x: Array) -> KernelSet | None:
-    """Return the set for an array by the setting."""
+def _setting() -> tuple[str, KernelSet | None]:
+    """Return the name of the setting and its set."""
     if _default is None:
         set_default(os.environ.get("QCOMP_KERNELS", "auto"))
     assert _default is not None
-    name, kernels = _default
+    return _default
+
+
+def choose(x: Array) -> KernelSet | None:
+    """Return the set for an array by the setting."""
+    name, kernels = _setting()
     if name == "auto":
         return automatic(x)
     return kernels if kernels is not None and kernels.takes(x) else None
+
+
+def choose_coders(by_setting: bool) -> Coders | None:
+    """Return the compiled loops for host bytes, None for the pure ones: if nothing compiles, or the setting is pure."""
+    if by_setting and _setting()[0] == "pure":
+        return None
+    try:
+        return load_coders()
+    except UnavailableError as error:
+        _warn_once("coders", "vectors are coded", error)
+        return None
 
 
 _choices: dict[tuple[type, object, object], KernelSet | None] = {}
@@ -168,11 +184,12 @@ def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
     try:
         return load(name)
     except UnavailableError as error:
-        if name not in _told:
-            _told.add(name)
-            _log.warning(
-                "%s arrays on %s are compressed by the pure version, which is many times slower: %s",
-                *kind,
-                error,
-            )
+        _warn_once(name, f"{kind[0]} arrays on {kind[1]} are compressed", error)
         return None
+
+
+def _warn_once(name: str, what: str, error: UnavailableError) -> None:
+    """Say that something is done slowly, once for each name."""
+    if name not in _told:
+        _told.add(name)
+        _log.warning("%s by the pure version, which is many times slower: %s", what, error)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from qcomp.core.kernels import KernelSet
+from qcomp.core.kernels import Coders, KernelSet
 
-__all__ = ["BUILT_IN", "Entry", "UnavailableError", "load", "names"]
+__all__ = ["BUILT_IN", "Entry", "UnavailableError", "load", "load_coders", "names"]
 
 
 class Entry(NamedTuple):
@@ -36,6 +36,10 @@ BUILT_IN = {
 """The sets of this package. Others come in by the entry point group ``qcomp.kernels``, and are used when asked for."""
 
 
+CODERS = "qcomp.backends.numba_cpu.coding_set"
+"""Has the compiled loops for host bytes as ``CODERS``."""
+
+
 class UnavailableError(ImportError):
     """A set is there, but what it needs is not installed."""
 
@@ -55,15 +59,30 @@ def load(name: str) -> KernelSet:
         If what it needs is not installed; the message says how to install it.
     """
     if name in BUILT_IN:
-        entry = BUILT_IN[name]
-        try:
-            kernels: KernelSet = import_module(entry.module).KERNELS
-        except ImportError as error:
-            hint = f"pip install 'qcomp[{entry.extra}]'"
-            raise UnavailableError(f"the kernels {name!r} need {error.name or error}: {hint}") from error
+        kernels: KernelSet = _imported(name, BUILT_IN[name].module).KERNELS
         return kernels
     found: KernelSet = _foreign()[name].load()
     return found
+
+
+def load_coders() -> Coders:
+    """Return the compiled loops for host bytes.
+
+    Raises
+    ------
+    UnavailableError
+        If numba is not installed.
+    """
+    coders: Coders = _imported("numba", CODERS).CODERS
+    return coders
+
+
+def _imported(name: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        hint = f"pip install 'qcomp[{BUILT_IN[name].extra}]'"
+        raise UnavailableError(f"the kernels {name!r} need {error.name or error}: {hint}") from error
 
 
 def _foreign() -> dict[str, EntryPoint]:

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from qcomp.core.arrays import Array
+    from qcomp.core.coding.model import Model
     from qcomp.core.compressor import Compressor
     from qcomp.core.random import Key
 
 __all__ = [
     "Blend",
     "Chooser",
+    "Coders",
     "Encoded",
     "KernelSet",
     "StepNumbers",
+    "choose_coders_with",
     "choose_with",
     "chosen",
+    "chosen_coders",
     "use_chooser",
     "use_kernels",
 ]
@@ -69,7 +73,8 @@ class StepNumbers(NamedTuple):
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
-    A method returns None where it has no kernel for such arguments; nothing was written then.
+    A method returns None where it has no kernel for such arguments; nothing was written then. No set is asked for a
+    compressor with a coder, only for the plain one whose payloads the coder shortens.
     """
 
     name: str
@@ -124,6 +129,28 @@ class KernelSet(Protocol):
         ...
 
 
+class Coders(NamedTuple):
+    """The loops of `qcomp.core.coding` over host bytes; `qcomp.core.coding.PURE` defines them.
+
+    Levels come and go as 16-bit integers in little endian; what decodes raises PayloadError on any other bytes than
+    those of an encoder.
+    """
+
+    name: str
+    first_invalid: Callable[[memoryview, memoryview, int], int]
+    """Levels, signs, largest level: the index of the first element out of range, or -1."""
+    paper_encode: Callable[[memoryview, memoryview], bytes]
+    """Levels, signs: the code of `qcomp.core.coding.paper`."""
+    paper_decode: Callable[[memoryview, int, int], tuple[bytearray, bytearray]]
+    """Code, size, largest level: levels and signs."""
+    count_classes: Callable[[memoryview, int, int], list[int]]
+    """Levels, largest level, fine bits: how many are of each class."""
+    push: Callable[[memoryview, memoryview, Model, int], bytes]
+    """Levels, signs, model, lanes: the states and words of `qcomp.core.coding.range_coder`."""
+    pop: Callable[[memoryview, int, int, Model, int], tuple[bytearray, bytearray]]
+    """States and words, size, largest level, model, lanes: levels and signs."""
+
+
 Chooser = Callable[["Array"], KernelSet | None]
 """Returns the set of kernels for an array, None for the pure version."""
 
@@ -132,13 +159,34 @@ def _pure(x: Array) -> KernelSet | None:  # noqa: ARG001
     return None
 
 
+def _no_coders(by_setting: bool) -> Coders | None:  # noqa: ARG001
+    return None
+
+
 _automatic: Chooser = _pure
+_coders: Callable[[bool], Coders | None] = _no_coders
 _chooser: ContextVar[Chooser | None] = ContextVar("qcomp_kernels", default=None)
 
 
 def chosen(x: Array) -> KernelSet | None:
     """Return the set of kernels for an array, None for the pure version."""
     return (_chooser.get() or _automatic)(x)
+
+
+def chosen_coders() -> Coders | None:
+    """Return the loops for host bytes, None for the pure ones.
+
+    They have no array to be chosen by: whatever set works on arrays in a context, these are the best there are,
+    unless the context says pure.
+    """
+    chooser = _chooser.get()
+    return None if chooser is _pure else _coders(chooser is None)
+
+
+def choose_coders_with(coders: Callable[[bool], Coders | None]) -> None:
+    """Let this function choose the loops for host bytes; it is told whether there is no context, only the setting."""
+    global _coders  # noqa: PLW0603
+    _coders = coders
 
 
 def choose_with(chooser: Chooser) -> None:

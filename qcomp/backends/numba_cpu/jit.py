@@ -15,12 +15,13 @@ from numba import extending
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "Floats", "Halves", "Kernel", "Words", "borrow", "inline", "kernel"]
+__all__ = ["Bytes", "Floats", "Halves", "Kernel", "Longs", "Words", "borrow", "inline", "kernel"]
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
+Longs = NDArray[np.int64]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -68,7 +69,7 @@ class Kernel:
     function : callable
         In the subset of Python that numba compiles.
     signature : str
-        In numba's notation, with ``f32_in``, ``f32``, ``u8_in`` and ``u8`` for one-dimensional arrays.
+        In numba's notation, with ``f32_in``, ``f32``, ``u8_in``, ``u8`` and the like for one-dimensional arrays.
 
     Notes
     -----
@@ -123,10 +124,15 @@ def _types() -> dict[str, Any]:
         "f32": types.Array(types.float32, 1, "C"),
         "u8_in": types.Array(types.uint8, 1, "C", readonly=True),
         "u8": types.Array(types.uint8, 1, "C"),
+        "u16_in": types.Array(types.uint16, 1, "C", readonly=True),
+        "u16": types.Array(types.uint16, 1, "C"),
+        "u32": types.Array(types.uint32, 1, "C"),
+        "i64": types.Array(types.int64, 1, "C"),
         "float32": types.float32,
         "int64": types.int64,
         "uint32": types.uint32,
         "boolean": types.boolean,
         "void": types.void,
         "pair": types.UniTuple(types.int64, 2),
+        "triple": types.UniTuple(types.int64, 3),
     }

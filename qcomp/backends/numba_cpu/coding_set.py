@@ -1,0 +1,16 @@
+"""The numba loops of `qcomp.core.coding` as the core calls them."""
+
+from qcomp.backends.numba_cpu import coding_paper, coding_range
+from qcomp.core.kernels import Coders
+
+__all__ = ["CODERS"]
+
+CODERS = Coders(
+    name="numba",
+    first_invalid=coding_range.first_invalid,
+    paper_encode=coding_paper.encode,
+    paper_decode=coding_paper.decode,
+    count_classes=coding_range.count_classes,
+    push=coding_range.push,
+    pop=coding_range.pop,
+)

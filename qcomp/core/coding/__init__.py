@@ -1,0 +1,143 @@
+"""Codes of variable length for quantised vectors, on host bytes.
+
+``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder within a few percent of the entropy. Both take a
+level from 0 to 32767 and a sign for each element; the scales of buckets are no part of the code. The loops run in the
+kernels of `qcomp.backends` where there are any; the versions here are the definition of every byte.
+"""
+
+from qcomp.core.coding import paper, range_coder, rans
+from qcomp.core.coding.bits import numbers
+from qcomp.core.kernels import Coders, chosen_coders
+
+__all__ = ["CODINGS", "LARGEST", "PURE", "decode", "encode"]
+
+CODINGS = ("elias", "range")
+LARGEST = 32767
+"""The most levels above zero."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+def first_invalid(levels: memoryview, negative: memoryview, largest: int) -> int:
+    """Return the index of the first element that is no level or no sign, or -1."""
+    for i, (level, sign) in enumerate(zip(numbers(levels), negative, strict=True)):
+        if level > largest or sign > min(level, 1):
+            return i
+    return -1
+
+
+PURE = Coders(
+    name="pure",
+    first_invalid=first_invalid,
+    paper_encode=paper.encode,
+    paper_decode=paper.decode,
+    count_classes=rans.count_classes,
+    push=rans.push,
+    pop=rans.pop,
+)
+
+
+def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, largest: int) -> bytes:
+    """Return the code of a vector of n elements.
+
+    Parameters
+    ----------
+    coding : {"elias", "range"}
+        See `qcomp.core.coding.paper` and `qcomp.core.coding.range_coder`.
+    levels : bytes-like, 2n bytes
+        Magnitudes, 0 to ``largest``, as 16-bit integers in little endian.
+    negative : bytes-like, n bytes
+        1 for a negative element, else 0; 0 where the level is.
+    bucket_size : int
+        Elements that share a scale. Both codes run through all buckets, so that it changes nothing yet.
+    largest : int
+        The number of levels above zero, 1 to 32767.
+
+    Returns
+    -------
+    bytes
+        ``"range"``: with b the bits of ``largest`` and one more, at most n*b/8 + 5 bytes, from 2^14 elements on + 17.
+        ``"elias"``: at most 24 bits an element, and 1 byte.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described.
+
+    Examples
+    --------
+    >>> levels, negative = bytes([0, 0, 3, 0, 0, 0]), bytes([0, 1, 0])  # 0, -3, 0
+    >>> code = encode("elias", levels, negative, bucket_size=8, largest=7)
+    >>> code.hex()
+    '005100'
+    >>> decode("elias", code, size=3, bucket_size=8, largest=7) == (levels, negative)
+    True
+    """
+    _validate(coding, bucket_size, largest)
+    levels, negative = _view(levels), _view(negative)
+    if len(levels) != 2 * len(negative):
+        raise ValueError(
+            f"levels has {len(levels)} bytes; expected {2 * len(negative)}, twice those of negative"
+        )
+    coders = chosen_coders() or PURE
+    bad = coders.first_invalid(levels, negative, largest)
+    if bad >= 0:
+        level = int.from_bytes(levels[2 * bad : 2 * bad + 2], "little")
+        raise ValueError(
+            f"levels is {level} and negative {negative[bad]} at {bad}; "
+            f"expected 0 to {largest}, and 0 or 1, at a level 0 only 0"
+        )
+    if coding == "elias":
+        return coders.paper_encode(levels, negative)
+    return range_coder.encode(coders, levels, negative, largest)
+
+
+def decode(
+    coding: str, data: Bytes, *, size: int, bucket_size: int, largest: int
+) -> tuple[bytearray, bytearray]:
+    """Return levels and signs, the inverse of `encode`, in memory and time that are proportional to ``size``.
+
+    Parameters
+    ----------
+    coding, bucket_size, largest
+        Those of `encode`.
+    data : bytes-like
+        What `encode` returned.
+    size : int
+        The number of elements.
+
+    Returns
+    -------
+    levels : bytearray
+    negative : bytearray
+
+    Raises
+    ------
+    PayloadError
+        If the bytes are not the code of such a vector: cut off, too long, damaged.
+    ValueError
+        If another argument is not as described.
+    """
+    _validate(coding, bucket_size, largest)
+    if size < 0:
+        raise ValueError(f"size is {size}; expected at least 0")
+    view = _view(data)
+    coders = chosen_coders() or PURE
+    if coding == "elias":
+        return coders.paper_decode(view, size, largest)
+    return range_coder.decode(coders, view, size, largest)
+
+
+def _view(data: Bytes) -> memoryview:
+    """Return the bytes of a buffer; Python casts no empty ones."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _validate(coding: str, bucket_size: int, largest: int) -> None:
+    if coding not in CODINGS:
+        raise ValueError(f"coding is {coding!r}; expected one of {', '.join(CODINGS)}")
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size is {bucket_size}; expected at least 1")
+    if not 1 <= largest <= LARGEST:
+        raise ValueError(f"largest is {largest}; expected an integer from 1 to {LARGEST}")

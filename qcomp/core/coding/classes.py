@@ -1,0 +1,43 @@
+"""Classes of non-negative integers: small ones exactly, large ones by their first bits.
+
+With m fine bits, every k below 2^(m+1) is a class of its own; of the larger ones, class (e << m) + (k >> e) has
+all that agree in their length and first m + 1 bits; the e further ones are spare. So a class is never wider than 2^-m
+of what it holds.
+"""
+
+__all__ = ["class_of", "smallest", "spare_bits"]
+
+
+def class_of(number: int, fine: int) -> int:
+    """Return the class of a number.
+
+    Examples
+    --------
+    >>> [class_of(k, 1) for k in (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12)]
+    [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7]
+    """
+    spare = max(0, number.bit_length() - 1 - fine)
+    return (spare << fine) + (number >> spare)
+
+
+def spare_bits(class_: int, fine: int) -> int:
+    """Return how many bits the numbers of a class have beyond those that it tells.
+
+    Examples
+    --------
+    >>> [spare_bits(c, 1) for c in range(8)]
+    [0, 0, 0, 0, 1, 1, 2, 2]
+    """
+    return max(0, (class_ >> fine) - 1)
+
+
+def smallest(class_: int, fine: int) -> int:
+    """Return the smallest number of a class.
+
+    Examples
+    --------
+    >>> [smallest(c, 1) for c in range(8)]
+    [0, 1, 2, 3, 4, 6, 8, 12]
+    """
+    spare = spare_bits(class_, fine)
+    return class_ - (spare << fine) << spare

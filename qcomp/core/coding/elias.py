@@ -1,0 +1,211 @@
+"""Elias's codes for positive integers: gamma, delta and omega (IEEE Trans. Information Theory 21, 1975).
+
+Prefix-free: codewords that follow one another need no separator. With L(k) the number of bits of k:
+
+- gamma: L - 1 zeros, then k; 2L - 1 bits.
+- delta: L in gamma, then k without its first bit; L + 2 (L(L) - 1) bits.
+- omega: a 0, before it k, before that L(k) - 1 as a new k, and so on until that is 1. The QSGD paper calls this the
+  recursive Elias code.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from qcomp.core.coding.bits import BitReader, BitWriter
+from qcomp.core.errors import PayloadError
+
+__all__ = [
+    "Code",
+    "Codeword",
+    "codeword",
+    "decode",
+    "delta",
+    "encode",
+    "gamma",
+    "length",
+    "omega",
+    "take_delta",
+    "take_gamma",
+    "take_omega",
+]
+
+Code = Literal["gamma", "delta", "omega"]
+
+LARGEST_BITS = 64
+"""Numbers have no more bits. Without a bound, a few damaged bytes could announce a number of any size."""
+
+
+class Codeword(NamedTuple):
+    """Some bits, the first of them the highest."""
+
+    bits: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.bits:0{self.length}b}"
+
+
+def gamma(number: int) -> Codeword:
+    """Return the gamma codeword of a positive integer.
+
+    Examples
+    --------
+    >>> print(gamma(9))
+    0001001
+    """
+    _require(number)
+    return Codeword(number, 2 * number.bit_length() - 1)
+
+
+def delta(number: int) -> Codeword:
+    """Return the delta codeword of a positive integer.
+
+    Examples
+    --------
+    >>> print(delta(9))
+    00100001
+    """
+    _require(number)
+    rest = number.bit_length() - 1
+    head = gamma(rest + 1)
+    return Codeword(head.bits << rest | number ^ 1 << rest, head.length + rest)
+
+
+def omega(number: int) -> Codeword:
+    """Return the omega codeword of a positive integer.
+
+    Examples
+    --------
+    >>> print(omega(9))
+    1110010
+    """
+    _require(number)
+    bits, count = 0, 1
+    while number > 1:
+        bits |= number << count
+        count += number.bit_length()
+        number = number.bit_length() - 1
+    return Codeword(bits, count)
+
+
+def take_gamma(bits: BitReader) -> int:
+    """Return the number whose gamma codeword comes next.
+
+    Raises
+    ------
+    PayloadError
+        If the bits end before, or the number has more than 64 bits. So do `take_delta` and `take_omega`.
+    """
+    zeros = 0
+    while not bits.take(1):
+        zeros += 1
+        _require_length(zeros + 1)
+    return 1 << zeros | bits.take(zeros)
+
+
+def take_delta(bits: BitReader) -> int:
+    """Return the number whose delta codeword comes next."""
+    size = take_gamma(bits)
+    _require_length(size)
+    return 1 << size - 1 | bits.take(size - 1)
+
+
+def take_omega(bits: BitReader) -> int:
+    """Return the number whose omega codeword comes next."""
+    number = 1
+    while bits.take(1):
+        _require_length(number + 1)
+        number = 1 << number | bits.take(number)
+    return number
+
+
+_CODES: dict[Code, tuple[Callable[[int], Codeword], Callable[[BitReader], int]]] = {
+    "gamma": (gamma, take_gamma),
+    "delta": (delta, take_delta),
+    "omega": (omega, take_omega),
+}
+
+
+def codeword(code: Code, number: int) -> Codeword:
+    """Return the codeword of a positive integer.
+
+    Examples
+    --------
+    >>> [str(codeword(code, 5)) for code in ("gamma", "delta", "omega")]
+    ['00101', '01101', '101010']
+    """
+    return _CODES[code][0](number)
+
+
+def length(code: Code, number: int) -> int:
+    """Return the bits of a codeword, by formula.
+
+    Examples
+    --------
+    >>> [length("omega", k) for k in (1, 2, 4, 16, 65536)]
+    [1, 3, 6, 11, 28]
+    """
+    _require(number)
+    size = number.bit_length()
+    if code == "gamma":
+        return 2 * size - 1
+    if code == "delta":
+        return size + 2 * (size.bit_length() - 1)
+    return 1 if number == 1 else size + length(code, size - 1)
+
+
+def encode(code: Code, numbers: Iterable[int]) -> bytes:
+    """Return the codewords of positive integers one after another, filled up with zeros to whole bytes.
+
+    Parameters
+    ----------
+    code : {"gamma", "delta", "omega"}
+    numbers : iterable of int
+        From 1 to 2**64 - 1.
+
+    Raises
+    ------
+    ValueError
+        If a number is not in that range.
+
+    Examples
+    --------
+    >>> encode("omega", [1, 2, 3]).hex()
+    '4c'
+    """
+    bits = BitWriter()
+    for number in numbers:
+        bits.put(*codeword(code, number))
+    return bits.finish()
+
+
+def decode(code: Code, data: bytes | bytearray | memoryview, count: int) -> list[int]:
+    """Return ``count`` integers, the inverse of `encode`.
+
+    The count is needed: the zeros at the end would be further codewords of omega.
+
+    Raises
+    ------
+    PayloadError
+        If these bytes are not the codewords of that many numbers.
+
+    Examples
+    --------
+    >>> decode("omega", bytes.fromhex("4c"), 3)
+    [1, 2, 3]
+    """
+    bits = BitReader(data)
+    take = _CODES[code][1]
+    numbers = [take(bits) for _ in range(count)]
+    bits.finish()
+    return numbers
+
+
+def _require(number: int) -> None:
+    if not 1 <= number < 1 << LARGEST_BITS:
+        raise ValueError(f"number is {number}; expected an integer from 1 to 2**{LARGEST_BITS} - 1")
+
+
+def _require_length(size: int) -> None:
+    if size > LARGEST_BITS:
+        raise PayloadError(f"a codeword announces a number of more than {LARGEST_BITS} bits")

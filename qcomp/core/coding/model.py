@@ -1,0 +1,221 @@
+"""The model of the range coder: how often levels of each class come, fitted to a vector and sent ahead of it.
+
+A level k from 1 is sent as its class (`qcomp.core.coding.classes`), which the model makes shorter the more frequent it
+is, and as plain bits after that: the spare bits of k, and 1 for a negative sign as the last. A 0 is its class alone.
+How fine classes are is chosen for each vector, so that the model's own size never dominates.
+
+In bits: the method, `FLAT` or 1 plus the fine bits of the classes, in three bits. If it is not `FLAT`, the number of
+classes up to the last that occurs, in gamma; then for each the weight, which is the class with 2 fine bits of how often
+it occurs, rounded to the nearest: d, the difference to the one before, as gamma of 1 - 2d, or of 2d if it is positive.
+The one before the first is that of the number of elements. Zeros fill up the last byte.
+
+Shares: every class that occurs has one of the 2^13 units, and the rest is divided in proportion to the smallest number
+of each weight's class, rounded down; what remains goes to the first of the most frequent classes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+from qcomp.core.coding.bits import BitReader, BitWriter
+from qcomp.core.coding.classes import class_of, smallest, spare_bits
+from qcomp.core.coding.elias import gamma, take_gamma
+from qcomp.core.errors import PayloadError
+
+__all__ = ["FLAT", "UNITS_BITS", "Model", "finest", "fit", "flat", "read"]
+
+FLAT = 0
+"""The method without a model: all bits are plain."""
+UNITS_BITS = 13
+"""Shares are parts of 2 to the power of this."""
+_METHOD_BITS = 3
+FINEST = 6
+"""Levels up to 127 can have a class each."""
+WEIGHT_FINE = 2
+LARGEST_WEIGHT = class_of(1 << 40, WEIGHT_FINE)
+
+_FRACTION = 12
+"""Bits after the point in estimates of lengths."""
+_MANTISSA = 8
+
+
+class Model(NamedTuple):
+    """What is known of each class."""
+
+    method: int
+    units: list[int]
+    """The share of each class; they sum up to 2^13."""
+    smallest: list[int]
+    """The level of each class whose spare bits are all zero."""
+    plain: list[int]
+    """The bits that follow each class: the spare ones and the sign."""
+
+
+def finest(largest: int) -> int:
+    """Return the most fine bits that are of use for levels up to ``largest``."""
+    return min(FINEST, largest.bit_length() - 1)
+
+
+def flat(largest: int) -> Model:
+    """Return the model of one class, all of whose levels have the same length: that of a fixed width."""
+    return Model(FLAT, [1 << UNITS_BITS], [0], [largest.bit_length() + 1])
+
+
+def fit(counts: Sequence[int], largest: int) -> tuple[Model, bytes]:
+    """Return the model that makes a vector shortest, by an estimate in integers, and its bytes.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        How many elements are of each class with ``finest(largest)`` fine bits.
+    largest : int
+        The largest level that there can be.
+
+    Examples
+    --------
+    >>> model, data = fit([90, 10], largest=1)
+    >>> model.method, model.units, data.hex()
+    (1, [7419, 773], '2a1b')
+    """
+    size = sum(counts)
+    least, best = size * (largest.bit_length() + 1) << _FRACTION, None
+    classes = list(counts)
+    for fine in range(finest(largest), -1, -1):
+        while classes and not classes[-1]:
+            classes.pop()
+        if not classes:
+            break
+        weights = [_weight(count) for count in classes]
+        estimate = _estimate(classes, weights, fine) + (_bits(weights, size) << _FRACTION)
+        if estimate < least:
+            least, best = estimate, (weights, fine)
+        classes = _coarser(classes, fine) if fine else []
+    bits = BitWriter()
+    if best is None:
+        bits.put(FLAT, _METHOD_BITS)
+        return flat(largest), bits.finish()
+    weights, fine = best
+    bits.put(1 + fine, _METHOD_BITS)
+    bits.put(*gamma(len(weights)))
+    for step in _steps(weights, size):
+        bits.put(*gamma(step))
+    return _model(weights, fine), bits.finish()
+
+
+def read(bits: BitReader, size: int, largest: int) -> Model:
+    """Return the model that comes next, for a vector of ``size`` elements, and skip what fills up its last byte.
+
+    Raises
+    ------
+    PayloadError
+        If there is no such method for levels up to ``largest``, or a class or a weight is out of range.
+    """
+    method = bits.take(_METHOD_BITS)
+    if method == FLAT:
+        bits.align()
+        return flat(largest)
+    fine = method - 1
+    if fine > finest(largest):
+        raise PayloadError(f"the code names the method {method}; expected at most {finest(largest) + 1}")
+    count = take_gamma(bits)
+    if count > class_of(largest, fine) + 1:
+        raise PayloadError(f"the model has {count} classes for levels up to {largest}")
+    weights, weight = [], _weight(size)
+    for _ in range(count):
+        number = take_gamma(bits)
+        weight += -(number // 2) if number & 1 else number // 2
+        if not 0 <= weight <= LARGEST_WEIGHT:
+            raise PayloadError(f"the model has a weight {weight}; expected 0 to {LARGEST_WEIGHT}")
+        weights.append(weight)
+    if not weight:
+        raise PayloadError("the last class of the model does not occur")
+    bits.align()
+    return _model(weights, fine)
+
+
+def _steps(weights: Sequence[int], size: int) -> list[int]:
+    """Return the positive integer that stands for the difference of each weight to the one before."""
+    steps = (weight - last for last, weight in pairwise([_weight(size), *weights]))
+    return [2 * step if step > 0 else 1 - 2 * step for step in steps]
+
+
+def _bits(weights: Sequence[int], size: int) -> int:
+    """Return the bits of a model, those that fill up its last byte included."""
+    numbers = [len(weights), *_steps(weights, size)]
+    bits = _METHOD_BITS + sum(2 * number.bit_length() - 1 for number in numbers)
+    return -(-bits // 8) * 8
+
+
+def _weight(count: int) -> int:
+    """Return the class of a count, rounded to the nearest."""
+    return bisect_right(_least_counts(), count) - 1
+
+
+@cache
+def _least_counts() -> list[int]:
+    """Return the smallest count of each weight: half the width of the class before is rounded up."""
+    widths = [1 << spare_bits(weight, WEIGHT_FINE) for weight in range(LARGEST_WEIGHT)]
+    return [0, *(smallest(weight, WEIGHT_FINE) - width // 2 for weight, width in enumerate(widths, 1))]
+
+
+def _units(weights: Sequence[int]) -> list[int]:
+    """Return the share of each class."""
+    counts = _smallest(WEIGHT_FINE, LARGEST_WEIGHT + 1)
+    shares = [counts[weight] for weight in weights]
+    total, rest = sum(shares), (1 << UNITS_BITS) - len(shares) + shares.count(0)
+    units = [1 + share * rest // total if share else 0 for share in shares]
+    units[shares.index(max(shares))] += (1 << UNITS_BITS) - sum(units)
+    return units
+
+
+def _model(weights: Sequence[int], fine: int) -> Model:
+    count = len(weights)
+    return Model(1 + fine, _units(weights), list(_smallest(fine, count)), list(_plain(fine, count)))
+
+
+@lru_cache
+def _smallest(fine: int, count: int) -> tuple[int, ...]:
+    """Return the smallest level of each class."""
+    return tuple(smallest(c, fine) for c in range(count))
+
+
+@lru_cache
+def _plain(fine: int, count: int) -> tuple[int, ...]:
+    """Return how many bits follow each class: the spare ones and, for all but that of 0, the sign."""
+    return tuple(spare_bits(c, fine) + (c > 0) for c in range(count))
+
+
+def _coarser(counts: Sequence[int], fine: int) -> list[int]:
+    """Return how many elements are of each class with one fine bit less."""
+    # The first 2^fine classes are of one number each, as before; all others join in pairs.
+    single = counts[: 1 << fine]
+    pairs = zip_longest(counts[1 << fine :: 2], counts[(1 << fine) + 1 :: 2], fillvalue=0)
+    return [*single, *(a + b for a, b in pairs)]
+
+
+def _estimate(counts: Sequence[int], weights: Sequence[int], fine: int) -> int:
+    """Return the bits of a vector after its model, times 2^12."""
+    table, total = _logarithms(), 0
+    for count, units, plain in zip(counts, _units(weights), _plain(fine, len(weights)), strict=True):
+        if count:
+            whole = units.bit_length() - 1
+            part = table[(units << _MANTISSA >> whole) - (1 << _MANTISSA)]
+            total += count * ((UNITS_BITS - whole + plain << _FRACTION) - part)
+    return total
+
+
+@cache
+def _logarithms() -> list[int]:
+    """Return log2(1 + i/256) * 2^12, rounded down, by squaring: a bit of a logarithm for each."""
+    table = []
+    for i in range(1 << _MANTISSA):
+        value, bits = (1 << _MANTISSA) + i << 30 - _MANTISSA, 0
+        for _ in range(_FRACTION):
+            value = value * value >> 30
+            bit = value >> 31
+            value >>= bit
+            bits = bits << 1 | bit
+        table.append(bits)
+    return table

@@ -1,0 +1,22 @@
+"""The loops with which the coders run."""
+
+import pytest
+
+import qcomp
+
+
+@pytest.fixture
+def numba_coders():
+    """Use the compiled loops, which vectors of some length need."""
+    pytest.importorskip("numba")
+    with qcomp.backends.use("numba"):
+        yield
+
+
+@pytest.fixture(params=["pure", "numba"])
+def coders(request):
+    """Use the pure loops, then the compiled ones."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    with qcomp.backends.use(request.param):
+        yield request.param
