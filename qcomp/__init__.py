@@ -8,19 +8,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qcomp import backends
-from qcomp.core import feedback
+from qcomp.core import checkpoint, feedback
 from qcomp.core.compressor import Compressor, Traits
-from qcomp.core.compressors import QSGD, Cast, Identity, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors import (
+    QSGD,
+    Cast,
+    Identity,
+    MinMaxUInt8,
+    OneBitSGD,
+    RandK,
+    Scaled,
+    ScaledSign,
+    TopK,
+)
+from qcomp.core.diagnostics import Diagnostics
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.optimizers import (
+    QSVRG,
     Adam,
     CompressedSGD,
+    DoublingIntervals,
     FreezeAt,
+    Group,
+    Lamb,
+    LocalSteps,
     OneBitAdam,
+    OneBitLamb,
     Optimizer,
     QAdam,
     VarianceStable,
+    VarianceWatch,
+    ZeroOneAdam,
 )
 from qcomp.core.packing import ExactBelow, Tensor
 from qcomp.core.payload import Payload, PayloadSpec
@@ -30,39 +49,53 @@ from qcomp.core.state import OptimizerState
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, testing
+    from qcomp import comm, compat, testing
 
 __all__ = [
     "QSGD",
+    "QSVRG",
     "Adam",
     "Cast",
     "CommunicatorError",
     "CompressedMean",
     "CompressedSGD",
     "Compressor",
+    "Diagnostics",
+    "DoublingIntervals",
     "ExactBelow",
     "FreezeAt",
+    "Group",
     "Identity",
     "Key",
+    "Lamb",
+    "LocalSteps",
     "MeanState",
     "MinMaxUInt8",
     "MismatchError",
     "NonFiniteError",
     "OneBitAdam",
+    "OneBitLamb",
+    "OneBitSGD",
     "Optimizer",
     "OptimizerState",
     "Payload",
     "PayloadError",
     "PayloadSpec",
     "QAdam",
+    "RandK",
     "Scaled",
     "ScaledSign",
     "Tensor",
+    "TopK",
     "Traits",
     "VarianceStable",
+    "VarianceWatch",
+    "ZeroOneAdam",
     "__version__",
     "backends",
+    "checkpoint",
     "comm",
+    "compat",
     "compressor",
     "compressor_names",
     "feedback",
@@ -70,7 +103,7 @@ __all__ = [
     "testing",
 ]
 
-_SUBPACKAGES = ("comm", "testing")
+_SUBPACKAGES = ("comm", "compat", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,12 +18,13 @@ from lm.model import LanguageModel
 __all__ = ["LanguageModelTask"]
 
 CONTEXT = 128
+BATCH = 8
 WINDOWS = 256
 """Of the validation set, always the same ones."""
 
 
 class LanguageModelTask(Task):
-    """Predict the next byte; 0.87 million parameters, 12 windows of 128 bytes a rank and step."""
+    """Predict the next byte; 0.87 million parameters, 8 windows of 128 bytes a rank and step."""
 
     name: ClassVar[str] = "language_model"
     title: ClassVar[str] = "byte-level transformer on the standard library"
@@ -46,7 +47,7 @@ class LanguageModelTask(Task):
     def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is one
         """Return the cross-entropy of random windows."""
         key = (self.seed, self.rank, step)
-        return self.model.loss(training_batch(self.data.train, 12, CONTEXT, key))
+        return self.model.loss(training_batch(self.data.train, BATCH, CONTEXT, key))
 
     def judge(self) -> float:
         """Return the cross-entropy of the validation windows."""

@@ -60,6 +60,11 @@ METHODS = {
         "#d1495b",
         lambda shared, steps: qcomp.OneBitAdam(**shared, freeze=first(steps, 0.15)),
     ),
+    "zero_one_adam": Method(
+        "0/1 Adam, variance intervals double every 4",
+        "#7a4fa3",
+        lambda shared, _: qcomp.ZeroOneAdam(**shared, variance_steps=qcomp.DoublingIntervals(4)),
+    ),
     "qadam": Method(
         "QAdam, 8 bits, 15% warm-up",
         "#2e86ab",

@@ -1,4 +1,4 @@
-"""What the runs came to: summary.json, curves.json, a picture and a table."""
+"""What the runs came to: summary.json, curves.json, two pictures and a table."""
 
 import json
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ MARKERS = {"adam": "o", "onebit_adam": "s", "qadam": "^", "qsgd": "D"}
 
 
 def report(runs: Sequence[Run], folder: Path) -> None:
-    """Write summary.json, curves.json and loss.png into a folder, and print the table."""
+    """Write summary.json, curves.json, loss.png and diagnostics.png into a folder, and print the table."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps([summary(run) for run in runs], indent=2) + "\n")
     (folder / "curves.json").write_text(json.dumps([curves(run) for run in runs]) + "\n")
     picture(runs).savefig(folder / "loss.png", dpi=150)
+    diagnostics_picture(runs).savefig(folder / "diagnostics.png", dpi=150)
     print(table(runs))
-    print(f"\nwritten to {folder}: summary.json, curves.json, loss.png")
+    print(f"\nwritten to {folder}: summary.json, curves.json, loss.png, diagnostics.png")
 
 
 def ring_bytes(run: Run) -> float:
@@ -71,7 +72,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return what the picture is drawn from: losses and bytes sent so far, by completed steps."""
+    """Return what the pictures are drawn from: losses, bytes sent so far and diagnostics, by completed steps."""
     sent = list(accumulate(run.history.bytes_sent))
     return {
         "optimizer": run.settings.optimizer,
@@ -81,6 +82,7 @@ def curves(run: Run) -> dict[str, Any]:
             {"step": step, "bytes_sent": sent[step - 1], "loss": loss}
             for step, loss in run.history.validation
         ],
+        "diagnostics": [{"step": step, **report} for step, report in run.history.diagnostics],
     }
 
 
@@ -147,6 +149,49 @@ def picture(runs: Sequence[Run]) -> Figure:
     figure.suptitle(
         f"Byte-level transformer, {first.parameters / 1e6:.2f} M parameters, "
         f"{first.ranks} ranks with {first.settings.batch} windows a step each"
+    )
+    return figure
+
+
+PANELS = {
+    "worker_residual": ("What workers owe", "residual over signal, mean of the ranks"),
+    "server_residual": ("What servers owe", "residual over mean signal, mean of the ranks"),
+    "cosine": ("Direction of the compressed mean", "cosine to the exact mean"),
+    "bits_per_element": ("Bits sent", "bits an element, mean of the ranks"),
+}
+"""What `qcomp.Diagnostics` reports: title and label."""
+
+
+def diagnostics_picture(runs: Sequence[Run]) -> Figure:
+    """Draw what compression did to each run, against steps."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    for axes, (key, (title, vertical)) in zip(panels, PANELS.items(), strict=True):
+        for run in runs:
+            found = [(step, report[key]) for step, report in run.history.diagnostics if key in report]
+            if not found:
+                continue
+            name = run.settings.optimizer
+            steps, values = zip(*found, strict=True)
+            axes.plot(
+                steps,
+                values,
+                label=RECIPES[name].label,
+                color=COLOURS[name],
+                marker=MARKERS[name],
+                markersize=3,
+                linewidth=1.4,
+            )
+            if key != "cosine" and min(values) > 0:
+                axes.set_yscale("log")
+        frame(axes, title, "training steps")
+        axes.set_xlim(0, runs[0].settings.steps)
+        axes.set_ylabel(vertical)
+        if axes.lines:
+            axes.legend(frameon=False)
+    drifted = sum(report.get("drifted_ranks", 0) for run in runs for _, report in run.history.diagnostics)
+    figure.suptitle(
+        "Ranks whose parameters drifted from the others': " + (f"{drifted:.0f}" if drifted else "none")
     )
     return figure
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import qcomp
 from qcomp.comm import Communicator
 
 from .checkpoint import CheckpointError, Checkpoints
@@ -30,6 +31,12 @@ VALIDATIONS = 12
 """Times that the validation loss is measured during a run, the end included."""
 
 
+DIAGNOSED_EVERY = 10
+"""Steps from one report of `qcomp.Diagnostics` to the next."""
+COMPARED_EVERY = 50
+"""Steps from one comparison of the ranks' parameters to the next."""
+
+
 @dataclass
 class History:
     """What happened at each step; part of every checkpoint."""
@@ -37,11 +44,13 @@ class History:
     losses: list[float] = field(default_factory=list)
     """Training loss of each step, the mean of all ranks."""
     bytes_sent: list[int] = field(default_factory=list)
-    """Bytes that this rank sent in each step of the optimizer."""
+    """Bytes that this rank sent in each step of the optimizer; in a step with a report, the rank that sent most."""
     warmup_steps: int = 0
     """Steps before the first in which momentum or gradient travelled compressed."""
     validation: list[tuple[int, float]] = field(default_factory=list)
     """(completed steps, validation loss)"""
+    diagnostics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """(completed steps, report)"""
     seconds: float = 0.0
     """Time in training steps, validation not included."""
 
@@ -72,6 +81,7 @@ class Trainer:
         self.names = [name for name, _ in self.model.named_parameters()]
         self.parameters = [parameter.detach() for parameter in self.model.parameters()]
         self.optimizer = make_optimizer(settings)
+        self.watched = qcomp.Diagnostics(self.optimizer, replicas_every=COMPARED_EVERY)
         self.state = self.optimizer.init(self.parameters, comm, names=self.names)
         self.history = History()
 
@@ -88,9 +98,16 @@ class Trainer:
         windows = training_batch(self.corpus.train, self.settings.batch, CONTEXT, key)
         loss = self.model.loss(windows)
         gradients = list(torch.autograd.grad(loss, list(self.model.parameters())))
-        parameters, self.state = self.optimizer.step(self.parameters, gradients, self.state, self.comm)
+        if self.completed % DIAGNOSED_EVERY:
+            parameters, self.state = self.optimizer.step(self.parameters, gradients, self.state, self.comm)
+            self.history.bytes_sent.append(self.comm.bytes_sent - sent)
+        else:
+            parameters, self.state, report = self.watched.step(
+                self.parameters, gradients, self.state, self.comm
+            )
+            self.history.bytes_sent.append(round(report["bytes_sent"]))  # without what the report sent
+            self.history.diagnostics.append((self.completed + 1, report))
         self.put(parameters)
-        self.history.bytes_sent.append(self.comm.bytes_sent - sent)
         self.history.seconds += time.perf_counter() - start
         return loss.item()
 

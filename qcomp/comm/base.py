@@ -24,6 +24,8 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    host: str
+    """Name of the machine, the same on the ranks that share one (a hierarchical mean asks for it)."""
     bytes_sent: int
     """Bytes that this rank has handed to other ranks so far (a rank's own share is never sent)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qcomp.comm.buffers import from_host, stage_exchange
+from qcomp.comm.host import host_name
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.naming import name_ranks
@@ -35,9 +37,10 @@ class LocalCommunicator(Verbs):
     LocalCommunicator.alone : the world of one rank.
     """
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: _World, rank: int, host: str | None = None) -> None:
         self.rank = rank
         self.size = world.size
+        self.host = host_name(platform.node()) if host is None else host
         self.bytes_sent = 0
         self._world = world
 
@@ -66,7 +69,13 @@ class LocalCommunicator(Verbs):
         return [from_host(buffer, like=like) for buffer, like in zip(received, send, strict=True)]
 
 
-def run_local(n: int, fn: Callable[[LocalCommunicator], Result], *, timeout: float = 60.0) -> list[Result]:
+def run_local(
+    n: int,
+    fn: Callable[[LocalCommunicator], Result],
+    *,
+    timeout: float = 60.0,
+    hosts: Sequence[str] | None = None,
+) -> list[Result]:
     """Run a function on `n` ranks of this process, each in a thread of its own.
 
     Parameters
@@ -78,6 +87,8 @@ def run_local(n: int, fn: Callable[[LocalCommunicator], Result], *, timeout: flo
     timeout : float, optional
         Seconds that a rank waits for the others in one exchange. After a rank has failed, also the seconds
         that the others have to end before they are left behind.
+    hosts : sequence of str, optional
+        The host of each rank, to play several machines; by default all have the name of this one.
 
     Returns
     -------
@@ -103,13 +114,15 @@ def run_local(n: int, fn: Callable[[LocalCommunicator], Result], *, timeout: flo
         raise ValueError(f"n must be at least 1 rank, got {n}")
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if hosts is not None and len(hosts) != n:
+        raise ValueError(f"hosts must hold a name for each of {n} ranks, got {len(hosts)}")
     world = _World(n, timeout)
     results: dict[int, Result] = {}
 
     def run(rank: int) -> None:
         error = None
         try:
-            results[rank] = fn(LocalCommunicator(world, rank))
+            results[rank] = fn(LocalCommunicator(world, rank, None if hosts is None else hosts[rank]))
         except BaseException as caught:
             error = caught
         world.leave(rank, error)

@@ -11,6 +11,7 @@ import numpy as np
 
 from qcomp.comm import mpi_exit
 from qcomp.comm.buffers import from_host, stage_exchange
+from qcomp.comm.host import host_name
 from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG
 from qcomp.comm.mpi_library import MPI
 from qcomp.comm.verbs import Verbs
@@ -56,6 +57,8 @@ class MPICommunicator(Verbs):
     ----------
     rank, size : int
         As in `comm`.
+    host : str
+        MPI's name of the processor, or the environment variable QCOMP_HOST.
     bytes_sent : int
         Bytes that this rank has handed to MPI for other ranks.
     timeout : float
@@ -85,6 +88,7 @@ class MPICommunicator(Verbs):
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        self.host = host_name(MPI.Get_processor_name())
         self.bytes_sent = 0
         self.timeout = timeout
         self._closed: str | None = None

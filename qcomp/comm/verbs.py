@@ -13,6 +13,7 @@ class Verbs(ABC):
     """Base of the communicators: `all_to_all` and `all_gather` over one kind of exchange."""
 
     size: int
+    host: str
 
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:

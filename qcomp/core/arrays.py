@@ -28,6 +28,7 @@ __all__ = [
     "empty_like",
     "flush",
     "from_bytes_of",
+    "from_host_bytes",
     "host_bytes",
     "is_mutable",
     "is_traced",
@@ -139,6 +140,13 @@ def host_bytes(data: Array) -> bytes:
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
     host = (data if to_host is None else to_host()).__array__()
     return bytes(host.tobytes())
+
+
+def from_host_bytes(data: bytes | bytearray | memoryview, like: Array) -> Array:
+    """Return bytes as a one-dimensional uint8 array, in the library and on the device of ``like``."""
+    xp = array_namespace(like)
+    # A list where there is nothing: not every library takes an empty buffer.
+    return xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
 
 
 def concat(parts: list[Array]) -> Array:

@@ -1,9 +1,9 @@
 """Packing of small integer codes into bytes, by planes.
 
 In a bucket of B elements, W = B/8, bit p of byte j belongs to element p*W + j. A code of b bits, b one of 1, 2, 4
-and 8, is packed as code planes: code q of byte j belongs to element q*(B*b/8) + j. Other widths are packed as b
-one-bit planes, plane q holding bit q. Nothing ever crosses a lane: a SIMD lane, a thread of a GPU and the shift and
-sum below do the same thing.
+and 8, is packed as code planes: code q of byte j belongs to element q*(B*b/8) + j. Other widths, up to 16, are packed
+as b one-bit planes, plane q holding bit q. Nothing ever crosses a lane: a SIMD lane, a thread of a GPU and the shift
+and sum below do the same thing.
 """
 
 from qcomp.core.arrays import Array, array_namespace, device
@@ -14,12 +14,15 @@ __all__ = ["pack", "unpack"]
 def _shifts(like: Array, planes: int, width: int) -> Array:
     """Return the shift of each plane, shaped to broadcast over (rows, planes, bytes), in the dtype of the codes."""
     xp = array_namespace(like)
-    steps = xp.arange(0, planes * width, width, dtype=xp.uint8, device=device(like))
+    steps = xp.arange(0, planes * width, width, dtype=like.dtype, device=device(like))
     return xp.reshape(steps, (1, planes, 1))
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Pack codes below 2**bits, uint8 of shape (rows, B), into uint8 of shape (rows, B*bits/8)."""
+    """Pack codes below 2**bits, of shape (rows, B), into uint8 of shape (rows, B*bits/8).
+
+    Codes of up to 8 bits are uint8, wider ones int32.
+    """
     xp = array_namespace(codes)
     rows, length = codes.shape
     if bits == 8:
@@ -28,14 +31,14 @@ def pack(codes: Array, bits: int) -> Array:
         planes = xp.reshape(codes, (rows, 8 // bits, length * bits // 8))
         shifted = xp.bitwise_left_shift(planes, _shifts(codes, 8 // bits, bits))
         return xp.sum(shifted, axis=1, dtype=xp.uint8)
-    one = xp.asarray(1, dtype=xp.uint8, device=device(codes))
+    one = xp.asarray(1, dtype=codes.dtype, device=device(codes))
     single = xp.bitwise_and(xp.bitwise_right_shift(codes[:, None, :], _shifts(codes, bits, 1)), one)
-    packed = pack(xp.reshape(single, (rows * bits, length)), 1)
+    packed = pack(xp.reshape(xp.astype(single, xp.uint8, copy=False), (rows * bits, length)), 1)
     return xp.reshape(packed, (rows, bits * (length // 8)))
 
 
 def unpack(data: Array, bits: int) -> Array:
-    """Unpack uint8 of shape (rows, B*bits/8) into codes, uint8 of shape (rows, B), the inverse of `pack`."""
+    """Unpack uint8 of shape (rows, B*bits/8) into codes of shape (rows, B), the inverse of `pack`."""
     xp = array_namespace(data)
     rows, size = data.shape
     if bits == 8:
@@ -45,4 +48,6 @@ def unpack(data: Array, bits: int) -> Array:
         shifted = xp.bitwise_right_shift(data[:, None, :], _shifts(data, 8 // bits, bits))
         return xp.reshape(xp.bitwise_and(shifted, mask), (rows, size * 8 // bits))
     single = xp.reshape(unpack(xp.reshape(data, (rows * bits, size // bits)), 1), (rows, bits, -1))
-    return xp.sum(xp.bitwise_left_shift(single, _shifts(data, bits, 1)), axis=1, dtype=xp.uint8)
+    dtype = xp.uint8 if bits <= 8 else xp.int32
+    single = xp.astype(single, dtype, copy=False)
+    return xp.sum(xp.bitwise_left_shift(single, _shifts(single, bits, 1)), axis=1, dtype=dtype)

@@ -3,10 +3,11 @@
 A bucket is a run of elements with one scale. All buckets of a vector have ``bucket_size`` elements but the
 last, the tail, whose *length* is the smallest power of two, at least 8, that holds what is left. The
 difference between a tail's length and its count is padding: it is on the wire as zero bits and never enters
-a scale, a norm or a residual.
+a scale, a norm or a residual. A compressor whose buckets have other sizes than powers of two has a rule of its own
+for the length, and then padding in every bucket.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qcomp.core.arrays import Array, array_namespace, concat, device
@@ -24,22 +25,22 @@ class Block(NamedTuple):
     length: int
     """Elements of a bucket, padding included."""
     filled: int
-    """Elements of a bucket without padding: ``length``, except in the tail."""
+    """Elements of a bucket without padding: ``length``, except in the tail, where sizes are powers of two."""
     first_bucket: int
     """Index of the first bucket."""
 
     def read(self, x: Array) -> Array:
         """Return this block of a flat vector as an array of shape (rows, length), zeros as padding."""
         xp = array_namespace(x)
-        flat = x[self.start : self.start + self.rows * self.filled]
+        rows = xp.reshape(x[self.start : self.start + self.rows * self.filled], (self.rows, self.filled))
         if self.filled < self.length:
-            padding = xp.zeros((self.length - self.filled,), dtype=x.dtype, device=device(x))
-            flat = xp.concat([flat, padding])
-        return xp.reshape(flat, (self.rows, self.length))
+            padding = xp.zeros((self.rows, self.length - self.filled), dtype=x.dtype, device=device(x))
+            rows = xp.concat([rows, padding], axis=1)
+        return rows
 
     def flat(self, rows: Array) -> Array:
         """Return the elements of an array of shape (rows, length) without the padding, the inverse of `read`."""
-        return array_namespace(rows).reshape(rows, (-1,))[: self.rows * self.filled]
+        return array_namespace(rows).reshape(rows[:, : self.filled], (-1,))
 
 
 def validate_bucket_size(bucket_size: int) -> None:
@@ -63,19 +64,21 @@ def tail_length(count: int) -> int:
     return max(8, 1 << (count - 1).bit_length())
 
 
-def padded_size(size: int, bucket_size: int) -> int:
-    """Return the number of elements with the padding of the tail."""
-    full, rest = divmod(size, bucket_size)
-    return full * bucket_size + (tail_length(rest) if rest else 0)
+def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> int:
+    """Return the number of elements with all padding."""
+    return sum(block.rows * block.length for block in blocks(size, bucket_size, length_of))
 
 
-def blocks(size: int, bucket_size: int) -> Iterator[Block]:
-    """Yield the full buckets as one block, then the tail as another, each only where there is one."""
+def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> Iterator[Block]:
+    """Yield the full buckets as one block, then the tail as another, each only where there is one.
+
+    ``length_of`` gives the length of a bucket of so many elements.
+    """
     full, rest = divmod(size, bucket_size)
     if full:
-        yield Block(0, full, bucket_size, bucket_size, 0)
+        yield Block(0, full, length_of(bucket_size), bucket_size, 0)
     if rest:
-        yield Block(full * bucket_size, 1, tail_length(rest), rest, full)
+        yield Block(full * bucket_size, 1, length_of(rest), rest, full)
 
 
 def join_blocks(parts: Sequence[Array], *, dtype: Any, like: Array) -> Array:

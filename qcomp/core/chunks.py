@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     stop: int
     """Element after the last."""
     bucket: int
-    """Index of the first bucket within all tensors."""
+    """Number of the first bucket, such that no two tensors share the draws of a bucket."""
 
     @property
     def size(self) -> int:
@@ -26,10 +26,13 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-def cut(sizes: Sequence[int], bucket_size: int, count: int) -> tuple[tuple[Segment, ...], ...]:
+def cut(
+    sizes: Sequence[int], bucket_size: int | Sequence[int], count: int
+) -> tuple[tuple[Segment, ...], ...]:
     """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
 
-    A bucket never crosses a tensor's boundary; the last chunks are shorter or empty where it does not divide.
+    A bucket never crosses a tensor's boundary; the last chunks are shorter or empty where it does not divide. The
+    tensors have buckets of one size, or each of its own; buckets are numbered in the elements before them then.
 
     Examples
     --------
@@ -37,18 +40,20 @@ def cut(sizes: Sequence[int], bucket_size: int, count: int) -> tuple[tuple[Segme
     ((Segment(tensor=0, start=0, stop=16, bucket=0),), (Segment(tensor=0, start=16, stop=20, bucket=2), \
 Segment(tensor=1, start=0, stop=8, bucket=3)))
     """
-    counts = [bucket_count(size, bucket_size) for size in sizes]
+    lengths = [bucket_size] * len(sizes) if isinstance(bucket_size, int) else list(bucket_size)
+    counts = [bucket_count(size, length) for size, length in zip(sizes, lengths, strict=True)]
     per_chunk = max(1, -(-sum(counts) // count))
     chunks: list[list[Segment]] = [[] for _ in range(count)]
-    first = 0
-    for tensor, (size, buckets) in enumerate(zip(sizes, counts, strict=True)):
-        bucket = first
-        first += buckets
-        while bucket < first:
-            chunk = bucket // per_chunk
-            stop_bucket = min(first, (chunk + 1) * per_chunk)
-            start = (bucket - first + buckets) * bucket_size
-            stop = min(size, (stop_bucket - first + buckets) * bucket_size)
-            chunks[chunk].append(Segment(tensor, start, stop, bucket))
-            bucket = stop_bucket
+    before = elements = 0  # whole buckets, and the elements that they stand for
+    for tensor, (size, length, buckets) in enumerate(zip(sizes, lengths, counts, strict=True)):
+        first = -(-elements // length)
+        elements = (first + buckets) * length
+        done = 0
+        while done < buckets:
+            chunk, within = divmod(before, per_chunk)
+            taken = min(buckets - done, per_chunk - within)
+            stop = min(size, (done + taken) * length)
+            chunks[chunk].append(Segment(tensor, done * length, stop, first + done))
+            done += taken
+            before += taken
     return tuple(tuple(chunk) for chunk in chunks)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, compute_dtype_name, dtype_name, require_like
@@ -13,7 +13,7 @@ from qcomp.core.errors import PayloadError
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.random import Key
 
-__all__ = ["Compressor", "Traits"]
+__all__ = ["Coder", "Compressor", "Traits"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Traits:
         C(v) = v bit for bit.
     keeps_zero : bool
         An element that is 0 stays 0.
+    kept : int or None
+        At most so many elements of a bucket are other than 0.
     """
 
     bucket_size: int
@@ -48,6 +50,28 @@ class Traits:
     delta: float | None = None
     lossless: bool = False
     keeps_zero: bool = False
+    kept: int | None = None
+
+
+class Coder(Protocol):
+    """What shortens the payloads of a compressor without loss, on the host."""
+
+    @property
+    def plain(self) -> "Compressor":
+        """The compressor of the same results whose payloads are shortened."""
+        ...
+
+    def around(self, plain: "Compressor") -> "Coder":
+        """Return this coder for another compressor with the same payloads."""
+        ...
+
+    def shorten(self, data: Array, size: int) -> Array:
+        """Return the data of a payload from that of the plain compressor."""
+        ...
+
+    def restore(self, data: Array, size: int) -> Array:
+        """Return what was shortened; `PayloadError` if these bytes are of nothing."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
-        """Return the layout, and so the exact number of bytes, of the payload of ``size`` elements."""
+        """Return the layout, and so the exact number of bytes, of the payload of ``size`` elements.
+
+        The layout of the longest one where the length depends on the values.
+        """
 
     @abstractmethod
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
@@ -93,6 +120,27 @@ class Compressor(ABC):
     @abstractmethod
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return the vector, of shape (size,) and dtype float32 or float64, from the fields of its payload."""
+
+    def for_shape(self, shape: tuple[int, ...]) -> "Compressor":  # noqa: ARG002
+        """Return the compressor of tensors of this shape: this one, unless it takes its buckets from the shape.
+
+        What it returns must return itself for a shape of one axis, as which it sees the tensor. `compress`,
+        `decompress` and `CompressedMean` ask this of every tensor.
+        """
+        return self
+
+    @cached_property
+    def variable_length(self) -> bool:
+        """Whether the length of a payload depends on the values; `payload_spec` then says the longest."""
+        return self.payload_spec(1).variable_length
+
+    @property
+    def coder(self) -> Coder | None:
+        """What shortens payloads before they are sent, None if nothing does.
+
+        `encode`, `decode` and all kernels are those of ``coder.plain`` then, and know nothing of the coder.
+        """
+        return None
 
     @cached_property
     def spec(self) -> str:
@@ -120,7 +168,7 @@ class Compressor(ABC):
         Returns
         -------
         Payload
-            ``payload_spec(n, dtype).nbytes`` bytes, on the device of x.
+            ``payload_spec(n, dtype).nbytes`` bytes, or fewer with `variable_length`, on the device of x.
 
         Raises
         ------
@@ -128,9 +176,10 @@ class Compressor(ABC):
             If x holds an infinity, a NaN or a magnitude of 2^100 or more. Not while a compiler traces, when there
             are no values to look at.
         """
-        encoded = primitives.encode(self, x, None, key)
-        primitives.require_accepted(self, encoded)
-        return self.payload(x, encoded.data)
+        own = self.for_shape(tuple(x.shape))
+        encoded = primitives.encode(own, x, None, key)
+        primitives.require_accepted(own, encoded)
+        return own.payload(x, encoded.data)
 
     def payload(self, x: Array, data: Array) -> Payload:
         """Return the payload of x with this data."""
@@ -152,12 +201,13 @@ class Compressor(ABC):
         Raises
         ------
         PayloadError
-            If the payload is of another compressor or another number of elements.
+            If the payload is of another compressor or another number of elements, or cannot be one.
         """
-        self._require_own(payload, like, "like")
+        own = self.for_shape(tuple(like.shape))
+        own._require_own(payload, like, "like")
         if out is not None:
             require_like(out, like)
-        return primitives.decode(self, payload, like, out=out)
+        return primitives.decode(own, payload, like, out=out)
 
     def add(self, payload: Payload, total: Array) -> Array:
         """Return ``total`` plus what a payload decompresses to; its buffer is reused if it can be written to.
@@ -169,8 +219,9 @@ class Compressor(ABC):
         total : array
             Of as many elements as the payload has.
         """
-        self._require_own(payload, total, "total")
-        return primitives.decode(self, payload, total, out=total, accumulate=True)
+        own = self.for_shape(tuple(total.shape))
+        own._require_own(payload, total, "total")
+        return primitives.decode(own, payload, total, out=total, accumulate=True)
 
     def _require_own(self, payload: Payload, like: Array, argument: str) -> None:
         """Raise `PayloadError` unless this compressor makes such payloads of arrays like this one."""

@@ -1,8 +1,8 @@
-"""The compressed mean over ranks as pure stages: two-phase with a residual on both sides, or all-gather."""
+"""The compressed mean over ranks as pure stages: two-phase with a residual on both sides, all-gather, hierarchical."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from qcomp.core import feedback, primitives
@@ -19,9 +19,14 @@ from qcomp.core.arrays import (
 )
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import handshake
+from qcomp.core.hierarchy import Hierarchy
 from qcomp.core.kernels import Blend
+from qcomp.core.lanes import Lanes
+from qcomp.core.lengths import announce_lengths
 from qcomp.core.messages import SegmentCodec
+from qcomp.core.nodes import Nodes, learn_nodes
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import AllGather, AllToAll, Stages, Transport, drive
@@ -40,11 +45,17 @@ class MeanState(NamedTuple):
     """The worker residual of each tensor, flat; empty without feedback."""
     server: tuple[Array, ...]
     """The server residual of each segment of this rank's chunk, flat; empty without feedback or server."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shape of each tensor; empty without feedback."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, for a hierarchical mean; empty if each rank is a node of its own."""
 
 
 class _Worker(NamedTuple):
     """How a worker compresses what it has."""
 
+    compressors: Sequence[Compressor]
+    """Of each tensor."""
     key: Key
     donate: bool
     blends: Sequence[Blend]
@@ -57,20 +68,32 @@ class CompressedMean:
     Parameters
     ----------
     compressor : Compressor
-        Of the workers and of the servers.
-    topology : {"two_phase", "all_gather"}
+        Of the workers and of the servers; each tensor has the one that this is `for_shape` of it.
+    topology : {"two_phase", "all_gather", "hierarchical"}
         ``"two_phase"``: the vector is cut into a chunk for every rank; each rank is the server of its chunk,
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
         ``"all_gather"``: every rank sends its payload to every other; one compression, N times the bytes.
+        ``"hierarchical"``: exact sums inside each node, two phases between nodes, and what arrives is passed on inside
+        the node. On one node nothing is compressed: it is the exact mean.
     feedback : bool
         Whether what compression loses is kept and added to the next vector, on workers and servers.
 
     Notes
     -----
     With b bytes in the payload of the whole vector, a rank of N sends 2 (N - 1) / N * b bytes in two phases and
-    (N - 1) * b by all-gather, and a few bytes of status and padding. All ranks decode the same bytes and
-    add in rank order, so they hold the same mean bit for bit. Sum identity: the means of T steps add up to the sum
+    (N - 1) * b by all-gather, and a few bytes of status and padding. If the length of payloads varies, an
+    exchange of 16 N bytes to every rank, which tells the lengths, comes before each. All ranks decode the same bytes
+    and add in rank order, so they hold the same mean bit for bit. Sum identity: the means of T steps add up to the sum
     of the exact means, minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+
+    In a hierarchical mean the ranks of a node share its work. The vector is cut into L lanes of whole buckets, L being
+    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
+    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
+    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
+    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
+    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
+    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
+    Bagua's hierarchical communication, where one leader does the work of a node.
 
     Examples
     --------
@@ -86,14 +109,16 @@ class CompressedMean:
     """
 
     compressor: Compressor
-    topology: Literal["two_phase", "all_gather"] = "two_phase"
+    topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
     feedback: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
             raise TypeError(f"compressor is {self.compressor!r}; expected a qcomp.Compressor")
-        if self.topology not in ("two_phase", "all_gather"):
-            raise ValueError(f"topology is {self.topology!r}; expected 'two_phase' or 'all_gather'")
+        if self.topology not in ("two_phase", "all_gather", "hierarchical"):
+            raise ValueError(
+                f"topology is {self.topology!r}; expected 'two_phase', 'all_gather' or 'hierarchical'"
+            )
         if self.feedback:
             feedback.require_contraction(self.compressor)
 
@@ -105,12 +130,14 @@ class CompressedMean:
         x : array or sequence of arrays
             Anything of the shapes and dtypes that will be averaged.
         comm : Communicator
-            Only its rank and size are kept.
+            Only its rank and size are kept, and for a hierarchical mean which ranks have the same ``host``.
 
         Raises
         ------
         MismatchError
             On every rank, if the ranks differ in version, compressor, topology or shapes.
+        TypeError
+            On every rank, if the mean is hierarchical and the communicator of any rank has no ``host``.
         """
         tensors = _as_list(x)
         handshake(
@@ -124,22 +151,53 @@ class CompressedMean:
             },
             like=tensors[0],
         )
-        return self.zeros(tensors, rank=comm.rank, size=comm.size)
+        nodes = self.learn_nodes(comm, like=tensors[0])
+        return self.zeros(tensors, rank=comm.rank, size=comm.size, nodes=nodes)
 
-    def zeros(self, tensors: Sequence[Array], *, rank: int, size: int) -> MeanState:
-        """Return the first state of a rank, without an exchange."""
-        if not self._keeps_residuals:
-            return MeanState(rank, size, (), ())
-        worker = tuple(_zeros(t, _size(t)) for t in tensors)
-        server: tuple[Array, ...] = ()
-        if self.topology == "two_phase":
-            own = self.segments(tensors, size)[rank]
-            server = tuple(_zeros(tensors[s.tensor], s.size) for s in own)
-        return MeanState(rank, size, worker, server)
+    def learn_nodes(self, comm: Transport, *, like: Array) -> tuple[int, ...]:
+        """Return the node of each rank, the same on all ranks; empty, without an exchange, unless hierarchical."""
+        return learn_nodes(comm, like=like) if self.topology == "hierarchical" else ()
+
+    def zeros(
+        self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
+    ) -> MeanState:
+        """Return the first state of a rank, without an exchange.
+
+        ``nodes`` has the node of each rank, for a hierarchical mean; by default each rank is a node of its own.
+        """
+        if not self._keeps_residuals or self._is_one_node(size, nodes):
+            return MeanState(rank, size, (), (), nodes=nodes)
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        worker, server = (
+            tuple(_zeros(tensors[s.tensor], s.size) for s in parts)
+            for parts in self.parts(shapes, rank=rank, size=size, nodes=nodes)
+        )
+        return MeanState(rank, size, worker, server, shapes, nodes)
+
+    def parts(
+        self, shapes: Sequence[tuple[int, ...]], *, rank: int, size: int, nodes: tuple[int, ...] = ()
+    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+        """Return what a rank's residuals are of: a part of each tensor as worker, and what it is the server of."""
+        if self.topology == "hierarchical":
+            compressors = [self.compressor.for_shape(shape) for shape in shapes]
+            buckets = tuple(c.traits.bucket_size for c in compressors)
+            return Lanes(_nodes(size, nodes), tuple(map(math.prod, shapes)), buckets).kept(rank)
+        whole = tuple(Segment(i, 0, math.prod(shape), 0) for i, shape in enumerate(shapes))
+        return whole, self.segments_of_shapes(shapes, size)[rank] if self.topology == "two_phase" else ()
+
+    def _is_one_node(self, size: int, nodes: tuple[int, ...]) -> bool:
+        return self.topology == "hierarchical" and _nodes(size, nodes).count == 1
 
     def segments(self, tensors: Sequence[Array], size: int) -> tuple[tuple[Segment, ...], ...]:
         """Return the segments of each rank's chunk."""
-        return cut([_size(t) for t in tensors], self.compressor.traits.bucket_size, size)
+        return self.segments_of_shapes([tuple(t.shape) for t in tensors], size)
+
+    def segments_of_shapes(
+        self, shapes: Sequence[tuple[int, ...]], size: int
+    ) -> tuple[tuple[Segment, ...], ...]:
+        """Return the segments of each rank's chunk of tensors of these shapes."""
+        compressors = [self.compressor.for_shape(shape) for shape in shapes]
+        return _segments(compressors, list(map(math.prod, shapes)), size)
 
     def __call__(
         self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
@@ -173,7 +231,8 @@ class CompressedMean:
         donate : bool
             Whether x is yours to give away: new residuals then take its buffers, and its values are lost, also if this
             raises. Besides the mean and the new residuals, a mean needs memory for the payloads and for the float32
-            values of one chunk.
+            values of one chunk; a hierarchical one, which leaves x as it is, for a copy of x, what its node sends, and
+            the sum.
         blends : sequence of Blend
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
 
@@ -198,10 +257,13 @@ class CompressedMean:
             raise ValueError(
                 f"key is None; {self.compressor.spec} draws random numbers and needs a qcomp.Key"
             )
-        if self._keeps_residuals and [r.shape[0] for r in state.worker] != [_size(t) for t in tensors]:
+        if self._is_one_node(state.size, state.nodes):
+            exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
+            return (yield from exact.stages(x, state, donate=donate, blends=blends))
+        if self._keeps_residuals and [math.prod(s) for s in state.shapes] != [_size(t) for t in tensors]:
             raise ValueError(
                 f"x has arrays of {[_size(t) for t in tensors]} elements; state is for "
-                f"{[r.shape[0] for r in state.worker]}"
+                f"{[math.prod(s) for s in state.shapes]}"
             )
         flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
         # What was converted is a copy, and nobody else's.
@@ -210,14 +272,23 @@ class CompressedMean:
             raise ValueError(f"blends has {len(blends)} entries; x has {len(tensors)} arrays")
         targets = [b.m for b in blends] or tensors  # of half-precision gradients, the momenta are float32
         blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
-        if blends and self.compressor.traits.lossless:
+        if blends and (self.compressor.traits.lossless or self.topology == "hierarchical"):
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
             blends = ()
+        compressors = [self.compressor.for_shape(tuple(t.shape)) for t in tensors]
         if self.compressor.traits.lossless:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
+            compressors = [self.compressor]
         own_key = (key or Key())._replace(rank=state.rank)
-        rounds = self._two_phase if self.topology == "two_phase" else self._all_gather
-        means, new_state = yield from rounds(flat, state, _Worker(own_key, donate and not blends, blends))
+        rounds = {
+            "two_phase": self._two_phase,
+            "all_gather": self._all_gather,
+            "hierarchical": self._hierarchical,
+        }[self.topology]
+        running = rounds(flat, state, _Worker(compressors, own_key, donate and not blends, blends))
+        if any(c.variable_length for c in compressors):
+            running = announce_lengths(running, state.rank)
+        means, new_state = yield from running
         if self.compressor.traits.lossless:
             means = _cut_like(means[0], tensors)
         shaped = [
@@ -233,8 +304,8 @@ class CompressedMean:
     def _two_phase(
         self, flat: list[Array], state: MeanState, how: _Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
-        codec = SegmentCodec(self.compressor, flat)
-        chunks = self.segments(flat, state.size)
+        codec = SegmentCodec(how.compressors, flat)
+        chunks = _segments(how.compressors, list(map(_size, flat)), state.size)
         own = chunks[state.rank]
         worker = codec.encode(
             chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
@@ -243,7 +314,9 @@ class CompressedMean:
         averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
         # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
         served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
-        server = codec.encode([served], averages, state.server, how.key.at(hop=_SERVER), donate=True)
+        server = codec.of_averages(averages, own).encode(
+            [served], averages, state.server, how.key.at(hop=_SERVER), donate=True
+        )
         arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
         opened = codec.open(arrived, chunks, server.error)
         new_state = state._replace(worker=worker.residuals, server=server.residuals)
@@ -252,14 +325,23 @@ class CompressedMean:
     def _all_gather(
         self, flat: list[Array], state: MeanState, how: _Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
-        codec = SegmentCodec(self.compressor, flat)
-        (whole,) = self.segments(flat, 1)
+        codec = SegmentCodec(how.compressors, flat)
+        (whole,) = _segments(how.compressors, list(map(_size, flat)), 1)
         worker = codec.encode(
             [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
         )
         arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
         means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
         return _assemble([whole], [means], flat), state._replace(worker=worker.residuals)
+
+    def _hierarchical(
+        self, flat: list[Array], state: MeanState, how: _Worker
+    ) -> Stages[tuple[list[Array], MeanState]]:
+        hierarchy = Hierarchy(how.compressors, flat, _nodes(state.size, state.nodes), how.key)
+        received = yield from hierarchy.stages(state.worker, state.server)
+        codec = SegmentCodec(how.compressors, flat)
+        means = _decode_all(codec, received.payloads, received.chunks, flat)
+        return means, state._replace(worker=received.worker, server=received.server)
 
 
 def _as_list(x: Array | Sequence[Array]) -> list[Array]:
@@ -269,8 +351,20 @@ def _as_list(x: Array | Sequence[Array]) -> list[Array]:
     return tensors
 
 
+def _nodes(size: int, nodes: tuple[int, ...]) -> Nodes:
+    if nodes and len(nodes) != size:
+        raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
+    return Nodes(nodes or tuple(range(size)))
+
+
 def _size(x: Array) -> int:
     return math.prod(x.shape)
+
+
+def _segments(
+    compressors: Sequence[Compressor], sizes: Sequence[int], size: int
+) -> tuple[tuple[Segment, ...], ...]:
+    return cut(sizes, [c.traits.bucket_size for c in compressors], size)
 
 
 def _zeros(like: Array, size: int) -> Array:

@@ -72,6 +72,7 @@ def compress(
     if dtype_name(residual.dtype) != expected:
         raise TypeError(f"residual has dtype {dtype_name(residual.dtype)}; expected {expected}")
     out = residual if donate and is_mutable(residual) else None
+    compressor = compressor.for_shape(tuple(x.shape))
     encoded = primitives.encode(compressor, x, residual, key, out=out, limit=limit)
     primitives.require_accepted(compressor, encoded)
     return compressor.payload(x, encoded.data), encoded.residual

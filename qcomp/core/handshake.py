@@ -8,10 +8,10 @@ from typing import Any
 from qcomp.core.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.errors import MismatchError
 from qcomp.core.naming import name_ranks
-from qcomp.core.transport import Transport
+from qcomp.core.transport import AllGather, Stages, Transport, drive
 from qcomp.version import __version__
 
-__all__ = ["handshake"]
+__all__ = ["gather_texts", "handshake"]
 
 _ABSENT = object()
 _LONGEST_VALUE = 100
@@ -49,9 +49,8 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
     ...     print(error)
     the ranks were not started alike: seed is 0 on ranks 0 and 1, but 1 on rank 2
     """
-    texts = _gather_texts(
-        comm, json.dumps({"version": __version__, **facts}, sort_keys=True, default=str), like
-    )
+    text = json.dumps({"version": __version__, **facts}, sort_keys=True, default=str)
+    texts = drive(gather_texts(text, comm.size, like), comm)
     if len(set(texts)) == 1:
         return
     held: list[dict[str, object]] = [json.loads(text) for text in texts]
@@ -62,17 +61,18 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
     raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
 
 
-def _gather_texts(comm: Transport, text: str, like: Array) -> list[str]:
+def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
+    """Return the text of every rank, in the order of the ranks; sends 8 bytes and the text to every other one."""
     data = text.encode()
-    size = len(data).to_bytes(8, "little")
-    arrived = comm.all_gather(_buffer(size, like), [8] * comm.size)
-    sizes = [int.from_bytes(host_bytes(part), "little") for part in arrived]
-    return [host_bytes(part).decode() for part in comm.all_gather(_buffer(data, like), sizes)]
+    arrived = yield AllGather(_buffer(len(data).to_bytes(8, "little"), like), (8,) * size)
+    sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)
+    arrived = yield AllGather(_buffer(data, like), sizes)
+    return [host_bytes(part).decode() for part in arrived]
 
 
 def _buffer(data: bytes, like: Array) -> Array:
     xp = array_namespace(like)
-    return xp.asarray(list(data), dtype=xp.uint8, device=device(like))
+    return xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
 
 
 def _describe(path: str, values: list[Any]) -> str | None:

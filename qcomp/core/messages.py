@@ -9,6 +9,7 @@ from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.kernels import Blend
+from qcomp.core.lengths import join_lengths, most_bytes, split_lengths
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import join, joined_size, split
@@ -37,22 +38,45 @@ class SegmentCodec:
     Every message ends with a verdict of one byte. A rank that cannot compress, because a value is not finite,
     sends refusals to all its peers instead of leaving them waiting; so all ranks raise in the same stage.
 
+    Where the length of any payload varies, that of all messages does, and each begins with the lengths of its payloads.
+
     Parameters
     ----------
-    compressor : Compressor
-        Of every segment.
+    compressors : sequence of Compressor
+        Of each tensor.
     tensors : sequence of arrays
         Flat arrays of the sizes, dtype, library and device of what will be decoded.
+    like : array, optional
+        Gives dtype, library and device where there may be no tensor.
+    variable_length : bool, optional
+        Whether messages have lengths of their own, by default where a compressor says so.
     """
 
-    def __init__(self, compressor: Compressor, tensors: Sequence[Array]) -> None:
-        self.compressor = compressor
+    def __init__(
+        self,
+        compressors: Sequence[Compressor],
+        tensors: Sequence[Array],
+        like: Array | None = None,
+        *,
+        variable_length: bool | None = None,
+    ) -> None:
+        self.compressors = compressors
         self.tensors = tensors
-        self.dtype = dtype_name(tensors[0].dtype)
+        self.like = tensors[0] if like is None else like
+        self.dtype = dtype_name(self.like.dtype)
+        self.variable_length = (
+            any(c.variable_length for c in compressors) if variable_length is None else variable_length
+        )
+
+    def of_averages(self, averages: Sequence[Array], chunk: Chunk) -> "SegmentCodec":
+        """Return the codec of the averages of the segments of a chunk, each of them a tensor of its own now."""
+        compressors = [self.compressors[s.tensor] for s in chunk]
+        return SegmentCodec(compressors, averages, self.like, variable_length=self.variable_length)
 
     def message_size(self, chunk: Chunk) -> int:
-        """Return the bytes of the message of a chunk."""
-        return joined_size(self._buffer_sizes(chunk))
+        """Return the bytes of the message of a chunk, of the longest one where the length varies."""
+        bounds = self._bounds(chunk)
+        return most_bytes(bounds) if self.variable_length else joined_size([most for _, most in bounds])
 
     def encode(
         self,
@@ -80,7 +104,7 @@ class SegmentCodec:
                     values = tensors[tensor][part]
                     new = news[tensor] if news else None
                     encoded = primitives.encode(
-                        self.compressor,
+                        self.compressors[tensor],
                         values,
                         None if new is None else new.old[part],
                         key.at(bucket=segment.bucket),
@@ -93,11 +117,11 @@ class SegmentCodec:
                     if encoded.refused is not None:
                         flags.append(encoded.refused)
         except NonFiniteError as error:
-            return Encoded(tuple(self._refusal(chunk) for chunk in chunks), (), error)
+            return Encoded(tuple(self.refusal(chunk) for chunk in chunks), (), error)
         verdict = self._verdict(flags)
         messages = []
         for buffers in parts:
-            messages.append(join([*buffers, verdict]))
+            messages.append(self._join([*buffers, verdict]))
             buffers.clear()  # a message is a copy: half of the memory, as they go
         return Encoded(tuple(messages), tuple(new.whole() for new in news), None)
 
@@ -110,20 +134,17 @@ class SegmentCodec:
         ------
         NonFiniteError
             On every rank alike, if any rank has refused.
+        PayloadError
+            If a message is not one of these chunks.
         """
         opened, refused = [], []
         for rank, (message, chunk) in enumerate(zip(messages, chunks, strict=True)):
-            if message.shape != (self.message_size(chunk),):
-                raise PayloadError(
-                    f"the message from rank {rank} has shape {tuple(message.shape)}; "
-                    f"expected ({self.message_size(chunk)},)"
-                )
-            *buffers, verdict = split(message, self._buffer_sizes(chunk))
+            *buffers, verdict = self._split_from(rank, message, chunk)
             if int(verdict[0]) != _FINE:
                 refused.append(rank)
             opened.append(
                 [
-                    Payload(self.compressor.spec, segment.size, self.dtype, buffer)
+                    Payload(self.compressors[segment.tensor].spec, segment.size, self.dtype, buffer)
                     for segment, buffer in zip(chunk, buffers, strict=True)
                 ]
             )
@@ -139,22 +160,44 @@ class SegmentCodec:
     ) -> list[Array]:
         """Return the values of the segments of a chunk, in buffers where they are given."""
         return [
-            self.compressor.decompress(payload, like=self._like(segment), out=buffer)
+            self.compressors[segment.tensor].decompress(payload, like=self._like(segment), out=buffer)
             for payload, segment, buffer in zip(payloads, chunk, buffers, strict=True)
         ]
 
     def average(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero."""
+        return [primitives.finish_mean(values, len(payloads)) for values in self.total(payloads, chunk)]
+
+    def total(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
+        """Return the sum over ranks of the segments of a chunk, added in rank order."""
         total = self.decode(payloads[0], chunk, [empty_like(self._like(segment)) for segment in chunk])
         for of_rank in payloads[1:]:
-            total = [self.compressor.add(payload, t) for payload, t in zip(of_rank, total, strict=True)]
-        return [primitives.finish_mean(values, len(payloads)) for values in total]
+            total = [
+                self.compressors[segment.tensor].add(payload, t)
+                for segment, payload, t in zip(chunk, of_rank, total, strict=True)
+            ]
+        return total
 
     def _like(self, segment: Segment) -> Array:
         return self.tensors[segment.tensor][segment.start : segment.stop]
 
-    def _buffer_sizes(self, chunk: Chunk) -> list[int]:
-        return [*(self.compressor.payload_spec(s.size, self.dtype).nbytes for s in chunk), 1]
+    def _bounds(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Return the fewest and the most bytes of the payloads of a message, and of its verdict."""
+        specs = [self.compressors[s.tensor].payload_spec(s.size, self.dtype) for s in chunk]
+        return [*((spec.shortest, spec.nbytes) for spec in specs), (1, 1)]
+
+    def _join(self, buffers: Sequence[Array]) -> Array:
+        return join_lengths(buffers) if self.variable_length else join(buffers)
+
+    def _split(self, message: Array, chunk: Chunk) -> list[Array]:
+        """Return the payloads of a message, and its verdict."""
+        bounds = self._bounds(chunk)
+        if self.variable_length:
+            return split_lengths(message, bounds)
+        sizes = [most for _, most in bounds]
+        if message.shape != (joined_size(sizes),):
+            raise PayloadError(f"has shape {tuple(message.shape)}; expected ({joined_size(sizes)},)")
+        return split(message, sizes)
 
     def _verdict(self, flags: Sequence[Array]) -> Array:
         """Return the byte that ends a message: what devices have found, without waiting for them."""
@@ -164,16 +207,28 @@ class SegmentCodec:
         return xp.reshape(xp.max(xp.concat(list(flags))), (1,))
 
     def _byte(self, value: int) -> Array:
-        like = self.tensors[0]
-        xp = array_namespace(like)
-        return xp.asarray([value], dtype=xp.uint8, device=device(like))
+        xp = array_namespace(self.like)
+        return xp.asarray([value], dtype=xp.uint8, device=device(self.like))
 
-    def _refusal(self, chunk: Chunk) -> Array:
-        like = self.tensors[0]
-        xp = array_namespace(like)
-        *sizes, _ = self._buffer_sizes(chunk)
-        buffers = [xp.zeros((size,), dtype=xp.uint8, device=device(like)) for size in sizes]
-        return join([*buffers, self._byte(_NON_FINITE)])
+    def _split_from(self, rank: int, message: Array, chunk: Chunk) -> list[Array]:
+        try:
+            return self._split(message, chunk)
+        except PayloadError as error_of_message:
+            raise PayloadError(f"the message from rank {rank} {error_of_message}") from error_of_message
+
+    def refuses(self, message: Array, chunk: Chunk, rank: int) -> bool:
+        """Return whether a message from a rank is a refusal."""
+        *_, verdict = self._split_from(rank, message, chunk)
+        return int(verdict[0]) != _FINE
+
+    def refusal(self, chunk: Chunk) -> Array:
+        """Return the message of a rank that cannot compress."""
+        xp = array_namespace(self.like)
+        buffers = [
+            xp.zeros((least,), dtype=xp.uint8, device=device(self.like))
+            for least, _ in self._bounds(chunk)[:-1]
+        ]
+        return self._join([*buffers, self._byte(_NON_FINITE)])
 
 
 class _NewResidual:

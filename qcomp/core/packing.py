@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from qcomp.core.patterns import require_matches
 
 __all__ = ["ExactBelow", "ExactPolicy", "Tensor"]
 
@@ -30,6 +33,9 @@ class ExactBelow:
     ----------
     size : int
         The smallest size that is compressed.
+    names : sequence of str
+        Patterns, with ``*``, ``?`` and ``[...]`` as in file names: a tensor whose name matches one stays exact,
+        whatever its size and shape. Each must match a name.
 
     Notes
     -----
@@ -41,15 +47,28 @@ class ExactBelow:
     >>> policy = ExactBelow(10_000)
     >>> policy([Tensor("weight", (256, 128), 32768), Tensor("bias", (20_000,), 20_000)])
     (False, True)
+    >>> policy = ExactBelow(10_000, names=("embed*",))
+    >>> policy([Tensor("weight", (256, 128), 32768), Tensor("embedding", (300, 128), 38400)])
+    (False, True)
     """
 
     size: int = 10_000
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if type(self.size) is not int or self.size < 0:
             raise ValueError(f"size is {self.size!r}; expected an integer, at least 0")
+        if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
+            raise TypeError(f"names is {self.names!r}; expected a sequence of str")
+        object.__setattr__(self, "names", tuple(self.names))
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
         """Return whether each tensor stays exact."""
+        require_matches("names", self.names, [t.name for t in tensors])
         several = len(tensors) > 1
-        return tuple(t.size < self.size or (several and len(t.shape) <= 1) for t in tensors)
+        return tuple(
+            t.size < self.size
+            or (several and len(t.shape) <= 1)
+            or any(fnmatchcase(t.name, pattern) for pattern in self.names)
+            for t in tensors
+        )

@@ -14,6 +14,7 @@ from qcomp.core.arrays import (
     concat,
     device,
     from_bytes_of,
+    from_host_bytes,
     host_bytes,
     itemsize,
 )
@@ -45,6 +46,8 @@ class PayloadSpec:
     ----------
     fields : tuple of Field
         The parts, in the order in which they lie in the buffer.
+    variable_length : bool
+        Whether the last field, which then is of uint8, may be shorter than its ``size``.
 
     Examples
     --------
@@ -53,6 +56,11 @@ class PayloadSpec:
     """
 
     fields: tuple[Field, ...]
+    variable_length: bool = False
+
+    def __post_init__(self) -> None:
+        if self.variable_length and (not self.fields or self.fields[-1].dtype != "uint8"):
+            raise ValueError(f"fields are {self.fields}; expected a last one of uint8, whose length varies")
 
     def _offsets(self) -> tuple[int, ...]:
         """Return where each field starts, and last where the buffer ends."""
@@ -66,11 +74,16 @@ class PayloadSpec:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Bytes of the buffer, of the longest one where the length varies."""
         return self._offsets()[-1]
 
+    @cached_property
+    def shortest(self) -> int:
+        """Bytes of the shortest buffer."""
+        return self._offsets()[-2] if self.variable_length else self.nbytes
+
     def join(self, parts: Mapping[str, Array]) -> Array:
-        """Return the buffer of these fields, uint8 of shape (nbytes,)."""
+        """Return the buffer of these fields, uint8 of shape (nbytes,), or less where the length varies."""
         pieces, end = [], 0
         for field, start in zip(self.fields, self._offsets(), strict=False):
             part = parts[field.name]
@@ -83,8 +96,15 @@ class PayloadSpec:
 
     def check(self, data: Array) -> None:
         """Raise `PayloadError` unless a buffer has the size of these fields."""
-        if data.shape != (self.nbytes,):
-            raise PayloadError(f"the payload has shape {tuple(data.shape)}; expected ({self.nbytes},)")
+        if len(data.shape) != 1 or not self.admits(data.shape[0]):
+            expected = (
+                f"({self.shortest},) to ({self.nbytes},)" if self.variable_length else f"({self.nbytes},)"
+            )
+            raise PayloadError(f"the payload has shape {tuple(data.shape)}; expected {expected}")
+
+    def admits(self, nbytes: int) -> bool:
+        """Return whether a buffer of these fields may have this many bytes."""
+        return self.shortest <= nbytes <= self.nbytes
 
     def split(self, data: Array) -> dict[str, Array]:
         """Return the fields of a buffer, the inverse of `join`."""
@@ -177,14 +197,12 @@ class Payload:
             raise PayloadError(f"the payload has dtype number {dtype}; expected 0 to {len(_DTYPES) - 1}")
         try:
             made_by = compressor(bytes(described[_HEADER.size :]).decode())
-            expected = made_by.payload_spec(size, _DTYPES[dtype]).nbytes
+            expected = made_by.payload_spec(size, _DTYPES[dtype])
         except (ValueError, TypeError) as error:
             raise PayloadError(f"the payload names a compressor that cannot be made: {error}") from error
-        if expected != data_length:
+        if not expected.admits(data_length):
+            most = "at most " if expected.variable_length else ""
             raise PayloadError(
-                f"the payload has {data_length} bytes of data; {made_by} makes {expected} of {size}"
+                f"the payload has {data_length} bytes of data; {made_by} makes {most}{expected.nbytes} of {size}"
             )
-        xp = array_namespace(like)
-        # A list where there is nothing: not every library takes an empty buffer.
-        array = xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
-        return cls(made_by.spec, size, _DTYPES[dtype], array)
+        return cls(made_by.spec, size, _DTYPES[dtype], from_host_bytes(data, like))

@@ -6,6 +6,8 @@ frozen-variance optimizers. All else in the core is made of these, or runs once 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qcomp.core.arrays import (
@@ -82,10 +84,19 @@ def encode(
     Notes
     -----
     p = flush(flush(x) + residual); data = C(p); residual' = flush(p - decode(data)). All values of p must be below
-    2^100 in magnitude.
+    2^100 in magnitude. A coder loses nothing: the residual is that of the plain compressor whose data it shortens.
     """
     if compressor.traits.random and key is None:
         raise ValueError(f"key is None; {compressor.spec} draws random numbers and needs a qcomp.Key")
+    coder = compressor.coder
+    if coder is not None:
+        plain = encode(coder.plain, x, residual, key, out=out, limit=limit, blend=blend)
+        data = plain.data
+        if plain.refused is not None and int(plain.refused[0]):
+            data = array_namespace(data).zeros_like(
+                data
+            )  # what was refused means nothing, and may not be codes
+        return plain._replace(data=coder.shorten(data, math.prod(x.shape)))
     kernels = chosen(x)
     if kernels is not None:
         encoded = kernels.encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
@@ -145,6 +156,11 @@ def decode(
     -----
     Adding has the roundings of ``out + decode(data)`` in the dtype of ``out``.
     """
+    coder = compressor.coder
+    if coder is not None:
+        data = coder.restore(payload.data, payload.size)
+        plain = replace(payload, compressor=coder.plain.spec, data=data)
+        return decode(coder.plain, plain, like, out=out, accumulate=accumulate)
     xp = array_namespace(like)
     kernels = chosen(like)
     if kernels is not None:

@@ -74,7 +74,7 @@ def compressor(spec: str) -> Compressor:
     Examples
     --------
     >>> compressor("qsgd:levels=15,norm=l2")
-    QSGD(levels=15, bucket_size=512, norm='l2')
+    QSGD(levels=15, bucket_size=512, norm='l2', coding='fixed')
     >>> compressor("scaled(qsgd:levels=7)").traits.delta > 0.3
     True
     """

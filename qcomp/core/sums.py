@@ -13,7 +13,7 @@ from qcomp.core.arrays import (
     truncate_last_bit,
 )
 
-__all__ = ["mean_abs", "norm2", "rms", "sum_of_squares", "total", "tree_sum"]
+__all__ = ["mean_abs", "norm2", "pad_to_power_of_two", "rms", "sum_of_squares", "total", "tree_sum"]
 
 
 def tree_sum(rows: Array) -> Array:
@@ -25,6 +25,18 @@ def tree_sum(rows: Array) -> Array:
         half = length // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
+
+
+def pad_to_power_of_two(rows: Array) -> Array:
+    """Return an array of shape (rows, any length) with zeros up to a power of two, as `tree_sum` needs it."""
+    xp = array_namespace(rows)
+    count, length = rows.shape
+    padded = 1 << max(0, length - 1).bit_length()
+    if padded == length:
+        return rows
+    return xp.concat(
+        [rows, xp.zeros((count, padded - length), dtype=rows.dtype, device=device(rows))], axis=1
+    )
 
 
 def mean_abs(rows: Array, count: int) -> Array:

@@ -70,7 +70,10 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 
 
 def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
-    """Run several computations of the same kinds of exchange side by side, one message a peer for all of them."""
+    """Run several computations side by side, with one message a peer and stage for all of them.
+
+    They may have different kinds and numbers of exchanges, the same on all ranks.
+    """
     results: dict[int, Result] = {}
     arrived: dict[int, list[Array] | None] = dict.fromkeys(range(len(computations)))
     while True:
@@ -93,18 +96,19 @@ def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
 
 
 def _merge(requests: list[Exchange]) -> Exchange:
-    """Return one exchange with the buffers of several of the same kind."""
+    """Return one exchange with the buffers of several."""
     if len(requests) == 1:
         return requests[0]
     ranks = range(len(requests[0].receive))
     receive = tuple(joined_size([request.receive[rank] for request in requests]) for rank in ranks)
-    to_each = [request for request in requests if isinstance(request, AllToAll)]
-    to_all = [request for request in requests if isinstance(request, AllGather)]
-    if not to_all:
-        return AllToAll(tuple(join([request.send[rank] for request in to_each]) for rank in ranks), receive)
-    if not to_each:
-        return AllGather(join([request.send for request in to_all]), receive)
-    raise ValueError("the computations to fuse yield an AllToAll and an AllGather in the same stage")
+    to_all = [request.send for request in requests if isinstance(request, AllGather)]
+    if len(to_all) == len(requests):
+        return AllGather(join(to_all), receive)
+
+    def share(request: Exchange, rank: int) -> Array:
+        return request.send[rank] if isinstance(request, AllToAll) else request.send
+
+    return AllToAll(tuple(join([share(request, rank) for request in requests]) for rank in ranks), receive)
 
 
 def _aligned(size: int) -> int:

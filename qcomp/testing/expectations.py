@@ -35,8 +35,11 @@ def _enumerate(case: Case) -> tuple[Enumerated, ...]:
     """Compress, for each of some sets of eight values, a vector in which each value meets each draw once.
 
     The eight values repeat through the vector, so that every bucket has the same scales; copy c of a value
-    takes draw c.
+    takes draw c. What a coder does to a payload is no matter, by a law of its own.
     """
+    coder = case.compressor.coder
+    if coder is not None:
+        case = Case(coder.plain, case.xp, jit=case.jit)
 
     def source(_: Key, block: Block) -> Vector:
         elements = block.start + np.arange(block.rows * block.length).reshape(block.rows, block.length)
@@ -83,6 +86,6 @@ def variance_bound(case: Case) -> None:
         error, norm = np.sum(moments.error), np.sum(moments.values.astype(np.float64) ** 2)
         for name, factor in (("omega", traits.omega), ("1 - delta", 1 - (traits.delta or 0))):
             if factor is not None and (name == "omega" or traits.delta is not None):
-                assert error <= factor * norm, (
+                assert error <= factor * norm * (1 + 2.0**-40), (
                     f"E ||C(v) - v||^2 is {error:.6g}, above ({name}) ||v||^2 = {factor * norm:.6g}"
                 )

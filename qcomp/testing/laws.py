@@ -3,12 +3,13 @@
 A law that does not apply, by the traits of the compressor, passes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from qcomp.core.arrays import TINY, array_namespace, device
+from qcomp.core.arrays import TINY
 from qcomp.core.buckets import Block
 from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.payload import Payload
@@ -19,6 +20,12 @@ from qcomp.testing.dtype_laws import double_precision, half_precision, shapes_an
 from qcomp.testing.expectations import unbiased, variance_bound
 from qcomp.testing.inputs import flushed, sizes, vector
 from qcomp.testing.libraries import to_numpy
+from qcomp.testing.payload_laws import (
+    announced_length,
+    coder_loses_nothing,
+    damaged_payload_is_an_error,
+    payload_size,
+)
 
 __all__ = ["LAWS", "VECTOR_LAWS"]
 
@@ -88,6 +95,19 @@ def keeps_zero(case: Case, x: Vector) -> None:
     assert np.all(decoded[y == 0] == 0), "an element that was 0 is not 0 any more"
 
 
+def sparse(case: Case, x: Vector) -> None:
+    """No more elements of a bucket are other than 0 than the traits say."""
+    traits = case.compressor.traits
+    if traits.kept is None:
+        return
+    decoded = case.compress(x).decoded
+    for start in range(0, x.size, traits.bucket_size):
+        kept = np.count_nonzero(decoded[start : start + traits.bucket_size])
+        assert kept <= traits.kept, (
+            f"{kept} elements of a bucket are other than 0; the traits say {traits.kept}"
+        )
+
+
 def pure(case: Case, x: Vector) -> None:
     """Neither the vector nor the payload is written to."""
     if case.jit:
@@ -114,21 +134,12 @@ def any_layout(case: Case, x: Vector) -> None:
 # --- Laws of the compressor -----------------------------------------------------------------------------------------
 
 
-def payload_size(case: Case) -> None:
-    """A payload has exactly the bytes that its spec announces, uint8 on the device of the vector."""
-    for size in _sizes(case):
-        x = case.array(vector("gaussian", size, 0))
-        payload = case.payload(vector("gaussian", size, 0))
-        expected = case.compressor.payload_spec(size, "float32").nbytes
-        assert payload.nbytes == expected, (
-            f"{size} elements: {payload.nbytes} bytes; the spec says {expected}"
-        )
-        assert tuple(payload.data.shape) == (expected,), f"{size} elements: shape {tuple(payload.data.shape)}"
-        xp = array_namespace(x)
-        assert payload.data.dtype == xp.uint8, f"the payload has dtype {payload.data.dtype}"
-        assert device(payload.data) == device(x), (
-            f"the payload is on {device(payload.data)}, x on {device(x)}"
-        )
+def same_when_flat(case: Case) -> None:
+    """The compressor of a tensor is also that of the tensor as a vector, which is how it is averaged."""
+    for shape in ((), (5,), (4, 3, 2), (0, 3)):
+        own = case.compressor.for_shape(shape)
+        flat = own.for_shape((math.prod(shape),))
+        assert flat == own, f"for the shape {shape} it is {own.spec}, and that is {flat.spec} for a vector"
 
 
 def round_trip_of_bytes(case: Case) -> None:
@@ -196,16 +207,19 @@ def padding_never_leaks(case: Case) -> None:
 
     One, two or four elements need padding to eight; eight copies, four or two need none, and have the same mean
     magnitude, minimum and maximum, to the last bit. The norm of an unbiased compressor may grow with the
-    copies, but not with zeros, so there zeros take their place.
+    copies, but not with zeros, and copies may displace each other where few elements are kept: so there zeros
+    take their place. Buckets that are smaller than eight hold fewer copies.
     """
-    unbiased = case.compressor.traits.unbiased
+    traits = case.compressor.traits
+    fill_with_zeros = traits.unbiased or traits.kept is not None
 
     def source(_: Key, block: Block) -> Vector:
         return np.full((block.rows, block.length), 20000.0, dtype=np.float32)
 
-    for count in (1, 2, 4):
+    room = min(8, 1 << traits.bucket_size.bit_length() - 1) if traits.bucket_size > 1 else 8
+    for count in (1, 2, 4)[: room.bit_length() - 1]:
         tail = vector("positive", count, count)
-        filled = np.pad(tail, (0, 8 - count)) if unbiased else np.tile(tail, 8 // count)
+        filled = np.pad(tail, (0, room - count)) if fill_with_zeros else np.tile(tail, room // count)
         a, b = (case.compress(x, source=source).decoded[:count] for x in (tail, filled))
         assert a.tobytes() == b.tobytes(), f"a tail of {count} decompresses to {a}, without padding to {b}"
 
@@ -281,8 +295,11 @@ VECTOR_LAWS: tuple[VectorLaw, ...] = (
     contraction,
     lossless,
     keeps_zero,
+    sparse,
     pure,
     any_layout,
+    announced_length,
+    coder_loses_nothing,
 )
 """The laws that hold for every vector."""
 
@@ -291,6 +308,7 @@ LAWS: tuple[Law, ...] = (
     shapes_and_dtypes,
     double_precision,
     half_precision,
+    same_when_flat,
     round_trip_of_bytes,
     key_names_the_draws,
     needs_key,
@@ -300,6 +318,7 @@ LAWS: tuple[Law, ...] = (
     huge_values,
     non_finite_is_an_error,
     foreign_payload_is_an_error,
+    damaged_payload_is_an_error,
     unbiased,
     variance_bound,
 )

@@ -532,7 +532,8 @@ class TestArguments:
     def test_others(self):
         with pytest.raises(TypeError, match=r"compressor is 'sign'; expected a qcomp\.Compressor"):
             CompressedMean("sign")
-        with pytest.raises(ValueError, match="topology is 'ring'; expected 'two_phase' or 'all_gather'"):
+        words = "topology is 'ring'; expected 'two_phase', 'all_gather' or 'hierarchical'"
+        with pytest.raises(ValueError, match=words):
             CompressedMean(qcomp.Identity(), topology="ring")
 
     def test_a_compressor_that_draws_needs_a_key(self, lockstep):
@@ -730,6 +731,18 @@ class TestTransport:
 
         def computations(rank):
             return [self.echo(rank, "abc"[i], sizes, kinds[:count]) for i, count in enumerate(counts)]
+
+        fused = lockstep([fuse(computations(rank)) for rank in range(3)])
+        alone = [lockstep(list(group)) for group in zip(*map(computations, range(3)), strict=True)]
+        assert fused == [[result[rank] for result in alone] for rank in range(3)]
+
+    @pytest.mark.parametrize("others", [[AllGather, AllToAll], [AllToAll, AllToAll, AllGather], []])
+    def test_fuse_joins_different_kinds(self, lockstep, others):
+        """What goes to all goes to each where the others' messages differ."""
+        kinds, sizes = [[AllToAll, AllGather], others], [3, 0, 1]
+
+        def computations(rank):
+            return [self.echo(rank, name, sizes, k) for name, k in zip("ab", kinds, strict=True)]
 
         fused = lockstep([fuse(computations(rank)) for rank in range(3)])
         alone = [lockstep(list(group)) for group in zip(*map(computations, range(3)), strict=True)]

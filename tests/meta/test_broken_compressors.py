@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 import qcomp
 from qcomp.core.arrays import array_namespace
 from qcomp.core.bitplanes import pack
+from qcomp.core.compressors.coded import LevelCoder
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.sums import tree_sum
 from qcomp.testing import ContractError, check_compressor
@@ -269,6 +270,61 @@ class OverstatesItsContraction(qcomp.Scaled):
         return replace(super().traits, delta=0.9)
 
 
+@dataclass(frozen=True)
+class Coded(Rounding):
+    coding: Literal["fixed", "elias", "range"] = "range"
+
+
+class OutgrowsItsBound(LevelCoder):
+    def shorten(self, data, size):
+        shortened = super().shorten(data, size)
+        if size and not shortened[self.payload_spec(size).shortest - 1]:  # sent as it is: as long as can be
+            shortened = np.concatenate([shortened, np.zeros(1, dtype=np.uint8)])
+        return shortened
+
+
+class ForgetsLastElement(LevelCoder):
+    def shorten(self, data, size):
+        levels = self.plain.payload_spec(size).split(data)["codes"]
+        levels[-1:] = 0
+        return super().shorten(data, size)
+
+
+class FillsUp(LevelCoder):
+    def restore(self, data, size):
+        try:
+            return super().restore(data, size)
+        except qcomp.PayloadError:
+            return np.zeros(self.plain.payload_spec(size).nbytes, dtype=np.uint8)
+
+
+def with_coder(name, kind):
+    """Return a coded compressor whose coder is of another kind."""
+
+    def coder(self):
+        inner = qcomp.QSGD.coder.func(self)
+        return inner and kind(inner.plain, inner.coding, inner.largest, inner.bucket_size)
+
+    return qcomp.register(type(name, (Coded,), {"name": name, "coder": property(coder)}))()
+
+
+@qcomp.register
+class KeepsOneMore(qcomp.TopK):
+    name = "broken_keeps_one_more"
+
+    @property
+    def traits(self):
+        return replace(super().traits, kept=self.k - 1)
+
+
+@qcomp.register
+class ChangesWhenFlat(Sign):
+    name = "broken_changes_when_flat"
+
+    def for_shape(self, shape):
+        return replace(self, bucket_size=16) if len(shape) == 1 else self
+
+
 BROKEN = [
     (SumOfTheLibrary(), "same_bytes", torch),
     (ChangesItsMind(), "feedback_law", np),
@@ -277,11 +333,13 @@ BROKEN = [
     (NormKeepingContraction(scale="rms"), "contraction", np),
     (LosslessCast(), "lossless", np),
     (ZeroIsPlus(), "keeps_zero", np),
+    (KeepsOneMore(k=3, bucket_size=8), "sparse", np),
     (WritesIntoItsInput(), "pure", np),
     (WritesIntoItsInput(), "pure", qcomp.testing.read_only_numpy),
     (ReadsPastTheView(), "any_layout", np),
     (PromisesTooManyBytes(), "payload_size", np),
     (Flattens(), "shapes_and_dtypes", np),
+    (ChangesWhenFlat(), "same_when_flat", np),
     (SinglePrecisionOnly(), "double_precision", np),
     (LosesBitsOfHalves(), "half_precision", np),
     (ForgetsAField(bucket_size=128), "round_trip_of_bytes", np),
@@ -299,6 +357,9 @@ BROKEN = [
     (RoundsToNearest(), "unbiased", np),
     (UnderstatesItsVariance(norm="l2"), "variance_bound", np),
     (OverstatesItsContraction(), "variance_bound", np),
+    (with_coder("broken_outgrows_its_bound", OutgrowsItsBound), "announced_length", np),
+    (with_coder("broken_forgets_last_element", ForgetsLastElement), "coder_loses_nothing", np),
+    (with_coder("broken_fills_up", FillsUp), "damaged_payload_is_an_error", np),
 ]
 
 
@@ -308,7 +369,7 @@ def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
     assert law in broken
 
 
-@pytest.mark.parametrize("cls", [Sign, Rounding])
+@pytest.mark.parametrize("cls", [Sign, Rounding, Coded])
 def test_the_compressors_that_were_broken_are_whole(cls):
     whole = qcomp.register(type("Whole" + cls.__name__, (cls,), {"name": f"whole_{cls.__name__.lower()}"}))
     check_compressor(whole(), max_examples=20)

@@ -1,6 +1,7 @@
 """Saved and loaded, a job goes on as if it had never stopped; what does not belong is refused."""
 
 import io
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,10 +12,15 @@ from qcomp.comm import LocalCommunicator, run_local
 
 SHAPES = [(40,), (7, 5), (3,)]
 NAMES = ["embedding", "layer.0/weight", "bias"]
+BETAS = (0.9, 0.9)
 OPTIMIZERS = {
     "adam": qcomp.Adam(learning_rate=0.1),
     "1-bit": qcomp.OneBitAdam(
-        learning_rate=0.1, freeze=3, exact=qcomp.ExactBelow(20), compressor=qcomp.ScaledSign(16)
+        learning_rate=0.1,
+        betas=BETAS,
+        freeze=3,
+        exact=qcomp.ExactBelow(20),
+        compressor=qcomp.ScaledSign(16),
     ),
     "1-bit automatic": qcomp.OneBitAdam(
         learning_rate=0.1,
@@ -24,10 +30,15 @@ OPTIMIZERS = {
         compressor=qcomp.ScaledSign(16),
     ),
     "1-bit all-gather": qcomp.OneBitAdam(
-        learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.ScaledSign(16), topology="all_gather"
+        learning_rate=0.1,
+        betas=BETAS,
+        freeze=3,
+        exact=None,
+        compressor=qcomp.ScaledSign(16),
+        topology="all_gather",
     ),
     "qadam without feedback": qcomp.QAdam(
-        learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.QSGD(7, 16), feedback=False
+        learning_rate=0.1, betas=BETAS, freeze=3, exact=None, compressor=qcomp.QSGD(7, 16), feedback=False
     ),
     "sgd": qcomp.CompressedSGD(learning_rate=0.1, exact=None, compressor=qcomp.QSGD(7, 16)),
     "sgd without momentum": qcomp.CompressedSGD(
@@ -50,6 +61,16 @@ def through_torch(saved: dict) -> dict:
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def through_safetensors(saved: dict) -> dict:
+    module = pytest.importorskip("safetensors.numpy")
+    return module.load(module.save(qcomp.checkpoint.to_arrays(saved, like=np.zeros(0))))
+
+
+def through_safetensors_of_torch(saved: dict) -> dict:
+    module, torch = pytest.importorskip("safetensors.torch"), pytest.importorskip("torch")
+    return module.load(module.save(qcomp.checkpoint.to_arrays(saved, like=torch.zeros(0))))
 
 
 def through_nothing(saved: dict) -> dict:
@@ -79,13 +100,17 @@ def snapshot(params: list, state) -> tuple:
 KINDS = {
     "numpy.savez": (through_numpy, list),
     "torch.save": (through_torch, to_torch),
+    "safetensors.numpy": (through_safetensors, list),
+    "safetensors.torch": (through_safetensors_of_torch, to_torch),
     "a dict": (through_nothing, list),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stop", [0, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [(kind, stop) for kind in KINDS for stop in ([2, 5] if "safetensors" in kind else [0, 2, 3, 5])],
+)
 def test_goes_on_bit_for_bit(grads, name, kind, stop):
     """Stopped before the first step, in the warm-up, right after the freeze and after it."""
     opt = OPTIMIZERS[name]
@@ -110,6 +135,59 @@ def test_goes_on_bit_for_bit(grads, name, kind, stop):
         return resumed[1].stage
 
     assert set(run_local(3, rank_main, timeout=20)) == {"warmup" if name == "adam" else "compressed"}
+
+
+class TestToArrays:
+    """A dict of arrays alone, for what stores nothing else."""
+
+    SAVED: ClassVar = {
+        "schema": 1,
+        "step": 2**53 + 1,
+        "stage": "größe",
+        "rank": 0,
+        "size": 1,
+        "skipped": 0,
+        "history": [0.1, float("nan"), -float("inf"), 5e-324],
+        "number.x": 1 / 3,
+        "empty": [],
+    }
+
+    def test_scalars_are_exact_in_every_library(self, library):
+        """Also in one without float64 and int64."""
+        arrays = qcomp.checkpoint.to_arrays(self.SAVED, like=library.array([0.0], np.float32))
+        for key, value in self.SAVED.items():
+            assert (len(arrays[key].shape), "uint8" in str(arrays[key].dtype)) == (1, True)
+            assert repr(qcomp.checkpoint.plain(arrays[key])) == repr(value)
+
+    def test_arrays_are_contiguous_copies(self, library):
+        """Parts of one buffer and transposed arrays, which safetensors refuses, or stores in another order."""
+        values = np.arange(24, dtype=np.float32).reshape(4, 6)
+        whole = library.array(values)
+        saved = {"top": whole[:2, :], "bottom": whole[2:, :], "turned": whole.mT, "nothing": whole[:0, :]}
+        arrays = qcomp.checkpoint.to_arrays(saved, like=whole)
+        for key, part in saved.items():
+            assert arrays[key].shape == part.shape
+            assert library.numpy(arrays[key]).tobytes() == library.numpy(part).tobytes()
+        if library.name == "torch":
+            module = pytest.importorskip("safetensors.torch")
+            with pytest.raises((RuntimeError, ValueError)):
+                module.save(saved)
+            assert set(module.load(module.save(arrays))) == set(saved)
+        if library.name == "numpy":
+            assert not any(np.shares_memory(array, whole) for array in arrays.values())
+            assert all(array.flags.c_contiguous for array in arrays.values())
+
+    def test_goes_through_every_format(self, grads):
+        """Arrays alone also pass where scalars would have."""
+        opt, comm = ONE_BIT, LocalCommunicator.alone()
+        (saved,) = saved_of(opt, grads, size=1)
+        arrays = qcomp.checkpoint.to_arrays(saved, like=np.zeros(0))
+        params = grads(SHAPES, 99, 0)
+        for through in (through_numpy, through_nothing, through_safetensors):
+            loaded = opt.load_state_dict(through(arrays), params, comm, NAMES)
+            assert snapshot(params, loaded) == snapshot(
+                params, opt.load_state_dict(saved, params, comm, NAMES)
+            )
 
 
 def test_residuals_are_part_of_it(grads):
@@ -236,7 +314,11 @@ class TestErrors:
     def test_of_another_bucket_size(self, grads):
         """The servers' chunks are cut elsewhere then: 24 and 11 elements instead of 32 and 3."""
         other = qcomp.OneBitAdam(
-            learning_rate=0.1, freeze=3, exact=qcomp.ExactBelow(20), compressor=qcomp.ScaledSign(8)
+            learning_rate=0.1,
+            betas=BETAS,
+            freeze=3,
+            exact=qcomp.ExactBelow(20),
+            compressor=qcomp.ScaledSign(8),
         )
         first, second = load(other, saved_of(ONE_BIT, grads), grads)
         assert "server_residual.layer.0/weight@0 of shape (32,); expected (24,)" in str(first)
@@ -281,6 +363,7 @@ class TestErrors:
         def rank_main(comm):
             opt = qcomp.OneBitAdam(
                 learning_rate=0.1 + comm.rank,
+                betas=BETAS,
                 freeze=3,
                 exact=qcomp.ExactBelow(20),
                 compressor=qcomp.ScaledSign(16),

@@ -3,8 +3,11 @@
 from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.compressors.minmax import MinMaxUInt8
+from qcomp.core.compressors.onebit_sgd import OneBitSGD
 from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.compressors.randk import RandK
 from qcomp.core.compressors.scaled import Scaled
 from qcomp.core.compressors.sign import ScaledSign
+from qcomp.core.compressors.topk import TopK
 
-__all__ = ["QSGD", "Cast", "Identity", "MinMaxUInt8", "Scaled", "ScaledSign"]
+__all__ = ["QSGD", "Cast", "Identity", "MinMaxUInt8", "OneBitSGD", "RandK", "Scaled", "ScaledSign", "TopK"]

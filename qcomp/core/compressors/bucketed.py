@@ -1,14 +1,14 @@
 """Base of the compressors that give every element a small code and every bucket a few scales."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from qcomp.core import bitplanes
 from qcomp.core.arrays import Array, array_namespace, flush
-from qcomp.core.buckets import Block, blocks, bucket_count, join_blocks, padded_size
+from qcomp.core.buckets import Block, blocks, bucket_count, join_blocks, padded_size, tail_length
 from qcomp.core.compressor import Compressor
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.random import Key
@@ -25,6 +25,11 @@ class BucketedCompressor(Compressor):
 
     scales: ClassVar[tuple[str, ...]]
     """The names of the scales of a bucket, in the order of the payload."""
+
+    @staticmethod
+    def length_of(count: int) -> int:
+        """Return how many elements a bucket of ``count`` elements is filled up to."""
+        return tail_length(count)
 
     @property
     @abstractmethod
@@ -44,14 +49,14 @@ class BucketedCompressor(Compressor):
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the packed codes of all buckets, then each of the scales."""
-        return _layout(size, self.traits.bucket_size, self.bits, self.scales)
+        return _layout(size, self.traits.bucket_size, self.bits, self.scales, self.length_of)
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
         """Return the packed codes and the scales of a flat vector."""
         xp = array_namespace(x)
         codes: list[Array] = []
         scales: dict[str, list[Array]] = {name: [] for name in self.scales}
-        for block in blocks(x.shape[0], self.traits.bucket_size):
+        for block in blocks(x.shape[0], self.traits.bucket_size, self.length_of):
             block_codes, block_scales = self.encode_block(flush(block.read(x)), block, key)
             codes.append(xp.reshape(bitplanes.pack(block_codes, self.bits), (-1,)))
             for name, values in zip(self.scales, block_scales, strict=True):
@@ -63,7 +68,7 @@ class BucketedCompressor(Compressor):
         """Return the flat vector of the packed codes and scales."""
         xp = array_namespace(parts["codes"])
         values, offset = [], 0
-        for block in blocks(size, self.traits.bucket_size):
+        for block in blocks(size, self.traits.bucket_size, self.length_of):
             nbytes = block.rows * block.length * self.bits // 8
             packed = xp.reshape(parts["codes"][offset : offset + nbytes], (block.rows, -1))
             offset += nbytes
@@ -76,7 +81,9 @@ class BucketedCompressor(Compressor):
 
 
 @lru_cache(1024)  # small calls would spend more on this than on their arithmetic
-def _layout(size: int, bucket_size: int, bits: int, scales: tuple[str, ...]) -> PayloadSpec:
-    codes = padded_size(size, bucket_size) * bits // 8
+def _layout(
+    size: int, bucket_size: int, bits: int, scales: tuple[str, ...], length_of: Callable[[int], int]
+) -> PayloadSpec:
+    codes = padded_size(size, bucket_size, length_of) * bits // 8
     count = bucket_count(size, bucket_size)
     return PayloadSpec((Field("codes", "uint8", codes), *(Field(name, "float32", count) for name in scales)))

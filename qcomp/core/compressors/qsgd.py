@@ -1,6 +1,6 @@
 """QSGD: stochastic rounding to a few evenly spaced levels, unbiased."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from typing import ClassVar, Literal
@@ -9,12 +9,15 @@ from qcomp.core.arrays import TINY, Array, array_namespace, bitcast, device, div
 from qcomp.core.buckets import Block, validate_bucket_size
 from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
+from qcomp.core.compressors.coded import LevelCoder
+from qcomp.core.payload import PayloadSpec
 from qcomp.core.random import Key, draws16
 from qcomp.core.registry import register
 from qcomp.core.sums import norm2
 
 __all__ = ["QSGD", "round_up_step"]
 
+_MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
 """What rounding the step up to 17 bits and the draws to 16 can add to the variance, generously."""
 
@@ -27,18 +30,24 @@ class QSGD(BucketedCompressor):
     Parameters
     ----------
     levels : int
-        Levels s above zero, 1 to 127. A code has one bit for the sign and as many as s needs; 1, 7 and 127
-        fill 2, 4 and 8 bits.
+        Levels s above zero, 1 to 127, with a coder to 32767. A code has one bit for the sign and as many as s
+        needs; 1, 7 and 127 fill 2, 4 and 8 bits.
     bucket_size : int
         Elements that share a step, a power of two from 8.
     norm : {"max", "l2"}
-        The step is this norm of the bucket over ``levels``, rounded up to 17 significant bits. ``"max"`` has
-        the far smaller variance; ``"l2"`` is the paper's theory and makes sparse codes.
+        The step is this norm of the bucket over ``levels``, rounded up to 17 significant bits, or to as many less as
+        levels need more than 7. ``"max"`` has the far smaller variance; ``"l2"`` is the paper's theory and makes
+        sparse codes.
+    coding : {"fixed", "elias", "range"}
+        ``"fixed"``: all codes have the same width. With a coder, on the host, payloads are shorter the more of the
+        levels are small: ``"elias"`` is the paper's, ``"range"`` comes near the entropy of the levels.
 
     Notes
     -----
     Exactly, E ||C(v) - v||^2 = step^2 * sum_i p_i (1 - p_i), p_i the fraction of |v_i| / step. Sends
-    bits + 32 / bucket_size bits an element. Source: Alistarh et al., NeurIPS 2017, section 3.1.
+    bits + 32 / bucket_size bits an element, with a coder at most a byte more in all, since what coding would not
+    shorten is sent as it is. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al.,
+    NeurIPS 2017, section 3.1.
 
     Examples
     --------
@@ -47,6 +56,10 @@ class QSGD(BucketedCompressor):
     >>> x = np.asarray([4.0, 0.0, -4.0, 0.0], dtype=np.float32)  # on the grid: kept exactly
     >>> c.decompress(c.compress(x, key=qcomp.Key()), like=x)
     array([ 4.,  0., -4.,  0.], dtype=float32)
+    >>> coded = QSGD(levels=255, norm="l2", coding="range")  # 9 bits an element in fixed width
+    >>> sparse = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    >>> coded.compress(sparse, key=qcomp.Key()).nbytes < 6 * 4096 / 8
+    True
     """
 
     name: ClassVar[str] = "qsgd"
@@ -55,13 +68,43 @@ class QSGD(BucketedCompressor):
     levels: int = 7
     bucket_size: int = 512
     norm: Literal["max", "l2"] = "max"
+    coding: Literal["fixed", "elias", "range"] = "fixed"
+
+    _most_uncoded: ClassVar[int] = 127
 
     def __post_init__(self) -> None:
         validate_bucket_size(self.bucket_size)
-        if type(self.levels) is not int or not 1 <= self.levels <= 127:
-            raise ValueError(f"levels is {self.levels!r}; expected an integer from 1 to 127")
+        if self.coding not in ("fixed", "elias", "range"):
+            raise ValueError(f"coding is {self.coding!r}; expected 'fixed', 'elias' or 'range'")
+        most = self._most_uncoded if self.coding == "fixed" else _MOST_LEVELS
+        if type(self.levels) is not int or not 1 <= self.levels <= most:
+            raise ValueError(
+                f"levels is {self.levels!r}; expected an integer from 1 to {most}"
+                + (f", or to {_MOST_LEVELS} with coding='range' or 'elias'" if most < _MOST_LEVELS else "")
+            )
         if self.norm not in ("max", "l2"):
             raise ValueError(f"norm is {self.norm!r}; expected 'max' or 'l2'")
+
+    @cached_property
+    def spec(self) -> str:
+        """The spec string; without the coding where the width is fixed, so that such payloads keep their name."""
+        return super().spec.replace(",coding=fixed", "")
+
+    @cached_property
+    def coder(self) -> LevelCoder | None:
+        """The coder, which shortens payloads of fixed width."""
+        if self.coding == "fixed":
+            return None
+        plain = (
+            replace(self, coding="fixed")
+            if self.levels <= self._most_uncoded
+            else _WideQSGD(self.levels, self.bucket_size, self.norm)
+        )
+        return LevelCoder(plain, self.coding, self.levels, self.bucket_size)
+
+    def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
+        """Return the layout: codes and steps, or with a coder steps, a byte that says how codes are sent, and codes."""
+        return super().payload_spec(size, dtype) if self.coder is None else self.coder.payload_spec(size)
 
     @cached_property
     def traits(self) -> Traits:
@@ -71,12 +114,23 @@ class QSGD(BucketedCompressor):
             omega = min((n - 1) / (4 * s**2), (1 + sqrt(n)) / (2 * s))
         else:
             omega = min(n / (4 * s**2), sqrt(n) / s)
-        return Traits(n, random=True, unbiased=True, omega=omega * _ROUNDING_SLACK, keeps_zero=True)
+        if self.bits > 8:
+            # A draw moves p by 2^-17, a rounded position of up to s by 2^-24 of it; then the step may be larger.
+            omega += n * 2**-17 / s**2 + sqrt(n) * 2**-24 / s
+            omega *= (1 + 2 ** (1 - self._step_bits)) ** 2
+        else:
+            omega *= _ROUNDING_SLACK
+        return Traits(n, random=True, unbiased=True, omega=omega, keeps_zero=True)
 
     @property
     def bits(self) -> int:
         """The bits of the largest level, and one for the sign on top."""
         return self.levels.bit_length() + 1
+
+    @property
+    def _step_bits(self) -> int:
+        """Significant bits of a step, so few that all levels times the step are exact in float32."""
+        return min(17, 24 - self.levels.bit_length())
 
     def encode_block(self, rows: Array, block: Block, key: Key | None) -> tuple[Array, tuple[Array, ...]]:
         """Return the codes (the level, with the sign bit on top) and the step of each bucket."""
@@ -84,7 +138,7 @@ class QSGD(BucketedCompressor):
         assert key is not None  # `compress` has looked
         magnitude = xp.abs(rows)
         norm = xp.max(magnitude, axis=1) if self.norm == "max" else norm2(rows)
-        step = round_up_step(norm, self.levels)
+        step = round_up_step(norm, self.levels, bits=self._step_bits)
         divisor = xp.astype(xp.where(step > 0, step, xp.ones_like(step)), rows.dtype, copy=False)
         position = divide(magnitude, divisor[:, None])
         # Rounding may exceed the largest level.
@@ -92,8 +146,9 @@ class QSGD(BucketedCompressor):
         level = xp.floor(position)
         draws = draws16(key, block, bucket_size=self.bucket_size, like=rows)
         up = draws < xp.round((position - level) * 65536.0)
-        level = xp.astype(level, xp.uint8) + xp.astype(up, xp.uint8)
-        sign = xp.asarray(1 << (self.bits - 1), dtype=xp.uint8, device=device(rows))
+        dtype = xp.uint8 if self.bits <= 8 else xp.int32
+        level = xp.astype(level, dtype) + xp.astype(up, dtype)
+        sign = xp.asarray(1 << (self.bits - 1), dtype=dtype, device=device(rows))
         negative = (rows < 0) & (level > 0)
         return xp.where(negative, level + sign, level), (step,)
 
@@ -102,9 +157,18 @@ class QSGD(BucketedCompressor):
         xp = array_namespace(codes)
         (step,) = scales
         sign = 1 << (self.bits - 1)
-        level = xp.bitwise_and(codes, xp.asarray(sign - 1, dtype=xp.uint8, device=device(codes)))
+        level = xp.bitwise_and(codes, xp.asarray(sign - 1, dtype=codes.dtype, device=device(codes)))
         magnitude = xp.astype(level, step.dtype) * step
         return xp.where(codes > sign, -magnitude, magnitude)
+
+
+class _WideQSGD(QSGD):
+    """What a coder makes shorter where there are more levels than a payload of fixed width has on the wire.
+
+    A class of its own, so that no kernel takes it for a QSGD of up to 8 bits.
+    """
+
+    _most_uncoded: ClassVar[int] = _MOST_LEVELS
 
 
 def round_up_step(norm: Array, levels: int, *, bits: int = 17) -> Array:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from qcomp.core.arrays import Array, flush, truncate_last_bit
-from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressor import Coder, Compressor, Traits
 from qcomp.core.payload import PayloadSpec
 from qcomp.core.random import Key
 from qcomp.core.registry import register
@@ -62,6 +63,12 @@ class Scaled(Compressor):
             delta=self.factor * (1 - 2**-12),
             keeps_zero=inner.keeps_zero,
         )
+
+    @cached_property
+    def coder(self) -> Coder | None:
+        """The coder of the compressor inside."""
+        inner = self.compressor.coder
+        return None if inner is None else inner.around(Scaled(inner.plain))
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout of the compressor inside."""

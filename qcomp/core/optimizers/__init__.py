@@ -3,16 +3,31 @@
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.freeze import FreezeAt, VarianceStable
+from qcomp.core.optimizers.groups import Group
+from qcomp.core.optimizers.lamb import Lamb
 from qcomp.core.optimizers.onebit_adam import OneBitAdam
+from qcomp.core.optimizers.onebit_lamb import OneBitLamb
 from qcomp.core.optimizers.qadam import QAdam
+from qcomp.core.optimizers.qsvrg import QSVRG
+from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps
 from qcomp.core.optimizers.sgd import CompressedSGD
+from qcomp.core.optimizers.watch import VarianceWatch
+from qcomp.core.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "QSVRG",
     "Adam",
     "CompressedSGD",
+    "DoublingIntervals",
     "FreezeAt",
+    "Group",
+    "Lamb",
+    "LocalSteps",
     "OneBitAdam",
+    "OneBitLamb",
     "Optimizer",
     "QAdam",
     "VarianceStable",
+    "VarianceWatch",
+    "ZeroOneAdam",
 ]

@@ -16,16 +16,19 @@ __all__ = ["Adam"]
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Adam with decoupled weight decay, data-parallel with the exact mean gradient.
+    """Adam, or AdamW, data-parallel with the exact mean gradient.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite
+    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
         See `Optimizer`.
     betas : tuple of two floats
         Decay of momentum and variance, each from 0 to below 1.
     eps : float
         Added to the root of the variance.
+    decoupled_weight_decay : bool
+        True: each step takes rate * weight_decay * x off the parameters, as ``torch.optim.AdamW`` does. False:
+        weight_decay * x is added to the mean gradient, as in ``torch.optim.Adam``, after clipping.
 
     Notes
     -----
@@ -46,6 +49,7 @@ class Adam(Optimizer):
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    decoupled_weight_decay: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +57,10 @@ class Adam(Optimizer):
             raise ValueError(f"betas is {self.betas!r}; expected two numbers from 0 to below 1")
         if not self.eps >= 0:
             raise ValueError(f"eps is {self.eps!r}; expected a number >= 0")
+        if type(self.decoupled_weight_decay) is not bool:
+            raise TypeError(
+                f"decoupled_weight_decay is {self.decoupled_weight_decay!r}; expected True or False"
+            )
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments of zero."""
@@ -78,21 +86,41 @@ class Adam(Optimizer):
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update both moments with the mean gradient, and the parameters with them."""
+        return self._exact_step(params, means, state, correction=1 - self.betas[1] ** (state.step + 1))
+
+    def _exact_step(
+        self, params: Any, means: Means, state: OptimizerState, *, correction: float
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step of Adam with this bias correction of the variance."""
         beta1, beta2 = self.betas
-        step = state.step + 1
-        momentum = tuple(
-            beta1 * m + (1 - beta1) * g for m, g in zip(state.momentum, means.values, strict=True)
-        )
+        tensors = as_tensors(params, "params")
+        gradients = self._decayed(means.values, tensors, state)
+        momentum = tuple(beta1 * m + (1 - beta1) * g for m, g in zip(state.momentum, gradients, strict=True))
         variance = tuple(
-            beta2 * v + (1 - beta2) * (g * g) for v, g in zip(state.variance, means.values, strict=True)
+            beta2 * v + (1 - beta2) * (g * g) for v, g in zip(state.variance, gradients, strict=True)
         )
-        corrected = self._corrected(variance, step)
-        new_params = self._move(as_tensors(params, "params"), momentum, corrected, state)
-        return new_params, state._replace(step=step, momentum=momentum, variance=variance)
+        new_params, state = self._move(tensors, momentum, _corrected(variance, correction), state)
+        return new_params, state._replace(step=state.step + 1, momentum=momentum, variance=variance)
+
+    def _decayed(
+        self,
+        values: Sequence[Array],
+        params: Sequence[Array],
+        state: OptimizerState,
+        *,
+        factor: float = 1.0,
+    ) -> tuple[Array, ...]:
+        """Return the values plus factor * weight_decay * params, if weight decay is part of the gradient."""
+        if self.decoupled_weight_decay:
+            return tuple(values)
+        return tuple(
+            v + (factor * decay) * to_compute_dtype(p) if decay else v
+            for v, p, decay in zip(values, params, self.weight_decays(state), strict=True)
+        )
 
     def _corrected(self, variance: Sequence[Array], step: int) -> tuple[Array, ...]:
         """Return the variance divided by 1 - b2^step."""
-        return tuple(v / (1 - self.betas[1] ** step) for v in variance)
+        return _corrected(variance, 1 - self.betas[1] ** step)
 
     def _move(
         self,
@@ -100,15 +128,25 @@ class Adam(Optimizer):
         momentum: Sequence[Array],
         corrected: Sequence[Array],
         state: OptimizerState,
-    ) -> list[Array]:
-        """Return the parameters after the step from the new momentum and the bias-corrected variance."""
-        numbers = self._numbers(state)
-        return [
-            primitives.adam_step(p, m, v, numbers)
-            for p, m, v in zip(params, momentum, corrected, strict=True)
-        ]
+    ) -> tuple[list[Array], OptimizerState]:
+        """Return the parameters after the step from the new momentum and the bias-corrected variance.
 
-    def _numbers(self, state: OptimizerState) -> StepNumbers:
-        """Return the numbers of the next step of the parameters."""
+        And the state with what else the step should remember.
+        """
+        moved = [
+            primitives.adam_step(p, m, v, numbers)
+            for p, m, v, numbers in zip(params, momentum, corrected, self._numbers(state), strict=True)
+        ]
+        return moved, state
+
+    def _numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
+        """Return the numbers of the next step of each tensor."""
         correction = 1 - self.betas[0] ** (state.step + 1)
-        return StepNumbers(self.rate(state), correction, self.eps, self.weight_decay)
+        return tuple(
+            StepNumbers(rate, correction, self.eps, decay if self.decoupled_weight_decay else 0.0)
+            for rate, decay in zip(self.rates(state), self.weight_decays(state), strict=True)
+        )
+
+
+def _corrected(variance: Sequence[Array], correction: float) -> tuple[Array, ...]:
+    return tuple(v / correction for v in variance)

@@ -17,13 +17,16 @@ from qcomp.core.arrays import (
     host_bytes,
     to_compute_dtype,
 )
-from qcomp.core.checkpoint import from_state_dict, to_state_dict
+from qcomp.core.checkpoint import from_state_dict, named_arrays, to_state_dict
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.elastic import World, regroup
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
 from qcomp.core.kernels import Blend
+from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.patterns import require_matches
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares
@@ -40,6 +43,7 @@ class Part(NamedTuple):
 
     mean: CompressedMean
     tensors: tuple[int, ...]
+    """Their numbers among the parameters; numbers after those are of what is averaged besides."""
     values: tuple[Array, ...]
     """What is averaged, or is first blended into momenta. The optimizer's own, and used up by that, without blends."""
     state: MeanState
@@ -51,7 +55,7 @@ class Means(NamedTuple):
     """The answer to an `Average`."""
 
     values: tuple[Array, ...]
-    """The mean of each tensor, in the order of the parameters, the same on all ranks."""
+    """The mean of each tensor, in the order of the parameters, then of what else there was; the same on all ranks."""
     exchange: MeanState
     """The residuals after the exchange."""
 
@@ -62,9 +66,13 @@ class Average(NamedTuple):
     parts: tuple[Part, ...]
     exchange: MeanState
     """The residuals, which the compressed part uses; they stay as they are if there is none."""
+    own: tuple[Array, ...] = ()
+    """Without parts: this rank's own values, which stand for the means, and nothing is sent."""
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
+        if not self.parts:
+            return Means(self.own, self.exchange)
         results = yield from fuse(
             [
                 p.mean.stages(p.values, p.state, key=p.key, donate=not p.blends, blends=p.blends)
@@ -98,6 +106,8 @@ class Optimizer(ABC):
     nonfinite : {"raise", "skip"}
         What happens in a step in which a gradient on any rank is infinite or NaN: all ranks raise
         `NonFiniteError`, or all ranks leave the step out and count it. No state is touched either way.
+    groups : sequence of Group
+        Learning rates and weight decays of parameters by name.
     """
 
     learning_rate: float | Callable[[int], float]
@@ -105,6 +115,7 @@ class Optimizer(ABC):
     clip_norm: float | None = None
     seed: int = 0
     nonfinite: Literal["raise", "skip"] = "raise"
+    groups: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.learning_rate):
@@ -115,6 +126,7 @@ class Optimizer(ABC):
         _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a number > 0")
         _require("seed", self.seed, 0 <= self.seed < 1 << 64, "an integer from 0 to 2**64 - 1")
         _require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
+        object.__setattr__(self, "groups", as_groups(self.groups))
 
     @abstractmethod
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
@@ -124,6 +136,14 @@ class Optimizer(ABC):
     def mean(self) -> CompressedMean:
         """How the compressed stage averages; its residuals are in the state."""
         return EXACT
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
+        """Return which kinds of arrays are each rank's own in a stage, besides the residuals.
+
+        Kinds of ``state.arrays``, "momentum" and "variance". With another number of ranks, every rank goes on from the
+        mean of these over the old ones, see `load_state_dict`; all others must be the same on all ranks.
+        """
+        return ()
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins, with residuals of zero."""
@@ -157,7 +177,7 @@ class Optimizer(ABC):
         params : array or sequence of arrays
             The parameters, of one library and device; the same on all ranks.
         comm : Communicator
-            Its rank and size are kept, nothing else.
+            Its rank and size are kept, and with ``topology="hierarchical"`` which ranks have the same ``host``.
         names : sequence of str, optional
             Names of the parameters in checkpoints and policies; by default their numbers.
 
@@ -165,6 +185,8 @@ class Optimizer(ABC):
         ------
         MismatchError
             On every rank, if the ranks differ in version, optimizer, settings, names or shapes.
+        ValueError
+            On every rank, if a group or a policy has a pattern that matches no name.
         """
         tensors = as_tensors(params, "params")
         names = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
@@ -180,7 +202,9 @@ class Optimizer(ABC):
             "dtypes": [dtype_name(t.dtype) for t in tensors],
         }
         handshake(comm, facts, like=tensors[0])
-        return self.start(tensors, names, comm.rank, comm.size)
+        require_matches("groups", [group.pattern for group in self.groups], names)
+        state = self.start(tensors, names, comm.rank, comm.size)
+        return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(
         self, params: Any, grads: Any, state: OptimizerState, comm: Transport
@@ -209,10 +233,7 @@ class Optimizer(ABC):
         CommunicatorError
             If the exchange did not complete. The parameters and the state passed in are still valid.
         """
-        if (comm.rank, comm.size) != (state.rank, state.size):
-            raise ValueError(
-                f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
-            )
+        require_rank(state, comm)
         return drive(self.stages(params, grads, state), comm)
 
     def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
@@ -224,7 +245,7 @@ class Optimizer(ABC):
                 f"params has {[tuple(p.shape) for p in tensors]}"
             )
         try:
-            scale = 1.0 if self.clip_norm is None else (yield from self._clip_scale(gradients, state.size))
+            scale = 1.0 if self.clip_norm is None else (yield from self._clip_scale(gradients, state))
             means = yield from self.prepare(gradients, state, scale=scale).stages()
         except NonFiniteError:
             if self.nonfinite == "raise":
@@ -241,33 +262,50 @@ class Optimizer(ABC):
         return to_state_dict(state, self.mean)
 
     def load_state_dict(
-        self, saved: Mapping[str, Any], params: Any, comm: Transport, names: Sequence[str] | None = None
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: Any,
+        comm: Transport,
+        names: Sequence[str] | None = None,
     ) -> OptimizerState:
         """Return the state that `state_dict` has saved; going on from it is as if there had been no stop.
 
         Parameters
         ----------
-        saved : mapping of str to array or scalar
-            This rank's own dict.
+        saved : mapping of str to array or scalar, or sequence of them
+            This rank's own dict. Or the dicts of all ranks that saved, however many those were, in any order and
+            spread over the ranks in any way: all of them on every rank, as from a folder that all share, or each on
+            one rank, and on some ranks an empty list.
         params, comm, names
             As for `init`.
 
         Raises
         ------
         ValueError
-            If the dict is of another rank, number of ranks, model or optimizer.
+            If the dict is of another rank, number of ranks, model or optimizer. On every rank alike, if a sequence of
+            dicts is not complete, or not of one job and step.
         MismatchError
             On the other ranks, if that is so on some; on every rank, if the dicts are of different steps.
+
+        Warns
+        -----
+        UserWarning
+            If dicts of another number of ranks were passed, or of ranks with other chunks. Every rank then begins with
+            mean_i e_i + e_s of the old residuals, which keeps the sum identity of `CompressedMean`.
         """
-        fresh = self.init(params, comm, names)
+        fresh, like = self.init(params, comm, names), as_tensors(params, "params")[0]
+        what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
+        handshake(comm, {"saved": what}, like=like)
+        world = self._world(fresh, as_tensors(params, "params"))
+        own = saved if isinstance(saved, Mapping) else drive(regroup(saved, world), comm)
         loaded, problem = fresh, None
         try:
-            loaded = from_state_dict(saved, lambda stage: self.enter(fresh, stage), self.mean)
+            loaded = from_state_dict(own, lambda stage: self.enter(fresh, stage), self.mean)
         except ValueError as error:
             problem = error
         verdict = "refused" if problem else f"of step {loaded.step}, {loaded.stage}"
         try:
-            handshake(comm, {"checkpoint": verdict}, like=as_tensors(params, "params")[0])
+            handshake(comm, {"checkpoint": verdict}, like=like)
         finally:
             if problem:  # says more than that the ranks differ
                 raise problem
@@ -277,15 +315,38 @@ class Optimizer(ABC):
         """Return the learning rate of the next step."""
         return self.learning_rate(state.step) if callable(self.learning_rate) else self.learning_rate
 
-    def _clip_scale(self, grads: Sequence[Array], size: int) -> Stages[float]:
+    def rates(self, state: OptimizerState) -> tuple[float, ...]:
+        """Return the learning rate of each tensor in the next step."""
+        rate = self.rate(state)
+        return tuple(rate * g.learning_rate_factor for g in group_of_each(tuple(self.groups), state.names))
+
+    def weight_decays(self, state: OptimizerState) -> tuple[float, ...]:
+        """Return the weight decay of each tensor."""
+        return tuple(
+            self.weight_decay if g.weight_decay is None else g.weight_decay
+            for g in group_of_each(tuple(self.groups), state.names)
+        )
+
+    def _world(self, fresh: OptimizerState, params: Sequence[Array]) -> World:
+        """Describe where dicts of another world are to go on."""
+        return World(
+            fresh.rank,
+            fresh.size,
+            self.own_kinds,
+            {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
+            lambda stage: dict(named_arrays(self.enter(fresh, stage), self.mean)),
+            params[0],
+        )
+
+    def _clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
         """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks."""
         assert self.clip_norm is not None
         xp = array_namespace(grads[0])
         square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)
         message = xp.asarray(list(struct.pack("<d", square)), dtype=xp.uint8, device=device(grads[0]))
-        arrived = yield AllGather(message, (8,) * size)
+        arrived = yield AllGather(message, (8,) * state.size)
         squares = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
-        norm = math.sqrt(math.fsum(squares) / size)
+        norm = math.sqrt(math.fsum(squares) / state.size)
         if not math.isfinite(norm):
             bad = ", ".join(str(rank) for rank, value in enumerate(squares) if not math.isfinite(value))
             raise NonFiniteError(f"the norm of the gradients on rank {bad} is not finite")
@@ -293,14 +354,32 @@ class Optimizer(ABC):
 
     def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
         """Return a part in which these tensors are averaged exactly, in the stages of the compressed mean."""
-        nothing = MeanState(state.rank, state.size, (), ())
+        nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = EXACT.topology if state.stage == "warmup" else self.mean.topology
         return Part(
             replace(EXACT, topology=topology), tuple(tensors), tuple(values), nothing, self._key(state)
         )
 
+    def _on_nodes(
+        self, state: OptimizerState, params: Sequence[Array], nodes: tuple[int, ...]
+    ) -> OptimizerState:
+        """Return a first state that knows the node of each rank, with the residuals that a rank of these keeps."""
+        exchange = state.exchange._replace(nodes=nodes)
+        if nodes and exchange.worker:
+            compressed = [p for p, is_exact in zip(params, state.exact, strict=True) if not is_exact]
+            exchange = self.mean.zeros(compressed, rank=state.rank, size=state.size, nodes=nodes)
+        return state._replace(exchange=exchange)
+
     def _key(self, state: OptimizerState) -> Key:
         return Key(seed=self.seed, step=state.step, rank=state.rank)
+
+
+def require_rank(state: OptimizerState, comm: Transport) -> None:
+    """Raise ValueError unless a communicator is of the rank and size of a state."""
+    if (comm.rank, comm.size) != (state.rank, state.size):
+        raise ValueError(
+            f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
+        )
 
 
 def as_tensors(values: Any, argument: str) -> list[Array]:

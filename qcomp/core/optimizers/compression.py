@@ -28,7 +28,7 @@ class CompressingOptimizer(Optimizer):
         Of what is exchanged in the compressed stage.
     feedback : bool
         Whether what compression loses is fed back, on workers and servers.
-    topology : {"two_phase", "all_gather"}
+    topology : {"two_phase", "all_gather", "hierarchical"}
         See `CompressedMean`.
     exact : callable or None
         Which tensors stay exact, see `ExactBelow`; None compresses everything.
@@ -36,7 +36,7 @@ class CompressingOptimizer(Optimizer):
 
     compressor: Compressor
     feedback: bool = True
-    topology: Literal["two_phase", "all_gather"] = "two_phase"
+    topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
     exact: ExactPolicy | None = ExactBelow(10_000)
 
     def __post_init__(self) -> None:
@@ -65,11 +65,16 @@ class CompressingOptimizer(Optimizer):
         return chosen
 
     def _no_residuals(
-        self, params: Sequence[Array], exact: Sequence[bool], rank: int, size: int
+        self,
+        params: Sequence[Array],
+        exact: Sequence[bool],
+        rank: int,
+        size: int,
+        nodes: tuple[int, ...] = (),
     ) -> MeanState:
         """Return residuals of zero for the tensors that are compressed."""
         compressed = [p for p, is_exact in zip(params, exact, strict=True) if not is_exact]
-        return self.mean.zeros(compressed, rank=rank, size=size)
+        return self.mean.zeros(compressed, rank=rank, size=size, nodes=nodes)
 
     def _average(
         self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend] = ()

@@ -1,10 +1,11 @@
 """When a frozen-variance optimizer stops updating its variance."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "freeze_rule"]
+__all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "freeze_rule", "warn_if_early"]
 
 
 class Observation(NamedTuple):
@@ -102,3 +103,18 @@ class VarianceStable:
 def freeze_rule(freeze: int | FreezeRule) -> FreezeRule:
     """Return the rule that an optimizer's ``freeze`` stands for."""
     return freeze if hasattr(freeze, "observe") else FreezeAt(freeze)
+
+
+def warn_if_early(rule: FreezeRule, beta2: float, optimizer: str) -> None:
+    """Warn of a freeze after less than a tenth of the steps over which the variance averages.
+
+    The mean of k squares is by chance below a share c of what it should be for about c^(k/2) of all elements; among
+    many elements some then move 1 / sqrt(c) times too far in every step.
+    """
+    window = round(1 / (1 - beta2))
+    if isinstance(rule, FreezeAt) and 10 * rule.step < window:
+        warnings.warn(
+            f"the variance is frozen after {rule.step} steps, but averages over 1 / (1 - b2) = {window}: {optimizer} "
+            f"expects a freeze after at least {-(-window // 10)}, better {3 * window}, or a smaller b2",
+            stacklevel=4,
+        )

@@ -1,5 +1,6 @@
 """Adam that freezes its variance and then exchanges a compressed momentum, as a state machine of two stages."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,14 @@ from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Average, Means, as_tensors
 from qcomp.core.optimizers.compression import CompressingOptimizer
-from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule
+from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule, warn_if_early
+from qcomp.core.optimizers.watch import VarianceWatch
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import total
 
 __all__ = ["FrozenVarianceAdam"]
+
+_LEFT = "rewarm_steps_left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,52 +28,86 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     - Stage "warmup": `Adam` on the exact mean gradient. After each step the freeze rule is asked; when it says
       so, the bias-corrected variance is kept for ever and the residuals start at zero.
     - Stage "compressed": every rank puts its own gradient into the common momentum of the last step, the results
-      are averaged with compression, and that average is the new common momentum.
+      are averaged with compression, and that average is the new common momentum. Weight decay that is not decoupled
+      is added to that, exactly, with the weight 1 - b1 that it has as a part of the gradient.
+    - Stage "rewarm", only with a `VarianceWatch` that asks for it: some steps of Adam on the exact mean gradient, after
+      which the variance, which is not corrected again, is frozen again.
 
     The variance of exact tensors is frozen too; only their momentum is averaged exactly. Elements whose frozen
-    variance is zero, because they never had a gradient, keep a momentum of zero and do not move.
+    variance is zero, because they never had a gradient, keep a momentum of zero and do not move. Elements that no
+    longer have one get the last of their momentum and then what feedback corrects: their way stays bounded.
+
+    Parameters
+    ----------
+    freeze : int or rule
+        The last exact step, or a rule such as `VarianceStable`.
+    watch : VarianceWatch, optional
+        Watches in the compressed stage whether the frozen variance still fits.
     """
 
     freeze: int | FreezeRule
+    watch: VarianceWatch | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
+        window = round(1 / (1 - self.betas[1]))
+        if self.watch is not None and self.watch.every > window:
+            raise ValueError(
+                f"watch measures in every {self.watch.every} steps; "
+                f"expected at most the {window} over which betas={self.betas} averages the variance"
+            )
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments of zero, in the warm-up."""
         state = super().start(params, names, rank, size)
+        warn_if_early(freeze_rule(self.freeze), self.betas[1], type(self).__name__)
         return state._replace(exact=self._choose_exact(params, names))
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or with residuals of zero the one of the compressed stage."""
-        if stage == "warmup":
+        """Return the state of the warm-up, or with residuals of zero the one of another stage."""
+        if stage not in ("compressed", "rewarm" if self.watch else "compressed"):
             return super().enter(state, stage)
-        residuals = self._no_residuals(state.momentum, state.exact, state.rank, state.size)
-        return state._replace(stage=stage, exchange=residuals)
+        residuals = self._no_residuals(
+            state.momentum, state.exact, state.rank, state.size, state.exchange.nodes
+        )
+        state = state._replace(stage=stage, exchange=residuals)
+        if self.watch is None:
+            return state
+        return self._rewarming(self.watch.begin(state), 0)
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean gradient, or for the compressed mean of the momentum."""
-        if state.stage == "warmup":
-            return super().prepare(grads, state, scale=scale)
+        if state.stage != "compressed":  # a re-warm averages as the warm-up does, in the topology for that
+            return super().prepare(grads, state._replace(stage="warmup"), scale=scale)
         beta1, _ = self.betas
-        blends = [Blend(m, beta1, scale) for m in state.momentum]
-        return self._average(as_tensors(grads, "grads"), state, blends)
+        gradients = as_tensors(grads, "grads")
+        average = self._average(gradients, state, [Blend(m, beta1, scale) for m in state.momentum])
+        if self.watch is None or not self.watch.due(state):
+            return average
+        sample = self.watch.take(gradients, state.exact) * scale
+        beside = self._exact_part([len(gradients)], [sample], state)
+        return average._replace(parts=(*average.parts, beside))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam and ask the freeze rule, or a step with the frozen variance."""
         if state.stage == "warmup":
             new_params, new_state = super().apply(params, means, state)
             return new_params, self._observed(new_state)
-        numbers = self._numbers(state)
+        if state.stage == "rewarm":
+            new_params, new_state = self._exact_step(params, means, state, correction=1.0)
+            return new_params, self._rewarmed(new_state)
+        tensors = as_tensors(params, "params")
+        own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
+        momentum = self._decayed(own, tensors, state, factor=1 - self.betas[0])
         moved = [
             primitives.frozen_step(p, m, v, numbers)
-            for p, m, v in zip(as_tensors(params, "params"), means.values, state.variance, strict=True)
+            for p, m, v, numbers in zip(tensors, momentum, state.variance, self._numbers(state), strict=True)
         ]
         new_state = state._replace(
             step=state.step + 1, momentum=tuple(m for _, m in moved), exchange=means.exchange
         )
-        return [p for p, _ in moved], new_state
+        return [p for p, _ in moved], self._watched(new_state, beside, tensors)
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
@@ -83,4 +121,37 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         if not verdict.frozen:
             return state._replace(history=verdict.history)
         frozen = self._corrected(state.variance, state.step)
-        return self.enter(state, "compressed")._replace(variance=frozen, history=())
+        return self.enter(state._replace(variance=frozen, history=()), "compressed")
+
+    def _watched(
+        self, state: OptimizerState, beside: Sequence[Array], params: Sequence[Array]
+    ) -> OptimizerState:
+        """Return the state after the watch has seen its sample of the mean gradient, if there was one."""
+        if self.watch is None or not beside:
+            return state
+        gradient = beside[0]
+        if not self.decoupled_weight_decay:
+            gradient = gradient + self.watch.take(params, state.exact, self.weight_decays(state))
+        state = self.watch.observe(state, gradient, self.betas[1])
+        if not self.watch.drifted(state):
+            return state
+        again = self.watch.rewarm_steps
+        advice = f"makes {again} exact steps and freezes it again" if again else "see VarianceWatch"
+        warnings.warn(
+            f"the variance of {type(self).__name__} is {state.numbers['variance_ratio']:.3g} times the frozen one at "
+            f"step {state.step}, with an overlap of {state.numbers['variance_overlap']:.3g}; expected at least "
+            f"{self.watch.threshold}, at most its reciprocal, and {self.watch.overlap}: {advice}",
+            stacklevel=6,
+        )
+        if not again:
+            return self.watch.told(state)
+        return self._rewarming(self.watch.begin(state), again)._replace(stage="rewarm")
+
+    def _rewarmed(self, state: OptimizerState) -> OptimizerState:
+        """Return the state after an exact step of a re-warm: compressed again after the last of them."""
+        left = int(state.numbers[_LEFT]) - 1
+        return self._rewarming(state, left)._replace(stage="rewarm" if left else "compressed")
+
+    @staticmethod
+    def _rewarming(state: OptimizerState, left: int) -> OptimizerState:
+        return state._replace(numbers={**state.numbers, _LEFT: float(left)})

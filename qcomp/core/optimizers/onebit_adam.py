@@ -16,14 +16,16 @@ class OneBitAdam(FrozenVarianceAdam):
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite
+    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
         See `Optimizer`.
-    betas, eps
+    betas, eps, decoupled_weight_decay
         See `Adam`.
     compressor, feedback, topology, exact
         See `CompressingOptimizer`.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.
+    watch : VarianceWatch, optional
+        Watches in the compressed stage whether the frozen variance still fits.
 
     Notes
     -----
@@ -35,7 +37,7 @@ class OneBitAdam(FrozenVarianceAdam):
     Examples
     --------
     >>> import numpy as np, qcomp
-    >>> opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=20, exact=None)
+    >>> opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=20, exact=None)
     >>> def rank_main(comm):
     ...     params = np.zeros(100, dtype=np.float32)
     ...     state = opt.init(params, comm)

@@ -16,9 +16,9 @@ class QAdam(FrozenVarianceAdam):
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite
+    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
         See `Optimizer`.
-    betas, eps
+    betas, eps, decoupled_weight_decay
         See `Adam`.
     compressor, feedback, topology, exact
         See `CompressingOptimizer`; ``feedback=False`` is what Bagua does.
@@ -27,29 +27,45 @@ class QAdam(FrozenVarianceAdam):
         that is frozen much earlier is too small somewhere, and there rounding errors become large steps.
     warmup_steps : int, optional
         Another name for ``freeze`` as a number of steps; give one of the two.
+    hierarchical : bool
+        Another name for ``topology="hierarchical"``: the momentum is averaged exactly inside each node and compressed
+        between nodes. The ranks of a node are those whose communicator has the same ``host``.
+    watch : VarianceWatch, optional
+        Watches in the compressed stage whether the frozen variance still fits.
 
     Notes
     -----
     The same state machine as `OneBitAdam` with another compressor. In the compressed stage it sends 2 (N - 1) / N
-    times 8 bits a parameter and 64 bits a bucket. Source: Bagua's documentation; unlike there, the bias correction
-    of the variance is frozen with it (it would make steps grow up to 3.2 times) and weight decay is used.
+    times 8 bits a parameter and 64 bits a bucket. If hierarchical, the ranks of a node send that together to the other
+    nodes, with the number of nodes in place of N, and 32 bits a parameter stay inside the node; see `CompressedMean`.
+    On one node nothing is compressed. The exact mean of the warm-up is the same either way. Source: Bagua's
+    documentation; unlike there, the bias correction of the variance is frozen with it (it would make steps grow up to
+    3.2 times) and weight decay is used.
 
     Examples
     --------
     >>> import qcomp
-    >>> qcomp.QAdam(learning_rate=1e-3, warmup_steps=100).freeze
-    FreezeAt(step=100)
+    >>> opt = qcomp.QAdam(learning_rate=1e-3, warmup_steps=100, hierarchical=True)
+    >>> opt.freeze, opt.topology
+    (FreezeAt(step=100), 'hierarchical')
     """
 
     compressor: Compressor = MinMaxUInt8()
     freeze: int | FreezeRule = VarianceStable()
     warmup_steps: InitVar[int | None] = None
+    hierarchical: InitVar[bool] = False
 
-    def __post_init__(self, warmup_steps: int | None) -> None:
+    def __post_init__(self, warmup_steps: int | None, hierarchical: bool) -> None:
         if warmup_steps is not None:
             if self.freeze != VarianceStable():
                 raise ValueError(
                     f"freeze is {self.freeze!r} and warmup_steps is {warmup_steps}; expected one of them"
                 )
             object.__setattr__(self, "freeze", FreezeAt(warmup_steps))
+        if hierarchical:
+            if self.topology not in ("two_phase", "hierarchical"):
+                raise ValueError(
+                    f"topology is {self.topology!r} and hierarchical is True; expected one of them"
+                )
+            object.__setattr__(self, "topology", "hierarchical")
         super().__post_init__()

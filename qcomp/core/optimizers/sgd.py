@@ -20,7 +20,7 @@ class CompressedSGD(CompressingOptimizer):
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite
+    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
         See `Optimizer`; weight decay is added to the mean gradient, as usual for SGD.
     compressor, feedback, topology, exact
         See `CompressingOptimizer`.
@@ -82,17 +82,16 @@ class CompressedSGD(CompressingOptimizer):
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update the momentum with the mean gradient, and the parameters with it."""
         tensors = as_tensors(params, "params")
-        directions = list(means.values)
-        if self.weight_decay:
-            directions = [
-                d + self.weight_decay * to_compute_dtype(p) for d, p in zip(directions, tensors, strict=True)
-            ]
+        directions = [
+            d + decay * to_compute_dtype(p) if decay else d
+            for d, p, decay in zip(means.values, tensors, self.weight_decays(state), strict=True)
+        ]
         momentum: tuple[Array, ...] = ()
         if self.momentum:
             pairs = list(zip(state.momentum, directions, strict=True))
             momentum = tuple(self.momentum * m + d for m, d in pairs)
             ahead = [d + self.momentum * m for m, d in zip(momentum, directions, strict=True)]
             directions = ahead if self.nesterov else list(momentum)
-        rate = self.rate(state)
-        moved = [update(p, rate * d) for p, d in zip(tensors, directions, strict=True)]
+        rates = self.rates(state)
+        moved = [update(p, rate * d) for p, d, rate in zip(tensors, directions, rates, strict=True)]
         return moved, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)

@@ -1,0 +1,299 @@
+"""What compression does to a run, measured in its steps: residuals, direction, bytes, and replicas that drift."""
+
+import copy
+import hashlib
+import math
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from qcomp.core import primitives
+from qcomp.core.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
+from qcomp.core.chunks import Segment
+from qcomp.core.exchange import MeanState
+from qcomp.core.naming import name_ranks
+from qcomp.core.optimizers.base import EXACT, Average, Means, Optimizer, Part, as_tensors, require_rank
+from qcomp.core.state import OptimizerState
+from qcomp.core.sums import sum_of_squares, total
+from qcomp.core.transport import AllGather, AllToAll, Exchange, Stages, Transport, drive
+
+__all__ = ["Diagnostics"]
+
+_DIGEST_BYTES = 8
+
+
+class _Facts(NamedTuple):
+    """What a rank finds in a step; NaN where there is nothing to find."""
+
+    worker: float
+    server: float
+    cosine: float
+    bytes_sent: float
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Make the steps of an optimizer, and measure them.
+
+    The step is the optimizer's own, with the same results bit for bit. A report is a dict of floats, the same on all
+    ranks, with what there is to report in that step:
+
+    - ``bytes_sent``: by the rank that sent most, without what the report sends; ``bits_per_element``: the mean over
+      the ranks, over all elements of the parameters.
+    - ``cosine``: of the compressed mean to the exact one. With few bits it is far below 1 also when all is well, since
+      feedback makes up for it in later steps. Of 1-bit Adam it may be below 0: where momenta are small within their
+      bucket, one bit makes them as large as the others, and they change their sign in every step.
+    - ``worker_residual``: |e_i| / |p_i|, what a rank owes over what it compresses, before feedback; the mean over the
+      ranks, and ``worker_residual_worst``. Bounded when all is well: see `Traits`.
+    - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| of what a rank serves, over those that serve.
+    - ``variance_ratio``: of a `VarianceWatch`, once it has measured.
+    - ``drifted_ranks``: in a step in which replicas are compared, the number of ranks whose parameters are not, bit for
+      bit, those that most ranks have. If there are any, all ranks warn, and name them and the tensors.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    sample : int
+        At most so many elements of the compressed tensors are looked at, in equal steps through all of them: an odd
+        number of elements apart, so that they do not stay in a few columns of a matrix.
+    replicas_every : int, optional
+        The parameters that are passed in are compared before every so many steps; None never compares. Ranks that an
+        optimizer lets go on alone for some steps are not compared then.
+
+    Notes
+    -----
+    Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, 32 bytes to every rank, and to compare, which
+    takes a pass over the parameters on the host, 8 bytes a tensor to every rank. In a hierarchical mean p_i is a rank's
+    own part of what its node adds up.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> watched = qcomp.Diagnostics(qcomp.CompressedSGD(learning_rate=0.1, exact=None), replicas_every=2)
+    >>> def rank_main(comm):
+    ...     params = np.linspace(-1, 1, 100)
+    ...     state = watched.optimizer.init(params, comm)
+    ...     for _ in range(3):
+    ...         params, state, report = watched.step(params, params + comm.rank, state, comm)
+    ...     return report
+    >>> first, second = qcomp.comm.run_local(2, rank_main)
+    >>> first == second, first["cosine"] > 0.9, first["drifted_ranks"]
+    (True, True, 0.0)
+    """
+
+    optimizer: Optimizer
+    sample: int = 4096
+    replicas_every: int | None = 100
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"optimizer is {self.optimizer!r}; expected a qcomp.Optimizer")
+        for name in ("sample", "replicas_every"):
+            value = getattr(self, name)
+            if value is None and name == "replicas_every":
+                continue
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
+
+    def step(
+        self, params: Any, grads: Any, state: OptimizerState, comm: Transport
+    ) -> tuple[Any, OptimizerState, dict[str, float]]:
+        """Make one step over a communicator, as `Optimizer.step` does, and return the report besides."""
+        require_rank(state, comm)
+        return drive(self.stages(params, grads, state), comm)
+
+    def stages(
+        self, params: Any, grads: Any, state: OptimizerState
+    ) -> Stages[tuple[Any, OptimizerState, dict[str, float]]]:
+        """Make one step as a generator of pure stages, and return the report besides."""
+        tensors = as_tensors(params, "params")
+        drifted: dict[str, float] = {}
+        if self._compares(state):
+            drifted = yield from _compare(tensors, state)
+        notes = _Notes(self.sample)
+        (new_params, new_state), sent = yield from _counted(
+            _watched(self.optimizer, notes).stages(params, grads, state), state.rank
+        )
+        facts = yield from notes.facts(state, sent)
+        arrived = yield AllGather(_message(facts, tensors[0]), (8 * len(facts),) * state.size)
+        by_rank = [_Facts(*struct.unpack(f"<{len(facts)}d", host_bytes(part))) for part in arrived]
+        report = _report(by_rank, sum(math.prod(t.shape) for t in tensors)) | drifted
+        ratio = new_state.numbers.get("variance_ratio", math.nan)
+        return new_params, new_state, report if math.isnan(ratio) else {**report, "variance_ratio": ratio}
+
+    def _compares(self, state: OptimizerState) -> bool:
+        """Return whether replicas are compared before this step, the same on all ranks."""
+        if self.replicas_every is None or "momentum" in self.optimizer.own_kinds(state.stage):
+            return False
+        return state.step % self.replicas_every == 0
+
+
+class _Sample:
+    """Every so many elements of some tensors that are seen as one vector."""
+
+    def __init__(self, sizes: Sequence[int], most: int) -> None:
+        self.offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.stride = -(-sum(sizes) // most)
+        self.stride += self.stride % 2 == 0
+
+    def of(self, x: Array, tensor: int, start: int = 0) -> Array:
+        """Return what is sampled of a tensor, or of a part of it that starts there."""
+        flat = array_namespace(x).reshape(x, (-1,))
+        first = -(self.offsets[tensor] + start) % self.stride
+        return flat[min(first, flat.shape[0]) :: self.stride]
+
+    def within(self, part: Segment) -> slice:
+        """Return which elements of the sample of all tensors are in a part of one."""
+        offset = self.offsets[part.tensor]
+        return slice(-(-(offset + part.start) // self.stride), -(-(offset + part.stop) // self.stride))
+
+
+class _Notes:
+    """What is noted of the compressed part of a step while it is made."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.part: Part | None = None
+        self.means: Array | None = None
+        self.exchange: MeanState | None = None
+
+    def before(self, average: Average) -> None:
+        """Note what will be averaged with compression; its buffers may be used up by that."""
+        compressed = [p for p in average.parts if p.values and not p.mean.compressor.traits.lossless]
+        if not compressed:
+            return
+        self.part = part = compressed[0]
+        self.sample = _Sample([math.prod(v.shape) for v in part.values], self.most)
+        pieces = [to_compute_dtype(self.sample.of(v, i)) for i, v in enumerate(part.values)]
+        if part.blends:
+            olds = [self.sample.of(b.m, i) for i, b in enumerate(part.blends)]
+            pieces = [
+                primitives.momentum(m, g, b.beta1, b.scale) if g.shape[0] else m
+                for m, g, b in zip(olds, pieces, part.blends, strict=True)
+            ]
+        self.signal = array_namespace(pieces[0]).concat(pieces)
+
+    def after(self, means: Means) -> None:
+        """Note the compressed mean, and what it left as residuals."""
+        if self.part is not None:
+            pieces = [self.sample.of(means.values[t], i) for i, t in enumerate(self.part.tensors)]
+            self.means = array_namespace(pieces[0]).concat(pieces)
+            self.exchange = means.exchange
+
+    def facts(self, state: OptimizerState, sent: int) -> Stages[_Facts]:
+        """Return what this rank has found; the exact mean of the sample is exchanged for it."""
+        if self.part is None or self.means is None or self.exchange is None or not self.means.shape[0]:
+            return _Facts(math.nan, math.nan, math.nan, sent)
+        nothing = MeanState(state.rank, state.size, (), ())
+        exact, _ = yield from EXACT.stages(self.signal, nothing)
+        worker = server = math.nan
+        kept = self.exchange
+        if kept.worker:
+            own, served = self.part.mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
+            worker = self._ratio(kept.worker, own, self.signal)
+            server = self._ratio(kept.server, served, exact)
+        return _Facts(worker, server, _cosine(self.means, exact), sent)
+
+    def _ratio(self, residuals: Sequence[Array], parts: Sequence[Segment], signal: Array) -> float:
+        """Return the norm of residuals over that of the signal where they are; NaN if they are nowhere."""
+        pairs = [(r, p) for r, p in zip(residuals, parts, strict=True) if p.size]
+        if not pairs:
+            return math.nan
+        owed = math.fsum(sum_of_squares(self.sample.of(r, p.tensor, p.start)) for r, p in pairs)
+        whole = math.fsum(sum_of_squares(signal[self.sample.within(p)]) for _, p in pairs)
+        return math.sqrt(owed / whole) if whole else math.inf if owed else 0.0
+
+
+def _watched(optimizer: Optimizer, notes: _Notes) -> Optimizer:
+    """Return an optimizer that makes the same steps and notes both halves of them."""
+    twin = copy.copy(optimizer)
+
+    def prepare(grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
+        average = optimizer.prepare(grads, state, scale=scale)
+        notes.before(average)
+        return average
+
+    def apply(params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
+        notes.after(means)
+        return optimizer.apply(params, means, state)
+
+    object.__setattr__(twin, "prepare", prepare)  # whatever `stages` does around the halves stays as it is
+    object.__setattr__(twin, "apply", apply)
+    return twin
+
+
+def _counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
+    """Run stages and return their result, and how many bytes they sent to other ranks."""
+    sent, arrived = 0, None
+    while True:
+        try:
+            request: Exchange = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            return stop.value, sent
+        if isinstance(request, AllToAll):
+            sent += sum(int(m.shape[0]) for peer, m in enumerate(request.send) if peer != rank)
+        else:
+            sent += int(request.send.shape[0]) * (len(request.receive) - 1)
+        arrived = yield request
+
+
+def _compare(params: Sequence[Array], state: OptimizerState) -> Stages[dict[str, float]]:
+    """Return how many ranks have other parameters than most, and warn if there are any."""
+    digests = b"".join(hashlib.sha256(host_bytes(p)).digest()[:_DIGEST_BYTES] for p in params)
+    arrived = yield AllGather(_buffer(digests, params[0]), (len(digests),) * state.size)
+    held = [host_bytes(part) for part in arrived]
+    usual = max(held, key=held.count)
+    drifted = [rank for rank, found in enumerate(held) if found != usual]
+    if drifted:
+        places = range(0, len(usual), _DIGEST_BYTES)
+        differing = [
+            name
+            for name, at in zip(state.names, places, strict=True)
+            if any(found[at : at + _DIGEST_BYTES] != usual[at : at + _DIGEST_BYTES] for found in held)
+        ]
+        same = [rank for rank in range(state.size) if rank not in drifted]
+        warnings.warn(
+            f"replicas have drifted apart: after step {state.step}, {name_ranks(drifted)} and {name_ranks(same)} "
+            f"have different values of {', '.join(differing[:5])}{' and more' if len(differing) > 5 else ''}",
+            stacklevel=5,
+        )
+    return {"drifted_ranks": float(len(drifted))}
+
+
+def _report(by_rank: Sequence[_Facts], elements: int) -> dict[str, float]:
+    """Return the report of all ranks."""
+    sent = [facts.bytes_sent for facts in by_rank]
+    report = {
+        "bytes_sent": max(sent),
+        "bits_per_element": 8 * math.fsum(sent) / len(sent) / max(1, elements),
+    }
+    if not math.isnan(
+        by_rank[0].cosine
+    ):  # that of one rank, should the libraries of the ranks differ in a bit
+        report["cosine"] = by_rank[0].cosine
+    for name in ("worker", "server"):
+        found = [value for value in (getattr(facts, name) for facts in by_rank) if not math.isnan(value)]
+        if found:
+            report[f"{name}_residual"] = math.fsum(found) / len(found)
+            report[f"{name}_residual_worst"] = max(found)
+    return report
+
+
+def _cosine(x: Array, y: Array) -> float:
+    """Return the cosine of two vectors, 1 if both are zero and 0 if one is."""
+    norms = [math.sqrt(sum_of_squares(v)) for v in (x, y)]
+    if not all(norms):
+        return float(norms[0] == norms[1])
+    cosine = float(total((x / norms[0]) * (y / norms[1])))
+    return min(1.0, max(-1.0, cosine))
+
+
+def _message(facts: _Facts, like: Array) -> Array:
+    return _buffer(struct.pack(f"<{len(facts)}d", *facts), like)
+
+
+def _buffer(data: bytes, like: Array) -> Array:
+    xp = array_namespace(like)
+    return xp.asarray(bytearray(data), dtype=xp.uint8, device=device(like))

@@ -1,0 +1,64 @@
+"""Options of some of the parameters, chosen by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+
+__all__ = ["Group", "as_groups", "group_of_each"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with options of their own; of several groups that match a name, the first one counts.
+
+    Parameters
+    ----------
+    pattern : str
+        Of the names of the parameters, with ``*``, ``?`` and ``[...]`` as in file names. It must match a name.
+    learning_rate_factor : float
+        The learning rate of these parameters is that of the optimizer, a schedule too, times this. 0 keeps them as
+        they are.
+    weight_decay : float, optional
+        In place of the optimizer's.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> groups = (qcomp.Group("*.bias", weight_decay=0.0), qcomp.Group("head.*", learning_rate_factor=0.5))
+    >>> opt = qcomp.Adam(learning_rate=0.1, weight_decay=0.5, groups=groups)
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> params = [np.ones(1), np.ones(1)]
+    >>> state = opt.init(params, comm, names=["head.bias", "head.weight"])
+    >>> params, state = opt.step(params, params, state, comm)
+    >>> [p.round(4).tolist() for p in params]
+    [[0.9], [0.925]]
+    """
+
+    pattern: str
+    learning_rate_factor: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"pattern is {self.pattern!r}; expected a str")
+        if not self.learning_rate_factor >= 0:
+            raise ValueError(f"learning_rate_factor is {self.learning_rate_factor!r}; expected a number >= 0")
+        if self.weight_decay is not None and not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay is {self.weight_decay!r}; expected a number >= 0, or None")
+
+
+def as_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return an optimizer's ``groups`` as a tuple."""
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Group) for group in groups):
+        raise TypeError(f"groups is {groups!r}; expected a sequence of qcomp.Group")
+    return tuple(groups)
+
+
+@cache  # the same every step
+def group_of_each(groups: tuple[Group, ...], names: tuple[str, ...]) -> tuple[Group, ...]:
+    """Return the group of each name: the first that matches, or one without options."""
+    default = Group("*")
+    return tuple(
+        next((group for group in groups if fnmatchcase(name, group.pattern)), default) for name in names
+    )

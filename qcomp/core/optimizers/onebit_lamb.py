@@ -1,0 +1,200 @@
+"""1-bit LAMB."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qcomp.core.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.sign import ScaledSign
+from qcomp.core.kernels import Blend
+from qcomp.core.optimizers.base import Average, Means, as_tensors, update
+from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
+from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
+from qcomp.core.state import OptimizerState
+from qcomp.core.sums import sum_of_squares
+
+__all__ = ["OneBitLamb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitLamb(FrozenVarianceAdam, Lamb):
+    """1-bit LAMB: exact LAMB until the variance has settled, then one bit an element of the momentum.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
+        See `Optimizer`.
+    betas, eps, decoupled_weight_decay, trust_bounds
+        See `Adam` and `Lamb`.
+    compressor, feedback, topology, exact
+        See `CompressingOptimizer`.
+    freeze : int or rule
+        The last exact step, or a rule such as `VarianceStable`.
+    watch : VarianceWatch, optional
+        See `OneBitAdam`.
+    trust_decay : float
+        Of the average of the trust ratios in the warm-up, from 0 to below 1.
+    factor_bounds : tuple of two floats
+        Smallest and largest factor of that average in the compressed stage.
+    factor_change : float
+        By how much of itself a factor may change in a step, from 0 to below 1.
+
+    Notes
+    -----
+    Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c
+    that are not exactly 1; a begins with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
+    compressed tensor is multiplied by the mean of all |m|_2 / sqrt(size) over its own, as at the freeze, before
+    compression, and divided after it. From the new momentum the mean gradient is reconstructed,
+    g = (m' - b1 m) / (1 - b1), and goes into a second variance f' = b2 f + (1 - b2) g^2, which began as the frozen v.
+    The trust ratio is a times the factor max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps), within ``factor_bounds`` and
+    within ``factor_change`` of the last factor, which began as 1. ``state.numbers`` has ``trust.NAME``,
+    ``average.NAME`` and ``factor.NAME``. The direction divides by the frozen v. Sends what
+    `OneBitAdam` sends. Source: Li et al., HiPC 2022 (arXiv 2104.06069), algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.OneBitLamb(learning_rate=0.05, betas=(0.9, 0.9), freeze=20, exact=None)
+    >>> def rank_main(comm):
+    ...     params = np.ones(100, dtype=np.float32)
+    ...     state = opt.init(params, comm)
+    ...     for _ in range(60):
+    ...         params, state = opt.step(params, params - 2 - comm.rank, state, comm)
+    ...     return state.stage, float(abs(params - 2.5).max()) < 0.3
+    >>> qcomp.comm.run_local(2, rank_main)
+    [('compressed', True), ('compressed', True)]
+    """
+
+    compressor: Compressor = ScaledSign(scale="rms")
+    freeze: int | FreezeRule = VarianceStable()
+    trust_decay: float = 0.9
+    factor_bounds: tuple[float, float] = (0.5, 4.0)
+    factor_change: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_bounds("factor_bounds", self.factor_bounds)
+        for name in ("trust_decay", "factor_change"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected from 0 to below 1")
+
+    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+        """Return moments of zero, in the warm-up, without an average of trust ratios."""
+        state = super().start(params, names, rank, size)
+        return state._replace(numbers={**state.numbers, **{f"average.{name}": 0.0 for name in names}})
+
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
+        """Return the state of the warm-up, or the one of the compressed stage after a freeze."""
+        state = super().enter(state, stage)
+        return state if stage == "warmup" else self._frozen(state)
+
+    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
+        """Make a step of LAMB and average its trust ratios, or a step with the frozen variance."""
+        if state.stage != "compressed":
+            new_params, new_state = super().apply(params, means, state)
+            return new_params, new_state._replace(numbers={**new_state.numbers, **self._averages(new_state)})
+        beta1, beta2 = self.betas
+        tensors = as_tensors(params, "params")
+        own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
+        unscaled = [
+            divide(m, _scalar(s)) if s.shape[0] else m
+            for m, s in zip(own, state.arrays["scale"], strict=True)
+        ]
+        decayed = self._decayed(unscaled, tensors, state, factor=1 - beta1)
+        # What never had a gradient does not move, as in `frozen_step`.
+        momentum = [
+            array_namespace(m).where(v > 0, m, array_namespace(m).zeros_like(m))
+            for m, v in zip(decayed, state.variance, strict=True)
+        ]
+        gradients = [(m - beta1 * old) / (1 - beta1) for m, old in zip(momentum, state.momentum, strict=True)]
+        fresh = [
+            beta2 * f + (1 - beta2) * (g * g) for f, g in zip(state.arrays["fresh"], gradients, strict=True)
+        ]
+        numbers = dict(state.numbers)
+        new_params = []
+        steps = zip(
+            state.names,
+            tensors,
+            momentum,
+            state.variance,
+            fresh,
+            self._numbers(state),
+            strict=True,
+        )
+        for name, p, m, v, f, step in steps:
+            factor = self._factor(v, f, state.numbers[f"factor.{name}"])
+            trust = (state.numbers[f"average.{name}"] or 1.0) * factor
+            numbers |= {f"factor.{name}": factor, trust_key(name): trust}
+            new_params.append(update(p, (step.rate * trust) * direction(p, m, v, step)))
+        new_state = state._replace(
+            step=state.step + 1,
+            momentum=tuple(momentum),
+            exchange=means.exchange,
+            arrays={**state.arrays, "fresh": tuple(fresh)},
+            numbers=numbers,
+        )
+        return new_params, self._watched(new_state, beside, tensors)
+
+    def _average(
+        self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend] = ()
+    ) -> Average:
+        """Ask for the mean with each compressed tensor scaled, so that all are about as large."""
+        scales = state.arrays["scale"]
+        scaled = [
+            _scalar(s) * to_compute_dtype(x) if s.shape[0] else x for x, s in zip(values, scales, strict=True)
+        ]
+        mixed = [
+            b._replace(m=_scalar(s) * b.m) if s.shape[0] else b for b, s in zip(blends, scales, strict=True)
+        ]
+        return super()._average(scaled, state, mixed)
+
+    def _rewarmed(self, state: OptimizerState) -> OptimizerState:
+        """Return the state after an exact step of a re-warm, after the last of them as after a freeze."""
+        state = super()._rewarmed(state)
+        return self._frozen(state) if state.stage == "compressed" else state
+
+    def _frozen(self, state: OptimizerState) -> OptimizerState:
+        """Return the state with a fresh variance and factors of 1, and the scales of its momenta."""
+        sizes = [math.prod(m.shape) for m in state.momentum]
+        lengths = [
+            math.sqrt(sum_of_squares(m) / size) if size and not exact else 0.0
+            for m, size, exact in zip(state.momentum, sizes, state.exact, strict=True)
+        ]
+        some = [length for length in lengths if length > 0]
+        mean = math.fsum(some) / len(some) if some else 1.0
+        scales = []
+        for m, length, exact in zip(state.momentum, lengths, state.exact, strict=True):
+            values = [] if exact else [mean / length if length > 0 else 1.0]
+            scales.append(array_namespace(m).asarray(values, dtype=m.dtype, device=device(m)))
+        return state._replace(
+            arrays={**state.arrays, "fresh": state.variance, "scale": tuple(scales)},
+            numbers={**state.numbers, **{f"factor.{name}": 1.0 for name in state.names}},
+        )
+
+    def _averages(self, state: OptimizerState) -> dict[str, float]:
+        """Return the averages of the trust ratios, with those of the last step."""
+        averages = {}
+        for name in state.names:
+            trust, average = state.numbers[trust_key(name)], state.numbers[f"average.{name}"]
+            if trust != 1:
+                average = self.trust_decay * average + (1 - self.trust_decay) * trust if average else trust
+            averages[f"average.{name}"] = average
+        return averages
+
+    def _factor(self, variance: Array, fresh: Array, last: float) -> float:
+        """Return by how much steps should be longer, now that the variance is another one."""
+        xp = array_namespace(variance)
+        if not math.prod(variance.shape):
+            return last
+        ratio = float(xp.max(divide(sqrt(variance) + self.eps, sqrt(fresh) + self.eps)))
+        low, high = self.factor_bounds
+        bounded = min(max(ratio, low), high)
+        return min(max(bounded, last * (1 - self.factor_change)), last * (1 + self.factor_change))
+
+
+def _scalar(x: Array) -> Array:
+    """Return an array of one element without axes."""
+    return array_namespace(x).reshape(x, ())

@@ -1,0 +1,91 @@
+"""The laws of compressors that are about the lengths of payloads, coders and damage; see `qcomp.testing.laws`."""
+
+from typing import Any
+
+import numpy as np
+
+from qcomp.core.arrays import array_namespace, device
+from qcomp.core.errors import PayloadError
+from qcomp.core.payload import Payload
+from qcomp.testing.case import Case
+from qcomp.testing.inputs import flushed, sizes, vector
+from qcomp.testing.libraries import to_numpy
+
+__all__ = ["announced_length", "coder_loses_nothing", "damaged_payload_is_an_error", "payload_size"]
+
+Vector = np.ndarray[Any, Any]
+
+
+def payload_size(case: Case) -> None:
+    """A payload has exactly the bytes that its spec announces, uint8 on the device of the vector.
+
+    With `Compressor.variable_length` at most these bytes.
+    """
+    varies = case.compressor.variable_length
+    for size in sizes(case.compressor.traits.bucket_size):
+        x = case.array(vector("gaussian", size, 0))
+        payload = case.payload(vector("gaussian", size, 0))
+        spec = case.compressor.payload_spec(size, "float32")
+        assert spec.variable_length == varies, f"{size} elements: the spec and `variable_length` differ"
+        assert spec.admits(payload.nbytes), (
+            f"{size} elements: {payload.nbytes} bytes; the spec says {'at most ' if varies else ''}{spec.nbytes}"
+        )
+        assert tuple(payload.data.shape) == (payload.nbytes,), (
+            f"{size} elements: shape {tuple(payload.data.shape)}"
+        )
+        xp = array_namespace(x)
+        assert payload.data.dtype == xp.uint8, f"the payload has dtype {payload.data.dtype}"
+        assert device(payload.data) == device(x), (
+            f"the payload is on {device(payload.data)}, x on {device(x)}"
+        )
+
+
+def announced_length(case: Case, x: Vector) -> None:
+    """No payload is longer than its spec announces, whatever the vector."""
+    spec, nbytes = case.compressor.payload_spec(x.size), len(case.compress(x).data)
+    assert spec.admits(nbytes), f"{nbytes} bytes; the spec says {spec.shortest} to {spec.nbytes}"
+
+
+def coder_loses_nothing(case: Case, x: Vector) -> None:
+    """A coder gives back the payload that it has shortened, which is that of the plain compressor."""
+    coder = case.compressor.coder
+    if coder is None:
+        return
+    plain = Case(coder.plain, case.xp)
+    residual = flushed(np.roll(x, 2) * np.float32(0.5))
+    got, expected = (each.compress_with_feedback(x, residual) for each in (case, plain))
+    restored = coder.restore(case.array(np.frombuffer(got.data, np.uint8)), x.size)
+    assert to_numpy(restored).tobytes() == expected.data, "the coder does not give back what it has shortened"
+    assert got.decoded.tobytes() == expected.decoded.tobytes(), (
+        "coded and not coded, it decompresses to two vectors"
+    )
+    assert got.residual.tobytes() == expected.residual.tobytes(), "coded and not coded, it has two residuals"
+
+
+def damaged_payload_is_an_error(case: Case) -> None:
+    """A payload that was cut off or made longer raises PayloadError; other damage does that, or gives a vector."""
+    size = case.compressor.traits.bucket_size + 9
+    x = vector("sparse", size, 11)
+    like, good = case.array(x), to_numpy(case.payload(x).data)
+    n = good.size
+
+    def decompress(data: Vector) -> Any:
+        payload = Payload(case.compressor.spec, size, "float32", case.array(data))
+        return case.compressor.decompress(payload, like=like)
+
+    for length in (0, 1, n // 2, n - 1, n + 1):
+        try:
+            decompress(np.resize(good, length))
+        except PayloadError:
+            continue
+        raise AssertionError(f"{length} of {n} bytes were decompressed without an error")
+    for position in np.unique(np.linspace(0, n - 1, 16).astype(int)):
+        for bit in (0, 3, 7):
+            damaged = good.copy()
+            damaged[position] ^= np.uint8(1 << bit)
+            try:
+                with np.errstate(all="ignore"):  # a damaged scale may be anything
+                    shape = tuple(decompress(damaged).shape)
+            except PayloadError:
+                continue
+            assert shape == x.shape, f"with a bit flipped in byte {position}, it has shape {shape}"

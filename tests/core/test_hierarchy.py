@@ -1,0 +1,746 @@
+"""The hierarchical mean: exact inside a node, compressed between nodes, the same bytes on all ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import CompressedMean, Key, NonFiniteError
+from qcomp.comm import run_local
+from qcomp.core import hierarchy, primitives
+from qcomp.core.chunks import cut
+from qcomp.core.hierarchy import Hierarchy
+from qcomp.core.kernels import Blend, use_kernels
+from qcomp.core.lanes import Lanes
+from qcomp.core.messages import SegmentCodec
+from qcomp.core.nodes import Nodes
+from qcomp.core.random import replace_draws
+from qcomp.core.transport import AllToAll, fuse
+
+SHAPES = [(3, 11), (0,), (), (170,), (2, 0, 4)]
+"""Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 11 and 0 buckets of 16."""
+
+WORLDS = {
+    "pairs": (0, 0, 1, 1),
+    "alternating": (0, 1, 0, 1),
+    "3 and 2": (0, 0, 0, 1, 1),
+    "3 and 1": (0, 1, 1, 1),
+    "1, 2 and 3": (0, 1, 1, 2, 2, 2),
+    "scattered": (0, 1, 2, 1, 0, 2, 1),
+    "one each": (0, 1, 2),
+    "one": (0, 0, 0),
+}
+worlds = pytest.mark.parametrize("nodes", WORLDS.values(), ids=WORLDS)
+SEVERAL = [nodes for nodes in WORLDS.values() if len(set(nodes)) > 1]
+SPECS = ["sign:bucket_size=16", "qsgd:levels=7,bucket_size=16", "minmax:bucket_size=16", "cast", "identity"]
+
+
+def inputs(
+    rank: int, step: int, dtype: type = np.float32, shapes: Sequence[tuple] = SHAPES
+) -> list[np.ndarray]:
+    rng = np.random.default_rng([rank, step])
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def hierarchical(c: qcomp.Compressor, **options: Any) -> CompressedMean:
+    return CompressedMean(c, topology="hierarchical", **options)
+
+
+SIGN = hierarchical(qcomp.ScaledSign(bucket_size=16))
+
+
+def start(mean: CompressedMean, tensors: Any, nodes: tuple[int, ...]) -> list[Any]:
+    """The first state of every rank of a world."""
+    return [mean.zeros(tensors, rank=rank, size=len(nodes), nodes=nodes) for rank in range(len(nodes))]
+
+
+class Outcome(NamedTuple):
+    means: Any
+    states: list[Any]
+
+
+def average(
+    lockstep: Callable, mean: CompressedMean, values: Sequence, states: list, key: Key | None = None
+) -> Outcome:
+    """Average the values of all ranks once; all ranks must hold the same mean bit for bit."""
+    results = lockstep([mean.stages(x, s, key=key) for x, s in zip(values, states, strict=True)])
+    means = [result[0] for result in results]
+    assert len({bits(x) for x in means}) == 1
+    return Outcome(means[0], [result[1] for result in results])
+
+
+def bits(arrays: Any) -> bytes:
+    return b"|".join(np.asarray(a).tobytes() for a in (arrays if isinstance(arrays, list) else [arrays]))
+
+
+def held_by(state: Any) -> bytes:
+    return b"|".join(np.asarray(r).tobytes() for r in (*state.worker, *state.server))
+
+
+def owed(mean: CompressedMean, states: Sequence, tensors: Sequence) -> list[np.ndarray]:
+    """Add up mean_i e_i over nodes and e_s, for every element, from the residuals of all ranks."""
+    whole = [np.zeros(math.prod(t.shape)) for t in tensors]
+    for state in states:
+        if not state.worker:
+            continue
+        where = {"rank": state.rank, "size": state.size, "nodes": state.nodes}
+        worker, server = mean.parts(state.shapes, **where)
+        for part, residual in zip(worker, state.worker, strict=True):
+            whole[part.tensor][part.start : part.stop] += residual / len(set(state.nodes))
+        for part, residual in zip(server, state.server, strict=True):
+            whole[part.tensor][part.start : part.stop] += residual
+    return whole
+
+
+class TestMean:
+    @worlds
+    @pytest.mark.parametrize("spec", SPECS)
+    def test_is_the_same_on_all_ranks(self, lockstep, nodes, spec):
+        mean = hierarchical(qcomp.compressor(spec))
+        states = start(mean, inputs(0, 0), nodes)
+        for step in range(3):
+            values = [inputs(rank, step) for rank in range(len(nodes))]
+            means, states = average(lockstep, mean, values, states, Key(step=step))
+            assert [(m.shape, m.dtype) for m in means] == [(v.shape, v.dtype) for v in values[0]]
+
+    @worlds
+    def test_without_loss_is_the_mean_of_all_ranks(self, lockstep, nodes):
+        """In the last bits too: the sums of the nodes, in rank order and scaled, in the order of the nodes."""
+        mean = hierarchical(qcomp.Identity())
+        values = [inputs(rank, 0) for rank in range(len(nodes))]
+        means, _ = average(lockstep, mean, values, start(mean, values[0], nodes))
+        count = len(set(nodes))
+        common = math.gcd(count, len(nodes))
+        factor, divisor = np.float32(count // common), np.float32(len(nodes) // common)
+        for i, got in enumerate(means):
+            shares = []
+            for node in range(count):
+                total = sum((values[r][i] for r in range(len(nodes)) if nodes[r] == node), np.float32(0))
+                shares.append(total * factor / divisor)
+            expected = sum(shares, np.float32(0)) / np.float32(count)
+            if count == 1:
+                expected = sum((v[i] for v in values), np.float32(0)) / np.float32(len(nodes))
+            assert got.tobytes() == expected.tobytes()
+            exact = sum(v[i].astype(np.float64) for v in values) / len(nodes)
+            largest = sum(np.abs(v[i]) for v in values) / len(nodes)
+            assert (np.abs(got - exact) <= (len(nodes) + 3) * 2.0**-24 * largest).all()
+
+    def test_leaders_without_weights_are_caught(self, lockstep, monkeypatch):
+        """The mean of the nodes' means is the mean over the ranks only where nodes are alike."""
+
+        def unweighted(self, exact, messages, lane):
+            sums = add(self, exact, messages, lane)
+            weight = len(self.nodes.of_rank) / (len(self.members) * self.nodes.count)
+            return sums._replace(values=[v * np.float32(weight) for v in sums.values])
+
+        add = Hierarchy._add
+        monkeypatch.setattr(Hierarchy, "_add", unweighted)
+        self.test_without_loss_is_the_mean_of_all_ranks(lockstep, WORLDS["pairs"])
+        for name in ("3 and 2", "3 and 1", "scattered"):
+            with pytest.raises(AssertionError):
+                self.test_without_loss_is_the_mean_of_all_ranks(lockstep, WORLDS[name])
+
+    @pytest.mark.parametrize("spec", SPECS[:4])
+    def test_of_one_node_is_exact(self, lockstep, spec):
+        """Bit for bit the exact mean; there is nothing to keep."""
+        mean, exact = hierarchical(qcomp.compressor(spec)), CompressedMean(qcomp.Identity())
+        values = [inputs(rank, 0) for rank in range(3)]
+        states = start(mean, values[0], (0, 0, 0))
+        assert [(s.worker, s.server) for s in states] == [((), ())] * 3
+        means, after = average(lockstep, mean, values, states, Key())
+        expected, _ = average(lockstep, exact, values, start(exact, values[0], (0, 1, 2)))
+        assert bits(means) == bits(expected)
+        assert after == states
+
+    @pytest.mark.parametrize("spec", SPECS)
+    @pytest.mark.parametrize("feedback", [True, False])
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_of_nodes_of_one_rank_is_two_phases(self, lockstep, spec, feedback, size):
+        """Bit for bit, residuals and draws included, also with momenta to blend into."""
+        held = []
+        for topology in ("hierarchical", "two_phase"):
+            mean = CompressedMean(qcomp.compressor(spec), topology=topology, feedback=feedback)
+            states, record = start(mean, inputs(0, 0), tuple(range(size))), b""
+            for step in range(3):
+                blends = [Blend(m, 0.9, 0.5) for m in inputs(77, step)] if step == 2 else ()
+                results = lockstep(
+                    [
+                        mean.stages(inputs(rank, step), states[rank], key=Key(step=step), blends=blends)
+                        for rank in range(size)
+                    ]
+                )
+                states = [state for _, state in results]
+                record += b"".join(bits(means) + held_by(state) for means, state in results)
+            held.append(record)
+        assert held[0] == held[1]
+
+    def test_of_ranks_without_nodes_is_two_phases(self, lockstep):
+        """Who starts without `init` and names no nodes has one for each rank."""
+        x = [inputs(rank, 0) for rank in range(3)]
+        named = average(lockstep, SIGN, x, start(SIGN, x[0], (0, 1, 2)))
+        unnamed = average(lockstep, SIGN, x, [SIGN.zeros(x[0], rank=r, size=3) for r in range(3)])
+        assert bits(named.means) == bits(unnamed.means)
+
+    @pytest.mark.parametrize("donate", [False, True])
+    @worlds
+    def test_blends_and_donation_change_nothing(self, lockstep, nodes, donate):
+        momenta, values = inputs(77, 0), [inputs(rank, 1) for rank in range(len(nodes))]
+        blends = [Blend(m, 0.9, 0.5) for m in momenta]
+        mixed = [[0.9 * m + ((1 - 0.9) * 0.5) * g for m, g in zip(momenta, v, strict=True)] for v in values]
+        expected, after = average(lockstep, SIGN, mixed, start(SIGN, momenta, nodes))
+        results = lockstep(
+            [
+                SIGN.stages(v, s, donate=donate, blends=blends)
+                for v, s in zip(values, start(SIGN, momenta, nodes), strict=True)
+            ]
+        )
+        assert {bits(means) for means, _ in results} == {bits(expected)}
+        assert [held_by(state) for _, state in results] == [held_by(state) for state in after]
+        assert bits(momenta) == bits(inputs(77, 0))
+
+    def test_every_library_alike(self, lockstep, float64_library):
+        """The reference is NumPy; the read-only detector also proves that nothing passed in is written to."""
+        lib, nodes = float64_library, (0, 0, 1)
+        for c in (qcomp.ScaledSign(bucket_size=16), qcomp.QSGD(levels=7, bucket_size=16)):
+            mean, held = hierarchical(c), {}
+            for name, array, seal in (("numpy", np.asarray, lambda x: x), (lib.name, lib.array, lib.seal)):
+                values = [[[array(t) for t in inputs(rank, s)] for rank in range(3)] for s in range(2)]
+                states, record = seal(start(mean, values[0][0], nodes)), b""
+                for step in range(2):
+                    means, states = average(lockstep, mean, values[step], states, Key(step=step))
+                    seal(states)
+                    record += bits([lib.numpy(m) for m in means]) + b"".join(map(held_by, states))
+                held[name] = record
+            assert len(set(held.values())) == 1
+
+    def test_a_mixed_world(self, libraries):
+        """A NumPy, a torch, a JAX and a strict rank on two nodes, two steps with feedback: the same bytes."""
+        ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]
+
+        def rank_main(comm):
+            lib, held = ranks[comm.rank], []
+            state = SIGN.init(lib.array(np.zeros(64, dtype=np.float32)), comm)
+            for step in range(2):
+                x = inputs(comm.rank, step, shapes=[(64,)])[0]
+                got, state = SIGN(lib.array(x), state, comm)
+                assert type(got) is type(lib.array(x))
+                held.append(lib.numpy(got).tobytes())
+            return held
+
+        results = run_local(4, rank_main, hosts=["a", "b", "b", "a"])
+        assert [held for held in results if held != results[0]] == []
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_dtypes(self, lockstep, dtype):
+        mean = hierarchical(qcomp.MinMaxUInt8(16))
+        x = [inputs(rank, 0, dtype, [(37,)])[0] for rank in range(3)]
+        got, states = average(lockstep, mean, x, start(mean, [x[0]], (0, 0, 1)))
+        assert got.dtype == dtype
+        assert states[0].worker[0].dtype == (np.float64 if dtype == "float64" else np.float32)
+        assert np.abs(got - sum(v.astype(np.float64) for v in x) / 3).max() < 0.05
+
+    @pytest.mark.parametrize(
+        "c", [qcomp.ScaledSign(bucket_size=16), qcomp.QSGD(levels=7, bucket_size=16)], ids=str
+    )
+    def test_more_ranks_than_buckets(self, lockstep, c):
+        mean, nodes = hierarchical(c), (0, 0, 1, 1, 2, 2, 3, 3)
+        for shapes in ([(20,)], [(3,)], [(0,)], [(0,), (2, 0)]):
+            values = [inputs(rank, 0, shapes=shapes) for rank in range(8)]
+            states = start(mean, values[0], nodes)
+            for _ in range(2):
+                means, states = average(lockstep, mean, values, states, Key())
+            assert [m.shape for m in means] == shapes
+
+    def test_fused_with_an_exact_mean(self, lockstep):
+        nodes = WORLDS["3 and 2"]
+        means = [SIGN, hierarchical(qcomp.Identity(), feedback=False)]
+        values = [[inputs(rank, i) for i in range(2)] for rank in range(5)]
+        states = [start(mean, values[0][0], nodes) for mean in means]
+        fused = lockstep(
+            [fuse([m.stages(values[r][i], states[i][r]) for i, m in enumerate(means)]) for r in range(5)]
+        )
+        for i, mean in enumerate(means):
+            expected, _ = average(lockstep, mean, [v[i] for v in values], states[i])
+            assert {bits(fused[rank][i][0]) for rank in range(5)} == {bits(expected)}
+
+
+def check_sum_identity(lockstep: Callable, mean: CompressedMean, nodes: tuple[int, ...]) -> None:
+    """The sum of the means is the sum of the exact means less mean_i e_i + e_s; after every step."""
+    tensors = inputs(0, 0, np.float64)
+    states = start(mean, tensors, nodes)
+    sums, exact = ([np.zeros(t.shape) for t in tensors] for _ in range(2))
+    magnitude = 0.0
+    for step in range(6):
+        values = [inputs(rank, step, np.float64) for rank in range(len(nodes))]
+        means, states = average(lockstep, mean, values, states, Key(step=step))
+        kept = owed(mean, states, tensors)
+        for i, m in enumerate(means):
+            sums[i] += m
+            exact[i] += sum(v[i] for v in values) / len(nodes)
+            magnitude = max([magnitude, *np.abs(exact[i]).ravel(), *np.abs(kept[i])])
+            assert np.abs(sums[i] - (exact[i] - kept[i].reshape(m.shape))).max(initial=0) <= 1e-12 * magnitude
+    assert magnitude > 1
+    if len(set(nodes)) > 1:
+        assert max(np.abs(k).max(initial=0) for k in kept) > 1e-3
+
+
+class TestSumIdentity:
+    @worlds
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            *SPECS[:3],
+            "sign:bucket_size=16,scale=rms",
+            "onebit_sgd",
+            "scaled(qsgd:levels=1)",
+            "qsgd:levels=31,bucket_size=16,coding=elias",
+        ],
+    )
+    def test_holds(self, lockstep, nodes, spec):
+        check_sum_identity(lockstep, hierarchical(qcomp.compressor(spec)), nodes)
+
+    def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
+        encode = SegmentCodec.encode
+
+        def forgetful(self, chunks, tensors, residuals, key, **options):
+            if key.hop:
+                residuals = tuple(0 * r for r in residuals)
+            return encode(self, chunks, tensors, residuals, key, **options)
+
+        monkeypatch.setattr(SegmentCodec, "encode", forgetful)
+        with pytest.raises(AssertionError):
+            check_sum_identity(lockstep, SIGN, WORLDS["3 and 2"])
+
+    def test_leaders_without_weights_are_caught(self, lockstep, monkeypatch):
+        monkeypatch.setattr(hierarchy.math, "gcd", lambda count, ranks: count)
+        with pytest.raises(AssertionError):
+            check_sum_identity(lockstep, SIGN, WORLDS["3 and 2"])
+
+    def test_without_feedback_nothing_is_kept(self, lockstep):
+        mean = hierarchical(qcomp.QSGD(bucket_size=16), feedback=False)
+        states = start(mean, inputs(0, 0), (0, 0, 1))
+        _, after = average(lockstep, mean, [inputs(rank, 0) for rank in range(3)], states, Key())
+        assert after == states
+        assert after[0].worker == after[0].server == ()
+
+
+class TestState:
+    def test_every_element_has_a_worker_in_each_node_and_one_server(self):
+        for nodes in SEVERAL:
+            sizes = [math.prod(shape) for shape in SHAPES]
+            workers = [np.zeros((len(set(nodes)), n), dtype=int) for n in sizes]
+            servers = [np.zeros(n, dtype=int) for n in sizes]
+            for rank, state in enumerate(start(SIGN, inputs(0, 0), nodes)):
+                worker, server = SIGN.parts(SHAPES, rank=rank, size=len(nodes), nodes=nodes)
+                assert [s.tensor for s in worker] == list(range(len(SHAPES)))
+                assert [r.shape for r in state.worker] == [(s.size,) for s in worker]
+                assert [r.shape for r in state.server] == [(s.size,) for s in server]
+                assert all((r == 0).all() for r in (*state.worker, *state.server))
+                for s in worker:
+                    workers[s.tensor][nodes[rank], s.start : s.stop] += 1
+                for s in server:
+                    servers[s.tensor][s.start : s.stop] += 1
+            assert all((w == 1).all() for w in workers)
+            assert all((s == 1).all() for s in servers)
+
+    def test_a_rank_that_the_smallest_node_has_no_partner_for_keeps_nothing(self):
+        states = start(SIGN, inputs(0, 0), WORLDS["3 and 2"])
+        assert [r.shape for r in states[2].worker] == [(0,)] * 5
+        assert states[2].server == ()
+        # 15 buckets in lanes of 8 and 7, in chunks of 4.
+        assert [[r.shape[0] for r in s.worker] for s in states[:2]] == [[33, 0, 1, 64, 0], [0, 0, 0, 106, 0]]
+        assert [[r.shape[0] for r in s.server] for s in (states[0], states[3])] == [[33, 1], [64]]
+
+    def test_chunks_keep_the_numbers_of_their_buckets(self):
+        nodes = Nodes((0, 0, 1, 1, 1))
+        for bucket_sizes in ((16,) * 5, (11, 16, 16, 16, 16)):
+            lanes = Lanes(nodes, tuple(math.prod(shape) for shape in SHAPES), bucket_sizes)
+            (whole,) = cut(lanes.sizes, bucket_sizes, 1)
+            numbers = {segment.tensor: segment.bucket for segment in whole}
+            for lane in range(2):
+                for chunk in lanes.chunks(lane):
+                    for s in chunk:
+                        assert s.start % bucket_sizes[s.tensor] == 0
+                        assert s.bucket == numbers[s.tensor] + s.start // bucket_sizes[s.tensor]
+
+    def test_of_other_sizes_is_an_error(self):
+        state = start(SIGN, [np.zeros(40)], (0, 0, 1))[2]
+        with pytest.raises(ValueError, match=r"x has arrays of \[41\] elements; state is for \[40\]"):
+            next(SIGN.stages(np.zeros(41), state))
+
+    def test_nodes_that_do_not_fit(self):
+        for nodes in ((0, 2, 2), (1, 1, 1)):
+            with pytest.raises(
+                ValueError, match=r"nodes is .*; expected a node for each rank, numbered from 0"
+            ):
+                SIGN.zeros([np.zeros(4)], rank=0, size=3, nodes=nodes)
+        with pytest.raises(ValueError, match=r"nodes is \(0, 1\); expected the node of each of 3 ranks"):
+            SIGN.zeros([np.zeros(4)], rank=0, size=3, nodes=(0, 1))
+
+
+class TestDamage:
+    @pytest.mark.parametrize(("stage", "sender"), [(0, 1), (1, 2), (3, 1)])
+    @pytest.mark.parametrize("spec", ["sign:bucket_size=16", "qsgd:levels=31,bucket_size=16,coding=elias"])
+    def test_a_message_of_another_size_is_named(self, lockstep, stage, sender, spec):
+        """In every exchange whose messages a rank opens: of the other in its node, or of its partner's node."""
+        mean, size = hierarchical(qcomp.compressor(spec)), 4
+        states = start(mean, inputs(0, 0), (0, 0, 1, 1))
+        exchanges = 0
+
+        def short(stages):
+            """Rank 0, to which 8 bytes less come from one rank in one of the exchanges with messages."""
+            nonlocal exchanges
+            arrived = None
+            while True:
+                request = next(stages) if arrived is None else stages.send(arrived)
+                arrived = yield request
+                if isinstance(request, AllToAll):
+                    if exchanges == stage:
+                        arrived = [b[: b.shape[0] - 8 * (r == sender)] for r, b in enumerate(arrived)]
+                    exchanges += 1
+
+        running = [mean.stages(inputs(rank, 0), states[rank], key=Key()) for rank in range(size)]
+        running[0] = short(running[0])
+        with pytest.raises(qcomp.PayloadError, match=f"the message from rank {sender} has"):
+            lockstep(running)
+        assert exchanges == stage + 1
+
+
+class TestBytes:
+    @pytest.mark.parametrize("nodes", SEVERAL)
+    @pytest.mark.parametrize("spec", SPECS[:4])
+    def test_sent_are_what_the_layout_predicts(self, nodes, spec):
+        c = qcomp.compressor(spec)
+        mean, size, count = hierarchical(c), len(nodes), len(set(nodes))
+        tensors = inputs(0, 0)
+
+        def rank_main(comm):
+            state = mean.init(tensors, comm)
+            before = comm.bytes_sent
+            for step in range(2):
+                _, state = mean(inputs(comm.rank, step), state, comm, key=Key(step=step))
+            return comm.bytes_sent - before
+
+        def padded(n):
+            return -(-n // 8) * 8
+
+        def runs(part):
+            """The elements of each tensor in some buckets."""
+            return [n for i in range(len(SHAPES)) if (n := sum(m for j, m in part if i == j))]
+
+        members = [[r for r in range(size) if nodes[r] == node] for node in range(count)]
+        lane_count = min(map(len, members))
+        bucket = c.traits.bucket_size
+        buckets = [
+            (i, min(bucket, math.prod(shape) - at))
+            for i, shape in enumerate(SHAPES)
+            for at in range(0, math.prod(shape), bucket)
+        ]
+        share = -(-len(buckets) // lane_count)
+        lanes = [buckets[lane * share : (lane + 1) * share] for lane in range(lane_count)]
+        exact = [sum(padded(4 * n) for n in runs(lane)) + 8 for lane in lanes]
+        chunks = [
+            [lane[k * -(-len(lane) // count) : (k + 1) * -(-len(lane) // count)] for k in range(count)]
+            for lane in lanes
+        ]
+        message = [
+            [sum(padded(c.payload_spec(n).nbytes) for n in runs(chunk)) + 8 + padded(size) for chunk in lane]
+            for lane in chunks
+        ]
+        expected = []
+        for rank in range(size):
+            own = members[nodes[rank]]
+            number = own.index(rank)
+            sent = sum(n for lane, n in enumerate(exact) if lane != number)
+            if number < lane_count:
+                mine = message[number][nodes[rank]]
+                sent += sum(message[number]) - mine + (count - 1) * mine
+                sent += (len(own) - 1) * (sum(message[number]) + 8 * count)
+            expected.append(sent)
+        assert run_local(size, rank_main, hosts=[str(node) for node in nodes]) == [2 * n for n in expected]
+
+    def test_between_nodes_goes_what_two_phases_of_nodes_send(self):
+        """A vector of 2^16 on 2 nodes of 4: between nodes 1 bit an element each way, shared by 4 ranks."""
+        n, nodes = 1 << 16, (0, 0, 0, 0, 1, 1, 1, 1)
+        mean = hierarchical(qcomp.ScaledSign(bucket_size=4096))
+        crossed, within = [0] * 8, [0] * 8
+
+        class Counter:
+            def __init__(self, comm):
+                self.comm, self.rank, self.size, self.host = comm, comm.rank, comm.size, comm.host
+
+            def all_gather(self, send, receive):
+                return self.comm.all_gather(send, receive)
+
+            def all_to_all(self, send, receive):
+                for peer, buffer in enumerate(send):
+                    if peer != self.rank:
+                        where = within if nodes[peer] == nodes[self.rank] else crossed
+                        where[self.rank] += buffer.shape[0]
+                return self.comm.all_to_all(send, receive)
+
+        def rank_main(comm):
+            counter, x = Counter(comm), np.ones(n, dtype=np.float32)
+            mean(x, mean.init(x, counter), counter)
+
+        run_local(8, rank_main, hosts=[str(node) for node in nodes])
+        payload = n / 8 + 4 * n / 4096
+        assert crossed == [2 * payload / 2 / 4 + 2 * (8 + 8)] * 8
+        assert within == [3 * n + 3 * 8 + 3 * payload / 4 + 3 * 2 * (8 + 8 + 8)] * 8
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("nodes", [*SEVERAL, WORLDS["one"]])
+    @pytest.mark.parametrize("value", [np.nan, -np.inf])
+    @pytest.mark.parametrize("spec", ["sign:bucket_size=16", "cast"])
+    def test_all_ranks_raise_and_keep_their_states(self, lockstep, nodes, value, spec):
+        mean, size = hierarchical(qcomp.compressor(spec)), len(nodes)
+        values = [inputs(rank, 0) for rank in range(size)]
+        _, states = average(lockstep, mean, values, start(mean, values[0], nodes), Key())
+        before = [held_by(state) for state in states]
+        expected = average(lockstep, mean, [inputs(rank, 1) for rank in range(size)], states, Key(step=1))
+        for bad in range(size):
+            values = [inputs(rank, 1) for rank in range(size)]
+            values[bad][3][161] = value
+            errors = lockstep(
+                [mean.stages(x, s, key=Key(step=1)) for x, s in zip(values, states, strict=True)],
+                catch=NonFiniteError,
+            )
+            words = f"a value on rank {bad} is not finite, or too large to compress"
+            assert [str(error) for error in errors] == [words] * size
+            # The rank itself also says why.
+            assert [error.__cause__ is not None for error in errors] == [rank == bad for rank in range(size)]
+            assert [held_by(state) for state in states] == before
+        again = average(lockstep, mean, [inputs(rank, 1) for rank in range(size)], states, Key(step=1))
+        assert bits(again.means) == bits(expected.means)
+
+    def test_several_bad_ranks_are_all_named(self, lockstep):
+        values = [inputs(rank, 0) for rank in range(6)]
+        values[0][0][0, 0] = values[3][3][160] = values[5][3][0] = np.nan
+        states = start(SIGN, values[0], WORLDS["1, 2 and 3"])
+        errors = lockstep(
+            [SIGN.stages(x, s) for x, s in zip(values, states, strict=True)], catch=NonFiniteError
+        )
+        expected = "a value on ranks 0, 3 and 5 is not finite, or too large to compress"
+        assert [str(error) for error in errors] == [expected] * 6
+
+    def test_a_sum_that_is_too_large(self, lockstep):
+        """The values of all ranks can be compressed; the sum of one node, for one of its two ranks, cannot."""
+        mean = hierarchical(qcomp.Cast("float16"))
+        values = [np.full(40, 60000.0, dtype=np.float32) for _ in range(4)]
+        states = start(mean, values[:1], (0, 0, 1, 1))
+        average(lockstep, mean, values, states)
+        states[3] = states[3]._replace(worker=tuple(r + 9000 for r in states[3].worker))
+        errors = lockstep(
+            [mean.stages(x, s) for x, s in zip(values, states, strict=True)], catch=NonFiniteError
+        )
+        assert [str(e) for e in errors] == ["a value on rank 3 is not finite, or too large to compress"] * 4
+        assert [error.__cause__ is not None for error in errors] == [False, False, False, True]
+
+    def test_a_server_that_cannot_compress(self, lockstep):
+        """What every node sends is fine, and what one server makes of it is not."""
+        mean = hierarchical(qcomp.Cast("float16"))
+        x = np.full(40, 65504.0, dtype=np.float32)
+        states = start(mean, [x], WORLDS["pairs"])
+        average(lockstep, mean, [x] * 4, states)
+        states[1] = states[1]._replace(server=tuple(r + 100 for r in states[1].server))
+        errors = lockstep([mean.stages(x, s) for s in states], catch=NonFiniteError)
+        assert [str(e) for e in errors] == ["a value on rank 1 is not finite, or too large to compress"] * 4
+
+    @pytest.mark.parametrize("bad", range(5))
+    def test_what_a_device_finds_later(self, lockstep, bad):
+        """Its kernels do not raise: they set a flag, and what they compress means nothing."""
+
+        class Flags:
+            name = "flags"
+
+            def takes(self, x):
+                return True
+
+            def encode(self, compressor, x, residual, key, *, out, limit, blend):
+                fine = bool(np.isfinite(x).all())
+                with use_kernels(None):
+                    clean = x if fine else np.zeros_like(x)
+                    encoded = primitives.encode(compressor, clean, residual, key)
+                lost = None if residual is None else encoded.residual + (0 if fine else np.nan)
+                return encoded._replace(residual=lost, refused=np.asarray([not fine], dtype=np.uint8))
+
+            def decode(self, *args, **options):
+                return None
+
+            finish_mean = momentum = frozen_step = decode
+
+        values = [inputs(rank, 0) for rank in range(5)]
+        expected, states = average(lockstep, SIGN, values, start(SIGN, values[0], WORLDS["3 and 2"]))
+        before = [held_by(state) for state in states]
+        broken = [inputs(rank, 0) for rank in range(5)]
+        broken[bad][3][161] = np.nan
+        with use_kernels(Flags()):
+            fine, _ = average(lockstep, SIGN, values, start(SIGN, values[0], WORLDS["3 and 2"]))
+            errors = lockstep(
+                [SIGN.stages(x, s) for x, s in zip(broken, states, strict=True)], catch=NonFiniteError
+            )
+        assert bits(fine) == bits(expected)
+        assert {str(e) for e in errors} == {f"a value on rank {bad} is not finite, or too large to compress"}
+        assert [held_by(state) for state in states] == before
+
+    def test_over_a_communicator_nobody_waits(self):
+        def rank_main(comm):
+            x = inputs(comm.rank, 0)
+            state = SIGN.init(x, comm)
+            if comm.rank == 2:
+                x[0][1, 1] = np.nan
+            with pytest.raises(NonFiniteError):
+                SIGN(x, state, comm)
+            SIGN(inputs(comm.rank, 0), state, comm)
+            return True
+
+        assert run_local(5, rank_main, timeout=20, hosts=list("aaabb")) == [True] * 5
+
+
+class TestNodes:
+    def test_ranks_with_the_same_host_share_one(self):
+        for hosts, expected in (
+            (["a", "b", "a", "c", "b"], (0, 1, 0, 2, 1)),
+            (["", "a", ""], (0, 1, 0)),
+            (["x" * 1000, "x" * 1001], (0, 1)),
+        ):
+            states = run_local(len(hosts), lambda comm: SIGN.init(np.zeros(40), comm), hosts=hosts)
+            assert {state.nodes for state in states} == {expected}
+
+    def test_other_topologies_ask_for_none(self):
+        mean = CompressedMean(qcomp.ScaledSign())
+
+        class Hostless:
+            rank, size = 0, 1
+
+            def all_gather(self, send, receive):
+                return [send]
+
+        assert mean.init(np.zeros(4), Hostless()).nodes == ()
+        with pytest.raises(
+            TypeError, match=r"comm has no attribute host on rank 0; topology='hierarchical' expects"
+        ):
+            SIGN.init(np.zeros(4), Hostless())
+
+    def test_a_rank_without_a_host_is_an_error_on_all(self):
+        def rank_main(comm):
+            if comm.rank == 1:
+                del comm.host
+            with pytest.raises(TypeError, match="comm has no attribute host on rank 1"):
+                SIGN.init(np.zeros(4), comm)
+            return True
+
+        assert run_local(3, rank_main, timeout=20) == [True] * 3
+
+    def test_the_environment_names_the_host(self, monkeypatch):
+        x = np.zeros(4)
+        monkeypatch.setenv("QCOMP_HOST", "here")
+        assert run_local(1, lambda comm: comm.host) == ["here"]
+        assert run_local(2, lambda comm: comm.host, hosts=["a", "b"]) == ["a", "b"]
+        monkeypatch.delenv("QCOMP_HOST")
+        assert run_local(2, lambda comm: SIGN.init(x, comm).nodes) == [(0, 0)] * 2
+
+    def test_hosts_for_other_ranks_are_an_error(self):
+        with pytest.raises(ValueError, match="hosts must hold a name for each of 2 ranks, got 3"):
+            run_local(2, lambda comm: comm, hosts=["a", "b", "c"])
+
+
+SIXTEENTHS = np.stack(np.meshgrid(*[np.arange(16)] * 3), -1).reshape(-1, 3) * 4096
+"""The draws of the two workers and of the server for each of 4096 elements."""
+
+
+class TestUnbiased:
+    """Two nodes of two ranks: every outcome of the draws with its exact probability."""
+
+    @staticmethod
+    def independent(key, block):
+        column = {(0, 0): 0, (2, 0): 1, (0, 1): 2}[
+            key.rank, key.hop
+        ]  # rank 0 serves the first lane's only bucket
+        draws = np.concatenate([[0], SIXTEENTHS[:, column]])
+        return np.pad(draws, (0, block.length - 4097))
+
+    @staticmethod
+    def same(key, block):
+        return np.pad(np.concatenate([[0], SIXTEENTHS[:, key.rank // 2]]), (0, block.length - 4097))
+
+    def outcome(self, lockstep, source, p) -> float:
+        """Return the mean over all outcomes; p has the value of each of the four ranks."""
+        mean = hierarchical(qcomp.QSGD(levels=1, bucket_size=8192), feedback=False)
+        values = [np.concatenate([[1], np.full(4096, value)]).astype(np.float32) for value in p]
+        with replace_draws(source):
+            got, _ = average(lockstep, mean, values, start(mean, values[:1], (0, 0, 1, 1)), Key())
+        assert set(got.tolist()) <= {0.0, 1.0}
+        return float(got[1:].mean(dtype=np.float64))
+
+    @pytest.mark.parametrize("p", [[0.25] * 4, [0.0, 0.125, 1.0, 0.5], [0.875, 1.0, 0.125, 0.0]])
+    def test_the_mean_over_all_outcomes_is_the_mean(self, lockstep, p):
+        assert self.outcome(lockstep, self.independent, p) == np.mean(p)
+
+    def test_a_server_with_the_stream_of_its_worker_is_biased(self, lockstep):
+        assert self.outcome(lockstep, self.same, [0.25] * 4) == 0.3125
+
+    @pytest.mark.parametrize("nodes", SEVERAL)
+    def test_every_draw_has_a_key_of_its_own(self, lockstep, nodes):
+        seen = []
+
+        def source(key, block):
+            first = key.bucket + block.first_bucket
+            seen.extend(key._replace(bucket=first + row) for row in range(block.rows))
+            return 0
+
+        mean = hierarchical(qcomp.QSGD(levels=7, bucket_size=16))
+        values = [inputs(rank, 0) for rank in range(len(nodes))]
+        with replace_draws(source):
+            average(lockstep, mean, values, start(mean, values[0], nodes), Key(seed=9, step=4, tensor=2))
+        # 15 buckets in each node, and once more on their servers.
+        assert len(seen) == len(set(seen)) == 15 * (len(set(nodes)) + 1)
+        for hop, copies in ((0, len(set(nodes))), (1, 1)):
+            assert sorted(key.bucket for key in seen if key.hop == hop) == sorted(list(range(15)) * copies)
+
+
+MPI_SCRIPT = """
+import os, sys
+import numpy as np
+rank = int(os.environ["PMI_RANK"])
+if "{hosts}":
+    os.environ["QCOMP_HOST"] = "{hosts}".split()[rank]
+import qcomp
+comm = qcomp.comm.world(timeout=60)
+mean = qcomp.CompressedMean(qcomp.QSGD(levels=7, bucket_size=16), topology="hierarchical")
+state, held = mean.init(np.zeros(300, dtype=np.float32), comm), b""
+assert comm.rank == rank
+for step in range(3):
+    x = np.random.default_rng([rank, step]).standard_normal(300).astype(np.float32)
+    got, state = mean(x, state, comm, key=qcomp.Key(step=step))
+    held += got.tobytes()
+import zlib
+os.write(1, f"{{rank}} {{state.nodes}} {{zlib.crc32(held)}}\\n".encode())
+"""
+
+
+@pytest.mark.mpi
+class TestMPI:
+    """Hosts by the environment variable, in processes: the same bytes as from ranks that are threads."""
+
+    @pytest.mark.parametrize("hosts", ["a b a", "a a b b", ""])
+    def test_processes_agree_with_threads(self, mpirun, hosts):
+        import zlib
+
+        size = len(hosts.split()) or 2
+        said = sorted(mpirun(size, ["-c", MPI_SCRIPT.format(hosts=hosts)]).stdout.splitlines())
+
+        def rank_main(comm):
+            mean = hierarchical(qcomp.QSGD(levels=7, bucket_size=16))
+            state, held = mean.init(np.zeros(300, dtype=np.float32), comm), b""
+            for step in range(3):
+                x = inputs(comm.rank, step, shapes=[(300,)])[0]
+                got, state = mean(x, state, comm, key=Key(step=step))
+                held += got.tobytes()
+            return f"{comm.rank} {state.nodes} {zlib.crc32(held)}"
+
+        assert said == run_local(size, rank_main, hosts=hosts.split() or None)

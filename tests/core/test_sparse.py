@@ -1,0 +1,114 @@
+"""Top-k and random-k: exact laws of what they keep, and what they say of themselves."""
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import Key, RandK, TopK
+from qcomp.testing import replace_draws
+from qcomp.testing.inputs import FAMILIES, vector
+
+
+def decoded(c, x, key=None):
+    return c.decompress(c.compress(x, key=key), like=x)
+
+
+class TestTopK:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(("k", "bucket_size"), [(1, 8), (5, 64), (64, 64), (3, 512)])
+    def test_keeps_the_largest_and_of_equals_the_first(self, family, k, bucket_size):
+        x = vector(family, 2 * bucket_size + 5, 1)
+        v = np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
+        expected = np.zeros_like(v)
+        for start in range(0, v.size, bucket_size):
+            bucket = v[start : start + bucket_size]
+            first = sorted(range(bucket.size), key=lambda i, b=bucket: (-abs(b[i]), i))[:k]
+            expected[start : start + bucket_size][first] = bucket[first]
+        assert decoded(TopK(k, bucket_size), x).tobytes() == expected.tobytes()
+
+    def test_what_is_kept_and_what_is_lost_are_the_vector(self):
+        """Nothing is rounded: p = D + e bit for bit, and the loss is the energy of the tail."""
+        x, residual = vector("gaussian", 200, 2), vector("gaussian", 200, 3)
+        payload, left = qcomp.feedback.compress(TopK(7, 64), x, residual)
+        q = TopK(7, 64).decompress(payload, like=x)
+        assert np.array_equal(q + left, x + residual)
+        assert not (q * left).any()
+
+    def test_equality_in_the_contraction_iff_all_magnitudes_are_equal(self):
+        c, x = TopK(5, 64), np.where(np.arange(64) % 3, -2.0, 2.0)
+        assert np.sum((decoded(c, x) - x) ** 2) == (1 - c.traits.delta) * np.sum(x**2)
+        x[11] *= 1.01
+        assert np.sum((decoded(c, x) - x) ** 2) < (1 - c.traits.delta) * np.sum(x**2) * 0.9999
+
+    @pytest.mark.parametrize(
+        ("size", "bucket_size", "nbytes"),
+        [(512, 256, 2 * 5 * (1 + 4) + 2), (1024, 512, 2 * 5 * (2 + 4)), (514, 512, 7 * 6 + 2), (0, 512, 0)],
+    )
+    def test_bytes(self, size, bucket_size, nbytes):
+        """A byte an index, or two, then the values at a multiple of 4."""
+        assert TopK(5, bucket_size).payload_spec(size).nbytes == nbytes
+
+
+class TestRandK:
+    @pytest.mark.parametrize(("k", "bucket_size"), [(1, 8), (8, 64), (4, 16), (64, 64), (2, 1024)])
+    def test_moments_are_exact(self, k, bucket_size):
+        """Over all draws: each stratum takes each of its elements equally often."""
+        c, x = RandK(k, bucket_size), vector("gaussian", bucket_size, 4).astype(np.float64)
+        ratio = bucket_size // k
+        results = []
+        for number in range(ratio):
+            for draw in (
+                number * 65536 // ratio,
+                (number + 1) * 65536 // ratio - 1,
+            ):  # first and last of the number
+                with replace_draws(lambda _key, _block, draw=draw: draw):
+                    results.append(decoded(c, x, Key()))
+        mean, error = np.mean(results, axis=0), np.mean(np.square(np.subtract(results, x)), axis=0)
+        np.testing.assert_allclose(mean, x, rtol=2.0**-23)
+        np.testing.assert_allclose(error, c.traits.omega * x**2, rtol=2.0**-20)
+        assert c.traits.omega == ratio - 1
+        assert all(np.count_nonzero(r) == k for r in results)
+
+    def test_strata_are_drawn_independently(self):
+        """Of 4096 buckets with 8 strata of 8 elements, each pair of numbers comes up about as often."""
+        c, x = RandK(8, 64), np.ones(64 * 4096, dtype=np.float32)
+        kept = decoded(c, x, Key(seed=1)).reshape(4096, 8, 8) != 0
+        number = kept.argmax(axis=1)  # of each bucket and stratum
+        for i in range(8):
+            for j in range(i):
+                counts = np.bincount(number[:, i] * 8 + number[:, j], minlength=64)
+                # 64 cells of 64 on average: chi-square with 63 degrees, whose 1e-9 quantile is below 150.
+                assert ((counts - 64) ** 2 / 64).sum() < 150
+
+    def test_scaled_is_the_contraction_without_the_factor(self):
+        c, x = qcomp.Scaled(RandK(8, 64)), vector("gaussian", 640, 5)
+        y = decoded(c, x, Key(seed=2))
+        assert np.count_nonzero(y) == 80
+        np.testing.assert_allclose(y[y != 0], x[y != 0], rtol=2.0**-22)
+        assert c.traits.delta == pytest.approx(1 / 8, rel=1e-3)
+
+    def test_bytes(self):
+        assert RandK(8, 64).payload_spec(640).nbytes == 80 * 5
+        assert RandK(8, 4096).payload_spec(8192).nbytes == 16 * 6
+        assert RandK(64, 64).payload_spec(3).nbytes == 8 * 5  # a tail of three has a length of eight
+
+    def test_around_it_feedback_explodes_and_says_so(self):
+        with pytest.raises(ValueError, match=r"omega = 7 >= 1.*qcomp\.Scaled"):
+            qcomp.CompressedMean(RandK(8, 64))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(0, 8), "k is 0; expected an integer from 1 to 8, the bucket_size"),
+        (lambda: TopK(9, 8), "k is 9; expected an integer from 1 to 8"),
+        (lambda: TopK(2.0, 8), "k is 2.0; expected an integer"),
+        (lambda: TopK(2, 100), "bucket_size is 100; expected a power of two"),
+        (lambda: TopK(2, 1 << 17), "bucket_size is 131072; expected at most 65536"),
+        (lambda: RandK(3, 8), "k is 3; expected a power of two"),
+        (lambda: RandK(16, 8), "k is 16; expected an integer from 1 to 8"),
+    ],
+)
+def test_bad_parameters_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

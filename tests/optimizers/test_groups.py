@@ -1,0 +1,226 @@
+"""Options by name: an optimizer with groups is several optimizers side by side."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import Group
+from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.optimizers import groups as module
+
+SHAPES = {"head.weight": (5, 8), "head.bias": (7,), "body.weight": (33,), "body.bias": (3,)}
+NAMES = tuple(SHAPES)
+GROUPS = (
+    Group("*.bias", weight_decay=0.0),
+    Group("head.*", learning_rate_factor=0.125),
+    Group("head.bias", learning_rate_factor=99.0),
+)
+OF_EACH = {"head.weight": (0.125, 0.2), "head.bias": (1, 0.0), "body.weight": (1, 0.2), "body.bias": (1, 0.0)}
+"""Factor and decay of each name: the first group that matches counts."""
+SIGN = qcomp.ScaledSign(bucket_size=16)
+OPTIMIZERS = {
+    "adam": qcomp.Adam(learning_rate=0.01, weight_decay=0.2),
+    "coupled": qcomp.Adam(learning_rate=0.01, weight_decay=0.2, decoupled_weight_decay=False),
+    "schedule": qcomp.Adam(learning_rate=lambda step: 0.01 / (step + 1), weight_decay=0.2),
+    "1-bit": qcomp.OneBitAdam(learning_rate=0.01, weight_decay=0.2, freeze=3, exact=None, compressor=SIGN),
+    "1-bit coupled": qcomp.OneBitAdam(
+        learning_rate=0.01,
+        weight_decay=0.2,
+        freeze=3,
+        exact=None,
+        compressor=SIGN,
+        decoupled_weight_decay=False,
+    ),
+    "qadam": qcomp.QAdam(
+        learning_rate=0.01, weight_decay=0.2, freeze=3, exact=None, compressor=qcomp.MinMaxUInt8(16)
+    ),
+    "sgd": qcomp.CompressedSGD(learning_rate=0.01, weight_decay=0.2, exact=None, compressor=SIGN),
+}
+
+
+def draw(grads, rank: int, step: int) -> list[np.ndarray]:
+    return grads(list(SHAPES.values()), rank, step)
+
+
+def alone(opt: qcomp.Optimizer, name: str) -> qcomp.Optimizer:
+    """Return the optimizer that one tensor would have for itself."""
+    factor, decay = OF_EACH[name]
+    rate = opt.learning_rate
+    scaled = (lambda step: rate(step) * factor) if callable(rate) else rate * factor
+    return replace(opt, learning_rate=scaled, weight_decay=decay)
+
+
+def check_side_by_side(job, grads, opt, size):
+    """No bucket has elements of two tensors, so nothing but the options tells the two apart: bit for bit."""
+    start = draw(grads, 99, 0)
+    together = job(replace(opt, groups=GROUPS), start, size, NAMES)
+    each = [job(alone(opt, name), [p], size) for name, p in zip(NAMES, start, strict=True)]
+    for step in range(7):
+        of_ranks = [draw(grads, rank, step) for rank in range(size)]
+        together.step(of_ranks)
+        for i, run in enumerate(each):
+            run.step([[g[i]] for g in of_ranks])
+            assert together.params[0][i].tobytes() == run.params[0][0].tobytes()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_are_optimizers_side_by_side(job, grads, name, size):
+    check_side_by_side(job, grads, OPTIMIZERS[name], size)
+
+
+def test_the_last_match_is_caught(job, grads, monkeypatch):
+    """If the last group that matches counted, or none did."""
+    of_each = module.group_of_each
+    for broken in (lambda groups, names: of_each(groups[::-1], names), lambda _, names: of_each((), names)):
+        monkeypatch.setattr("qcomp.core.optimizers.base.group_of_each", broken)
+        with pytest.raises(AssertionError):
+            check_side_by_side(job, grads, OPTIMIZERS["sgd"], 1)
+
+
+def every_optimizer() -> list[type[qcomp.Optimizer]]:
+    """Return all that are public."""
+    values = [getattr(qcomp, name) for name in qcomp.__all__]
+    return [
+        v
+        for v in values
+        if isinstance(v, type) and issubclass(v, qcomp.Optimizer) and v is not qcomp.Optimizer
+    ]
+
+
+@pytest.mark.parametrize("kind", every_optimizer(), ids=lambda kind: kind.__name__)
+def test_no_optimizer_forgets_them(kind, grads):
+    """A factor of 0 keeps a tensor as it is, whatever the optimizer; the others move."""
+    known = {f.name for f in fields(kind)}
+    opt = kind(
+        learning_rate=0.01,
+        weight_decay=0.1,
+        groups=[Group("head.*", learning_rate_factor=0.0)],
+        **{key: value for key, value in {"freeze": 2, "exact": None}.items() if key in known},
+    )
+    comm, start = LocalCommunicator.alone(), draw(grads, 99, 0)
+    params, state = start, opt.init(start, comm, NAMES)
+    if kind is qcomp.QSVRG:
+        state = opt.begin_epoch(params, draw(grads, 0, 9), state, comm)
+    for step in range(6):
+        g = draw(grads, 0, step)
+        params, state = opt.step(params, (g, start) if kind is qcomp.QSVRG else g, state, comm)
+    for name, before, after in zip(NAMES, start, params, strict=True):
+        assert (before.tobytes() == after.tobytes()) == name.startswith("head.")
+
+
+class TestPatterns:
+    def test_one_that_matches_nothing(self):
+        """On every rank, and with the names that there are."""
+        opt = replace(OPTIMIZERS["adam"], groups=(Group("*.bias"), Group("haed.*")))
+
+        def rank_main(comm):
+            with pytest.raises(ValueError, match=r"groups has the pattern 'haed\.\*', which matches no") as e:
+                opt.init([np.zeros(s) for s in SHAPES.values()], comm, NAMES)
+            return str(e.value)
+
+        (message,) = set(run_local(2, rank_main, timeout=20))
+        assert all(name in message for name in NAMES)
+
+    def test_the_names_are_not_all_listed(self):
+        opt, names = replace(OPTIMIZERS["adam"], groups=[Group("x")]), [f"layer.{i}" for i in range(50)]
+        with pytest.raises(ValueError, match=r"'layer\.19'\] and 30 more"):
+            opt.init([np.zeros(1)] * 50, LocalCommunicator.alone(), names)
+
+    def test_a_group_behind_another_is_no_error(self):
+        opt = replace(OPTIMIZERS["adam"], groups=[Group("*"), Group("head.bias")])
+        opt.init([np.zeros(s) for s in SHAPES.values()], LocalCommunicator.alone(), NAMES)
+
+    def test_numbers_are_names_too(self, job):
+        run = job(qcomp.Adam(learning_rate=0.5, groups=[Group("1", 0.0)]), [np.zeros(2)] * 3, 1)
+        run.step([[np.ones(2)] * 3])
+        assert [p.any() for p in run.params[0]] == [True, False, True]
+
+    def test_capital_letters_count(self):
+        opt = replace(OPTIMIZERS["adam"], groups=[Group("Head.*")])
+        with pytest.raises(ValueError, match="which matches no name"):
+            opt.init([np.zeros(s) for s in SHAPES.values()], LocalCommunicator.alone(), NAMES)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"pattern": 3}, "pattern is 3; expected a str"),
+            ({"learning_rate_factor": -1.0}, "learning_rate_factor is -1.0; expected a number >= 0"),
+            ({"learning_rate_factor": float("nan")}, "learning_rate_factor is nan"),
+            ({"weight_decay": -0.5}, "weight_decay is -0.5; expected a number >= 0, or None"),
+        ],
+    )
+    def test_out_of_range(self, arguments, message):
+        with pytest.raises((ValueError, TypeError), match=message):
+            Group(**{"pattern": "*", **arguments})
+
+    @pytest.mark.parametrize("bad", [Group("*"), "head.*", [("head.*", 0.1)]])
+    def test_no_groups(self, bad):
+        with pytest.raises(TypeError, match=r"groups is .*; expected a sequence of qcomp\.Group"):
+            qcomp.Adam(learning_rate=0.1, groups=bad)
+
+    def test_the_ranks_must_agree(self):
+        def rank_main(comm):
+            opt = qcomp.Adam(learning_rate=0.1, groups=[Group("*", 1.0 + comm.rank)])
+            with pytest.raises(qcomp.MismatchError, match=r"settings\.groups is .*learning_rate_factor=2\.0"):
+                opt.init(np.zeros(8), comm)
+
+        run_local(2, rank_main, timeout=20)
+
+
+class TestExactNames:
+    """Tensors that are named stay exact, beside those that are small."""
+
+    TENSORS = (
+        qcomp.Tensor("embedding", (500, 40), 20_000),
+        qcomp.Tensor("norm.scale", (1, 20_000), 20_000),
+        qcomp.Tensor("weight", (500, 40), 20_000),
+        qcomp.Tensor("small", (5, 4), 20),
+    )
+
+    @pytest.mark.parametrize(
+        ("names", "expected"),
+        [
+            ((), (False, False, False, True)),
+            (("norm*",), (False, True, False, True)),
+            (["embed*", "norm.*"], (True, True, False, True)),
+            (("*",), (True,) * 4),
+        ],
+    )
+    def test_by_name(self, names, expected):
+        assert qcomp.ExactBelow(10_000, names)(self.TENSORS) == expected
+        assert qcomp.ExactBelow(0, names)(self.TENSORS)[3] == (names == ("*",))
+
+    def test_a_pattern_that_matches_nothing(self):
+        opt = qcomp.OneBitAdam(learning_rate=0.1, exact=qcomp.ExactBelow(10, names=("norm*",)))
+
+        def rank_main(comm):
+            with pytest.raises(
+                ValueError, match=r"names has the pattern 'norm\*', which matches no name; the"
+            ):
+                opt.init([np.zeros((9, 9))], comm, ["weight"])
+
+        run_local(2, rank_main, timeout=20)
+
+    def test_in_an_optimizer(self, job, grads):
+        policy = qcomp.ExactBelow(4, names=("head.*",))
+        run = job(
+            replace(OPTIMIZERS["1-bit"], exact=policy), grads([(5, 8), (6, 7)], 99, 0), 2, ("head.w", "w")
+        )
+        assert run.state.exact == (True, False)
+
+    @pytest.mark.parametrize("bad", ["norm*", (3,)])
+    def test_no_names(self, bad):
+        with pytest.raises(TypeError, match=r"names is .*; expected a sequence of str"):
+            qcomp.ExactBelow(10, bad)
+
+    def test_a_list_is_a_tuple(self):
+        """So that policies can be compared and hashed, and are described alike on all ranks."""
+        policy: Any = qcomp.ExactBelow(10, ["a"])
+        assert policy == qcomp.ExactBelow(10, ("a",))
+        assert hash(policy) == hash(qcomp.ExactBelow(10, ("a",)))

@@ -1,0 +1,266 @@
+"""Saved after any step, in any stage, a job goes on bit for bit; and killed, from its last whole checkpoint.
+
+A new optimizer is one line in `OPTIMIZERS`.
+"""
+
+import io
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qcomp
+from qcomp.comm import run_local
+
+pytestmark = pytest.mark.filterwarnings("ignore:the variance of OneBitAdam is")
+
+SHAPES = [(40,), (7, 5), (3,)]
+STEPS = 14
+WORLD = 2
+
+COMMON: dict[str, Any] = {"learning_rate": 0.1, "exact": qcomp.ExactBelow(10)}
+BETAS: dict[str, Any] = {"betas": (0.9, 0.9)}
+SIGN = qcomp.ScaledSign(16)
+QSGD = qcomp.QSGD(7, 16)
+WATCH = qcomp.VarianceWatch(0.9, rewarm_steps=3, sample=8)
+APART: dict[str, Any] = {
+    "variance_steps": qcomp.DoublingIntervals(2),
+    "sync_steps": qcomp.LocalSteps(2, 3),
+    "freeze": 4,
+}
+
+OPTIMIZERS: dict[str, tuple[qcomp.Optimizer, set[str]]] = {
+    "Adam": (qcomp.Adam(learning_rate=0.1), {"warmup"}),
+    "Adam, clipped": (qcomp.Adam(learning_rate=lambda step: 0.1 / (step + 1), clip_norm=1.0), {"warmup"}),
+    "1-bit": (qcomp.OneBitAdam(**COMMON, **BETAS, freeze=5, compressor=SIGN), {"warmup", "compressed"}),
+    "1-bit, watched": (
+        qcomp.OneBitAdam(
+            **COMMON, betas=(0.9, 0.5), freeze=3, compressor=SIGN, watch=WATCH, topology="all_gather"
+        ),
+        {"warmup", "compressed", "rewarm"},
+    ),
+    "1-bit, automatic": (
+        qcomp.OneBitAdam(
+            **COMMON,
+            betas=(0.9, 0.8),
+            freeze=qcomp.VarianceStable(0.3),
+            compressor=qcomp.QSGD(3, 16),
+            feedback=False,
+        ),
+        {"warmup", "compressed"},
+    ),
+    "QAdam": (qcomp.QAdam(**COMMON, **BETAS, freeze=5), {"warmup", "compressed"}),
+    "SGD": (qcomp.CompressedSGD(**COMMON, compressor=QSGD), {"compressed"}),
+    "SGD, plain": (qcomp.CompressedSGD(**COMMON, compressor=SIGN, momentum=0.0), {"compressed"}),
+    "QSVRG": (
+        qcomp.QSVRG(learning_rate=0.1, exact=qcomp.ExactBelow(10), compressor=QSGD),
+        {"start", "epoch"},
+    ),
+    "LAMB": (qcomp.Lamb(learning_rate=0.01), {"warmup"}),
+    "1-bit LAMB": (
+        qcomp.OneBitLamb(learning_rate=0.01, exact=qcomp.ExactBelow(10), **BETAS, freeze=5, compressor=SIGN),
+        {"warmup", "compressed"},
+    ),
+    "0/1": (
+        qcomp.ZeroOneAdam(**COMMON, **BETAS, compressor=SIGN, **APART),
+        {"warmup", "compressed", "local"},
+    ),
+}
+
+
+def gradients(rank: int, step: int) -> list[np.ndarray]:
+    """Gradients that grow, so that a watch of the variance has something to see."""
+    rng = np.random.default_rng([11, rank, step])
+    return [((1 + step / 4) * (rng.standard_normal(s) + 0.5)).astype(np.float32) for s in SHAPES]
+
+
+def advance(opt: Any, params: Any, state: Any, comm: Any, step: int) -> tuple[Any, Any]:
+    """Make a step; of QSVRG, with an epoch of four steps around it."""
+    if not isinstance(opt, qcomp.QSVRG):
+        return opt.step(params, gradients(comm.rank, step), state, comm)
+    if step % 4 == 0:
+        params = opt.next_snapshot(params, state) if step else params
+        state = opt.begin_epoch(params, gradients(comm.rank, 100 + step), state, comm)
+    pair = (gradients(comm.rank, step), gradients(comm.rank, 200 + step))
+    return opt.step(params, pair, state, comm)
+
+
+class Run:
+    """What one rank did in a run without a stop: its dict and parameters after every step."""
+
+    def __init__(self, opt: qcomp.Optimizer, comm: Any) -> None:
+        params = [np.ones(s, np.float32) for s in SHAPES]
+        state = opt.init(params, comm)
+        self.stages, self.saved = [state.stage], [self.bytes_of(opt, params, state)]
+        for step in range(STEPS):
+            params, state = advance(opt, params, state, comm, step)
+            self.stages.append(state.stage)
+            self.saved.append(self.bytes_of(opt, params, state))
+
+    @staticmethod
+    def bytes_of(opt: qcomp.Optimizer, params: Sequence[np.ndarray], state: Any) -> bytes:
+        file = io.BytesIO()
+        entries = {f"parameter.{i}": p for i, p in enumerate(params)}
+        np.savez(file, **entries, **{f"state.{key}": value for key, value in opt.state_dict(state).items()})
+        return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole_runs() -> dict[str, list[Run]]:
+    """Every rank's run of the optimizers that were asked for so far."""
+    return {}
+
+
+def whole_run(known: dict[str, list[Run]], name: str) -> list[Run]:
+    """The run of every rank, made once."""
+    if name not in known:
+        known[name] = run_local(WORLD, lambda comm: Run(OPTIMIZERS[name][0], comm), timeout=20)
+    return known[name]
+
+
+def resumed(opt: qcomp.Optimizer, saved: Sequence[bytes], stop: int, last: int) -> list[bytes]:
+    """Go on in a fresh world from the bytes of each rank; the bytes after the last step."""
+
+    def rank_main(comm):
+        archive = np.load(io.BytesIO(saved[comm.rank]), allow_pickle=False)
+        params = [archive[f"parameter.{i}"] for i in range(len(SHAPES))]
+        own = {key.removeprefix("state."): archive[key] for key in archive if key.startswith("state.")}
+        state = opt.load_state_dict(own, params, comm)
+        for step in range(stop, last):
+            params, state = advance(opt, params, state, comm, step)
+        return Run.bytes_of(opt, params, state)
+
+    return run_local(len(saved), rank_main, timeout=20)
+
+
+def content(data: bytes) -> dict[str, bytes]:
+    """The entries of an archive; its own bytes have the time of day in them."""
+    archive = np.load(io.BytesIO(data), allow_pickle=False)
+    return {key: archive[key].tobytes() + str(archive[key].dtype).encode() for key in archive}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_saved_after_any_step(whole_runs, name, data):
+    opt, _ = OPTIMIZERS[name]
+    runs = whole_run(whole_runs, name)
+    stage = data.draw(st.sampled_from(sorted(set(runs[0].stages))), "stage")
+    stop = data.draw(st.sampled_from([i for i, s in enumerate(runs[0].stages) if s == stage]), "stop")
+    last = data.draw(st.integers(stop, min(STEPS, stop + 5)), "last")
+    again = resumed(opt, [run.saved[stop] for run in runs], stop, last)
+    for run, data_again in zip(runs, again, strict=True):
+        assert content(data_again) == content(run.saved[last])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_stage_is_reached(whole_runs, name):
+    """Or the test above would not stop in it."""
+    _, stages = OPTIMIZERS[name]
+    assert set(whole_run(whole_runs, name)[0].stages) == stages
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:a state of 2 ranks goes on with 3")
+def test_goes_on_with_other_ranks_in_every_stage(whole_runs, name):
+    """What is owed has tests of its own; here no optimizer keeps anything that another world cannot take."""
+    opt, stages = OPTIMIZERS[name]
+    runs = whole_run(whole_runs, name)
+    for stage in stages:
+        stop = max(i for i, s in enumerate(runs[0].stages[:STEPS]) if s == stage)
+        archives = [np.load(io.BytesIO(run.saved[stop]), allow_pickle=False) for run in runs]
+        dicts = [
+            {key.removeprefix("state."): archive[key] for key in archive if key.startswith("state.")}
+            for archive in archives
+        ]
+
+        def rank_main(comm, archives=archives, dicts=dicts, stop=stop):
+            params = [archives[0][f"parameter.{i}"] for i in range(len(SHAPES))]
+            state = opt.load_state_dict(dicts[comm.rank : comm.rank + 1], params, comm)
+            before = opt.state_dict(state)
+            params, state = advance(opt, params, state, comm, stop)
+            return before, params, state.stage
+
+        results = run_local(3, rank_main, timeout=20)
+        for before, params, after in results:
+            kept = {key for key in before if "residual" not in key} - {"rank", "size", "skipped"}
+            kept -= {key for key in before if key.partition(".")[0] in opt.own_kinds(stage)}
+            for key in kept:
+                assert np.asarray(before[key]).tobytes() == np.asarray(dicts[0][key]).tobytes(), key
+            if after != "local":
+                assert [p.tobytes() for p in params] == [p.tobytes() for p in results[0][1]]
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "stage"),
+    [
+        ("worker_residual", "1-bit", "compressed"),
+        ("server_residual", "1-bit", "compressed"),
+        ("momentum", "Adam", "warmup"),
+        ("variance", "1-bit", "compressed"),
+        ("history", "1-bit, automatic", "warmup"),
+        ("number.rewarm_steps_left", "1-bit, watched", "rewarm"),
+        ("anchor", "0/1", "local"),
+        ("pending", "0/1", "local"),
+    ],
+)
+def test_a_state_that_forgets_is_found(whole_runs, what, name, stage):
+    """Each part of a state that is set to zero makes the run another one."""
+    opt, _ = OPTIMIZERS[name]
+    runs = whole_run(whole_runs, name)
+    stop = [i for i, s in enumerate(runs[0].stages) if s == stage][-1]
+    forgetful = []
+    for run in runs:
+        archive = np.load(io.BytesIO(run.saved[stop]), allow_pickle=False)
+        entries = {key: archive[key] for key in archive}
+        lost = [key for key in entries if key.startswith(f"state.{what}")]
+        assert lost
+        for key in lost:
+            entries[key] = np.zeros_like(entries[key])
+        file = io.BytesIO()
+        np.savez(file, **entries)
+        forgetful.append(file.getvalue())
+    again = resumed(opt, forgetful, stop, STEPS)
+    assert content(again[0]) != content(runs[0].saved[STEPS])
+
+
+@pytest.mark.mpi
+class TestKilled:
+    """Ranks that die without a word, and their checkpoints: each file is whole or not there."""
+
+    JOB = Path(__file__).parent / "resumable_job.py"
+    STEPS = 20
+
+    def job(self, mpirun: Any, folder: Path, kill_at: int, how: str) -> Any:
+        folder.mkdir(exist_ok=True)
+        return mpirun(2, [self.JOB, folder, self.STEPS, kill_at, how], timeout=100, check=kill_at < 0)
+
+    def digests(self, job: Any, start: int) -> set[str]:
+        lines = sorted(job.stdout.split("\n"))[-2:]
+        assert [line.partition(":")[0] for line in lines] == [f"rank {rank} from {start}" for rank in (0, 1)]
+        return {line.partition(": ")[2] for line in lines}
+
+    @pytest.mark.parametrize(
+        ("how", "kill_at", "start"),
+        [
+            # After any number of steps, drawn anew in every run.
+            ("between", 4 + secrets.randbelow(16), None),
+            # Rank 0 has its file of step 12 when rank 1 dies: the last whole checkpoint is that of step 8.
+            ("saving", 12, 8),
+        ],
+        ids=["between two checkpoints", "while one is written"],
+    )
+    def test_ends_with_the_same_parameters(self, mpirun, tmp_path, how, kill_at, start):
+        whole = self.digests(self.job(mpirun, tmp_path / "whole", -1, ""), 0)
+        assert len(whole) == 1
+        killed = self.job(mpirun, tmp_path / "killed", kill_at, how)
+        assert killed.returncode != 0
+        assert "from" not in killed.stdout
+        resumed_job = self.job(mpirun, tmp_path / "killed", -1, "")
+        start = kill_at // 4 * 4 if start is None else start
+        assert self.digests(resumed_job, start) == whole, f"killed at {kill_at}"
