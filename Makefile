@@ -2,20 +2,28 @@
 PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu bench-kernels bench-gpu bench-convergence lint format clean
+.PHONY: demo test test-gpu test-peers bench-kernels bench-gpu bench-convergence lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
 test: $(INSTALLED)  ## Run all tests that need no GPU.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not peers"
 
 test-gpu: $(INSTALLED)  ## Run the tests of the kernels that need a CUDA device; without one they say so.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
 	$(BIN)/python -m pytest -m gpu tests/backends
+
+test-peers:  ## Compare the compat mode with DeepSpeed itself, in an environment of its own.
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet setuptools wheel
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,testing]' pytest-timeout
+	DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.6
+	$(PEERS)/bin/python -m pytest -m peers -s tests/peers
 
 bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their input; writes docs/benchmarks/.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
@@ -40,7 +48,7 @@ format: $(INSTALLED)  ## Put the code into its standard form.
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment and all results.
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qcomp needs Python 3.11 or newer")'

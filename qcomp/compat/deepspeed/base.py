@@ -1,0 +1,220 @@
+"""What the three optimizers share: a first call that only counts, masks, and errors in the state."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qcomp.compat.deepspeed.sign_mean import Errors, sign_mean
+from qcomp.core.arrays import Array, array_namespace, device, sqrt, to_compute_dtype
+from qcomp.core.checkpoint import plain
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.exchange import MeanState
+from qcomp.core.handshake import handshake
+from qcomp.core.optimizers.base import EXACT, Average, Means, Optimizer, as_tensors, zeros_like
+from qcomp.core.state import OptimizerState
+from qcomp.core.transport import Stages, Transport, fuse
+
+__all__ = ["DeepSpeedOptimizer"]
+
+_WORKER, _SERVER = "worker_error", "server_error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptimizer(Optimizer):
+    """Base of the optimizers that go step by step as DeepSpeed's.
+
+    The first call changes nothing and is counted: DeepSpeed used it to try its buffers. There is no bias correction
+    in any call. Weight decay is decoupled.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, nonfinite, groups
+        See `qcomp.Optimizer`. A schedule is given the number of completed calls, the first one included.
+    betas : tuple of two floats
+        Decay of momentum and variance, each from 0 to below 1.
+    eps : float
+        Added to the root of the variance, above 0.
+    exp_avg_mask : mapping of str to array, optional
+        By the names of parameters: what an exchanged momentum is multiplied by, of the parameter's shape. One bit
+        cannot say zero; so where a parameter never has a gradient there must be a 0 here.
+    clip_norm, seed
+        Must be None, and has no effect: clip gradients before the step; nothing is drawn.
+
+    Notes
+    -----
+    The exchange depends on parameters as well as gradients, so that there are no two halves of a step: drive
+    `stages`.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    exp_avg_mask: Mapping[str, Array] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "betas", tuple(self.betas))  # JSON has lists
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas is {self.betas!r}; expected two numbers from 0 to below 1")
+        if not self.eps > 0:
+            raise ValueError(f"eps is {self.eps!r}; expected a number > 0")
+        if self.clip_norm is not None:
+            raise ValueError(f"clip_norm is {self.clip_norm!r}; expected None: clip before the step")
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the errors, which are each rank's own."""
+        return (_WORKER, _SERVER)
+
+    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+        """Return moments of zero, before the first call."""
+        shapes = {name: tuple(p.shape) for name, p in zip(names, params, strict=True)}
+        for name, mask in (self.exp_avg_mask or {}).items():
+            if name not in shapes:
+                raise ValueError(f"exp_avg_mask has {name!r}; expected one of {', '.join(shapes)}")
+            if tuple(mask.shape) != shapes[name]:
+                raise ValueError(
+                    f"exp_avg_mask has shape {tuple(mask.shape)} for {name!r}; expected {shapes[name]}"
+                )
+        return OptimizerState(
+            step=0,
+            stage="warmup",
+            rank=rank,
+            size=size,
+            names=names,
+            exact=(False,) * len(params),
+            momentum=zeros_like(params),
+            variance=zeros_like(params),
+            exchange=MeanState(rank, size, (), ()),
+            history=(),
+            skipped=0,
+        )
+
+    def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
+        """Raise TypeError: see the notes."""
+        raise TypeError(f"{type(self).__name__} has no prepare; drive stages(params, grads, state) instead")
+
+    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:  # noqa: ARG002
+        """Raise TypeError: see the notes."""
+        raise TypeError(f"{type(self).__name__} has no apply; drive stages(params, grads, state) instead")
+
+    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+        """Make one step as a generator of pure stages, for those who move the buffers themselves."""
+        tensors, gradients = as_tensors(params, "params"), as_tensors(grads, "grads")
+        if [tuple(g.shape) for g in gradients] != [tuple(p.shape) for p in tensors]:
+            raise ValueError(
+                f"grads has shapes {[tuple(g.shape) for g in gradients]}; "
+                f"params has {[tuple(p.shape) for p in tensors]}"
+            )
+        if state.step == 0:
+            return params, state._replace(step=1)
+        values = [to_compute_dtype(p) for p in tensors]
+        try:
+            moved, new_state = yield from self._advance(
+                values, [to_compute_dtype(g) for g in gradients], state
+            )
+        except NonFiniteError:
+            if self.nonfinite == "raise":
+                raise
+            return params, state._replace(skipped=state.skipped + 1)
+        new_params = [
+            array_namespace(p).astype(m, p.dtype, copy=False) for p, m in zip(tensors, moved, strict=True)
+        ]
+        return (new_params if isinstance(params, list | tuple) else new_params[0]), new_state._replace(
+            step=state.step + 1
+        )
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: Any,
+        comm: Transport,
+        names: Sequence[str] | None = None,
+    ) -> OptimizerState:
+        """Return the state that `state_dict` has saved, errors included; see `qcomp.Optimizer.load_state_dict`.
+
+        DeepSpeed drops the errors when it loads, so that a resumed run goes another way; here it goes on as if there
+        had been no stop. Not in a world of another size, though: the padding and the shards are of that world.
+
+        Raises
+        ------
+        ValueError
+            As in `qcomp.Optimizer.load_state_dict`, and for dicts of another number of ranks.
+        """
+        if not isinstance(saved, Mapping):
+            others = any(int(plain(each["size"])) != comm.size for each in saved)
+            handshake(
+                comm, {"saved by another number of ranks": others}, like=as_tensors(params, "params")[0]
+            )
+            if others:
+                raise ValueError(
+                    f"saved is of another number of ranks; expected {comm.size}: the errors belong to the shards "
+                    "of these"
+                )
+        return super().load_state_dict(saved, params, comm, names)
+
+    @abstractmethod
+    def _advance(
+        self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState
+    ) -> Stages[tuple[list[Array], OptimizerState]]:
+        """Return the parameters and the state, but for its step, after any call but the first."""
+
+    def _exact_mean(self, grads: Sequence[Array], state: OptimizerState) -> Stages[list[Array]]:
+        means, _ = yield from EXACT.stages(list(grads), MeanState(state.rank, state.size, (), ()))
+        return list(means)
+
+    def _sign_means(
+        self, values: Mapping[int, Array], state: OptimizerState
+    ) -> Stages[tuple[dict[int, Array], OptimizerState]]:
+        """Return the compressed means of some tensors, by number, one message a peer for all; and the new errors."""
+        errors = [Errors(*pair) for pair in zip(state.arrays[_WORKER], state.arrays[_SERVER], strict=True)]
+        results = yield from fuse([sign_mean(x, errors[i], state.size) for i, x in values.items()])
+        means = {}
+        for i, (mean, new) in zip(values, results, strict=True):
+            means[i], errors[i] = mean, new
+        return means, state._replace(arrays={**state.arrays, **_by_kind(errors)})
+
+    def _errors(
+        self, state: OptimizerState, counts: Iterable[int] | None = None
+    ) -> dict[str, tuple[Array, ...]]:
+        """Return errors of zero, for as many elements as each tensor has or as it is said."""
+        sizes = [math.prod(m.shape) for m in state.momentum] if counts is None else counts
+        return _by_kind(
+            [Errors.zeros(m, count, state.size) for m, count in zip(state.momentum, sizes, strict=True)]
+        )
+
+    def _masked(self, values: Sequence[Array], state: OptimizerState) -> list[Array]:
+        """Return the values, with the masks of those tensors that have one."""
+        masks = self.exp_avg_mask or {}
+        return [
+            x * array_namespace(x).asarray(masks[name], dtype=x.dtype, device=device(x))
+            if name in masks
+            else x
+            for x, name in zip(values, state.names, strict=True)
+        ]
+
+    def _blended(self, momentum: Sequence[Array], grads: Sequence[Array]) -> list[Array]:
+        beta1, _ = self.betas
+        return [beta1 * m + (1 - beta1) * g for m, g in zip(momentum, grads, strict=True)]
+
+    def _varied(self, variance: Sequence[Array], grads: Sequence[Array]) -> list[Array]:
+        _, beta2 = self.betas
+        return [beta2 * v + (1 - beta2) * (g * g) for v, g in zip(variance, grads, strict=True)]
+
+    def _updates(
+        self,
+        params: Sequence[Array],
+        momentum: Sequence[Array],
+        variance: Sequence[Array],
+        state: OptimizerState,
+    ) -> list[Array]:
+        """Return m / (sqrt(v) + eps) + weight_decay * p of every tensor."""
+        found = []
+        for p, m, v, decay in zip(params, momentum, variance, self.weight_decays(state), strict=True):
+            update = m / (sqrt(v) + self.eps)
+            found.append(update + decay * p if decay > 0 else update)
+        return found
+
+
+def _by_kind(errors: Sequence[Errors]) -> dict[str, tuple[Array, ...]]:
+    return {_WORKER: tuple(e.worker for e in errors), _SERVER: tuple(e.server for e in errors)}

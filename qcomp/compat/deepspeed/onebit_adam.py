@@ -1,0 +1,127 @@
+"""1-bit Adam as DeepSpeed made it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
+from qcomp.core.arrays import Array
+from qcomp.core.optimizers.groups import Group
+from qcomp.core.state import OptimizerState
+from qcomp.core.transport import Stages
+
+__all__ = ["OnebitAdam", "onebit_adam"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnebitAdam(DeepSpeedOptimizer):
+    """What `onebit_adam` returns.
+
+    - Stage "warmup": momentum and variance of the exact mean gradient. - Stage "compressed", from the call after
+    number max(2, ``freeze_step``): every rank puts its own gradient into the
+      common momentum, `sign_mean` averages the results, and the variance stays.
+
+    Examples
+    --------
+    >>> OnebitAdam(learning_rate=1e-3, freeze_step=400).betas
+    (0.9, 0.999)
+    """
+
+    freeze_step: int = 100_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_step("freeze_step", self.freeze_step)
+
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
+        """Return the state of the warm-up, or with errors of zero that of the compressed stage."""
+        if stage != "compressed":
+            return super().enter(state, stage)
+        return state._replace(stage=stage, arrays=self._errors(state))
+
+    def _advance(
+        self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState
+    ) -> Stages[tuple[list[Array], OptimizerState]]:
+        variance: Sequence[Array] = state.variance
+        if state.stage == "warmup":
+            means = yield from self._exact_mean(grads, state)
+            momentum = self._blended(state.momentum, means)
+            variance = self._varied(variance, means)
+            new_state = state
+        else:
+            blended = self._blended(state.momentum, grads)
+            exchanged, new_state = yield from self._sign_means(dict(enumerate(blended)), state)
+            momentum = self._masked(list(exchanged.values()), state)
+        updates = self._updates(params, momentum, variance, state)
+        moved = [p - rate * u for p, u, rate in zip(params, updates, self.rates(state), strict=True)]
+        new_state = new_state._replace(momentum=tuple(momentum), variance=tuple(variance))
+        if state.stage == "warmup" and state.step + 1 >= self.freeze_step:
+            new_state = self.enter(new_state, "compressed")
+        return moved, new_state
+
+
+def onebit_adam(
+    learning_rate: float | Callable[[int], float] = 1e-3,
+    *,
+    freeze_step: int = 100_000,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    exp_avg_mask: Mapping[str, Array] | None = None,
+    groups: Sequence[Group] = (),
+    nonfinite: Literal["raise", "skip"] = "raise",
+) -> OnebitAdam:
+    """Return DeepSpeed's ``OneBitAdam``, with its parameters' names and defaults.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        DeepSpeed's ``lr``. A schedule is given the number of completed calls.
+    freeze_step : int
+        The last call with an exact mean gradient; 2 at least, whatever is said.
+    betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
+        See `DeepSpeedOptimizer`.
+
+    Returns
+    -------
+    OnebitAdam
+        An optimizer like the others: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
+
+    Notes
+    -----
+    Calls are counted from 1. Call 1 changes nothing. Calls 2 to ``freeze_step``: m = b1 m + (1 - b1) g, v = b2 v + (1
+    - b2) g^2, x = x - rate (m / (sqrt(v) + eps) + weight_decay x), without bias correction: the first steps are (1 -
+    b1) / sqrt(1 - b2) times the rate. After that v stays, as it is, and m is the `sign_mean` of b1 m + (1 - b1) g_i,
+    times the mask. DeepSpeed accepts ``bias_correction``, ``eps_inside_sqrt`` and ``max_grad_norm`` and never uses
+    them; here they do not exist. Sends 2 (N - 1) / N bits an element and step, padding included. Source: DeepSpeed
+    0.19.6, of which it reproduces every step; Tang et al., ICML 2021.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.compat.deepspeed.onebit_adam(learning_rate=0.02, freeze_step=20, betas=(0.9, 0.95))
+    >>> def rank_main(comm):
+    ...     params = np.zeros(100, dtype=np.float32)
+    ...     state = opt.init(params, comm)
+    ...     for _ in range(120):
+    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
+    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
+    >>> qcomp.comm.run_local(2, rank_main)
+    [('compressed', True), ('compressed', True)]
+    """
+    return OnebitAdam(
+        learning_rate=learning_rate,
+        freeze_step=freeze_step,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        exp_avg_mask=exp_avg_mask,
+        groups=groups,
+        nonfinite=nonfinite,
+    )
+
+
+def require_step(argument: str, value: int, least: int = 0) -> None:
+    """Raise ValueError unless a number of steps is an integer, large enough."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{argument} is {value!r}; expected an integer, at least {least}")
