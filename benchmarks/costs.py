@@ -3,7 +3,7 @@
     python benchmarks/costs.py
 
 Counted, not timed: from the arrays of a state, from the bytes that a communicator counts, and from the exchanges that a
-step asks for. Writes the table of docs/costs.md.
+step asks for. Writes the table of docs/costs/README.md.
 """
 
 import argparse
@@ -20,17 +20,20 @@ from qcomp.comm import Communicator, run_local
 from qcomp.core.state import OptimizerState
 
 RANKS = 4
-SIZE = 1 << 16
-"""Parameters, in one tensor of which all is compressed."""
+SHAPE = (256, 256)
+"""Of the one tensor, of which all is compressed."""
+SIZE = SHAPE[0] * SHAPE[1]
 
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and the steps after which its compressed stage is looked at."""
+    """An optimizer, and the steps after which the next one is looked at."""
 
     label: str
     optimizer: qcomp.Optimizer
     steps: int = 0
+    hosts: tuple[str, ...] = ()
+    """Of each rank; by default each has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,33 @@ class Cost:
 
 def cases() -> list[Case]:
     """Return what the table has, in its order."""
-    frozen: Mapping[str, Any] = {"learning_rate": 1e-3, "exact": None, "freeze": 1}
     plain: Mapping[str, Any] = {"learning_rate": 1e-3, "exact": None}
+    frozen: Mapping[str, Any] = {**plain, "betas": (0.9, 0.9), "freeze": 1}
+    zero_one: Mapping[str, Any] = {**frozen, "sync_steps": qcomp.LocalSteps(1, 2)}
     return [
         Case("Adam", qcomp.Adam(learning_rate=1e-3)),
         Case("1-bit Adam", qcomp.OneBitAdam(**frozen), 1),
         Case("QAdam", qcomp.QAdam(**frozen), 1),
         Case("QAdam without feedback", qcomp.QAdam(**frozen, feedback=False), 1),
+        Case(
+            "QAdam, two nodes of two ranks, inside them exact",
+            qcomp.QAdam(**frozen, hierarchical=True),
+            1,
+            ("a", "a", "b", "b"),
+        ),
+        Case("0/1 Adam, a step that synchronises", qcomp.ZeroOneAdam(**zero_one), 3),
+        Case("0/1 Adam, a step in between", qcomp.ZeroOneAdam(**zero_one), 4),
+        Case("1-bit LAMB", qcomp.OneBitLamb(**frozen), 1),
         Case("SGD, 4-bit QSGD", qcomp.CompressedSGD(**plain)),
-        Case("SGD, signs", qcomp.CompressedSGD(**plain, compressor=qcomp.ScaledSign())),
+        Case("SGD, 4-bit QSGD, L2 norm, range coder", qcomp.CompressedSGD(**plain, **coded())),
+        Case("SGD, 1-bit SGD", qcomp.CompressedSGD(**plain, compressor=qcomp.OneBitSGD())),
+        Case("QSVRG, within an epoch", qcomp.QSVRG(**plain)),
     ]
+
+
+def coded() -> Mapping[str, Any]:
+    """Return settings whose messages have no fixed length, which costs an exchange of the lengths before each."""
+    return {"compressor": qcomp.QSGD(levels=7, norm="l2", coding="range"), "feedback": False}
 
 
 def measure(case: Case) -> Cost:
@@ -64,16 +84,22 @@ def measure(case: Case) -> Cost:
 
     def rank_main(comm: Communicator) -> tuple[int, int, int]:
         counting = _Counting(comm)
-        params = np.ones(SIZE, dtype=np.float32)
-        gradient = np.random.default_rng(comm.rank).standard_normal(SIZE, dtype=np.float32)
+        params = np.ones(SHAPE, dtype=np.float32)
+        gradient = np.random.default_rng(comm.rank).standard_normal(SHAPE, dtype=np.float32)
         state = case.optimizer.init(params, comm)
+        grads: Any = gradient
+        if isinstance(case.optimizer, qcomp.QSVRG):
+            state = case.optimizer.begin_epoch(params, gradient, state, comm)
+            grads = (gradient, gradient)
         for _ in range(case.steps):
-            params, state = case.optimizer.step(params, gradient, state, comm)
+            params, state = case.optimizer.step(params, grads, state, comm)
         before = comm.bytes_sent
-        _, state = case.optimizer.step(params, gradient, state, counting)
+        _, state = case.optimizer.step(params, grads, state, counting)
         return held(state), comm.bytes_sent - before, counting.calls
 
-    memory, sent, calls = (max(values) for values in zip(*run_local(RANKS, rank_main), strict=True))
+    hosts = case.hosts or tuple(map(str, range(RANKS)))
+    results = run_local(RANKS, rank_main, hosts=hosts)
+    memory, sent, calls = (max(values) for values in zip(*results, strict=True))
     ring = 2 * (RANKS - 1) / RANKS
     return Cost(memory / SIZE, 8 * sent / SIZE / ring, calls)
 
