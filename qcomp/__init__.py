@@ -20,11 +20,14 @@ from qcomp.core.compressors import (
     Scaled,
     ScaledSign,
     TopK,
+    WholeFields,
 )
 from qcomp.core.diagnostics import Diagnostics
+from qcomp.core.ef21 import EF21Mean
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.optimizers import (
+    EF21SGD,
     QSVRG,
     Adam,
     CompressedSGD,
@@ -43,6 +46,7 @@ from qcomp.core.optimizers import (
 )
 from qcomp.core.packing import ExactBelow, Tensor
 from qcomp.core.payload import Payload, PayloadSpec
+from qcomp.core.policies import ByName
 from qcomp.core.random import Key
 from qcomp.core.registry import compressor, compressor_names, register
 from qcomp.core.state import OptimizerState
@@ -52,9 +56,11 @@ if TYPE_CHECKING:
     from qcomp import comm, compat, testing
 
 __all__ = [
+    "EF21SGD",
     "QSGD",
     "QSVRG",
     "Adam",
+    "ByName",
     "Cast",
     "CommunicatorError",
     "CompressedMean",
@@ -62,6 +68,7 @@ __all__ = [
     "Compressor",
     "Diagnostics",
     "DoublingIntervals",
+    "EF21Mean",
     "ExactBelow",
     "FreezeAt",
     "Group",
@@ -90,6 +97,7 @@ __all__ = [
     "Traits",
     "VarianceStable",
     "VarianceWatch",
+    "WholeFields",
     "ZeroOneAdam",
     "__version__",
     "backends",

@@ -31,9 +31,21 @@ def pack(codes: Array, bits: int) -> Array:
         planes = xp.reshape(codes, (rows, 8 // bits, length * bits // 8))
         shifted = xp.bitwise_left_shift(planes, _shifts(codes, 8 // bits, bits))
         return xp.sum(shifted, axis=1, dtype=xp.uint8)
+    if bits > 8:  # each byte for itself: planes of int32 would be four times the memory
+        low = xp.bitwise_and(codes, xp.asarray(0xFF, dtype=codes.dtype, device=device(codes)))
+        high = xp.bitwise_right_shift(codes, xp.asarray(8, dtype=codes.dtype, device=device(codes)))
+        halves = ((low, 8), (high, bits - 8))
+        return xp.concat([_pack_planes(xp.astype(half, xp.uint8), width) for half, width in halves], axis=1)
+    return _pack_planes(codes, bits)
+
+
+def _pack_planes(codes: Array, bits: int) -> Array:
+    """Pack uint8 codes as one-bit planes."""
+    xp = array_namespace(codes)
+    rows, length = codes.shape
     one = xp.asarray(1, dtype=codes.dtype, device=device(codes))
     single = xp.bitwise_and(xp.bitwise_right_shift(codes[:, None, :], _shifts(codes, bits, 1)), one)
-    packed = pack(xp.reshape(xp.astype(single, xp.uint8, copy=False), (rows * bits, length)), 1)
+    packed = pack(xp.reshape(single, (rows * bits, length)), 1)
     return xp.reshape(packed, (rows, bits * (length // 8)))
 
 
@@ -47,7 +59,17 @@ def unpack(data: Array, bits: int) -> Array:
         mask = xp.asarray((1 << bits) - 1, dtype=xp.uint8, device=device(data))
         shifted = xp.bitwise_right_shift(data[:, None, :], _shifts(data, 8 // bits, bits))
         return xp.reshape(xp.bitwise_and(shifted, mask), (rows, size * 8 // bits))
+    if bits > 8:
+        cut = 8 * (size // bits)
+        low = xp.astype(_unpack_planes(data[:, :cut], 8), xp.int32)
+        high = xp.astype(_unpack_planes(data[:, cut:], bits - 8), xp.int32)
+        return low + xp.bitwise_left_shift(high, xp.asarray(8, dtype=xp.int32, device=device(data)))
+    return _unpack_planes(data, bits)
+
+
+def _unpack_planes(data: Array, bits: int) -> Array:
+    """Unpack one-bit planes into uint8 codes, the inverse of `_pack_planes`."""
+    xp = array_namespace(data)
+    rows, size = data.shape
     single = xp.reshape(unpack(xp.reshape(data, (rows * bits, size // bits)), 1), (rows, bits, -1))
-    dtype = xp.uint8 if bits <= 8 else xp.int32
-    single = xp.astype(single, dtype, copy=False)
-    return xp.sum(xp.bitwise_left_shift(single, _shifts(single, bits, 1)), axis=1, dtype=dtype)
+    return xp.sum(xp.bitwise_left_shift(single, _shifts(single, bits, 1)), axis=1, dtype=xp.uint8)

@@ -33,7 +33,7 @@ _SCALARS = ("step", "stage", "rank", "size", "skipped")
 NUMBER = "number."
 """Before the names of `OptimizerState.numbers`."""
 
-WORKER, SERVER = "worker_residual", "server_residual"
+WORKER, SERVER = CompressedMean.kinds
 """Kinds of arrays that are of one rank in every optimizer."""
 
 
@@ -138,9 +138,10 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
     if kept.worker:
         worker, server = mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
         offsets = (f"@{s.start}" if s.start else "" for s in worker)
-        keys = (f"{WORKER}.{name}{offset}" for name, offset in zip(compressed, offsets, strict=True))
+        of_worker, of_server = mean.kinds
+        keys = (f"{of_worker}.{name}{offset}" for name, offset in zip(compressed, offsets, strict=True))
         yield from zip(keys, kept.worker, strict=True)
-        keys = (f"{SERVER}.{compressed[s.tensor]}@{s.start}" for s in server)
+        keys = (f"{of_server}.{compressed[s.tensor]}@{s.start}" for s in server)
         yield from zip(keys, kept.server, strict=True)
     for kind, arrays in state.arrays.items():
         yield from zip((f"{kind}.{name}" for name in state.names), arrays, strict=True)

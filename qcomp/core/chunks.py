@@ -32,7 +32,8 @@ def cut(
     """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
 
     A bucket never crosses a tensor's boundary; the last chunks are shorter or empty where it does not divide. The
-    tensors have buckets of one size, or each of its own; buckets are numbered in the elements before them then.
+    tensors have buckets of one size, or each of its own; buckets are numbered in the elements before them then, where a
+    bucket counts as a power of two: a compressor may fill it up to that, and draw for what it fills in.
 
     Examples
     --------
@@ -46,8 +47,9 @@ Segment(tensor=1, start=0, stop=8, bucket=3)))
     chunks: list[list[Segment]] = [[] for _ in range(count)]
     before = elements = 0  # whole buckets, and the elements that they stand for
     for tensor, (size, length, buckets) in enumerate(zip(sizes, lengths, counts, strict=True)):
-        first = -(-elements // length)
-        elements = (first + buckets) * length
+        drawn = 1 << (length - 1).bit_length()
+        first = -(-elements // drawn)
+        elements = (first + buckets) * drawn
         done = 0
         while done < buckets:
             chunk, within = divmod(before, per_chunk)

@@ -161,7 +161,7 @@ class _Notes:
 
     def before(self, average: Average) -> None:
         """Note what will be averaged with compression; its buffers may be used up by that."""
-        compressed = [p for p in average.parts if p.values and not p.mean.compressor.traits.lossless]
+        compressed = [p for p in average.parts if p.values and not p.mean.lossless]
         if not compressed:
             return
         self.part = part = compressed[0]
@@ -190,7 +190,7 @@ class _Notes:
         exact, _ = yield from EXACT.stages(self.signal, nothing)
         worker = server = math.nan
         kept = self.exchange
-        if kept.worker:
+        if kept.worker and self.part.mean.feedback:
             own, served = self.part.mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
             worker = self._ratio(kept.worker, own, self.signal)
             server = self._ratio(kept.server, served, exact)

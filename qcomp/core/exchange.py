@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from qcomp.core import feedback, primitives
 from qcomp.core.arrays import (
@@ -31,7 +31,7 @@ from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import AllGather, AllToAll, Stages, Transport, drive
 
-__all__ = ["CompressedMean", "MeanState"]
+__all__ = ["CompressedMean", "MeanState", "Worker"]
 
 _WORKER, _SERVER = 0, 1
 
@@ -51,7 +51,7 @@ class MeanState(NamedTuple):
     """The node of each rank, for a hierarchical mean; empty if each rank is a node of its own."""
 
 
-class _Worker(NamedTuple):
+class Worker(NamedTuple):
     """How a worker compresses what it has."""
 
     compressors: Sequence[Compressor]
@@ -67,8 +67,8 @@ class CompressedMean:
 
     Parameters
     ----------
-    compressor : Compressor
-        Of the workers and of the servers; each tensor has the one that this is `for_shape` of it.
+    compressor : Compressor or sequence of Compressor
+        Of the workers and of the servers: of all tensors, or one for each; a tensor has what this is `for_shape` of it.
     topology : {"two_phase", "all_gather", "hierarchical"}
         ``"two_phase"``: the vector is cut into a chunk for every rank; each rank is the server of its chunk,
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
@@ -108,19 +108,46 @@ class CompressedMean:
     [0.5, 0.5]
     """
 
-    compressor: Compressor
+    kinds: ClassVar[tuple[str, str]] = ("worker_residual", "server_residual")
+    """How checkpoints call what a state holds as ``worker`` and as ``server``."""
+
+    compressor: Compressor | Sequence[Compressor]
     topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compressor, Compressor):
-            raise TypeError(f"compressor is {self.compressor!r}; expected a qcomp.Compressor")
+        if isinstance(self.compressor, list):
+            object.__setattr__(self, "compressor", tuple(self.compressor))
+        if not self.compressors or not all(isinstance(c, Compressor) for c in self.compressors):
+            raise TypeError(
+                f"compressor is {self.compressor!r}; expected a qcomp.Compressor, or a sequence of them"
+            )
         if self.topology not in ("two_phase", "all_gather", "hierarchical"):
             raise ValueError(
                 f"topology is {self.topology!r}; expected 'two_phase', 'all_gather' or 'hierarchical'"
             )
         if self.feedback:
-            feedback.require_contraction(self.compressor)
+            for compressor in self.compressors:
+                feedback.require_contraction(compressor)
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """The one compressor of all tensors, or the compressor of each."""
+        return self.compressor if isinstance(self.compressor, tuple) else (self.compressor,)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the mean is exact."""
+        return all(c.traits.lossless for c in self.compressors)
+
+    def compressors_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Compressor]:
+        """Return the compressor of each of the tensors of these shapes."""
+        chosen = self.compressors
+        if not isinstance(self.compressor, tuple):
+            chosen *= len(shapes)
+        if len(chosen) != len(shapes):
+            raise ValueError(f"x has {len(shapes)} arrays; compressor has {len(chosen)} entries")
+        return [c.for_shape(shape) for c, shape in zip(chosen, shapes, strict=True)]
 
     def init(self, x: Array | Sequence[Array], comm: Transport) -> MeanState:
         """Return the first state, with residuals of zero, after all ranks agreed that they were started alike.
@@ -143,7 +170,7 @@ class CompressedMean:
         handshake(
             comm,
             {
-                "compressor": self.compressor.spec,
+                "compressor": [c.spec for c in self.compressors],
                 "topology": self.topology,
                 "feedback": self.feedback,
                 "shapes": [list(t.shape) for t in tensors],
@@ -179,7 +206,7 @@ class CompressedMean:
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
         """Return what a rank's residuals are of: a part of each tensor as worker, and what it is the server of."""
         if self.topology == "hierarchical":
-            compressors = [self.compressor.for_shape(shape) for shape in shapes]
+            compressors = self.compressors_of(shapes)
             buckets = tuple(c.traits.bucket_size for c in compressors)
             return Lanes(_nodes(size, nodes), tuple(map(math.prod, shapes)), buckets).kept(rank)
         whole = tuple(Segment(i, 0, math.prod(shape), 0) for i, shape in enumerate(shapes))
@@ -196,7 +223,7 @@ class CompressedMean:
         self, shapes: Sequence[tuple[int, ...]], size: int
     ) -> tuple[tuple[Segment, ...], ...]:
         """Return the segments of each rank's chunk of tensors of these shapes."""
-        compressors = [self.compressor.for_shape(shape) for shape in shapes]
+        compressors = self.compressors_of(shapes)
         return _segments(compressors, list(map(math.prod, shapes)), size)
 
     def __call__(
@@ -253,10 +280,9 @@ class CompressedMean:
             On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
         """
         tensors = [detached(t) for t in _as_list(x)]
-        if self.compressor.traits.random and key is None:
-            raise ValueError(
-                f"key is None; {self.compressor.spec} draws random numbers and needs a qcomp.Key"
-            )
+        drawing = [c.spec for c in self.compressors if c.traits.random]
+        if drawing and key is None:
+            raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
         if self._is_one_node(state.size, state.nodes):
             exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
             return (yield from exact.stages(x, state, donate=donate, blends=blends))
@@ -272,24 +298,24 @@ class CompressedMean:
             raise ValueError(f"blends has {len(blends)} entries; x has {len(tensors)} arrays")
         targets = [b.m for b in blends] or tensors  # of half-precision gradients, the momenta are float32
         blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
-        if blends and (self.compressor.traits.lossless or self.topology == "hierarchical"):
+        if blends and (self.lossless or self.topology == "hierarchical"):
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
             blends = ()
-        compressors = [self.compressor.for_shape(tuple(t.shape)) for t in tensors]
-        if self.compressor.traits.lossless:
+        compressors = self.compressors_of([tuple(t.shape) for t in tensors])
+        if self.lossless:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
-            compressors = [self.compressor]
+            compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
         rounds = {
             "two_phase": self._two_phase,
             "all_gather": self._all_gather,
             "hierarchical": self._hierarchical,
         }[self.topology]
-        running = rounds(flat, state, _Worker(compressors, own_key, donate and not blends, blends))
+        running = rounds(flat, state, Worker(compressors, own_key, donate and not blends, blends))
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running
-        if self.compressor.traits.lossless:
+        if self.lossless:
             means = _cut_like(means[0], tensors)
         shaped = [
             array_namespace(t).astype(array_namespace(t).reshape(m, t.shape), t.dtype, copy=False)
@@ -299,10 +325,10 @@ class CompressedMean:
 
     @property
     def _keeps_residuals(self) -> bool:
-        return self.feedback and not self.compressor.traits.lossless
+        return self.feedback and not self.lossless
 
     def _two_phase(
-        self, flat: list[Array], state: MeanState, how: _Worker
+        self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(how.compressors, flat)
         chunks = _segments(how.compressors, list(map(_size, flat)), state.size)
@@ -323,7 +349,7 @@ class CompressedMean:
         return _decode_all(codec, opened, chunks, flat), new_state
 
     def _all_gather(
-        self, flat: list[Array], state: MeanState, how: _Worker
+        self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(how.compressors, flat)
         (whole,) = _segments(how.compressors, list(map(_size, flat)), 1)
@@ -335,7 +361,7 @@ class CompressedMean:
         return _assemble([whole], [means], flat), state._replace(worker=worker.residuals)
 
     def _hierarchical(
-        self, flat: list[Array], state: MeanState, how: _Worker
+        self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         hierarchy = Hierarchy(how.compressors, flat, _nodes(state.size, state.nodes), how.key)
         received = yield from hierarchy.stages(state.worker, state.server)

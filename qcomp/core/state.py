@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qcomp.core.arrays import Array
+from qcomp.core.compressor import Compressor
 from qcomp.core.exchange import MeanState
 
 __all__ = ["OptimizerState"]
@@ -34,3 +35,5 @@ class OptimizerState(NamedTuple):
     """What else an optimizer keeps, by kind: an array for each parameter, of size 0 where there is nothing to keep."""
     numbers: Mapping[str, float] = {}
     """Further numbers by name, the same on all ranks."""
+    compressors: tuple[Compressor, ...] = ()
+    """What a policy has chosen for each tensor that is not exact; empty if all have the optimizer's compressor."""

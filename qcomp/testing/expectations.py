@@ -42,7 +42,9 @@ def _enumerate(case: Case) -> tuple[Enumerated, ...]:
         case = Case(coder.plain, case.xp, jit=case.jit)
 
     def source(_: Key, block: Block) -> Vector:
-        elements = block.start + np.arange(block.rows * block.length).reshape(block.rows, block.length)
+        # By its bucket: a compressor may fill its buckets up with what is no element of the vector.
+        buckets = block.first_bucket + np.arange(block.rows)[:, None]
+        elements = buckets * case.compressor.traits.bucket_size + np.arange(block.length)
         return (elements // _KINDS % _DRAWS).astype(np.float32)
 
     copies = max(_DRAWS, case.compressor.traits.bucket_size // _KINDS)

@@ -67,7 +67,7 @@ class TestCompressed:
         ],
         ids=lambda o: f"{o.compressor}-{o.topology}-{bool(o.exact)}",
     )
-    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    @pytest.mark.parametrize("size", [1, 3])
     def test_all_ranks_hold_the_same_and_it_works(self, job, grads, opt, size):
         """Least squares towards the mean of the ranks' targets; Job.step compares the ranks."""
         targets = [grads(SHAPES, rank, 0) for rank in range(size)]

@@ -1,6 +1,7 @@
 """The compressors, one a file."""
 
 from qcomp.core.compressors.cast import Cast
+from qcomp.core.compressors.fields import WholeFields
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.compressors.minmax import MinMaxUInt8
 from qcomp.core.compressors.onebit_sgd import OneBitSGD
@@ -10,4 +11,15 @@ from qcomp.core.compressors.scaled import Scaled
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.compressors.topk import TopK
 
-__all__ = ["QSGD", "Cast", "Identity", "MinMaxUInt8", "OneBitSGD", "RandK", "Scaled", "ScaledSign", "TopK"]
+__all__ = [
+    "QSGD",
+    "Cast",
+    "Identity",
+    "MinMaxUInt8",
+    "OneBitSGD",
+    "RandK",
+    "Scaled",
+    "ScaledSign",
+    "TopK",
+    "WholeFields",
+]

@@ -2,6 +2,7 @@
 
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.ef21_sgd import EF21SGD
 from qcomp.core.optimizers.freeze import FreezeAt, VarianceStable
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.optimizers.lamb import Lamb
@@ -15,6 +16,7 @@ from qcomp.core.optimizers.watch import VarianceWatch
 from qcomp.core.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "EF21SGD",
     "QSVRG",
     "Adam",
     "CompressedSGD",

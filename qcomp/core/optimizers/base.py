@@ -58,6 +58,8 @@ class Means(NamedTuple):
     """The mean of each tensor, in the order of the parameters, then of what else there was; the same on all ranks."""
     exchange: MeanState
     """The residuals after the exchange."""
+    own: tuple[Array, ...] = ()
+    """What `Average` has as this rank's own values."""
 
 
 class Average(NamedTuple):
@@ -67,15 +69,18 @@ class Average(NamedTuple):
     exchange: MeanState
     """The residuals, which the compressed part uses; they stay as they are if there is none."""
     own: tuple[Array, ...] = ()
-    """Without parts: this rank's own values, which stand for the means, and nothing is sent."""
+    """This rank's own values, for `Optimizer.apply`; the parts do not use them up, and without parts they stand for the
+    means, and nothing is sent."""
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
         if not self.parts:
-            return Means(self.own, self.exchange)
+            return Means(self.own, self.exchange, self.own)
         results = yield from fuse(
             [
-                p.mean.stages(p.values, p.state, key=p.key, donate=not p.blends, blends=p.blends)
+                p.mean.stages(
+                    p.values, p.state, key=p.key, donate=not (p.blends or self.own), blends=p.blends
+                )
                 for p in self.parts
             ]
         )
@@ -85,7 +90,7 @@ class Average(NamedTuple):
             values.update(zip(part.tensors, means, strict=True))
             if part.state is self.exchange:
                 exchange = state
-        return Means(tuple(values[i] for i in range(len(values))), exchange)
+        return Means(tuple(values[i] for i in range(len(values))), exchange, self.own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,10 @@ class Optimizer(ABC):
     def mean(self) -> CompressedMean:
         """How the compressed stage averages; its residuals are in the state."""
         return EXACT
+
+    def mean_of(self, state: OptimizerState) -> CompressedMean:  # noqa: ARG002
+        """Return how the compressed stage averages what this state is of."""
+        return self.mean
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return which kinds of arrays are each rank's own in a stage, besides the residuals.
@@ -194,16 +203,24 @@ class Optimizer(ABC):
             raise ValueError(
                 f"names has {len(set(names))} different names; params has {len(tensors)} tensors"
             )
+        state, problem = None, None
+        try:
+            state = self.start(tensors, names, comm.rank, comm.size)
+        except Exception as error:
+            problem = error  # of a policy, perhaps on this rank alone: all are told, and none is left waiting
         facts = {
             "optimizer": type(self).__name__,
             "settings": {f.name: _describe(getattr(self, f.name)) for f in fields(self)},
             "names": list(names),
             "shapes": [list(t.shape) for t in tensors],
             "dtypes": [dtype_name(t.dtype) for t in tensors],
+            "compressed": _choices(state) if state else f"{type(problem).__name__}: {problem}",
         }
         handshake(comm, facts, like=tensors[0])
+        if state is None:
+            assert problem is not None
+            raise problem
         require_matches("groups", [group.pattern for group in self.groups], names)
-        state = self.start(tensors, names, comm.rank, comm.size)
         return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(
@@ -259,7 +276,7 @@ class Optimizer(ABC):
 
         Parameters are named as in `init`. The residuals are this rank's own: every rank keeps its dict.
         """
-        return to_state_dict(state, self.mean)
+        return to_state_dict(state, self.mean_of(state))
 
     def load_state_dict(
         self,
@@ -300,7 +317,7 @@ class Optimizer(ABC):
         own = saved if isinstance(saved, Mapping) else drive(regroup(saved, world), comm)
         loaded, problem = fresh, None
         try:
-            loaded = from_state_dict(own, lambda stage: self.enter(fresh, stage), self.mean)
+            loaded = from_state_dict(own, lambda stage: self.enter(fresh, stage), self.mean_of(fresh))
         except ValueError as error:
             problem = error
         verdict = "refused" if problem else f"of step {loaded.step}, {loaded.stage}"
@@ -334,7 +351,7 @@ class Optimizer(ABC):
             fresh.size,
             self.own_kinds,
             {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
-            lambda stage: dict(named_arrays(self.enter(fresh, stage), self.mean)),
+            lambda stage: dict(named_arrays(self.enter(fresh, stage), self.mean_of(fresh))),
             params[0],
         )
 
@@ -367,7 +384,7 @@ class Optimizer(ABC):
         exchange = state.exchange._replace(nodes=nodes)
         if nodes and exchange.worker:
             compressed = [p for p, is_exact in zip(params, state.exact, strict=True) if not is_exact]
-            exchange = self.mean.zeros(compressed, rank=state.rank, size=state.size, nodes=nodes)
+            exchange = self.mean_of(state).zeros(compressed, rank=state.rank, size=state.size, nodes=nodes)
         return state._replace(exchange=exchange)
 
     def _key(self, state: OptimizerState) -> Key:
@@ -407,6 +424,14 @@ def update(param: Array, change: Array) -> Array:
 def _require(argument: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ValueError(f"{argument} is {value!r}; expected {expected}")
+
+
+def _choices(state: OptimizerState) -> list[object]:
+    """Return what policies have chosen for each tensor: whether it is compressed, or the compressor that it has."""
+    if not state.compressors:
+        return [not is_exact for is_exact in state.exact]
+    compressors = iter(state.compressors)
+    return [None if is_exact else next(compressors).spec for is_exact in state.exact]
 
 
 def _describe(value: object) -> str:

@@ -3,19 +3,22 @@
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array
+from qcomp.core.arrays import Array, flush
 from qcomp.core.compressor import Compressor
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.kernels import Blend
-from qcomp.core.optimizers.base import Average, Optimizer, Part
+from qcomp.core.optimizers.base import Average, Means, Optimizer, Part
 from qcomp.core.packing import ExactBelow, ExactPolicy, Tensor
+from qcomp.core.policies import CompressorPolicy
 from qcomp.core.state import OptimizerState
 
 __all__ = ["CompressingOptimizer"]
+
+_RATE = "feedback_rate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,49 +35,90 @@ class CompressingOptimizer(Optimizer):
         See `CompressedMean`.
     exact : callable or None
         Which tensors stay exact, see `ExactBelow`; None compresses everything.
+    compressors : callable, optional
+        A compressor for each tensor in place of ``compressor``, or None for tensors that stay exact, which those of
+        ``exact`` do in any case; see `ByName`.
+    rescale_feedback : bool
+        Whether residuals are multiplied with the ratio of the old rate to the new one when the learning rate changes,
+        so that what is owed of an old step is paid with the rate of that step. Then x - rate (mean_i e_i + e_s) is
+        what SGD without momentum has without compression, for any schedule; without it, only while the rate stays. A
+        step of rate 0 leaves the residuals as they are. Takes a pass over them whenever the rate changes. Not the
+        default, since residuals grow when the rate falls: on quadratics with schedules that fall it was better for
+        top-k without momentum, no better for signs, and with momentum and a rate that goes up and down by ten signs
+        diverged.
     """
 
     compressor: Compressor
     feedback: bool = True
     topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
     exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
+    rescale_feedback: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.mean  # noqa: B018 - raises if compressor, feedback and topology do not go together
+        self._require_suitable(self.compressor)
+        if self.rescale_feedback and not self.feedback:
+            raise ValueError(
+                "rescale_feedback is True and feedback is False; expected feedback that can be rescaled"
+            )
 
     @property
     def mean(self) -> CompressedMean:
-        """The compressed mean of this optimizer."""
+        """The compressed mean of this optimizer, if all tensors have its compressor."""
         return CompressedMean(self.compressor, topology=self.topology, feedback=self.feedback)
 
-    def _choose_exact(self, params: Sequence[Array], names: Sequence[str]) -> tuple[bool, ...]:
-        """Return which tensors stay exact, and warn if all of them do."""
-        if self.exact is None:
-            return (False,) * len(params)
+    def mean_of(self, state: OptimizerState) -> CompressedMean:
+        """Return how the compressed stage averages, with the compressors that a policy has chosen."""
+        return replace(self.mean, compressor=state.compressors) if state.compressors else self.mean
+
+    def _require_suitable(self, compressor: Compressor) -> None:
+        """Raise ValueError if this optimizer cannot work with a compressor."""
+
+    def _choices(
+        self, params: Sequence[Array], names: Sequence[str]
+    ) -> tuple[tuple[bool, ...], tuple[Compressor, ...]]:
+        """Return which tensors stay exact, and what a policy has chosen for each of the others."""
         tensors = [
             Tensor(name, tuple(p.shape), math.prod(p.shape)) for name, p in zip(names, params, strict=True)
         ]
-        chosen = tuple(self.exact(tensors))
-        if all(chosen):
+        exact = (False,) * len(tensors) if self.exact is None else tuple(self.exact(tensors))
+        if self.compressors is None:
+            return exact, ()
+        chosen = tuple(self.compressors(tensors))
+        if len(chosen) != len(tensors) or not all(c is None or isinstance(c, Compressor) for c in chosen):
+            raise TypeError(
+                f"compressors chose {chosen!r}; expected a qcomp.Compressor or None for each of {len(tensors)} tensors"
+            )
+        exact = tuple(is_exact or c is None for is_exact, c in zip(exact, chosen, strict=True))
+        compressors = tuple(c for is_exact, c in zip(exact, chosen, strict=True) if c and not is_exact)
+        for compressor in compressors:
+            self._require_suitable(compressor)
+        return exact, compressors
+
+    def _chosen(self, state: OptimizerState, params: Sequence[Array]) -> OptimizerState:
+        """Return a first state that knows what is compressed and how; warn if nothing is."""
+        exact, compressors = self._choices(params, state.names)
+        if all(exact):
+            policies = f"exact={self.exact!r}" + (
+                f", compressors={self.compressors!r}" if self.compressors else ""
+            )
             warnings.warn(
-                f"{type(self).__name__} compresses nothing: exact={self.exact!r} keeps all {len(tensors)} tensors "
-                f"exact (the largest has {max(t.size for t in tensors)} elements); pass exact=None to compress all",
+                f"{type(self).__name__} compresses nothing: {policies} keeps all {len(params)} tensors "
+                f"exact (the largest has {max(math.prod(p.shape) for p in params)} elements); "
+                "pass exact=None to compress all",
                 stacklevel=4,
             )
-        return chosen
+        numbers = {**state.numbers, _RATE: 0.0} if self.rescale_feedback else state.numbers
+        return state._replace(exact=exact, compressors=compressors, numbers=numbers)
 
-    def _no_residuals(
-        self,
-        params: Sequence[Array],
-        exact: Sequence[bool],
-        rank: int,
-        size: int,
-        nodes: tuple[int, ...] = (),
-    ) -> MeanState:
+    def _no_residuals(self, params: Sequence[Array], state: OptimizerState) -> MeanState:
         """Return residuals of zero for the tensors that are compressed."""
-        compressed = [p for p, is_exact in zip(params, exact, strict=True) if not is_exact]
-        return self.mean.zeros(compressed, rank=rank, size=size, nodes=nodes)
+        compressed = [p for p, is_exact in zip(params, state.exact, strict=True) if not is_exact]
+        return self.mean_of(state).zeros(
+            compressed, rank=state.rank, size=state.size, nodes=state.exchange.nodes
+        )
 
     def _average(
         self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend] = ()
@@ -85,6 +129,7 @@ class CompressingOptimizer(Optimizer):
         """
         exact = [i for i, is_exact in enumerate(state.exact) if is_exact]
         compressed = [i for i, is_exact in enumerate(state.exact) if not is_exact]
+        exchange = self._owed(state)
         parts = []
         if exact:
             plain = [values[i] for i in exact]
@@ -98,6 +143,30 @@ class CompressingOptimizer(Optimizer):
             chosen = tuple(values[i] for i in compressed)
             chosen_blends = tuple(blends[i] for i in compressed) if blends else ()
             parts.append(
-                Part(self.mean, tuple(compressed), chosen, state.exchange, self._key(state), chosen_blends)
+                Part(
+                    self.mean_of(state), tuple(compressed), chosen, exchange, self._key(state), chosen_blends
+                )
             )
-        return Average(tuple(parts), state.exchange)
+        return Average(tuple(parts), exchange)
+
+    def _owed(self, state: OptimizerState) -> MeanState:
+        """Return the residuals, in units of the rate of the next step if they are rescaled."""
+        if not self.rescale_feedback:
+            return state.exchange
+        last, rate = state.numbers[_RATE], self.rate(state)
+        if last == rate or not last or not rate:
+            return state.exchange
+        worker, server = (
+            tuple(flush((last / rate) * e) for e in residuals)
+            for residuals in (state.exchange.worker, state.exchange.server)
+        )
+        return state.exchange._replace(worker=worker, server=server)
+
+    def _paid(self, state: OptimizerState, means: Means) -> OptimizerState:
+        """Return the state with the residuals that an exchange has left, and the rate that they are of."""
+        if not self.rescale_feedback:
+            return state._replace(exchange=means.exchange)
+        rate = self.rate(state)
+        if not rate:  # nothing of it moves a parameter: what was owed still is
+            return state
+        return state._replace(exchange=means.exchange, numbers={**state.numbers, _RATE: float(rate)})

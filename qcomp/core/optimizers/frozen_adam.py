@@ -62,16 +62,13 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         """Return moments of zero, in the warm-up."""
         state = super().start(params, names, rank, size)
         warn_if_early(freeze_rule(self.freeze), self.betas[1], type(self).__name__)
-        return state._replace(exact=self._choose_exact(params, names))
+        return self._chosen(state, params)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return the state of the warm-up, or with residuals of zero the one of another stage."""
         if stage not in ("compressed", "rewarm" if self.watch else "compressed"):
             return super().enter(state, stage)
-        residuals = self._no_residuals(
-            state.momentum, state.exact, state.rank, state.size, state.exchange.nodes
-        )
-        state = state._replace(stage=stage, exchange=residuals)
+        state = state._replace(stage=stage, exchange=self._no_residuals(state.momentum, state))
         if self.watch is None:
             return state
         return self._rewarming(self.watch.begin(state), 0)
@@ -104,8 +101,8 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             primitives.frozen_step(p, m, v, numbers)
             for p, m, v, numbers in zip(tensors, momentum, state.variance, self._numbers(state), strict=True)
         ]
-        new_state = state._replace(
-            step=state.step + 1, momentum=tuple(m for _, m in moved), exchange=means.exchange
+        new_state = self._paid(state, means)._replace(
+            step=state.step + 1, momentum=tuple(m for _, m in moved)
         )
         return [p for p, _ in moved], self._watched(new_state, beside, tensors)
 

@@ -29,7 +29,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         See `Optimizer`.
     betas, eps, decoupled_weight_decay, trust_bounds
         See `Adam` and `Lamb`.
-    compressor, feedback, topology, exact
+    compressor, feedback, topology, exact, compressors, rescale_feedback
         See `CompressingOptimizer`.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.
@@ -113,7 +113,8 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         fresh = [
             beta2 * f + (1 - beta2) * (g * g) for f, g in zip(state.arrays["fresh"], gradients, strict=True)
         ]
-        numbers = dict(state.numbers)
+        paid = self._paid(state, means)
+        numbers = dict(paid.numbers)
         new_params = []
         steps = zip(
             state.names,
@@ -129,10 +130,9 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
             trust = (state.numbers[f"average.{name}"] or 1.0) * factor
             numbers |= {f"factor.{name}": factor, trust_key(name): trust}
             new_params.append(update(p, (step.rate * trust) * direction(p, m, v, step)))
-        new_state = state._replace(
+        new_state = paid._replace(
             step=state.step + 1,
             momentum=tuple(momentum),
-            exchange=means.exchange,
             arrays={**state.arrays, "fresh": tuple(fresh)},
             numbers=numbers,
         )

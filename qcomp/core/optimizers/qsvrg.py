@@ -43,7 +43,7 @@ class QSVRG(CompressingOptimizer):
         Unbiased; `QSGD` with about as many levels as the root of its bucket size has the theory's small variance.
     topology : {"all_gather", "two_phase", "hierarchical"}
         See `CompressedMean`. With ``"all_gather"`` every vector is quantized once, as in the paper.
-    exact : callable or None
+    exact, compressors : callable or None
         See `CompressingOptimizer`.
     feedback : bool
         False: the steps are unbiased, and nothing that they lose may come back.
@@ -82,29 +82,32 @@ class QSVRG(CompressingOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.compressor.traits.unbiased:
-            raise ValueError(f"compressor is {self.compressor.spec}; expected an unbiased one")
         if self.feedback:
             raise ValueError("feedback is True; expected False: the steps of QSVRG are unbiased")
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return the state before the first epoch."""
-        exact = self._choose_exact(params, names)
-        return OptimizerState(
+        state = OptimizerState(
             step=0,
             stage="start",
             rank=rank,
             size=size,
             names=names,
-            exact=exact,
+            exact=(),
             momentum=(),
             variance=(),
-            exchange=self._no_residuals(params, exact, rank, size),
+            exchange=MeanState(rank, size, (), ()),
             history=(),
             skipped=0,
             arrays={kind: zeros_like(params) for kind in (_SNAPSHOT, _GRADIENT, _ITERATES)},
             numbers={_STEPS: 0.0},
         )
+        return self._chosen(state, params)
+
+    def _require_suitable(self, compressor: Compressor) -> None:
+        """Raise ValueError unless a compressor is unbiased."""
+        if not compressor.traits.unbiased:
+            raise ValueError(f"compressor is {compressor.spec}; expected an unbiased one")
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins: "start" before the first epoch, "epoch" from there on."""

@@ -7,6 +7,7 @@ from typing import Any
 from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.exchange import MeanState
 from qcomp.core.optimizers.base import Average, Means, as_tensors, update, zeros_like
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.state import OptimizerState
@@ -22,7 +23,7 @@ class CompressedSGD(CompressingOptimizer):
     ----------
     learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
         See `Optimizer`; weight decay is added to the mean gradient, as usual for SGD.
-    compressor, feedback, topology, exact
+    compressor, feedback, topology, exact, compressors, rescale_feedback
         See `CompressingOptimizer`.
     momentum : float
         From 0 to below 1.
@@ -60,20 +61,21 @@ class CompressedSGD(CompressingOptimizer):
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return a momentum and residuals of zero; there is no warm-up."""
-        exact = self._choose_exact(params, names)
-        return OptimizerState(
+        state = OptimizerState(
             step=0,
             stage="compressed",
             rank=rank,
             size=size,
             names=names,
-            exact=exact,
+            exact=(),
             momentum=zeros_like(params) if self.momentum else (),
             variance=(),
-            exchange=self._no_residuals(params, exact, rank, size),
+            exchange=MeanState(rank, size, (), ()),
             history=(),
             skipped=0,
         )
+        state = self._chosen(state, params)
+        return state._replace(exchange=self._no_residuals(params, state))
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the compressed mean of the gradients."""
@@ -94,4 +96,4 @@ class CompressedSGD(CompressingOptimizer):
             directions = ahead if self.nesterov else list(momentum)
         rates = self.rates(state)
         moved = [update(p, rate * d) for p, d, rate in zip(tensors, directions, rates, strict=True)]
-        return moved, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)
+        return moved, self._paid(state, means)._replace(step=state.step + 1, momentum=momentum)

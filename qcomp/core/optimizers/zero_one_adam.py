@@ -35,7 +35,7 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
         See `Optimizer` and the notes below. Weight decay must be decoupled.
     betas, eps
         See `Adam`.
-    compressor, feedback, topology, exact
+    compressor, feedback, topology, exact, compressors
         See `CompressingOptimizer`. Small tensors too are averaged only when the ranks synchronise, exactly.
     variance_steps : callable
         Whether a step, counted from 1, updates the variance with the exact mean gradient; step 1 must be among them.
@@ -101,20 +101,22 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
             )
         if not self.decoupled_weight_decay:
             raise ValueError("decoupled_weight_decay is False; expected True: local gradients have no decay")
+        if self.rescale_feedback:
+            raise ValueError(
+                "rescale_feedback is True; expected False: what is sent has the rates in it already"
+            )
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments of zero, in the warm-up, which lasts until a step is not exact."""
         numbers = {"updates": 0.0, "frozen": 0.0, "synced": 0.0, "rates": 0.0, "weights": 0.0}
         state = super().start(params, names, rank, size)
-        return state._replace(exact=self._choose_exact(params, names), numbers=numbers)
+        return self._chosen(state._replace(numbers=numbers), params)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return the state of the warm-up, or one with residuals of zero, and with room for local steps."""
         if stage not in ("compressed", "local"):
             return super().enter(state, stage)
-        residuals = self._no_residuals(
-            state.momentum, state.exact, state.rank, state.size, state.exchange.nodes
-        )
+        residuals = self._no_residuals(state.momentum, state)
         room = {"anchor": state.momentum, "pending": state.momentum} if stage == "local" else {}
         return state._replace(stage=stage, exchange=residuals, arrays=room)
 
