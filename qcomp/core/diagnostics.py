@@ -14,7 +14,9 @@ from qcomp.core.arrays import Array, array_namespace, device, host_bytes, to_com
 from qcomp.core.chunks import Segment
 from qcomp.core.exchange import MeanState
 from qcomp.core.naming import name_ranks
-from qcomp.core.optimizers.base import EXACT, Average, Means, Optimizer, Part, as_tensors, require_rank
+from qcomp.core.optimizers.average import EXACT, Average, Means, Part
+from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares, total
 from qcomp.core.transport import AllGather, AllToAll, Exchange, Stages, Transport, drive

@@ -14,9 +14,9 @@ from qcomp.core.arrays import (
     detached,
     device,
     dtype_name,
-    empty_like,
     to_compute_dtype,
 )
+from qcomp.core.assembly import assemble, cut_like, decode_all
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
@@ -27,7 +27,6 @@ from qcomp.core.lanes import Lanes
 from qcomp.core.lengths import announce_lengths
 from qcomp.core.messages import SegmentCodec
 from qcomp.core.nodes import Nodes, learn_nodes
-from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import AllGather, AllToAll, Stages, Transport, drive
 
@@ -316,7 +315,7 @@ class CompressedMean:
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running
         if self.lossless:
-            means = _cut_like(means[0], tensors)
+            means = cut_like(means[0], tensors)
         shaped = [
             array_namespace(t).astype(array_namespace(t).reshape(m, t.shape), t.dtype, copy=False)
             for t, m in zip(targets, means, strict=True)
@@ -346,7 +345,7 @@ class CompressedMean:
         arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
         opened = codec.open(arrived, chunks, server.error)
         new_state = state._replace(worker=worker.residuals, server=server.residuals)
-        return _decode_all(codec, opened, chunks, flat), new_state
+        return decode_all(codec, opened, chunks, flat), new_state
 
     def _all_gather(
         self, flat: list[Array], state: MeanState, how: Worker
@@ -358,7 +357,7 @@ class CompressedMean:
         )
         arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
         means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
-        return _assemble([whole], [means], flat), state._replace(worker=worker.residuals)
+        return assemble([whole], [means], flat), state._replace(worker=worker.residuals)
 
     def _hierarchical(
         self, flat: list[Array], state: MeanState, how: Worker
@@ -366,7 +365,7 @@ class CompressedMean:
         hierarchy = Hierarchy(how.compressors, flat, _nodes(state.size, state.nodes), how.key)
         received = yield from hierarchy.stages(state.worker, state.server)
         codec = SegmentCodec(how.compressors, flat)
-        means = _decode_all(codec, received.payloads, received.chunks, flat)
+        means = decode_all(codec, received.payloads, received.chunks, flat)
         return means, state._replace(worker=received.worker, server=received.server)
 
 
@@ -397,43 +396,3 @@ def _zeros(like: Array, size: int) -> Array:
     xp = array_namespace(like)
     dtype = getattr(xp, compute_dtype_name(dtype_name(like.dtype)))
     return xp.zeros((size,), dtype=dtype, device=device(like))
-
-
-def _decode_all(
-    codec: SegmentCodec,
-    payloads: Sequence[Sequence[Payload]],
-    chunks: Sequence[Sequence[Segment]],
-    flat: Sequence[Array],
-) -> list[Array]:
-    """Return the tensors of which these are the payloads."""
-    means = [empty_like(t) for t in flat]
-    values = []
-    for of_chunk, chunk in zip(payloads, chunks, strict=True):
-        buffers = [_part(means[segment.tensor], segment) for segment in chunk]
-        values.append(codec.decode(of_chunk, tuple(chunk), buffers))
-    filled = [mean for mean in means if mean is not None]
-    return filled if len(filled) == len(flat) else _assemble(chunks, values, flat)
-
-
-def _part(tensor: Array | None, segment: Segment) -> Array | None:
-    return None if tensor is None else tensor[segment.start : segment.stop]
-
-
-def _assemble(
-    chunks: Sequence[Sequence[Segment]], values: Sequence[Sequence[Array]], flat: Sequence[Array]
-) -> list[Array]:
-    """Return the tensors whose segments these values are."""
-    parts: list[list[Array]] = [[] for _ in flat]
-    for chunk, of_chunk in zip(chunks, values, strict=True):
-        for segment, value in zip(chunk, of_chunk, strict=True):
-            parts[segment.tensor].append(value)
-    return [concat(p) if p else like for p, like in zip(parts, flat, strict=True)]
-
-
-def _cut_like(joined: Array, tensors: Sequence[Array]) -> list[Array]:
-    """Return the parts of a flat vector that belong to these tensors."""
-    parts, start = [], 0
-    for tensor in tensors:
-        parts.append(joined[start : start + _size(tensor)])
-        start += _size(tensor)
-    return parts

@@ -14,7 +14,7 @@ import pytest
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.optimizers.base import Means
+from qcomp.core.optimizers.average import Means
 from qcomp.core.payload import Field
 
 

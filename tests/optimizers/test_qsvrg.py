@@ -7,7 +7,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.optimizers.base import Means
+from qcomp.core.optimizers.average import Means
 from qcomp.testing import replace_draws
 
 SHAPES = [(40,), (3, 11), ()]

@@ -12,7 +12,9 @@ from qcomp.core.checkpoint import plain
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import MeanState
 from qcomp.core.handshake import handshake
-from qcomp.core.optimizers.base import EXACT, Average, Means, Optimizer, as_tensors, zeros_like
+from qcomp.core.optimizers.average import EXACT, Average, Means
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.transport import Stages, Transport, fuse
 

@@ -126,8 +126,8 @@ class LevelCoder:
         if self._bits > 8:
             low = xp.bitwise_and(level, number(0xFF))
             high = xp.bitwise_right_shift(level, number(8))
-        pairs = xp.astype(xp.stack([low, high], axis=1), xp.uint8, copy=False)
-        return host_bytes(pairs), host_bytes(xp.astype(negative, xp.uint8, copy=False))
+        halves = [xp.astype(half, xp.uint8, copy=False) for half in (low, high)]
+        return host_bytes(xp.stack(halves, axis=1)), host_bytes(xp.astype(negative, xp.uint8, copy=False))
 
     def _pack(self, levels: Array, negative: Array) -> Array:
         """Return packed codes, the inverse of `_unpack`."""

@@ -8,7 +8,9 @@ from qcomp.core import primitives
 from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.exchange import MeanState
 from qcomp.core.kernels import StepNumbers
-from qcomp.core.optimizers.base import Average, Means, Optimizer, as_tensors, zeros_like
+from qcomp.core.optimizers.average import Average, Means
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Adam"]

@@ -5,13 +5,11 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from qcomp.core.arrays import (
     Array,
     array_namespace,
-    compute_dtype_name,
-    detached,
     device,
     dtype_name,
     host_bytes,
@@ -19,78 +17,20 @@ from qcomp.core.arrays import (
 )
 from qcomp.core.checkpoint import from_state_dict, named_arrays, to_state_dict
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors.identity import Identity
 from qcomp.core.elastic import World, regroup
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
-from qcomp.core.kernels import Blend
+from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.patterns import require_matches
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares
-from qcomp.core.transport import AllGather, Stages, Transport, drive, fuse
+from qcomp.core.transport import AllGather, Stages, Transport, drive
 
-__all__ = ["EXACT", "Average", "Means", "Optimizer", "Part"]
-
-EXACT = CompressedMean(Identity(), feedback=False)
-"""The exact mean, with the same interface as a compressed one."""
-
-
-class Part(NamedTuple):
-    """Tensors that are averaged in the same way."""
-
-    mean: CompressedMean
-    tensors: tuple[int, ...]
-    """Their numbers among the parameters; numbers after those are of what is averaged besides."""
-    values: tuple[Array, ...]
-    """What is averaged, or is first blended into momenta. The optimizer's own, and used up by that, without blends."""
-    state: MeanState
-    key: Key
-    blends: tuple[Blend, ...] = ()
-
-
-class Means(NamedTuple):
-    """The answer to an `Average`."""
-
-    values: tuple[Array, ...]
-    """The mean of each tensor, in the order of the parameters, then of what else there was; the same on all ranks."""
-    exchange: MeanState
-    """The residuals after the exchange."""
-    own: tuple[Array, ...] = ()
-    """What `Average` has as this rank's own values."""
-
-
-class Average(NamedTuple):
-    """What a step must average over the ranks, and how: the exact tensors and the compressed ones."""
-
-    parts: tuple[Part, ...]
-    exchange: MeanState
-    """The residuals, which the compressed part uses; they stay as they are if there is none."""
-    own: tuple[Array, ...] = ()
-    """This rank's own values, for `Optimizer.apply`; the parts do not use them up, and without parts they stand for the
-    means, and nothing is sent."""
-
-    def stages(self) -> Stages[Means]:
-        """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
-        if not self.parts:
-            return Means(self.own, self.exchange, self.own)
-        results = yield from fuse(
-            [
-                p.mean.stages(
-                    p.values, p.state, key=p.key, donate=not (p.blends or self.own), blends=p.blends
-                )
-                for p in self.parts
-            ]
-        )
-        values: dict[int, Array] = {}
-        exchange = self.exchange
-        for part, (means, state) in zip(self.parts, results, strict=True):
-            values.update(zip(part.tensors, means, strict=True))
-            if part.state is self.exchange:
-                exchange = state
-        return Means(tuple(values[i] for i in range(len(values))), exchange, self.own)
+__all__ = ["Optimizer", "require_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,28 +337,6 @@ def require_rank(state: OptimizerState, comm: Transport) -> None:
         raise ValueError(
             f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
         )
-
-
-def as_tensors(values: Any, argument: str) -> list[Array]:
-    """Return an array or a sequence of arrays as a list, outside automatic differentiation."""
-    tensors = [detached(v) for v in values] if isinstance(values, list | tuple) else [detached(values)]
-    if not tensors:
-        raise ValueError(f"{argument} is empty; expected an array or a sequence of at least one")
-    array_namespace(*tensors)  # raises unless all are arrays of one library
-    names = {compute_dtype_name(dtype_name(t.dtype), argument=argument) for t in tensors}
-    if len(names) > 1:
-        raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
-    return tensors
-
-
-def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
-    """Return zeros of the shapes of these tensors, in the dtype in which they are computed."""
-    return tuple(array_namespace(t).zeros_like(to_compute_dtype(t)) for t in tensors)
-
-
-def update(param: Array, change: Array) -> Array:
-    """Return ``param - change``, computed in the dtype of the change, in the dtype of the parameter."""
-    return array_namespace(param).astype(to_compute_dtype(param) - change, param.dtype, copy=False)
 
 
 def _require(argument: str, value: object, holds: bool, expected: str) -> None:

@@ -11,7 +11,8 @@ from qcomp.core.arrays import Array, flush
 from qcomp.core.compressor import Compressor
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.kernels import Blend
-from qcomp.core.optimizers.base import Average, Means, Optimizer, Part
+from qcomp.core.optimizers.average import Average, Means, Part
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.packing import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies import CompressorPolicy
 from qcomp.core.state import OptimizerState

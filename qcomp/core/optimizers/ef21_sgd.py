@@ -10,8 +10,9 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.topk import TopK
 from qcomp.core.ef21 import EF21Mean
 from qcomp.core.exchange import MeanState
-from qcomp.core.optimizers.base import Average, Means, as_tensors, update, zeros_like
+from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
 
 __all__ = ["EF21SGD"]

@@ -9,9 +9,10 @@ from qcomp.core import primitives
 from qcomp.core.arrays import Array
 from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.base import Average, Means, as_tensors
+from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule, warn_if_early
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import total

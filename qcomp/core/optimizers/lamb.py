@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qcomp.core.arrays import Array, divide, sqrt, to_compute_dtype
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.base import update
+from qcomp.core.optimizers.tensors import update
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares
 

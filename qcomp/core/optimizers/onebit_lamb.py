@@ -9,10 +9,11 @@ from qcomp.core.arrays import Array, array_namespace, device, divide, sqrt, to_c
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import Blend
-from qcomp.core.optimizers.base import Average, Means, as_tensors, update
+from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
+from qcomp.core.optimizers.tensors import as_tensors, update
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares
 

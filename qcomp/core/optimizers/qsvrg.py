@@ -8,16 +8,10 @@ from qcomp.core.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.exchange import MeanState
-from qcomp.core.optimizers.base import (
-    EXACT,
-    Average,
-    Means,
-    as_tensors,
-    require_rank,
-    update,
-    zeros_like,
-)
+from qcomp.core.optimizers.average import EXACT, Average, Means
+from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.transport import Stages, Transport, drive
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qcomp.core.arrays import Array, array_namespace, concat, to_compute_dtype
+from qcomp.core.assembly import cut_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import total
 
@@ -110,7 +111,7 @@ class VarianceWatch:
             ratio = _quotient(sums[0], sums[1])
             overlap = _quotient(sums[2], sums[0] + sums[1] - sums[2])
         return state._replace(
-            arrays={**state.arrays, _AVERAGES: _cut_like(joined, parts)},
+            arrays={**state.arrays, _AVERAGES: tuple(cut_like(joined, parts))},
             numbers={**state.numbers, _RATIO: ratio, _OVERLAP: overlap, _MEASURED: float(measured)},
         )
 
@@ -141,12 +142,3 @@ class VarianceWatch:
 
 def _quotient(x: float, y: float) -> float:
     return x / y if y > 0 else math.inf if x > 0 else 1.0
-
-
-def _cut_like(joined: Array, parts: Sequence[Array]) -> tuple[Array, ...]:
-    """Return the pieces of a vector that are as long as these parts."""
-    cut, start = [], 0
-    for part in parts:
-        cut.append(joined[start : start + part.shape[0]])
-        start += part.shape[0]
-    return tuple(cut)

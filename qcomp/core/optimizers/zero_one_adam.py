@@ -12,11 +12,12 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.base import Average, Means, as_tensors
+from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule
 from qcomp.core.optimizers.groups import group_of_each
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares, total
