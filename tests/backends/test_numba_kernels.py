@@ -17,7 +17,7 @@ import qcomp
 from qcomp.core import feedback
 from qcomp.core.arrays import divide, flush
 from qcomp.core.kernels import StepNumbers
-from qcomp.core.optimizers.base import Means
+from qcomp.core.optimizers.average import Means
 from qcomp.core.random import fold_key
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 

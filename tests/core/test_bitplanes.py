@@ -29,7 +29,16 @@ def random_codes(bits: int, rows: int, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
-def test_equals_the_definition_in_every_library(library, bits):
+def test_equals_the_definition_in_every_library(float64_library, bits):
+    check_definition(float64_library, bits)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 7, 11])  # both layouts, and codes of one byte and of more
+def test_equals_the_definition_in_jax(libraries, bits):
+    check_definition(libraries["jax"], bits)
+
+
+def check_definition(library, bits):
     codes = random_codes(bits, 3, 32)
     packed = pack(library.array(codes), bits)
     assert library.numpy(packed).dtype == np.uint8

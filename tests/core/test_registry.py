@@ -73,7 +73,10 @@ def test_specs_are_written_like_this():
     ("spec", "message"),
     [
         ("", "there is no compressor ''; known: .*identity"),
-        ("sgin", "there is no compressor 'sgin'; known: .*cast, .*identity, .*minmax, .*qsgd, .*scaled, .*sign"),
+        (
+            "sgin",
+            "there is no compressor 'sgin'; known: .*cast, .*identity, .*minmax, .*qsgd, .*scaled, .*sign",
+        ),
         ("sign:levels=7", "option 'levels=7'; sign has: bucket_size, scale"),
         ("identity:levels=7", "option 'levels=7'; identity has: none"),
         ("qsgd:levels", "option 'levels'; qsgd has: levels, bucket_size, norm"),

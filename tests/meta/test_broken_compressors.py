@@ -365,14 +365,14 @@ BROKEN = [
 
 @pytest.mark.parametrize(("compressor", "law", "xp"), BROKEN, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
-    broken = {name for name, _ in broken_laws(Case(compressor, xp), max_examples=20)}
-    assert law in broken
+    broken = [name for name, _ in broken_laws(Case(compressor, xp), max_examples=20, only=law)]
+    assert broken == [law]
 
 
 @pytest.mark.parametrize("cls", [Sign, Rounding, Coded])
 def test_the_compressors_that_were_broken_are_whole(cls):
     whole = qcomp.register(type("Whole" + cls.__name__, (cls,), {"name": f"whole_{cls.__name__.lower()}"}))
-    check_compressor(whole(), max_examples=20)
+    check_compressor(whole(), max_examples=5)
 
 
 def test_every_law_has_a_compressor_that_it_catches():
@@ -381,7 +381,7 @@ def test_every_law_has_a_compressor_that_it_catches():
 
 def test_the_error_names_every_broken_promise():
     with pytest.raises(ContractError) as caught:
-        check_compressor(AddsEpsilon(), max_examples=20)
+        check_compressor(AddsEpsilon(), max_examples=5)
     text = str(caught.value)
     assert "broken_adds_epsilon:bucket_size=64" in text
     assert "- zero_gives_zero:" in text
