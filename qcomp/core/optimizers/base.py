@@ -204,6 +204,9 @@ class Optimizer(ABC):
         handshake(comm, facts, like=tensors[0])
         require_matches("groups", [group.pattern for group in self.groups], names)
         state = self.start(tensors, names, comm.rank, comm.size)
+        on_init = getattr(comm, "on_init", None)  # see qcomp.planning.watch
+        if on_init is not None:
+            on_init(self, tensors)
         return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(
