@@ -53,7 +53,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, testing
+    from qcomp import comm, compat, planning, testing
 
 __all__ = [
     "EF21SGD",
@@ -107,15 +107,16 @@ __all__ = [
     "compressor",
     "compressor_names",
     "feedback",
+    "planning",
     "register",
     "testing",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "testing")
+_SUBPACKAGES = ("comm", "compat", "planning", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the subpackages that need an array library on first use."""
+    """Import the subpackages on first use; some need an array library."""
     if name in _SUBPACKAGES:
         return import_module(f"qcomp.{name}")
     raise AttributeError(f"module 'qcomp' has no attribute {name!r}")

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from qcomp.cli.info import info
+from qcomp.cli.plan import add_arguments, plan
 from qcomp.version import __version__
 
 __all__ = ["main"]
@@ -15,7 +16,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"qcomp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print which kernels would run for which array, and why")
+    planning = commands.add_parser("plan", help="predict or measure whether compression will pay")
+    add_arguments(planning)
     options = parser.parse_args(arguments)
-    assert options.command == "info"
-    print(info())  # noqa: T201
+    if options.command == "info":
+        text = info()
+    else:
+        try:
+            text = plan(options)
+        except (ValueError, ImportError, OSError) as error:
+            planning.error(str(error))
+    if text:
+        print(text)  # noqa: T201
     return 0

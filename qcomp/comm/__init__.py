@@ -1,5 +1,6 @@
 """Communicators: they move byte buffers between ranks, and know nothing of compression."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from qcomp.comm.base import Communicator
@@ -8,16 +9,26 @@ from qcomp.comm.local import LocalCommunicator, run_local
 
 if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator
+    from qcomp.comm.nccl import NCCLCommunicator
+    from qcomp.comm.torch_dist import TorchCommunicator
 
-__all__ = ["Communicator", "LocalCommunicator", "MPICommunicator", "run_local", "world"]
+__all__ = [
+    "Communicator",
+    "LocalCommunicator",
+    "MPICommunicator",
+    "NCCLCommunicator",
+    "TorchCommunicator",
+    "run_local",
+    "world",
+]
+
+# Importing mpi4py starts MPI, and torch takes its time: that waits until somebody asks for it.
+_MODULES = {"MPICommunicator": "mpi", "NCCLCommunicator": "nccl", "TorchCommunicator": "torch_dist"}
 
 
 def __getattr__(name: str) -> Any:
-    # Importing mpi4py starts MPI, so that waits until somebody asks for it.
-    if name == "MPICommunicator":
-        from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415
-
-        return MPICommunicator
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"qcomp.comm.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import array_api_compat
@@ -14,9 +14,27 @@ if TYPE_CHECKING:
 
     HostBuffer = npt.NDArray[np.uint8]
 
-__all__ = ["from_host", "to_host"]
+__all__ = ["check_buffer", "from_host", "to_host"]
 
 Array = Any
+
+
+def check_buffer(x: Array, *, name: str = "x") -> None:
+    """Raise unless `x` is a one-dimensional uint8 array of any Array API library.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> check_buffer(np.zeros(3), name="send")
+    Traceback (most recent call last):
+    TypeError: send must have dtype uint8, got float64
+    """
+    if not array_api_compat.is_array_api_obj(x):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if x.dtype != array_api_compat.array_namespace(x).uint8:
+        raise TypeError(f"{name} must have dtype uint8, got {x.dtype}")
+    if x.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
 
 
 def to_host(x: Array, *, name: str = "x") -> HostBuffer:
@@ -50,14 +68,10 @@ def to_host(x: Array, *, name: str = "x") -> HostBuffer:
     """
     import numpy as np  # noqa: PLC0415  (`import qcomp.comm` loads no array library)
 
-    if not array_api_compat.is_array_api_obj(x):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.dtype != array_api_compat.array_namespace(x).uint8:
-        raise TypeError(f"{name} must have dtype uint8, got {x.dtype}")
-    if x.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
+    check_buffer(x, name=name)
     if array_api_compat.is_torch_array(x):
-        x = x.cpu()
+        # From a GPU into page-locked memory: that is the faster copy, and torch keeps such memory for the next one.
+        x = x.new_empty(x.shape, device="cpu", pin_memory=True).copy_(x) if x.is_cuda else x.cpu()
     elif array_api_compat.is_cupy_array(x):
         x = x.get()
     return np.ascontiguousarray(x)
@@ -88,9 +102,16 @@ def from_host(x: HostBuffer, like: Array) -> Array:
 
 
 def stage_exchange(
-    send: Sequence[Array], receive: Sequence[int], *, rank: int, size: int
-) -> tuple[list[HostBuffer], list[int]]:
-    """Check one rank's arguments of an exchange; return host buffers to send and sizes to receive.
+    send: Sequence[Array],
+    receive: Sequence[int],
+    *,
+    rank: int,
+    size: int,
+    stage: Callable[..., Array] = to_host,
+) -> tuple[list[Array], list[int]]:
+    """Check one rank's arguments of an exchange; return staged buffers to send and sizes to receive.
+
+    ``stage(x, name=...)`` brings a buffer to where it is sent from, by default to host memory, and checks it.
 
     Raises
     ------
@@ -109,11 +130,10 @@ def stage_exchange(
         raise ValueError(f"receive must hold sizes of at least 0 bytes, got {min(sizes)}")
     if all(buffer is send[0] for buffer in send):
         # An all-gather sends one buffer everywhere: one copy from the device is enough.
-        buffers = [to_host(send[0], name="send")] * size
+        buffers = [stage(send[0], name="send")] * size
     else:
-        buffers = [to_host(buffer, name=f"send[{peer}]") for peer, buffer in enumerate(send)]
-    if buffers[rank].size != sizes[rank]:
-        raise ValueError(
-            f"receive[{rank}] is {sizes[rank]}, but rank {rank} hands itself {buffers[rank].size} bytes"
-        )
+        buffers = [stage(buffer, name=f"send[{peer}]") for peer, buffer in enumerate(send)]
+    own = buffers[rank].shape[0]
+    if own != sizes[rank]:
+        raise ValueError(f"receive[{rank}] is {sizes[rank]}, but rank {rank} hands itself {own} bytes")
     return buffers, sizes

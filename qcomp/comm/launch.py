@@ -12,6 +12,7 @@ from qcomp.core.errors import CommunicatorError
 
 if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator
+    from qcomp.comm.torch_dist import TorchCommunicator
 
 __all__ = ["world"]
 
@@ -20,12 +21,15 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_
 
 
 @functools.cache
-def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator:
+def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     """Return the communicator of all ranks that were started together with this process.
 
     What started the process is read from the environment variables that launchers set: mpirun, mpiexec or
-    srun give the ranks of ``MPI.COMM_WORLD``, anything else gives a single rank. The first call is
-    collective; later calls with the same timeout return the same communicator.
+    srun give the ranks of ``MPI.COMM_WORLD``, torchrun those of torch.distributed, anything else gives a single rank.
+    The first call is collective; later calls with the same timeout return the same communicator.
+
+    Under torchrun it initialises torch.distributed if that is not done yet: with nccl for arrays on GPUs if every
+    rank of this machine can have one of its own, which becomes its current device, and with gloo for all others.
 
     Parameters
     ----------
@@ -34,14 +38,14 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator:
 
     Returns
     -------
-    MPICommunicator or LocalCommunicator
+    MPICommunicator, TorchCommunicator or LocalCommunicator
 
     Raises
     ------
     ImportError
-        If an MPI launcher started this process and mpi4py is missing.
+        If an MPI launcher started this process and mpi4py is missing, or torchrun and torch is missing.
     CommunicatorError
-        If torchrun started this process, or the mpirun of another MPI than mpi4py's.
+        If the mpirun of another MPI than mpi4py's started this process, or the other ranks do not come in time.
 
     Examples
     --------
@@ -50,10 +54,9 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator:
     """
     environment = os.environ
     if _started_by_torchrun(environment):
-        raise CommunicatorError(
-            f"this process is one of {environment['WORLD_SIZE']} that torchrun started, but this release "
-            "carries MPI: start it with 'mpirun -n <ranks> python ...'"
-        )
+        from qcomp.comm.torch_launch import torch_world  # noqa: PLC0415  (imports torch)
+
+        return torch_world(timeout=timeout)
     announced = _mpi_size(environment)
     if announced == 1:
         return LocalCommunicator.alone()

@@ -2,11 +2,31 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Verbs"]
+from qcomp.core.transport import AllToAll, Exchange
+
+__all__ = ["Completed", "Pending", "Verbs"]
 
 Array = Any
+
+
+class Pending(Protocol):
+    """An exchange that was started; every rank must wait for it."""
+
+    def wait(self) -> list[Array]:
+        """Return what each rank sent here, as the verb does; raise what the verb raises."""
+        ...
+
+
+class Completed(NamedTuple):
+    """An exchange that is over: what arrived."""
+
+    received: list[Array]
+
+    def wait(self) -> list[Array]:
+        """Return what each rank sent here."""
+        return self.received
 
 
 class Verbs(ABC):
@@ -18,6 +38,44 @@ class Verbs(ABC):
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         """Send ``send[r]`` to rank r, receive ``receive[r]`` bytes from it; all ranks name the same verb."""
+
+    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
+        """Start an exchange; this one is over when it returns."""
+        return Completed(self._exchange(verb, send, receive))
+
+    def start(self, request: Exchange) -> Pending:
+        """Start an exchange, and let the caller compute while the bytes are on their way.
+
+        Several may be under way. All ranks start them in the same order, whatever the order in which they wait.
+
+        Parameters
+        ----------
+        request : AllToAll or AllGather
+            What a computation in stages yields. Its buffers must stay as they are until `wait` has returned.
+
+        Returns
+        -------
+        Pending
+            Its ``wait()`` returns what the verb would have returned. Over a `TorchCommunicator` the exchange
+            goes on meanwhile; over the others it is already complete.
+
+        Raises
+        ------
+        CommunicatorError
+            As the verbs do; so does ``wait()``.
+
+        Examples
+        --------
+        >>> import numpy as np, qcomp
+        >>> from qcomp.core.transport import AllGather
+        >>> comm = qcomp.comm.LocalCommunicator.alone()
+        >>> pending = comm.start(AllGather(np.array([7], dtype=np.uint8), (1,)))
+        >>> pending.wait()
+        [array([7], dtype=uint8)]
+        """
+        if isinstance(request, AllToAll):
+            return self._start("all_to_all", request.send, request.receive)
+        return self._start("all_gather", [request.send] * self.size, request.receive)
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         """Send ``send[r]`` to rank r and return what each rank sent here, ``receive[r]`` bytes from rank r.

@@ -1,12 +1,13 @@
 import os
+import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 from qcomp.comm.launch import world
 from qcomp.comm.local import LocalCommunicator
-from qcomp.core.errors import CommunicatorError
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "MV2_", "SLURM_", "TORCHELASTIC_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -72,11 +73,101 @@ def test_one_process_is_a_world_of_one(monkeypatch, environment):
     ],
     ids=str,
 )
-def test_torchrun_is_answered_with_the_way_to_start(monkeypatch, environment):
+def test_torchrun_is_told_apart(monkeypatch, environment):
+    asked = []
+    launch = types.SimpleNamespace(
+        torch_world=lambda *, timeout: asked.append(timeout) or "the ranks of torchrun"
+    )
+    monkeypatch.setitem(sys.modules, "qcomp.comm.torch_launch", launch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(CommunicatorError, match=r"one of 4 that torchrun started.*'mpirun -n"):
-        world()
+    assert world(timeout=7) == "the ranks of torchrun"
+    assert asked == [7]
+
+
+def test_torchruns_environment_gives_the_ranks_of_torch(torch_ranks):
+    code = """
+import numpy as np
+import torch.distributed as dist
+from qcomp.comm import TorchCommunicator, world
+comm = world(timeout=30)
+assert type(comm) is TorchCommunicator and comm.timeout == 30
+assert world(timeout=30) is comm and world(timeout=40).size == 2  # initialised before
+received = comm.all_gather(np.full(1, comm.rank, dtype=np.uint8), [1, 1])
+print(comm.rank, comm.size, dist.get_backend(), *[int(x[0]) for x in received])
+"""
+    assert [rank.out for rank in torch_ranks(2, code)] == ["0 2 gloo 0 1\n", "1 2 gloo 0 1\n"]
+
+
+def test_torchruns_ranks_that_do_not_come_are_noticed(torch_ranks):
+    code = """
+import os, sys
+from qcomp.comm import world
+if os.environ["RANK"] == "1":
+    sys.exit()
+world(timeout=0.7)
+"""
+    ranks = torch_ranks(2, code, check=False)
+    assert ranks[0].status == 1
+    assert re.search(r"CommunicatorError: .*within 0\.7 s", ranks[0].err)
+
+
+def test_torchrun_without_torch_says_what_to_install():
+    result = run_python(
+        "import sys; sys.modules['torch'] = None; from qcomp.comm.launch import world; world()",
+        WORLD_SIZE="2",
+        RANK="0",
+        MASTER_ADDR="localhost",
+    )
+    assert result.returncode == 1
+    assert "ImportError: a communicator over torch.distributed needs torch: pip install 'qcomp[torch]'" in (
+        result.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "device"),
+    [
+        (0, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None),
+        (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1),
+        (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, None),
+        (4, {"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, 3),
+        (2, {"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, None),
+        (8, {"WORLD_SIZE": "4"}, None),  # nobody says which of the GPUs is whose
+    ],
+)
+def test_a_gpu_for_every_rank_of_the_machine_or_for_none(monkeypatch, gpus, environment, device):
+    torch = pytest.importorskip("torch")
+    from qcomp.comm.torch_launch import _own_device
+
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert _own_device() == device
+
+
+def test_torchrun_itself(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import numpy as np, os, qcomp\n"
+        "comm = qcomp.comm.world(timeout=30)\n"
+        "parts = comm.all_gather(np.full(1, comm.rank, dtype=np.uint8), [1, 1])\n"
+        "os.write(1, f'{type(comm).__name__} {comm.rank} {[int(x[0]) for x in parts]}\\n'.encode())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert sorted(result.stdout.splitlines()) == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -143,5 +234,7 @@ def test_public_names():
     # In another process, because importing mpi4py starts MPI.
     result = run_python("from qcomp.comm import *; print(MPICommunicator.__name__, run_local.__name__)")
     assert result.stdout.strip() == "MPICommunicator run_local", result.stderr
+    for name in ("NCCLCommunicator", "TorchCommunicator"):
+        assert getattr(comm, name).__name__ == name
     with pytest.raises(AttributeError, match=r"module 'qcomp.comm' has no attribute 'nothing'"):
         comm.nothing  # noqa: B018

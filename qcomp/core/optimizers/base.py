@@ -161,6 +161,9 @@ class Optimizer(ABC):
             assert problem is not None
             raise problem
         require_matches("groups", [group.pattern for group in self.groups], names)
+        on_init = getattr(comm, "on_init", None)  # see qcomp.planning.watch
+        if on_init is not None:
+            on_init(self, tensors)
         return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(

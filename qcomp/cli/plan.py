@@ -1,0 +1,250 @@
+"""``qcomp plan``: whether compression will pay, from figures or from measurements."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from qcomp.core.arrays import Array
+from qcomp.core.compressor import Compressor
+from qcomp.core.registry import compressor
+from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
+from qcomp.planning.advice import methods_of
+from qcomp.planning.cluster import INSIDE
+from qcomp.planning.picture import draw
+from qcomp.planning.units import bandwidth, count, seconds, show_bandwidth, show_seconds
+
+__all__ = ["add_arguments", "plan"]
+
+_MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
+_LATENCY = 50e-6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``qcomp plan``."""
+    job = parser.add_argument_group("what is trained")
+    job.add_argument("--params", type=_unit(count), help="number of parameters, such as 350M")
+    job.add_argument("--compute-ms", type=float, help="milliseconds of a step without communication")
+    job.add_argument(
+        "--gradient-bytes",
+        type=int,
+        choices=(2, 4),
+        default=4,
+        help="of an element as plain training sends it",
+    )
+    job.add_argument(
+        "--overlap",
+        type=float,
+        default=0.0,
+        help="share of the computation behind which plain training sends",
+    )
+    job.add_argument("--buckets", type=int, default=1, help="pieces in which it sends then")
+    job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap as well")
+    job.add_argument(
+        "--warmup", type=float, default=0.0, help="share of exact steps in a run that compresses"
+    )
+    ranks = parser.add_argument_group("on what")
+    ranks.add_argument("--ranks", type=int)
+    ranks.add_argument("--ranks-per-node", type=int)
+    ranks.add_argument("--link", type=_unit(bandwidth), help="between nodes, each way, such as 10gbit")
+    ranks.add_argument("--latency", type=_unit(seconds), help="of a message, such as 25us (default: 50us)")
+    ranks.add_argument(
+        "--streams", type=float, help="ranks of a node that have this bandwidth at once (default: 1)"
+    )
+    ranks.add_argument(
+        "--inside", type=_unit(bandwidth), help="between the ranks of a node (default: 80gbit)"
+    )
+    ranks.add_argument("--machine", choices=_MACHINES, help="how fast ranks encode (default: cpu, one core)")
+    ranks.add_argument(
+        "--measured", metavar="FILE", help="what --measure wrote, in place of what is not given"
+    )
+    how = parser.add_argument_group("what is compared, and shown")
+    how.add_argument(
+        "--compressor",
+        type=_unit(compressor),
+        action="append",
+        metavar="SPEC",
+        help="such as qsgd:levels=7; repeatable",
+    )
+    how.add_argument("--picture", metavar="FILE", help="step time over bandwidth; needs qcomp[plot]")
+    probing = parser.add_argument_group("measuring, under mpirun or torchrun")
+    probing.add_argument("--measure", action="store_true", help="measure links, compressors and --step")
+    probing.add_argument(
+        "--step", metavar="MODULE:FUNCTION", help="a training step without communication, to be timed"
+    )
+    probing.add_argument(
+        "--arrays", choices=("numpy", "torch", "torch-cuda"), default="numpy", help="(default: %(default)s)"
+    )
+    probing.add_argument(
+        "--elements", type=_unit(count), default=1 << 22, help="of the vectors that are encoded"
+    )
+    probing.add_argument("--rounds", type=int, default=7, help="of each measurement (default: %(default)s)")
+    probing.add_argument("--out", metavar="FILE", help="where to write what was measured")
+
+
+def plan(options: argparse.Namespace) -> str:
+    """Return what ``qcomp plan`` prints on this rank.
+
+    Raises
+    ------
+    ValueError
+        If options are missing or do not go together.
+    ImportError
+        If a picture is asked for without matplotlib, or a step or a library cannot be imported.
+    """
+    if not options.measure:
+        for name in ("step", "out"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name} is {getattr(options, name)!r}; expected it together with --measure"
+                )
+        measured = None if options.measured is None else Measured.load(options.measured)
+        return _advice(options, measured)
+    if options.measured is not None:
+        raise ValueError("--measure and --measured are both given; expected one")
+    rank, measured = _measure(options)
+    if rank != 0:
+        return ""
+    if options.out is not None:
+        measured.save(options.out)
+    text = _found(measured)
+    return text if options.params is None else f"{text}\n\n{_advice(options, measured)}"
+
+
+def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser whose message argparse prints, as it does not for a ValueError."""
+
+    def parse_or_explain(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_or_explain
+
+
+def _advice(options: argparse.Namespace, measured: Measured | None) -> str:
+    compute = None if options.compute_ms is None else options.compute_ms / 1e3
+    if compute is None and measured is not None:
+        compute = measured.compute
+    if options.params is None or compute is None:
+        missing = "--params" if options.params is None else "--compute-ms"
+        raise ValueError(f"{missing} is not given; expected it, unless only --measure is wanted")
+    job = Job(
+        options.params,
+        compute,
+        options.gradient_bytes,
+        options.overlap,
+        options.buckets,
+        options.overlap_compressed,
+    )
+    cluster = _cluster(options, None if measured is None else measured.cluster)
+    machine = CPU if measured is None else measured.machine
+    if options.machine is not None:
+        machine = _MACHINES[options.machine]()
+    methods = _methods(options, cluster, machine)
+    advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup)
+    if options.picture is not None:
+        draw(advice, options.picture)
+    return advice.text
+
+
+def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
+    if measured is None:
+        for name in ("ranks", "link"):
+            if getattr(options, name) is None:
+                raise ValueError(
+                    f"--{name} is not given; expected it, or --measured FILE with what was measured"
+                )
+        measured = Cluster(1, Link(options.link, _LATENCY))
+    link = {"bandwidth": options.link, "latency": options.latency, "streams": options.streams}
+    given = {name: value for name, value in link.items() if value is not None}
+    if "latency" in given:
+        given["per_message"] = None  # what was measured belongs to the measured latency
+    inside = measured.inside if options.inside is None else replace(INSIDE, bandwidth=options.inside)
+    return Cluster(
+        ranks=measured.ranks if options.ranks is None else options.ranks,
+        link=replace(measured.link, **given),
+        ranks_per_node=measured.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
+        inside=inside,
+    )
+
+
+def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
+    """Return the plain methods and those of the compressors that were asked for, or are known to the machine."""
+    methods = methods_of(cluster, options.gradient_bytes, options.compressor)
+    for method in methods:
+        if method.compressor is not None:
+            machine.speed(method.compressor)  # says what is missing
+    return methods
+
+
+def _measure(options: argparse.Namespace) -> tuple[int, Measured]:
+    from qcomp.comm import world  # noqa: PLC0415 - may start MPI
+
+    for name in ("elements", "rounds"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is {getattr(options, name)}; expected at least 1")
+    step = None if options.step is None else _import(options.step)
+    like = _vector(options.arrays, options.elements)
+    comm = world()
+    compressors: list[Compressor] = options.compressor or _default_compressors()
+    return comm.rank, measure(comm, compressors, like=like, step=step, rounds=options.rounds)
+
+
+def _default_compressors() -> list[Compressor]:
+    alone = Cluster(1, Link(1.0))
+    methods = [m.compressor for m in methods_of(alone) if m.topology == "two_phase"]
+    return [c for c in methods if c is not None]
+
+
+def _import(name: str) -> Callable[[], object]:
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"--step is {name!r}; expected module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with python -m
+    found = getattr(import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"--step is {name!r}; {module} has no function {function!r}")
+    step: Callable[[], object] = found
+    return step
+
+
+def _vector(arrays: str, size: int) -> Array:
+    """Return values as gradients have them: normal ones, always the same."""
+    numpy = import_module("numpy")
+    values = numpy.random.default_rng(0).standard_normal(size, dtype=numpy.float32)
+    if arrays == "numpy":
+        return values
+    torch = import_module("torch")
+    return torch.from_numpy(values).to("cuda" if arrays == "torch-cuda" else "cpu")
+
+
+def _found(measured: Measured) -> str:
+    lines = []
+    if measured.cluster is None:
+        lines.append("one rank: no link to measure")
+    else:
+        cluster, spreads = measured.cluster, measured.spreads
+        low, high = map(show_seconds, spreads["latency"])
+        lines.append(f"{cluster.ranks} ranks, {cluster.ranks_per_node} on a node")
+        lines.append(
+            f"link: {show_bandwidth(cluster.link.bandwidth)} in each direction at once, "
+            f"latency {show_seconds(cluster.link.latency)} ({low} to {high})"
+        )
+        if cluster.ranks_per_node > 1:
+            lines.append(
+                f"{cluster.link.streams:.2g} ranks of a node have that at once; "
+                f"inside a node: {show_bandwidth(cluster.inside.bandwidth)}"
+            )
+    for spec, speed in measured.machine.speeds.items():
+        of_each = {"encode": speed.encode, "decode": speed.decode, "decode and add": speed.add}
+        rates = ", ".join(f"{name} {4e-9 / value:.3g} GB/s" for name, value in of_each.items())
+        lines.append(f"{spec}: {rates}")
+    if measured.compute is not None:
+        lines.append(f"step: {show_seconds(measured.compute)}")
+    return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""Ranks that are processes of torch.distributed, over gloo or NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import platform
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import array_api_compat
+
+from qcomp.comm.buffers import check_buffer, stage_exchange, to_host
+from qcomp.comm.headers import failure_header
+from qcomp.comm.host import host_name
+from qcomp.comm.torch_exchange import HEADER_TAG, REASON_TAG, TorchExchange
+from qcomp.comm.torch_library import dist, distributed_c10d, torch
+from qcomp.comm.verbs import Pending, Verbs
+from qcomp.core.errors import CommunicatorError
+
+__all__ = ["TorchCommunicator"]
+
+Array = Any
+
+_LONGEST_REASON = 1000
+
+# How many were created in the group of each name, the same number on all its ranks.
+_created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+class TorchCommunicator(Verbs):
+    """The ranks of a process group of torch.distributed, with the backend gloo or nccl.
+
+    With gloo, buffers travel through host memory; those of a GPU are copied to page-locked memory and back. With
+    nccl, they travel from GPU to GPU on the current stream, and buffers in host memory are copied to the current
+    device and back. Either way the ranks may hold arrays of any library.
+
+    Creating one is collective over the ranks of `group`. They open gloo connections of their own, so that messages
+    never meet the user's; only what travels from GPU to GPU does so in `group` itself, in turn with what the user
+    sends there.
+
+    Each message is preceded by a header of 8 + 16 N bytes among N ranks, over gloo also with nccl. It tells which
+    verb was called and all sizes, so that another verb or size is an error on all ranks, and nothing is truncated.
+    A rank that ends, however it does, closes its connections, and who waits for it hears of that at once. A rank
+    whose exchange fails tells the others why; after a timeout it closes its connections instead.
+
+    With nccl, `start` returns when all ranks have started the exchange; with gloo at once. A wait for a peer is not
+    interrupted by Ctrl-C before it has ended, at the latest by the timeout.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        By default all ranks.
+    timeout : float, optional
+        Seconds that a rank waits for the others in one exchange. With nccl, a peer that dies after the headers were
+        exchanged is left to the watchdog of torch.distributed, which ends the process after the timeout of `group`.
+
+    Attributes
+    ----------
+    rank, size : int
+        As in `group`.
+    host : str
+        The machine's name, or the environment variable QCOMP_HOST.
+    bytes_sent : int
+        Bytes that this rank has handed to torch.distributed for other ranks, headers not counted.
+    timeout : float
+        Seconds.
+
+    Raises
+    ------
+    TypeError
+        If `group` is not a process group that this process is a member of.
+    ValueError
+        If `timeout` is not positive, or the group has another backend.
+    CommunicatorError
+        If torch.distributed is not initialised, or the other ranks do not create theirs in time.
+
+    Examples
+    --------
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> comm = TorchCommunicator()
+    >>> comm.all_gather(torch.tensor([7], dtype=torch.uint8), [1])
+    [tensor([7], dtype=torch.uint8)]
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float = 300.0) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+        if not dist.is_initialized():
+            raise CommunicatorError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group, or start this "
+                "program with torchrun and use qcomp.comm.world()"
+            )
+        if group is None:
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a torch.distributed.ProcessGroup of this process, got {group!r}")
+        backends = str(dist.get_backend_config(group))
+        on_device = "nccl" in backends
+        if not (on_device or "gloo" in backends):
+            raise ValueError(f"group must have the backend gloo or nccl, got {backends}")
+        self.rank = int(dist.get_rank(group))
+        self.size = int(dist.get_world_size(group))
+        self.host = host_name(platform.node())
+        self.bytes_sent = 0
+        self.timeout = timeout
+        self._closed: str | None = None
+        # What gloo may still read or write when an exchange has failed.
+        self._unfinished: list[object] = []
+        self._group = group
+        self._gloo = _connect(group, rank=self.rank, size=self.size, timeout=timeout)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
+
+    def __repr__(self) -> str:
+        return f"TorchCommunicator(rank={self.rank}, size={self.size})"
+
+    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+        return self._start(verb, send, receive).wait()
+
+    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
+        stage = self._to_device if self._device is not None else _to_host
+        tensors, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=stage)
+        self.require_open(verb)
+        exchange = TorchExchange(self, verb, send, tensors, sizes, on_device=self._device is not None)
+        with self.closing_on_failure(verb, exchange):
+            exchange.start()
+        self.bytes_sent += sum(tensors[peer].shape[0] for peer in exchange.peers)
+        return exchange
+
+    def _to_device(self, x: Array, *, name: str) -> Any:
+        if not (array_api_compat.is_torch_array(x) and x.is_cuda):
+            return _to_host(x, name=name).to(self._device)
+        check_buffer(x, name=name)
+        return x.contiguous()
+
+    def require_open(self, verb: str) -> None:
+        """Raise if an exchange has failed before."""
+        if self._closed is not None:
+            raise CommunicatorError(f"{verb}: this communicator is closed: {self._closed}")
+
+    @contextlib.contextmanager
+    def closing_on_failure(self, verb: str, exchange: object) -> Iterator[None]:
+        """Close this communicator and tell the others if what is done with an exchange fails."""
+        try:
+            yield
+        except CommunicatorError as error:
+            self._close(str(error), exchange)
+            raise
+        except RuntimeError as error:
+            self._close(f"{verb}: torch.distributed failed: {error}", exchange)
+            raise CommunicatorError(self._closed) from error
+        except BaseException as error:
+            self._close(f"{verb} was interrupted by {type(error).__name__}", exchange)
+            raise
+
+    def _close(self, reason: str, exchange: object) -> None:
+        self._closed = reason
+        self._unfinished.append(exchange)
+        text = torch.frombuffer(bytearray(reason.encode()[:_LONGEST_REASON]), dtype=torch.uint8)
+        announcement = torch.from_numpy(failure_header(text.shape[0], size=self.size))
+        for peer in range(self.size):
+            if peer != self.rank:
+                # Who cannot be told finds the connection closed.
+                with contextlib.suppress(RuntimeError):
+                    self._unfinished.append(self.post_send(announcement, peer, HEADER_TAG))
+                    self._unfinished.append(self.post_send(text, peer, REASON_TAG))
+
+    def post_send(self, tensor: Any, peer: int, tag: int) -> Any:
+        """Start to send a tensor in host memory."""
+        return self._gloo.send([tensor], peer, tag)
+
+    def post_receive(self, tensor: Any, peer: int, tag: int) -> Any:
+        """Start to receive into a tensor in host memory."""
+        return self._gloo.recv([tensor], peer, tag)
+
+    def post_on_device(self, receives: Mapping[int, Any], sends: Mapping[int, Any]) -> list[Any]:
+        """Start to receive from and to send to several peers, as one operation of NCCL."""
+        numbers = dist.get_process_group_ranks(self._group)
+        operations = [
+            dist.P2POp(verb, tensor, numbers[peer], group=self._group)
+            for verb, tensors in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in tensors.items()
+            if tensor.shape[0]
+        ]
+        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        return works
+
+
+def _to_host(x: Array, *, name: str) -> Any:
+    host = to_host(x, name=name)
+    # torch has no arrays that are read-only, and warns of what could become one.
+    return torch.from_numpy(host if host.flags.writeable else host.copy())
+
+
+def _connect(group: Any, *, rank: int, size: int, timeout: float) -> Any:
+    """Connect the ranks of a process group by gloo once more."""
+    # new_group would not do: all ranks of the job must call it, not only those of this group.
+    name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
+    store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise CommunicatorError(
+            f"TorchCommunicator: the other {size - 1} ranks did not create theirs within {timeout:g} s"
+        ) from error

@@ -1,0 +1,184 @@
+"""One exchange over torch.distributed, from the posting of its receives to what arrived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import array_api_compat
+
+from qcomp.comm.buffers import from_host
+from qcomp.comm.headers import disagreement, header, header_size, reason_size
+from qcomp.comm.torch_library import torch
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.naming import name_ranks
+
+if TYPE_CHECKING:
+    from qcomp.comm.torch_dist import TorchCommunicator
+
+__all__ = ["HEADER_TAG", "REASON_TAG", "TorchExchange"]
+
+Array = Any
+
+HEADER_TAG, REASON_TAG = 0, 1
+_PAYLOAD_TAGS = 2
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class TorchExchange:
+    """One exchange under way.
+
+    gloo aborts the process when a message is longer than what it is received into, and says nothing when it is
+    shorter. So a payload's tag is its size: another size finds no receive, and is named by its header.
+    NCCL has no tags: there the headers are read before the payloads are sent.
+    """
+
+    def __init__(
+        self,
+        comm: TorchCommunicator,
+        verb: str,
+        like: Sequence[Array],
+        tensors: list[Any],
+        sizes: list[int],
+        *,
+        on_device: bool,
+    ) -> None:
+        self._comm = comm
+        self._verb = verb
+        self._like = list(like)
+        self._tensors = tensors
+        n = len(sizes)
+        # Each rank starts with its right neighbour, so that they do not all send to rank 0 first.
+        self.peers = [(comm.rank + k) % n for k in range(1, n)]
+        self._sizes = sizes
+        self._moves_on_device = on_device
+        self._deadline = 0.0
+        sent = [tensor.shape[0] for tensor in tensors]
+        self._header = torch.from_numpy(header(verb, sent, sizes))
+        self._headers = [torch.empty(header_size(n), dtype=torch.uint8) for _ in range(n)]
+        self._headers[comm.rank] = self._header
+        pinned = not on_device and any(array_api_compat.is_torch_array(x) and x.is_cuda for x in like)
+        self._received = {
+            peer: tensors[peer].new_empty((sizes[peer],), pin_memory=pinned) for peer in self.peers
+        }
+        self._receiving_headers: dict[int, Any] = {}
+        self._receiving: dict[int, Any] = {}
+        self._sending: list[tuple[int, Any]] = []
+        self._on_device: list[Any] = []
+        self._result: list[Array] | None = None
+
+    def start(self) -> None:
+        """Post all receives, then all sends; that is faster than torch's own collectives over gloo."""
+        comm, peers = self._comm, self.peers
+        on_host = not self._moves_on_device
+        for peer in peers:
+            self._receiving_headers[peer] = self._receive(self._headers[peer], peer, HEADER_TAG)
+        if on_host:
+            for peer in peers:
+                if self._sizes[peer]:
+                    payload = self._received[peer]
+                    self._receiving[peer] = self._receive(payload, peer, _tag(payload))
+        for peer in peers:
+            self._send(self._header, peer, HEADER_TAG)
+        if on_host:
+            for peer in peers:
+                payload = self._tensors[peer]
+                if payload.shape[0]:
+                    self._send(payload, peer, _tag(payload))
+        else:
+            self._deadline = time.monotonic() + comm.timeout
+            self._read_headers()
+            sends = {peer: self._tensors[peer] for peer in peers}
+            self._on_device = comm.post_on_device(self._received, sends)
+
+    def _receive(self, tensor: Any, peer: int, tag: int) -> Any:
+        try:
+            return self._comm.post_receive(tensor, peer, tag)
+        except RuntimeError as error:
+            raise self._gone(peer) from error
+
+    def _send(self, tensor: Any, peer: int, tag: int) -> None:
+        try:
+            self._sending.append((peer, self._comm.post_send(tensor, peer, tag)))
+        except RuntimeError as error:
+            raise self._gone(peer) from error
+
+    def _gone(self, peer: int) -> CommunicatorError:
+        return CommunicatorError(
+            f"{self._verb}: rank {peer} has finished, died or given up: its connection is closed"
+        )
+
+    def wait(self) -> list[Array]:
+        """Return what each rank sent here."""
+        if self._result is None:
+            self._comm.require_open(self._verb)
+            with self._comm.closing_on_failure(self._verb, self):
+                self._result = self._complete()
+        return self._result
+
+    def _complete(self) -> list[Array]:
+        self._deadline = time.monotonic() + self._comm.timeout
+        self._read_headers()
+        self._wait_for("only a part came from", self._receiving.items())
+        self._wait_for("what was sent was not taken by", self._sending)
+        for work in self._on_device:
+            work.wait()  # the current stream waits, not this thread
+        own = self._comm.rank
+        # One's own share is a copy too: nothing that arrives shares memory with what was sent.
+        received = self._received | {own: self._tensors[own].clone()}
+        return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
+
+    def _read_headers(self) -> None:
+        pending, self._receiving_headers = self._receiving_headers, {}
+        self._wait_for("nothing came from", pending.items())
+        headers = [data.numpy() for data in self._headers]
+        for peer in pending:
+            length = reason_size(headers[peer])
+            if length is not None:
+                raise CommunicatorError(
+                    f"{self._verb}: rank {peer} failed: {self._read_reason(peer, length)}"
+                )
+        problem = disagreement(headers)
+        if problem is not None:
+            raise CommunicatorError(problem)
+
+    def _read_reason(self, peer: int, length: int) -> str:
+        text = torch.empty(length, dtype=torch.uint8)
+        self._wait_for("nothing came from", [(peer, self._receive(text, peer, REASON_TAG))])
+        return text.numpy().tobytes().decode(errors="replace")
+
+    def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
+        works = list(pending)
+        for index, (peer, work) in enumerate(works):
+            left = timedelta(seconds=self._deadline - time.monotonic())
+            try:
+                work.wait(max(left, _AT_ONCE))
+            except RuntimeError as error:
+                if time.monotonic() < self._deadline:
+                    raise self._gone(peer) from error
+                missing = {peer} | {other for other, rest in works[index + 1 :] if not _is_over(rest)}
+                raise CommunicatorError(
+                    f"{self._verb}: waited {self._comm.timeout:g} s: {trouble} {name_ranks(missing)}"
+                ) from error
+
+
+def _is_over(work: Any) -> bool:
+    try:
+        work.wait(_AT_ONCE)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tag(payload: Any) -> int:
+    # Tags are 31 bits wide. Two sizes with one tag are 2 GiB apart.
+    return int(_PAYLOAD_TAGS + payload.shape[0] % (2**31 - _PAYLOAD_TAGS))
+
+
+def _to_library(x: Any, like: Array) -> Array:
+    if array_api_compat.is_torch_array(like):
+        # To a GPU the stream orders it; from there the caller must not read before it is done.
+        return x.to(like.device, non_blocking=not x.is_cuda)
+    return from_host(x.cpu().numpy(), like=like)

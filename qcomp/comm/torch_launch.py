@@ -1,0 +1,38 @@
+"""The communicator of the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.comm.torch_library import dist, torch
+from qcomp.core.errors import CommunicatorError
+
+__all__ = ["torch_world"]
+
+
+def torch_world(*, timeout: float) -> TorchCommunicator:
+    """Initialise torch.distributed from the environment if it is not yet; return the communicator of all ranks."""
+    if not dist.is_initialized():
+        device = _own_device()
+        if device is not None:
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group(
+                "gloo" if device is None else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=timeout)
+            )
+        except RuntimeError as error:
+            raise CommunicatorError(
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others within "
+                f"{timeout:g} s: {error}"
+            ) from error
+    return TorchCommunicator(timeout=timeout)
+
+
+def _own_device() -> int | None:
+    """Return the number of the GPU that is this rank's alone; None if there is not one for every rank here."""
+    if "LOCAL_RANK" not in os.environ or not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+    return int(os.environ["LOCAL_RANK"]) if ranks_here <= torch.cuda.device_count() else None

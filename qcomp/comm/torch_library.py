@@ -1,0 +1,17 @@
+"""torch and torch.distributed, or an error that says how to install them."""
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(
+        "a communicator over torch.distributed needs torch: pip install 'qcomp[torch]'"
+    ) from error
+
+import torch.distributed as dist
+
+if not dist.is_available():
+    raise ImportError("this build of torch has no torch.distributed")
+
+from torch.distributed import distributed_c10d
+
+__all__ = ["dist", "distributed_c10d", "torch"]

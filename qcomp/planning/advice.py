@@ -1,0 +1,213 @@
+"""Whether to compress, and how: all methods beside the plain ones, and a recommendation."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.planning.cluster import Cluster, Job
+from qcomp.planning.machine import CPU, Machine
+from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
+from qcomp.planning.units import show_bandwidth, show_bytes, show_seconds
+
+__all__ = ["WORTHWHILE", "Advice", "Row", "advise", "methods_of"]
+
+WORTHWHILE = 1.1
+"""The speed-up below which compression is not recommended: the model itself is not more exact than that."""
+
+
+class Row(NamedTuple):
+    """A method, and what to expect of it."""
+
+    time: StepTime
+    speedup: float
+    """Of a step, over the faster all-reduce of full precision."""
+    run_speedup: float
+    """Of a run, of which the first steps are exact if the method compresses."""
+    break_even: float | None
+    """Bandwidth between nodes below which the method is faster than that all-reduce, None for an all-reduce."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `advise` found.
+
+    Parameters
+    ----------
+    job, cluster, machine
+        What was asked about.
+    warmup : float
+        The share of exact steps of a run that compresses.
+    rows : tuple of Row
+        All methods, the fastest first.
+    plain : Row
+        The faster all-reduce of full precision.
+    best : Row
+        What is recommended.
+    reason : str
+        A sentence.
+    """
+
+    job: Job
+    cluster: Cluster
+    machine: Machine
+    warmup: float
+    rows: tuple[Row, ...]
+    plain: Row
+    best: Row
+    reason: str
+
+    @property
+    def compress(self) -> bool:
+        """Whether to compress."""
+        return not self.best.time.method.is_allreduce
+
+    @property
+    def text(self) -> str:
+        """What `qcomp plan` prints."""
+        return "\n".join([*self._question(), "", *self._table(), "", self.reason])
+
+    def _question(self) -> Iterator[str]:
+        job, cluster = self.job, self.cluster
+        nodes = f" on {cluster.nodes} nodes" if cluster.ranks_per_node > 1 else ""
+        overlap = f", {job.overlap:.0%} of it overlapped in {job.buckets} buckets" if job.overlap else ""
+        yield f"{job.params / 1e6:,.4g}M parameters, {show_seconds(job.compute)} of computation a step{overlap}"
+        ranks = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
+        link = cluster.link
+        yield f"{ranks}{nodes}, {show_bandwidth(link.bandwidth)} each way, latency {show_seconds(link.latency)}"
+        yield f"speed of the compressors: {self.machine.source}"
+
+    def _table(self) -> Iterator[str]:
+        head = ["method", "step", "encode+decode", "sending", "sent a rank", "speed-up", "pays below"]
+        if self.warmup:
+            head.insert(6, "of a run")
+        cells = [head, *map(self._cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for first, *others in cells:
+            aligned = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+            yield "  ".join([first.ljust(widths[0]), *aligned])
+
+    def _cells(self, row: Row) -> list[str]:
+        time = row.time
+        cells = [time.method.label, *map(show_seconds, (time.seconds, time.codec, time.wire))]
+        cells += [show_bytes(time.sent), f"{row.speedup:.2f}x", _show_edge(row.break_even)]
+        if self.warmup:
+            cells.insert(6, f"{row.run_speedup:.2f}x")
+        return cells
+
+
+def _show_edge(edge: float | None) -> str:
+    if edge is None:
+        return ""
+    return {0.0: "never", float("inf"): "any link"}.get(edge) or show_bandwidth(edge)
+
+
+def methods_of(
+    cluster: Cluster, gradient_bytes: int = 4, compressors: Sequence[Compressor] | None = None
+) -> tuple[Method, ...]:
+    """Return the methods that are compared by default.
+
+    The plain all-reduces, in 16 bits too if gradients have 32, and each compressor in two phases, gathered, and
+    hierarchical if nodes have several ranks; without compressors, one of each kind.
+    """
+    plain = [Method("ring"), Method("tree")]
+    if gradient_bytes == 4:
+        plain += [Method("ring", half=True), Method("tree", half=True)]
+    if compressors is None:
+        compressors = [ScaledSign(), Scaled(QSGD(levels=1)), QSGD(levels=7), MinMaxUInt8()]
+    several = 1 < cluster.ranks_per_node < cluster.ranks
+    compressed = [Method("two_phase", c) for c in compressors]
+    compressed += [Method("all_gather", c) for c in compressors]
+    compressed += [Method("hierarchical", c) for c in compressors if several]
+    return (*plain, *compressed)
+
+
+def advise(
+    job: Job,
+    cluster: Cluster,
+    machine: Machine = CPU,
+    *,
+    methods: Sequence[Method] | None = None,
+    warmup: float = 0.0,
+) -> Advice:
+    """Compare methods of averaging, and recommend one.
+
+    Parameters
+    ----------
+    job : Job
+        What a step computes and averages.
+    cluster : Cluster
+        The ranks and their links.
+    machine : Machine
+        How fast a rank encodes and decodes; by default the measured figures of one core.
+    methods : sequence of Method, optional
+        What is compared, with at least one all-reduce of full precision; see `methods_of`.
+    warmup : float
+        The share of steps that are exact in a run that compresses, as in 1-bit Adam.
+
+    Returns
+    -------
+    Advice
+        Compression is recommended where a run is at least `WORTHWHILE` times faster than with every all-reduce.
+
+    Examples
+    --------
+    >>> from qcomp.planning import Cluster, Job, Link
+    >>> slow = Cluster(ranks=64, link=Link(bandwidth=1.25e9))
+    >>> advise(Job(params=350_000_000, compute=0.3), slow, warmup=0.15).best.time.method.label
+    'sign:bucket_size=4096,scale=l1, two_phase'
+    >>> fast = Cluster(ranks=8, link=Link(bandwidth=50e9, latency=5e-6))
+    >>> print(advise(Job(params=25_000_000, compute=0.3), fast).reason)
+    Do not compress: the fastest compressed method, sign:bucket_size=4096,scale=l1, two_phase, would make a run \
+0.91 times as fast as tree all-reduce.
+    """
+    chosen = methods_of(cluster, job.gradient_bytes) if methods is None else tuple(methods)
+    times = [step_time(job, cluster, machine, method) for method in chosen]
+    full = [t for t in times if t.method.is_allreduce and not t.method.half]
+    if not full:
+        raise ValueError("methods has no ring or tree of full precision; expected one to compare with")
+    plain = min(full, key=lambda t: t.seconds)
+
+    def row(time: StepTime) -> Row:
+        if time.method.is_allreduce:
+            gain = _ratio(plain.seconds, time.seconds)
+            return Row(time, gain, gain, None)
+        edge = break_even(job, cluster, machine, time.method, plain.method) if cluster.ranks > 1 else 0.0
+        run = run_speedup(plain.seconds, time.seconds, warmup) if time.seconds else 1.0
+        return Row(time, _ratio(plain.seconds, time.seconds), run, edge)
+
+    rows = tuple(sorted(map(row, times), key=lambda r: (r.time.seconds, not r.time.method.is_allreduce)))
+    best, reason = _recommend(rows, cluster)
+    own = next(r for r in rows if r.time is plain)
+    return Advice(job, cluster, machine, warmup, rows, own, best, reason)
+
+
+def _ratio(plain: float, seconds: float) -> float:
+    return plain / seconds if seconds else 1.0
+
+
+def _recommend(rows: Sequence[Row], cluster: Cluster) -> tuple[Row, str]:
+    exact = max((r for r in rows if r.time.method.is_allreduce), key=lambda r: r.run_speedup)
+    compressed = [r for r in rows if not r.time.method.is_allreduce]
+    if cluster.ranks == 1:
+        return exact, "Do not compress: there is one rank, and nothing is sent."
+    if not compressed:
+        return exact, f"Nothing that compresses was compared; {exact.time.method.label} is the fastest."
+    best = max(compressed, key=lambda r: r.run_speedup)
+    gain = best.run_speedup / exact.run_speedup
+    name, other = best.time.method.label, exact.time.method.label
+    if gain >= WORTHWHILE:
+        return best, (
+            f"Compress with {name}: a run is {gain:.2f} times as fast as with {other}, "
+            f"a step {best.speedup / exact.speedup:.2f} times."
+        )
+    if gain > 1:
+        return exact, (
+            f"Do not compress: {name} would make a run {gain:.2f} times as fast as {other}; less than "
+            f"{WORTHWHILE:g} may be the error of this prediction."
+        )
+    return exact, (
+        f"Do not compress: the fastest compressed method, {name}, would make a run {gain:.2f} times as fast as "
+        f"{other}."
+    )

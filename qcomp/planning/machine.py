@@ -1,0 +1,152 @@
+"""How fast ranks encode and decode: what was measured, and an estimate for GPUs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.registry import compressor as from_spec
+
+__all__ = ["CPU", "PURE", "Machine", "Speed", "gpu"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds for each element.
+
+    Parameters
+    ----------
+    encode : float
+        Compress with a residual that is updated in place.
+    decode : float
+        Decompress into a buffer.
+    add : float
+        Decompress and add to a sum.
+    """
+
+    encode: float
+    decode: float
+    add: float
+
+    def __post_init__(self) -> None:
+        for name in ("encode", "decode", "add"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected seconds an element, at least 0"
+                )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank computes with.
+
+    Parameters
+    ----------
+    source : str
+        Where the figures come from.
+    copy : float
+        Seconds to copy a float32 element.
+    speeds : mapping of str to Speed
+        Of compressors, by their spec strings. Another compressor of the same name has the speed of the one whose
+        payload is nearest in length; what is uncompressed is copied.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> CPU.speed(qcomp.ScaledSign(bucket_size=1024)) == CPU.speed(qcomp.ScaledSign())
+    True
+    """
+
+    source: str
+    copy: float
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.copy >= 0:
+            raise ValueError(f"copy is {self.copy!r}; expected seconds an element, at least 0")
+
+    def speed(self, compressor: Compressor) -> Speed:
+        """Return the speed of a compressor.
+
+        Raises
+        ------
+        ValueError
+            If there is no figure of any compressor of that name.
+        """
+        if compressor.spec in self.speeds:
+            return self.speeds[compressor.spec]
+        if compressor.name == "identity":
+            return Speed(self.copy, self.copy, self.copy)
+        alike = {s: c for s in self.speeds if _kind(c := from_spec(s)) == _kind(compressor)}
+        if not alike:
+            known = ", ".join(self.speeds) or "none"
+            raise ValueError(
+                f"no speed of {compressor.spec} is known; known: {known}. Measure it, or pass a Machine that has it"
+            )
+        length = _length(compressor)
+        return self.speeds[min(alike, key=lambda spec: abs(_length(alike[spec]) - length))]
+
+
+def _kind(compressor: Compressor) -> tuple[str, bool]:
+    """Return what decides which kernels run: the innermost name, and whether a coder works on the host after them."""
+    spec = compressor.spec
+    while "(" in spec.partition(":")[0]:
+        spec = spec.partition("(")[2].rpartition(")")[0]
+    return spec.partition(":")[0], compressor.variable_length
+
+
+def _length(compressor: Compressor) -> int:
+    return compressor.payload_spec(1 << 16).nbytes
+
+
+_SIGN, _RMS = "sign:bucket_size=4096,scale=l1", "sign:bucket_size=4096,scale=rms"
+_QSGD = "qsgd:levels={},bucket_size=512,norm=max,coding=fixed"
+_MINMAX = "minmax:bucket_size=2048"
+
+CPU = Machine(
+    "numba kernels on one core of a 2-core x86_64 server, 2^25 elements, medians of docs/benchmarks/kernels.json",
+    copy=0.373e-9,
+    speeds={
+        _SIGN: Speed(0.813e-9, 0.184e-9, 0.176e-9),
+        _RMS: Speed(0.936e-9, 0.178e-9, 0.182e-9),
+        _QSGD.format(1): Speed(1.547e-9, 0.241e-9, 0.246e-9),
+        _QSGD.format(7): Speed(1.393e-9, 0.196e-9, 0.200e-9),
+        _QSGD.format(127): Speed(1.589e-9, 0.203e-9, 0.214e-9),
+        _MINMAX: Speed(1.068e-9, 0.192e-9, 0.199e-9),
+    },
+)
+"""The kernels of ``qcomp[numba]`` on one core."""
+
+PURE = Machine(
+    "without kernels, NumPy on a 2-core x86_64 server, 2^22 elements, medians of docs/benchmarks/kernels.json",
+    copy=0.373e-9,
+    speeds={
+        _SIGN: Speed(13.91e-9, 4.296e-9, 5.10e-9),
+        _RMS: Speed(17.99e-9, 4.334e-9, 5.009e-9),
+        _QSGD.format(1): Speed(36.43e-9, 9.599e-9, 10.77e-9),
+        _QSGD.format(7): Speed(36.00e-9, 6.964e-9, 7.932e-9),
+        _QSGD.format(127): Speed(37.79e-9, 6.919e-9, 7.846e-9),
+        _MINMAX: Speed(18.83e-9, 1.871e-9, 2.761e-9),
+    },
+)
+"""The pure version."""
+
+
+def gpu(memory_bandwidth: float = 600e9) -> Machine:
+    """Return an estimate for a GPU, from the bytes that must be moved; nothing of it is measured.
+
+    Parameters
+    ----------
+    memory_bandwidth : float
+        Bytes a second that a kernel reaches; 600 GB/s is two thirds of what a V100 has on paper.
+
+    Notes
+    -----
+    An encoder reads vector and residual for the scale, then again, and writes the residual: 20 bytes an element. A
+    decoder writes 4, one that adds reads them too. The payload itself is not counted, nor launches, some 10
+    microseconds each.
+    """
+    if not memory_bandwidth > 0:
+        raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes a second, above 0")
+    speed = Speed(*(moved / memory_bandwidth for moved in (20, 4, 8)))
+    source = f"an estimate: bytes moved over {memory_bandwidth / 1e9:g} GB/s of GPU memory, not measured"
+    return Machine(source, copy=8 / memory_bandwidth, speeds=dict.fromkeys(CPU.speeds, speed))

@@ -1,0 +1,85 @@
+"""What was measured on ranks, as a value and as a file."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qcomp.planning.cluster import Cluster, Link
+from qcomp.planning.machine import Machine, Speed
+
+__all__ = ["Measured"]
+
+_FORMAT = "qcomp-plan-1"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` found, the same on all ranks.
+
+    Parameters
+    ----------
+    cluster : Cluster or None
+        The ranks that took part and their links, None if there was one rank.
+    machine : Machine
+        How fast the slowest rank encodes and decodes.
+    compute : float or None
+        Seconds of the caller's own step on the slowest rank, if there was one to time.
+    spreads : mapping of str to (float, float)
+        The quartiles of what was timed, in seconds: latency, transfer, compute.
+    """
+
+    cluster: Cluster | None
+    machine: Machine
+    compute: float | None = None
+    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that `load` reads."""
+        document = {"format": _FORMAT, **asdict(self)}
+        Path(path).write_text(json.dumps(_finite(document), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Measured":
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        ValueError
+            If the file is not such a file.
+        """
+        try:
+            document = json.loads(Path(path).read_text())
+            if document.get("format") != _FORMAT:
+                raise ValueError(f"format is {document.get('format')!r}; expected {_FORMAT!r}")
+            return cls(
+                None if document["cluster"] is None else _cluster(document["cluster"]),
+                _machine(document["machine"]),
+                document["compute"],
+                {name: (low, high) for name, (low, high) in document["spreads"].items()},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not what qcomp plan --measure writes: {error}") from error
+
+
+def _finite(value: Any) -> Any:
+    """Return a document without infinities, which JSON has none of."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if value == math.inf else value
+
+
+def _link(document: Mapping[str, Any]) -> Link:
+    streams = math.inf if document["streams"] is None else document["streams"]
+    return Link(**{**document, "streams": streams})
+
+
+def _cluster(document: Mapping[str, Any]) -> Cluster:
+    return Cluster(**{**document, "link": _link(document["link"]), "inside": _link(document["inside"])})
+
+
+def _machine(document: Mapping[str, Any]) -> Machine:
+    speeds = {spec: Speed(**speed) for spec, speed in document["speeds"].items()}
+    return Machine(**{**document, "speeds": speeds})

@@ -1,0 +1,264 @@
+"""How long a step takes: the formulas, which docs/planning/README.md explains."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import Identity
+from qcomp.planning.cluster import Cluster, Job, Link
+from qcomp.planning.machine import Machine
+
+__all__ = ["ALLREDUCES", "Method", "StepTime", "break_even", "run_speedup", "step_time"]
+
+ALLREDUCES: tuple[Literal["ring", "tree"], ...] = ("ring", "tree")
+"""The plain ways to average."""
+
+_SLOWEST, _FASTEST = 1.0, 1e18
+"""Bandwidths between which a break-even is looked for, bytes a second."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to average.
+
+    Parameters
+    ----------
+    topology : {"ring", "tree", "two_phase", "all_gather", "hierarchical"}
+        ``"ring"`` and ``"tree"`` are all-reduces of a communication library, which add on the way and so
+        cannot be compressed; the others are those of `CompressedMean`.
+    compressor : Compressor, optional
+        Of the last three.
+    half : bool
+        Whether a ring or a tree is sent 16-bit values made from 32-bit ones.
+    """
+
+    topology: Literal["ring", "tree", "two_phase", "all_gather", "hierarchical"]
+    compressor: Compressor | None = None
+    half: bool = False
+
+    def __post_init__(self) -> None:
+        known = (*ALLREDUCES, "two_phase", "all_gather", "hierarchical")
+        if self.topology not in known:
+            raise ValueError(f"topology is {self.topology!r}; expected one of {', '.join(known)}")
+        if self.is_allreduce != (self.compressor is None):
+            expected = "none" if self.is_allreduce else "a qcomp.Compressor"
+            raise ValueError(f"compressor is {self.compressor!r}; expected {expected} with {self.topology}")
+        if self.half and not self.is_allreduce:
+            raise ValueError("half is True; expected False with a compressor, which sets what is sent")
+
+    @property
+    def is_allreduce(self) -> bool:
+        """Whether this is a plain all-reduce."""
+        return self.topology in ALLREDUCES
+
+    @property
+    def label(self) -> str:
+        """What a table calls it."""
+        if self.compressor is None:
+            return f"{self.topology} all-reduce{', 16-bit' if self.half else ''}"
+        return f"{self.compressor.spec}, {self.topology}"
+
+
+class StepTime(NamedTuple):
+    """How long a step takes, and of what that is made."""
+
+    method: Method
+    seconds: float
+    """Of the step."""
+    compute: float
+    """Of it, what is there without communication."""
+    codec: float
+    """Seconds that encoding and decoding take."""
+    wire: float
+    """Seconds that the exchanges take, of which some may be hidden behind the computation."""
+    sent: float
+    """Bytes that a rank sends, of the longest payloads where their length varies."""
+
+
+class _Cost(NamedTuple):
+    codec: float
+    wire: float
+    sent: float
+
+
+def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> StepTime:
+    """Return how long a step takes.
+
+    Parameters
+    ----------
+    job : Job
+    cluster : Cluster
+    machine : Machine
+        Of each rank.
+    method : Method
+        How to average.
+
+    Examples
+    --------
+    >>> from qcomp.planning import CPU, Cluster, Job, Link
+    >>> cluster = Cluster(ranks=2, link=Link(bandwidth=125e6, latency=0.0))
+    >>> step_time(Job(params=25_000_000, compute=0.2), cluster, CPU, Method("ring")).seconds
+    1.0
+    """
+    overlaps = method.is_allreduce or job.overlap_compressed
+    overlap, buckets = (job.overlap, job.buckets) if overlaps else (0.0, 1)
+    if cluster.ranks == 1:
+        return StepTime(method, job.compute, job.compute, 0.0, 0.0, 0.0)
+    pattern = {
+        "ring": _ring,
+        "tree": _tree,
+        "two_phase": _two_phase,
+        "all_gather": _all_gather,
+        "hierarchical": _hierarchical,
+    }[method.topology]
+    one = pattern(-(-job.params // buckets), job, cluster, machine, method)
+    codec, wire, sent = (buckets * value for value in one)
+    # Pieces become ready at equal distances; the last one, or all of them in a queue, are sent after that.
+    hidden = overlap * job.compute
+    sending = max(hidden / buckets + wire, hidden + wire / buckets)
+    return StepTime(method, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
+
+
+def _ring(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
+    n, exact = cluster.ranks, _exact_bytes(size, job, method)
+    steps, sent = 2 * (n - 1), 2 * (n - 1) / n * exact
+    # One rank of each node sends to the next node, the others to their neighbours, all in step.
+    links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
+    wire = steps * max(link.latency for link in links) + max(link.transfer(sent, ranks=1) for link in links)
+    return _Cost(_conversion(size, job, machine, method), wire, sent)
+
+
+def _tree(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
+    exact, lanes, nodes = _exact_bytes(size, job, method), cluster.ranks_per_node, cluster.nodes
+    inside, between = 2 * (lanes - 1) / lanes * exact, 2 * (nodes - 1) / nodes * exact / lanes
+    wire = _halving(inside, lanes, cluster.inside, lanes) + _halving(between, nodes, cluster.link, lanes)
+    return _Cost(_conversion(size, job, machine, method), wire, inside + between)
+
+
+def _halving(sent: float, peers: int, link: Link, ranks: int) -> float:
+    """Return how long recursive halving and doubling take."""
+    return 2 * math.ceil(math.log2(peers)) * link.latency + link.transfer(sent, ranks=ranks)
+
+
+def _two_phase(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:  # noqa: ARG001
+    n, compressor = cluster.ranks, _compressor(method)
+    speed, share = machine.speed(compressor), compressor.payload_spec(size).nbytes / n
+    codec = size * (speed.encode * (1 + 1 / n) + speed.add + speed.decode)
+    wire = 2 * _to_all(share, cluster) + _announcements(compressor, 2, cluster)
+    return _Cost(codec, wire, 2 * (n - 1) * share)
+
+
+def _all_gather(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:  # noqa: ARG001
+    n, compressor = cluster.ranks, _compressor(method)
+    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
+    wire = _to_all(payload, cluster) + _announcements(compressor, 1, cluster)
+    return _Cost(size * (speed.encode + n * speed.add), wire, (n - 1) * payload)
+
+
+def _hierarchical(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
+    lanes, nodes = cluster.ranks_per_node, cluster.nodes
+    if nodes == 1:
+        return _two_phase(size, job, cluster, machine, Method("two_phase", Identity()))
+    if lanes == 1:
+        return _two_phase(size, job, cluster, machine, method)
+    compressor = _compressor(method)
+    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
+    exact, lane = Identity().payload_spec(size).nbytes / lanes, payload / lanes
+    codec = 2 * size * machine.copy  # packed, and added up over the node
+    codec += size * (speed.encode * (1 + 1 / nodes) / lanes + speed.add / lanes + speed.decode)
+    wire = _inside(exact, cluster) + _inside(lane, cluster)
+    wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
+    wire += _announcements(compressor, 4, cluster)
+    return _Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
+
+
+def _to_all(share: float, cluster: Cluster) -> float:
+    """Return how long it takes that each rank sends so many bytes to each other rank."""
+    lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
+    between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
+    return max(between, _inside(share, cluster))
+
+
+def _inside(share: float, cluster: Cluster) -> float:
+    lanes = cluster.ranks_per_node
+    return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
+
+
+def _announcements(compressor: Compressor, exchanges: int, cluster: Cluster) -> float:
+    """Return how long telling the lengths of messages takes, where they vary."""
+    return exchanges * _to_all(16 * cluster.ranks, cluster) if compressor.variable_length else 0.0
+
+
+def _exact_bytes(size: int, job: Job, method: Method) -> int:
+    return size * (2 if method.half else job.gradient_bytes)
+
+
+def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
+    """Return how long it takes to make 16-bit values of 32-bit ones, and back."""
+    return 2 * size * machine.copy if method.half and job.gradient_bytes == 4 else 0.0
+
+
+def _compressor(method: Method) -> Compressor:
+    assert method.compressor is not None  # a Method has looked
+    return method.compressor
+
+
+def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:
+    """Return the bandwidth between nodes, in bytes a second, below which a method is faster than a plain one.
+
+    0.0 if it is not faster on any link, infinity if it is on every link.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> from qcomp.planning import CPU, Cluster, Job, Link, Method
+    >>> cluster = Cluster(ranks=8, link=Link(bandwidth=125e6))
+    >>> job = Job(params=25_000_000, compute=0.2)
+    >>> sign = Method("two_phase", qcomp.ScaledSign())
+    >>> edge = break_even(job, cluster, CPU, sign, Method("ring"))
+    >>> f"{8 * edge / 1e9:.1f} Gbit/s"
+    '42.6 Gbit/s'
+    """
+
+    def gain(bandwidth: float) -> float:
+        there = replace(cluster, link=replace(cluster.link, bandwidth=bandwidth))
+        return step_time(job, there, machine, plain).seconds - step_time(job, there, machine, method).seconds
+
+    return _last_positive(gain)
+
+
+def _last_positive(gain: Callable[[float], float]) -> float:
+    low, high = _SLOWEST, _FASTEST
+    if gain(low) <= 0:
+        return 0.0
+    if gain(high) > 0:
+        return math.inf
+    while (middle := math.sqrt(low * high)) not in (low, high):
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+        if high <= low * (1 + 1e-15):
+            break
+    return low
+
+
+def run_speedup(plain: float, compressed: float, warmup: float, exact: float | None = None) -> float:
+    """Return how much faster a whole run is whose first steps are exact.
+
+    Parameters
+    ----------
+    plain, compressed : float
+        Seconds of a step.
+    warmup : float
+        The share of steps that are exact.
+    exact : float, optional
+        Seconds of such a step, if it is not sent as plain training does.
+
+    Examples
+    --------
+    >>> round(run_speedup(6.6, 1.0, warmup=0.15), 2)
+    3.59
+    """
+    if not 0 <= warmup <= 1:
+        raise ValueError(f"warmup is {warmup!r}; expected a share from 0 to 1")
+    return plain / (warmup * (plain if exact is None else exact) + (1 - warmup) * compressed)

@@ -1,0 +1,205 @@
+"""Measuring the links between the ranks of a communicator."""
+
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from qcomp.core.arrays import Array, from_host_bytes, host_bytes
+from qcomp.core.nodes import Nodes, learn_nodes
+from qcomp.core.transport import Transport
+from qcomp.planning.cluster import INSIDE, Cluster, Link
+
+__all__ = ["BYTES", "ROUNDS", "Clock", "Network", "agreed", "measure_network"]
+
+Clock = Callable[[], float]
+
+_SMALL = 8
+"""Bytes of a message that is timed for its latency."""
+ROUNDS = 7
+BYTES = 1 << 24
+
+
+class Network(NamedTuple):
+    """What `measure_network` found."""
+
+    cluster: Cluster
+    spreads: Mapping[str, tuple[float, float]]
+    """The quartiles of the latency, and of the seconds that the large exchange took."""
+
+
+def measure_network(
+    comm: Transport,
+    *,
+    like: Array,
+    size: int = BYTES,
+    rounds: int = ROUNDS,
+    clock: Clock = time.perf_counter,
+) -> Network:
+    """Measure the links of a communicator. Collective; all ranks return the same.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Of at least two ranks. Ranks of one ``host`` are on one node; without hosts each is on its own.
+    like : array
+        Of the library and device whose buffers are sent.
+    size : int
+        Bytes that a rank sends in a large exchange.
+    rounds : int
+        How often each exchange is timed; medians count.
+    clock : callable
+        Seconds, on this rank.
+
+    Returns
+    -------
+    Network
+        Its links have both directions in use at once, since every exchange of this package does that; so ``duplex`` is
+        True, and ``bandwidth`` what is left for each direction.
+
+    Raises
+    ------
+    ValueError
+        If there is one rank, or nodes have different numbers of ranks.
+
+    Notes
+    -----
+    Latency: half of a round trip of 8 bytes between two ranks, on different nodes if there are several, without what
+    the bytes take. Further messages: how much longer an exchange of 8 bytes between the first ranks of all nodes takes,
+    for each. Bandwidth: a large exchange between these, without its latencies; the slowest rank counts. Streams: how
+    much more the ranks of a node send if all of them do.
+    """
+    if comm.size < 2:
+        raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure what is between them")
+    of_rank = learn_nodes(comm, like=like) if hasattr(comm, "host") else tuple(range(comm.size))
+    nodes = Nodes(of_rank)
+    lanes = nodes.lanes
+    if any(len(members) != lanes for members in nodes.members):
+        sizes = [len(members) for members in nodes.members]
+        raise ValueError(f"the nodes have {sizes} ranks; expected the same number on each")
+    probe = _Probe(comm, like, rounds, clock)
+    whole = tuple(range(comm.size)) if nodes.count == 1 else None
+    first = whole or tuple(members[0] for members in nodes.members)
+    link, latency, moved = probe.link([first], size)
+    spreads = {"latency": latency.quartiles, "transfer": moved.quartiles}
+    if nodes.count == 1:
+        return Network(Cluster(comm.size, link), spreads)
+    inside = INSIDE
+    if lanes > 1:
+        together = probe.transfer([nodes.team(lane) for lane in range(lanes)], size, link)
+        link = replace(link, streams=max(1.0, lanes * moved.median / together.median))
+        within, _, _ = probe.link(nodes.members, size)
+        inside = replace(within, streams=float(lanes))
+    return Network(Cluster(comm.size, link, lanes, inside), spreads)
+
+
+class _Spread(NamedTuple):
+    median: float
+    quartiles: tuple[float, float]
+
+
+def _spread(values: Sequence[float]) -> _Spread:
+    if len(values) == 1:
+        return _Spread(values[0], (values[0], values[0]))
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return _Spread(middle, (low, high))
+
+
+class _Probe:
+    """Times exchanges within teams of ranks, in which all other ranks take part with nothing."""
+
+    def __init__(self, comm: Transport, like: Array, rounds: int, clock: Clock) -> None:
+        if rounds < 1:
+            raise ValueError(f"rounds is {rounds}; expected at least 1")
+        self.comm, self.like, self.rounds, self.clock = comm, like, rounds, clock
+        self._nothing = self._buffer(0)
+
+    def _buffer(self, size: int) -> Array:
+        return from_host_bytes(bytes(size), self.like)
+
+    def link(self, teams: Sequence[Sequence[int]], size: int) -> tuple[Link, _Spread, _Spread]:
+        """Return the link of the ranks of a team, the spread of its latency, and that of the seconds of the bytes."""
+        latency = self._slowest(self._round_trips([(team[0], team[1]) for team in teams]))
+        peers = len(teams[0]) - 1
+        further = latency.median
+        if peers > 1:
+            together = self._slowest(self._exchanges(teams, _SMALL))
+            further = max(0.0, (together.median - latency.median) / (peers - 1))
+        # Small messages have some bytes too: not counted in the large ones, and not in the latencies in the end.
+        share = self._share(size, peers)
+        waiting = latency.median + (peers - 1) * further
+        moved = self._moving(teams, share, waiting, size / ((share - _SMALL) * peers))
+        small = _SMALL * moved.median / size
+        link = Link(
+            bandwidth=size / moved.median,
+            latency=max(0.0, latency.median - small),
+            per_message=max(0.0, further - small),
+        )
+        return link, latency, moved
+
+    def transfer(self, teams: Sequence[Sequence[int]], size: int, link: Link) -> _Spread:
+        """Return the seconds that ``size`` bytes from each rank take besides the latencies of this link."""
+        peers = len(teams[0]) - 1
+        share = self._share(size, peers)
+        return self._moving(teams, share, link.seconds(0.0, ranks=1, messages=peers), size / (share * peers))
+
+    @staticmethod
+    def _share(size: int, peers: int) -> int:
+        return max(-(-size // peers), 2 * _SMALL)
+
+    def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
+        """Return a multiple of the seconds that shares take besides waiting."""
+        taken = self._slowest(self._exchanges(teams, share))
+        # However the latency came out, the bytes took some of the time.
+        middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))
+        return _Spread(middle, (low, high))
+
+    def _round_trips(self, pairs: Sequence[tuple[int, int]]) -> Iterator[float]:
+        """Yield half of the seconds of round trips, those of the first rank of each pair; 0 on the others."""
+        there = dict(pairs)
+        back = {second: first for first, second in pairs}
+        for _ in range(self.rounds + 1):
+            self._meet()
+            start = self.clock()
+            self._send(there, back, _SMALL)
+            self._send(back, there, _SMALL)
+            yield (self.clock() - start) / 2 if self.comm.rank in there else 0.0
+
+    def _exchanges(self, teams: Sequence[Sequence[int]], share: int) -> Iterator[float]:
+        """Yield the seconds in which each rank of a team sends a share to each other one."""
+        own = next((team for team in teams if self.comm.rank in team), ())
+        peers = {rank for rank in own if rank != self.comm.rank}
+        buffer = self._buffer(share)
+        send = [buffer if rank in peers else self._nothing for rank in range(self.comm.size)]
+        receive = [share if rank in peers else 0 for rank in range(self.comm.size)]
+        for _ in range(self.rounds + 1):
+            self._meet()
+            start = self.clock()
+            self.comm.all_to_all(send, receive)
+            yield self.clock() - start if peers else 0.0
+
+    def _send(self, to: Mapping[int, int], come: Mapping[int, int], size: int) -> None:
+        """Send to the rank that a mapping names, while those of another mapping send nothing."""
+        rank, ranks = self.comm.rank, range(self.comm.size)
+        source = come.get(rank)
+        message = self._buffer(size)
+        send = [message if to.get(rank) == r else self._nothing for r in ranks]
+        self.comm.all_to_all(send, [size if r == source else 0 for r in ranks])
+
+    def _meet(self) -> None:
+        self.comm.all_gather(self._buffer(1), [1] * self.comm.size)
+
+    def _slowest(self, times: Iterator[float]) -> _Spread:
+        """Return the spread over rounds of the slowest rank's time, without the first, which warms up."""
+        of_ranks = agreed(self.comm, list(times)[1:], self.like)
+        return _spread([max(of_round) for of_round in zip(*of_ranks, strict=True)])
+
+
+def agreed(comm: Transport, values: Sequence[float], like: Array) -> list[tuple[float, ...]]:
+    """Return the numbers of every rank, the same on all of them."""
+    layout = f"<{len(values)}d"
+    message = from_host_bytes(struct.pack(layout, *values), like)
+    arrived = comm.all_gather(message, [struct.calcsize(layout)] * comm.size)
+    return [struct.unpack(layout, host_bytes(buffer)) for buffer in arrived]

@@ -1,0 +1,63 @@
+"""A picture of an `Advice`: the step time of every method over the bandwidth of the link."""
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qcomp.planning.advice import Advice
+from qcomp.planning.model import Method, step_time
+
+__all__ = ["draw"]
+
+_POINTS = 61
+_DECADES = 2.0
+"""On each side of the link that was asked about."""
+_STYLES = {"ring": "-", "tree": "--", "two_phase": "-", "all_gather": ":", "hierarchical": "-."}
+_PLAIN = {"plain": "black", "16-bit": "0.5"}
+"""Colours of what is not compressed."""
+
+
+def draw(advice: Advice, path: str | Path) -> None:
+    """Write a picture of the step time over the bandwidth between nodes; the suffix names the format.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing.
+    ValueError
+        If matplotlib writes no such format.
+    """
+    try:
+        figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
+    except ImportError as error:
+        raise ImportError("matplotlib is missing: pip install 'qcomp[plot]'") from error
+    axes = figure.subplots()
+    link = advice.cluster.link
+    around = [link.bandwidth * 10 ** (_DECADES * (2 * i / (_POINTS - 1) - 1)) for i in range(_POINTS)]
+    colours: dict[str, str] = {}
+    for row in advice.rows:
+        method = row.time.method
+        times = [_seconds(advice, method, bandwidth) for bandwidth in around]
+        kind = "16-bit" if method.half else "plain" if method.compressor is None else method.compressor.spec
+        colour = _PLAIN.get(kind) or colours.setdefault(kind, f"C{len(colours)}")
+        width = 2.8 if row is advice.best else 1.2
+        axes.plot(
+            [8 * b / 1e9 for b in around],
+            times,
+            _STYLES[method.topology],
+            color=colour,
+            linewidth=width,
+            label=method.label,
+        )
+    axes.axvline(8 * link.bandwidth / 1e9, color="0.5", linewidth=1)
+    axes.axhline(advice.job.compute, color="0.8", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s each way", ylabel="seconds a step")
+    axes.set_title(f"{advice.job.params / 1e6:,.4g}M parameters, {advice.cluster.ranks} ranks")
+    axes.legend(fontsize="x-small", loc="upper right")
+    figure.savefig(path, dpi=120)
+
+
+def _seconds(advice: Advice, method: Method, bandwidth: float) -> float:
+    there = replace(advice.cluster, link=replace(advice.cluster.link, bandwidth=bandwidth))
+    return step_time(advice.job, there, advice.machine, method).seconds

@@ -1,0 +1,144 @@
+"""Measuring compressors and steps, and with the links between ranks all that a prediction needs."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from qcomp.core import feedback
+from qcomp.core.arrays import Array, array_namespace
+from qcomp.core.compressor import Compressor
+from qcomp.core.random import Key
+from qcomp.core.transport import Transport
+from qcomp.planning.machine import Machine, Speed
+from qcomp.planning.measurement import Measured
+from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network
+
+__all__ = ["measure", "measure_speed", "measure_step"]
+
+
+def measure_speed(
+    compressor: Compressor, like: Array, *, rounds: int = ROUNDS, clock: Clock = time.perf_counter
+) -> Speed:
+    """Measure how fast this process encodes and decodes.
+
+    Parameters
+    ----------
+    compressor : Compressor
+    like : array
+        A vector to compress, of the library, device and dtype that will be compressed; large, at best as large as
+        the real ones.
+    rounds : int
+        How often each call is timed, after one that is not; medians count.
+    clock : callable
+        Seconds.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> speed = measure_speed(qcomp.ScaledSign(), np.ones(10_000, dtype=np.float32), rounds=3)
+    >>> speed.encode > 0
+    True
+    """
+    size, key = like.shape[0], Key()
+    encoding, decoding, adding = [], [], []
+    total = array_namespace(like).zeros_like(like)
+    for _ in range(rounds + 1):
+        residual = array_namespace(like).zeros_like(like)
+        start = clock()
+        payload, residual = feedback.compress(compressor, like, residual, key=key, donate=True)
+        _wait_for(residual)
+        encoded = clock()
+        result = compressor.decompress(payload, like=like)
+        _wait_for(result)
+        decoded = clock()
+        total = compressor.add(payload, total)
+        _wait_for(total)
+        added = clock()
+        encoding.append((encoded - start) / size)
+        decoding.append((decoded - encoded) / size)
+        adding.append((added - decoded) / size)
+    return Speed(*(statistics.median(times[1:]) for times in (encoding, decoding, adding)))
+
+
+def measure_step(
+    step: Callable[[], object], *, rounds: int = ROUNDS, clock: Clock = time.perf_counter
+) -> float:
+    """Return the median of the seconds that a step takes, after one that is not timed.
+
+    Parameters
+    ----------
+    step : callable
+        Without arguments; computes gradients and updates parameters, without communication. It must have ended when it
+        returns, so on a GPU it has to wait for the device.
+    rounds : int
+    clock : callable
+        Seconds.
+    """
+    step()
+    times = []
+    for _ in range(rounds):
+        start = clock()
+        step()
+        times.append(clock() - start)
+    return statistics.median(times)
+
+
+def measure(
+    comm: Transport,
+    compressors: Sequence[Compressor],
+    *,
+    like: Array,
+    step: Callable[[], object] | None = None,
+    size: int = BYTES,
+    rounds: int = ROUNDS,
+    clock: Clock = time.perf_counter,
+) -> Measured:
+    """Measure links, compressors and a step. Collective; all ranks return the same, which is of the slowest.
+
+    Parameters
+    ----------
+    comm : Communicator
+        With one rank there is no link to measure.
+    compressors : sequence of Compressor
+        Whose speeds are measured, all ranks at once, as in a step.
+    like : array
+        See `measure_speed`.
+    step : callable, optional
+        See `measure_step`.
+    size, rounds, clock
+        See `measure_network`.
+    """
+    network = None
+    if comm.size > 1:
+        network = measure_network(comm, like=like, size=size, rounds=rounds, clock=clock)
+    figures = [_measure_copy(like, rounds, clock)]
+    for compressor in compressors:
+        speed = measure_speed(compressor, like, rounds=rounds, clock=clock)
+        figures += [speed.encode, speed.decode, speed.add]
+    if step is not None:
+        figures.append(measure_step(step, rounds=rounds, clock=clock))
+    slowest = [max(values) for values in zip(*agreed(comm, figures, like), strict=True)]
+    compute = slowest.pop() if step is not None else None
+    speeds = {c.spec: Speed(*slowest[1 + 3 * i : 4 + 3 * i]) for i, c in enumerate(compressors)}
+    source = f"measured on the slowest of {comm.size} ranks, vectors of {like.shape[0]} elements"
+    return Measured(
+        None if network is None else network.cluster,
+        Machine(source, slowest[0], speeds),
+        compute,
+        {} if network is None else network.spreads,
+    )
+
+
+def _measure_copy(like: Array, rounds: int, clock: Clock) -> float:
+    times: list[float] = []
+    for _ in range(rounds + 1):
+        start = clock()
+        _wait_for(array_namespace(like).asarray(like, copy=True))
+        times.append((clock() - start) / int(like.shape[0]))
+    return statistics.median(times[1:])
+
+
+def _wait_for(x: Array) -> None:
+    """Return when x has its values: reading one waits for a device, or for a library that computes later."""
+    if x.shape[0]:
+        float(x[0])

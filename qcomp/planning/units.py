@@ -1,0 +1,102 @@
+"""Numbers with units as people write them: 350M parameters, 10gbit, 25us."""
+
+import re
+
+__all__ = ["bandwidth", "count", "seconds", "show_bandwidth", "show_bytes", "show_seconds"]
+
+_WRITTEN = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-zµ/]*)")
+
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BANDWIDTHS = {
+    **{f"{p}bit{end}": factor / 8 for p, factor in _PREFIXES.items() for end in ("", "/s")},
+    **{f"{p}bps": factor / 8 for p, factor in _PREFIXES.items()},
+    **{f"{p}b/s": factor for p, factor in _PREFIXES.items()},
+}
+
+
+def count(text: str) -> int:
+    """Return a number of things, such as parameters, from ``"350M"``, ``"1.5B"`` or ``"1000"``.
+
+    Examples
+    --------
+    >>> count("350M"), count("1.5b")
+    (350000000, 1500000000)
+    """
+    return round(_read(text, _COUNTS, "a count such as 350M, 1.5B or 1000"))
+
+
+def bandwidth(text: str) -> float:
+    """Return bytes a second from bits, ``"10gbit"`` or ``"100mbit/s"``, or from bytes, ``"1.2GB/s"``.
+
+    Upper or lower case makes no difference: ``Gb/s`` would be read as bytes, and is refused.
+
+    Examples
+    --------
+    >>> bandwidth("10gbit"), bandwidth("1.25GB/s")
+    (1250000000.0, 1250000000.0)
+    """
+    expected = "a bandwidth such as 10gbit, 100mbit or 1.2GB/s"
+    if re.search(r"b/s$", text) and not re.search(r"bit/s$", text):  # a small b
+        raise ValueError(f"{text!r} may mean bits or bytes; expected {expected}")
+    return _read(text, _BANDWIDTHS, expected)
+
+
+def seconds(text: str) -> float:
+    """Return seconds from ``"25us"``, ``"300ms"`` or ``"1.5s"``.
+
+    Examples
+    --------
+    >>> seconds("300ms")
+    0.3
+    """
+    return _read(text, _SECONDS, "a time such as 25us, 300ms or 1.5s")
+
+
+def _read(text: str, units: dict[str, float], expected: str) -> float:
+    written = _WRITTEN.fullmatch(text.strip())
+    if written is None or written[2].lower() not in units:
+        raise ValueError(f"{text!r} is not understood; expected {expected}")
+    return float(written[1]) * units[written[2].lower()]
+
+
+def show_seconds(value: float) -> str:
+    """Return a time in three digits.
+
+    Examples
+    --------
+    >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(0)
+    ('12.3 ms', '2.5 s', '0 s')
+    """
+    return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)))
+
+
+def show_bandwidth(value: float) -> str:
+    """Return bytes a second as bits a second.
+
+    Examples
+    --------
+    >>> show_bandwidth(1.25e9), show_bandwidth(12.5e6)
+    ('10 Gbit/s', '100 Mbit/s')
+    """
+    return _scaled(8 * value, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0)))
+
+
+def show_bytes(value: float) -> str:
+    """Return a number of bytes in three digits.
+
+    Examples
+    --------
+    >>> show_bytes(4_000_000), show_bytes(12)
+    ('4 MB', '12 B')
+    """
+    return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    if value == 0:
+        return f"0 {units[0][0] if units[0][1] == 1 else units[-1][0]}"
+    name, factor = next(((n, f) for n, f in units if value >= f * 0.9995), units[-1])
+    scaled = value / factor
+    return f"{scaled:.0f} {name}" if scaled >= 99.95 else f"{scaled:.3g} {name}"

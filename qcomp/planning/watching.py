@@ -1,0 +1,84 @@
+"""A warning from an optimizer that will be slower than plain training."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qcomp.core.arrays import Array
+from qcomp.core.optimizers import Optimizer
+from qcomp.core.transport import Transport
+from qcomp.planning.cluster import Cluster, Job
+from qcomp.planning.machine import Machine
+from qcomp.planning.measurement import Measured
+from qcomp.planning.model import ALLREDUCES, Method, step_time
+from qcomp.planning.units import show_bandwidth, show_seconds
+
+__all__ = ["watch"]
+
+
+def watch(comm: Transport, measured: Measured) -> None:
+    """Let optimizers warn, when they start on this communicator, if they will be slower than plain training.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Its ``on_init`` is set, which `Optimizer.init` calls. Nothing is exchanged. Its number of ranks counts, not the
+        one that was measured.
+    measured : Measured
+        From `measure`, or from a file of ``qcomp plan --measure``. With one rank there is no warning.
+
+    Warns
+    -----
+    UserWarning
+        By `Optimizer.init`, once for each optimizer, on rank 0, if averaging all its tensors as it will takes longer
+        than the faster plain all-reduce of float32. Of 0/1 Adam this is about a step that sends. The computation of a
+        step does not matter here, because it is the same; what plain training could hide behind it is not counted.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> from qcomp.planning import CPU, Cluster, Link, Measured
+    >>> measured = Measured(Cluster(ranks=2, link=Link(bandwidth=12.5e6)), CPU)
+    >>> def rank_main(comm):
+    ...     watch(comm, measured)
+    ...     optimizer = qcomp.CompressedSGD(learning_rate=0.1, exact=None)
+    ...     return optimizer.init(np.zeros(100_000, dtype=np.float32), comm).stage
+    >>> qcomp.comm.run_local(2, rank_main)  # on a link of 100 Mbit/s there is nothing to warn about
+    ['compressed', 'compressed']
+    """
+    cluster = measured.cluster
+    if cluster is not None and comm.size > 1:
+        watch_here = _Watch(replace(cluster, ranks=comm.size), measured.machine, comm.rank)
+        comm.on_init = watch_here  # type: ignore[attr-defined]
+
+
+class _Watch:
+    """What `Optimizer.init` calls."""
+
+    def __init__(self, cluster: Cluster, machine: Machine, rank: int) -> None:
+        self.cluster, self.machine, self.rank = cluster, machine, rank
+        self._warned: list[Optimizer] = []
+
+    def __call__(self, optimizer: Optimizer, params: Sequence[Array]) -> None:
+        """Warn if this optimizer will be slower than plain training."""
+        mean = optimizer.mean
+        warned = any(optimizer is earlier for earlier in self._warned)  # settings may have no hash
+        if self.rank != 0 or warned or mean.compressor.traits.lossless:
+            return
+        job = Job(params=max(1, sum(math.prod(p.shape) for p in params)), compute=0.0)
+        own = step_time(job, self.cluster, self.machine, Method(mean.topology, mean.compressor))
+        plain = min(
+            (step_time(job, self.cluster, self.machine, Method(kind)) for kind in ALLREDUCES),
+            key=lambda time: time.seconds,
+        )
+        if own.seconds <= plain.seconds:
+            return
+        self._warned.append(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} will be slower than plain training: averaging {job.params} parameters by "
+            f"{own.method.label} takes {show_seconds(own.seconds)}, of which {show_seconds(own.codec)} encoding and "
+            f"decoding; a {plain.method.label} takes {show_seconds(plain.seconds)}, on {self.cluster.ranks} ranks and "
+            f"a link of {show_bandwidth(self.cluster.link.bandwidth)} (see qcomp plan)",
+            stacklevel=4,
+        )

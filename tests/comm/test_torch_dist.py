@@ -1,0 +1,600 @@
+"""TorchCommunicator on real ranks over gloo: each test is a script that forked processes run."""
+
+import signal
+
+import pytest
+
+import qcomp
+
+pytest.importorskip("torch")
+
+HEAD = """
+import os, signal, sys, threading, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.transport import AllGather, AllToAll
+
+me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
+dist.init_process_group("gloo", store=store, rank=me, world_size=n)
+
+def zeros(size):
+    return np.zeros(size, dtype=np.uint8)
+
+def say(*words):
+    print(*words, flush=True)
+
+def wait_for(name):
+    # Outside of the communicator, until another rank has said it.
+    store.wait([name])
+"""
+CREATE = "comm = TorchCommunicator(timeout={timeout})\n"
+
+
+@pytest.fixture
+def said(torch_ranks):
+    """Run a script on ranks that have a communicator; return the lines that each said."""
+
+    def run(n, body, *, timeout=60, check=True):
+        ranks = torch_ranks(n, HEAD + CREATE.format(timeout=timeout) + body, check=check)
+        return [rank.out.splitlines() for rank in ranks]
+
+    return run
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_to_all_delivers_every_share(said, n):
+    body = """
+def share(sender, receiver, scale):
+    size = ((sender * 7 + receiver * 3) % 5) * scale
+    return np.resize(np.array([sender, receiver, 255, 0, 17], dtype=np.uint8), size)
+
+for scale in (0, 1, 333, 400_000):
+    sent = comm.bytes_sent
+    send = [share(me, r, scale) for r in range(n)]
+    received = comm.all_to_all(send, [share(r, me, scale).size for r in range(n)])
+    assert all(np.array_equal(received[r], share(r, me, scale)) for r in range(n))
+    assert not any(np.shares_memory(x, y) for x in received for y in send)
+    assert comm.bytes_sent - sent == sum(send[r].size for r in range(n) if r != me)
+say(comm.rank, comm.size)
+"""
+    assert said(n, body) == [[f"{rank} {n}"] for rank in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_gather_delivers_every_share(said, n):
+    body = """
+for size in (0, 1, 1001, 1_000_001):
+    sent = comm.bytes_sent
+    sizes = [size * r for r in range(n)]
+    mine = np.full(sizes[me], me + 40, dtype=np.uint8)
+    received = comm.all_gather(mine, sizes)
+    assert all(np.array_equal(received[r], np.full(sizes[r], r + 40)) for r in range(n))
+    assert not any(np.shares_memory(x, mine) for x in received)
+    assert comm.bytes_sent - sent == (n - 1) * sizes[me]
+say("ok")
+"""
+    assert said(n, body) == [["ok"]] * n
+
+
+def test_it_is_a_communicator(said):
+    body = """
+import platform
+from qcomp.comm.base import Communicator
+os.environ["QCOMP_HOST"] = "given"
+say(isinstance(comm, Communicator), comm, comm.host == platform.node(), TorchCommunicator().host, comm.timeout)
+"""
+    assert said(1, body) == [["True TorchCommunicator(rank=0, size=1) True given 60"]]
+
+
+def test_many_exchanges_with_ranks_that_run_ahead(said):
+    body = """
+for i in range(60):
+    received = comm.all_gather(np.full(5, (i + me) % 251, dtype=np.uint8), [5] * n)
+    assert [int(x[0]) for x in received] == [(i + r) % 251 for r in range(n)]
+    assert {x.size for x in comm.all_to_all([zeros(r) for r in range(n)], [me] * n)} == {me}
+say("ok")
+"""
+    assert said(3, body) == [["ok"]] * 3
+
+
+def test_each_rank_gets_arrays_of_its_own_library(said):
+    pytest.importorskip("jax")
+    body = """
+if me == 0:
+    mine = torch.arange(7, dtype=torch.uint8)[::2]  # not contiguous
+elif me == 1:
+    import jax.numpy
+    mine = jax.numpy.arange(4, dtype="uint8") + 10
+else:
+    import array_api_strict
+    mine = array_api_strict.asarray([20, 21, 22], dtype=array_api_strict.uint8)
+received = comm.all_gather(mine, [4, 4, 3])
+assert [type(x) for x in received] == [type(mine)] * 3
+say(*[np.asarray(x).tolist() for x in received])
+"""
+    assert said(3, body) == [["[0, 2, 4, 6] [10, 11, 12, 13] [20, 21, 22]"]] * 3
+
+
+def test_read_only_buffers_are_sent_without_a_warning(said):
+    body = """
+mine = np.arange(3, dtype=np.uint8) + me
+mine.flags.writeable = False
+received = comm.all_gather(mine, [3, 3])
+received[me][0] = 99
+say(*[x.tolist() for x in received], mine.tolist())
+"""
+    assert said(2, body) == [["[99, 1, 2] [1, 2, 3] [0, 1, 2]"], ["[0, 1, 2] [99, 2, 3] [1, 2, 3]"]]
+
+
+def test_a_buffer_may_be_overwritten_once_the_exchange_is_over(said):
+    body = """
+size = 2_000_000
+mine = zeros(size * me)
+for i in range(10):
+    mine[:] = i
+    received = comm.all_to_all([mine, zeros(0)], [0, 0 if me else size])
+    mine[:] = 255
+    assert me or (received[1] == i).all()
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+def test_several_exchanges_are_under_way_at_once_and_waited_for_in_any_order(said):
+    body = """
+sizes = (5, 300_001, 0, 5)
+pending = []
+for i, size in enumerate(sizes):
+    if i % 2:
+        request = AllToAll(tuple(np.full(size + r, i + me, dtype=np.uint8) for r in range(n)), (size + me,) * n)
+    else:
+        request = AllGather(np.full(size, i + me, dtype=np.uint8), (size,) * n)
+    pending.append(comm.start(request))
+order = (2, 0, 3, 1) if me else (3, 2, 1, 0)
+for i in order:
+    received = pending[i].wait()
+    assert [x.size for x in received] == [sizes[i] + me * (i % 2)] * n
+    assert all((x == i + r).all() for r, x in enumerate(received))
+    assert pending[i].wait() is received
+say(comm.bytes_sent == sum(sizes) * (n - 1) + 2 * sum(r for r in range(n) if r != me))
+"""
+    assert said(3, body) == [["True"]] * 3
+
+
+def test_an_exchange_goes_on_while_its_ranks_do_not_wait(said):
+    # Were the bytes moved by wait alone, then rank 0 would not have them before rank 1 waits.
+    body = """
+pending = comm.start(AllGather(np.full(500_000, me, dtype=np.uint8), (500_000,) * n))
+if me == 0:
+    assert pending.wait()[1].sum() == 500_000
+    store.set("rank 0 has it", "")
+else:
+    wait_for("rank 0 has it")
+    assert pending.wait()[0].sum() == 0
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+def test_computations_in_stages_run_interleaved_and_give_the_same(said):
+    body = """
+from collections import deque
+import qcomp
+from qcomp.core.transport import drive
+mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=64))
+xs = [np.random.default_rng(10 * me + i).standard_normal(500 + i).astype(np.float32) for i in range(3)]
+states = [mean.init(x, comm) for x in xs]
+alone = [mean(x, state, comm)[0] for x, state in zip(xs, states)]
+
+def advance(index, stages, arrived):
+    try:
+        request = stages.send(arrived)
+    except StopIteration as stop:
+        results[index] = stop.value[0]
+    else:
+        under_way.append((index, stages, comm.start(request)))
+
+results, under_way = {}, deque()
+for i, (x, state) in enumerate(zip(xs, states)):
+    advance(i, mean.stages(x, state), None)
+most = len(under_way)
+while under_way:
+    index, stages, pending = under_way.popleft()
+    advance(index, stages, pending.wait())
+say(most, all(np.array_equal(results[i], alone[i]) for i in range(3)))
+"""
+    assert said(2, body) == [["3 True"]] * 2
+
+
+def test_messages_of_the_user_and_of_other_communicators_are_never_taken(said):
+    body = """
+request = dist.isend(torch.full((40,), 9, dtype=torch.uint8), 1 - me, tag=0)
+other = TorchCommunicator(timeout=60)
+first = other.start(AllGather(np.array([me], dtype=np.uint8), (1, 1)))
+assert comm.all_gather(zeros(4), [4, 4])[1 - me].tolist() == [0] * 4
+assert [x.tolist() for x in first.wait()] == [[0], [1]]
+mine = torch.zeros(40, dtype=torch.uint8)
+dist.recv(mine, 1 - me, tag=0)
+request.wait()
+say(set(mine.tolist()))
+"""
+    assert said(2, body) == [["{9}"]] * 2
+
+
+def test_groups_of_some_ranks(said):
+    body = """
+pairs = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+for ranks, group in zip(([0, 2], [1, 2]), pairs):
+    if me in ranks:
+        part = TorchCommunicator(group, timeout=60)
+        received = part.all_gather(np.array([me], dtype=np.uint8), [1, 1])
+        say(part.rank, part.size, [int(x[0]) for x in received])
+    else:
+        try:
+            TorchCommunicator(group)
+        except TypeError as error:
+            say("group must be a torch.distributed.ProcessGroup of this process, got" in str(error))
+assert len(comm.all_gather(zeros(1), [1] * 3)) == 3
+"""
+    assert said(3, body) == [
+        ["0 2 [0, 2]", "True"],
+        ["True", "0 2 [1, 2]"],
+        ["1 2 [0, 2]", "1 2 [1, 2]"],
+    ]
+
+
+def test_constructor_rejects_nonsense(torch_ranks):
+    body = """
+try:
+    TorchCommunicator(timeout=0)
+except ValueError as error:
+    say(error)
+dist.destroy_process_group()
+try:
+    TorchCommunicator()
+except CommunicatorError as error:
+    say(error)
+dist.init_process_group("fake", rank=0, world_size=1)
+try:
+    TorchCommunicator()
+except ValueError as error:
+    say(error)
+"""
+    fake = "import torch.testing._internal.distributed.fake_pg\n"
+    [rank] = torch_ranks(1, HEAD + fake + body)
+    first, second, third = rank.out.splitlines()
+    assert first == "timeout must be a positive number of seconds, got 0"
+    assert second.startswith(
+        "torch.distributed is not initialised: call torch.distributed.init_process_group"
+    )
+    assert third.startswith("group must have the backend gloo or nccl, got ")
+    assert "fake" in third
+
+
+def test_wrong_arguments_are_the_callers_error_and_close_nothing(said):
+    body = """
+for call in (lambda: comm.all_gather(zeros(3), [4, 4]), lambda: comm.all_gather(np.zeros(1), [1, 1])):
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        say(error)
+assert len(comm.all_gather(zeros(1), [1, 1])) == 2
+"""
+    assert said(2, body) == [
+        [
+            f"receive[{rank}] is 4, but rank {rank} hands itself 3 bytes",
+            "send must have dtype uint8, got float64",
+        ]
+        for rank in range(2)
+    ]
+
+
+# After an error the ranks stay until all have said theirs: none learns of it from a process that has ended.
+CATCH = """
+try:
+    work()
+except CommunicatorError as error:
+    say(error)
+store.set(f"rank {me} is done", "")
+for r in range(n):
+    wait_for(f"rank {r} is done")
+"""
+
+
+@pytest.mark.parametrize("scale", [1, 300_000], ids=["small", "large"])
+@pytest.mark.parametrize(("sent", "announced"), [(4, 5), (5, 4), (0, 1), (1, 0)])
+def test_another_size_is_named_on_every_rank(said, sent, announced, scale):
+    sent, announced = sent * scale, announced * scale
+    body = f"""
+def work():
+    send, receive = [zeros(2)] * 3, [2] * 3
+    if me == 1:
+        send[2] = zeros({sent})
+    if me == 2:
+        receive[1] = {announced}
+    comm.all_to_all(send, receive)
+"""
+    message = f"all_to_all: rank 1 sent {sent} bytes to rank 2, which expected {announced} bytes"
+    assert said(3, body + CATCH) == [[message]] * 3
+
+
+def test_were_a_payloads_tag_not_its_size_gloo_would_end_the_process(torch_ranks):
+    # Rank 0 sends 5 bytes where 1 is expected: the very thing that the test above finds named.
+    body = """
+import qcomp.comm.torch_exchange as module
+module._tag = lambda payload: 2
+comm.all_to_all([zeros(1), zeros(5 if me == 0 else 1)], [1, 1])
+"""
+    ranks = torch_ranks(2, HEAD + CREATE.format(timeout=5) + body, check=False)
+    assert ranks[1].status == -signal.SIGABRT
+    assert "EnforceNotMet" in ranks[1].err
+
+
+def test_another_verb_is_named_on_every_rank(said):
+    body = """
+def work():
+    if me == 1:
+        comm.all_gather(zeros(1), [1] * 3)
+    else:
+        comm.all_to_all([zeros(1)] * 3, [1] * 3)
+"""
+    assert said(3, body + CATCH) == [["rank 0 called all_to_all where rank 1 called all_gather"]] * 3
+
+
+def test_a_closed_communicator_stays_closed_also_for_what_is_under_way(said):
+    body = """
+first = comm.start(AllGather(zeros(1), (1, 1)))
+wrong = comm.start(AllGather(zeros(1 + me), (1 + me, 1 + me)))
+third = comm.start(AllGather(zeros(1), (1, 1)))
+say(len(first.wait()))
+for call in (wrong.wait, wrong.wait, third.wait, lambda: comm.start(AllGather(zeros(1), (1, 1)))):
+    try:
+        call()
+    except CommunicatorError as error:
+        say(error)
+say(len(first.wait()))
+work = lambda: None
+"""
+    wrong = "all_gather: rank 0 sent 1 bytes to rank 1, which expected 2 bytes"
+    closed = f"all_gather: this communicator is closed: {wrong}"
+    assert said(2, body + CATCH) == [["2", wrong, closed, closed, closed, "2"]] * 2
+
+
+@pytest.mark.parametrize("size", [4, 2_000_000], ids=["small", "large"])
+def test_an_absent_peer_is_named_after_the_timeout(said, size):
+    body = f"""
+def work():
+    if me == 1:
+        wait_for("rank 0 is done")
+        wait_for("rank 2 is done")
+        comm.all_gather(zeros({size}), [{size}] * n)  # comes late, and hears of it
+    else:
+        comm.all_gather(zeros({size}), [{size}] * n)
+"""
+    lines = said(3, body + CATCH, timeout=0.7)
+    late = "all_gather: waited 0.7 s: nothing came from rank 1"
+    gone = r"has finished, died or given up: its connection is closed"
+    assert all(len(line) == 1 for line in lines)
+    assert late in {lines[0][0], lines[2][0]}
+    assert all(line == late or gone in line for [line] in (lines[0], lines[2]))
+    assert gone in lines[1][0]
+
+
+def test_all_absent_peers_are_named(said):
+    body = """
+def work():
+    if me == 0:
+        comm.all_gather(zeros(1), [1] * n)
+    else:
+        wait_for("rank 0 is done")
+"""
+    lines = said(3, body + CATCH, timeout=0.5)
+    assert lines == [["all_gather: waited 0.5 s: nothing came from ranks 1 and 2"], [], []]
+
+
+def test_a_rank_that_does_not_take_part_in_the_creation_is_noticed(torch_ranks):
+    body = """
+if me == 1:
+    wait_for("rank 0 is done")
+else:
+    try:
+        TorchCommunicator(timeout=0.7)
+    except CommunicatorError as error:
+        say(error)
+    store.set("rank 0 is done", "")
+"""
+    ranks = torch_ranks(2, HEAD + body, check=False)  # torch tells of it too, on stderr
+    assert (
+        ranks[0].out.strip() == "TorchCommunicator: the other 1 ranks did not create theirs within 0.7 s"
+    ), ranks
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("raise ZeroDivisionError('boom')", 1),
+        ("sys.exit(3)", 3),
+        ("sys.exit(0)", 0),
+    ],
+)
+def test_a_rank_that_ends_is_named_at_once_by_those_who_wait(torch_ranks, end, status):
+    body = f"""
+comm.all_gather(zeros(1), [1] * 3)
+if me == 1:
+    {end}
+comm.all_gather(zeros(100_000), [100_000] * 3)
+"""
+    # The communicator's timeout is far beyond the time that the job has.
+    code = HEAD + CREATE.format(timeout=1000) + body
+    ranks = torch_ranks(3, code, check=False, whole_exit=True)
+    assert [rank.status for rank in ranks] == [1, status, 1]
+    gone = "has finished, died or given up: its connection is closed"
+    for rank in (ranks[0], ranks[2]):
+        assert "CommunicatorError: all_gather: rank" in rank.err
+        assert gone in rank.err or "rank 1 failed" in rank.err or " failed: " in rank.err
+    assert any(f"rank 1 {gone}" in rank.err for rank in ranks)
+
+
+def test_a_stopped_rank_is_noticed_in_the_middle_of_a_transfer_and_keeps_nobody_from_ending(torch_ranks):
+    body = """
+size = 30_000_000  # beyond what the system holds for a process that does not read
+comm.all_gather(zeros(1), [1] * 2)
+if me == 1:
+    store.set("pid", str(os.getpid()))
+    wait_for("end")
+else:
+    other = int(store.get("pid"))
+    os.kill(other, signal.SIGSTOP)
+    try:
+        comm.all_gather(zeros(size), [size] * 2)
+    except CommunicatorError as error:
+        say(error)
+    os.kill(other, signal.SIGCONT)
+    store.set("end", "")
+"""
+    ranks = torch_ranks(2, HEAD + CREATE.format(timeout=0.7) + body, whole_exit=True)
+    assert ranks[0].out == "all_gather: waited 0.7 s: nothing came from rank 1\n"
+
+
+def test_an_interrupted_wait_closes_the_communicator_and_is_told_to_the_others(said):
+    body = """
+class Enough(BaseException):
+    pass
+
+def interrupt(*_):
+    raise Enough
+
+def work():
+    if me:
+        comm.all_gather(zeros(1), [1] * 3)  # complete: rank 0 has sent its share
+        comm.all_gather(zeros(1), [1] * 3)
+        return
+    pending = comm.start(AllGather(zeros(1), (1,) * 3))
+    pending._complete = interrupt  # as Ctrl-C does between two waits for a peer
+    try:
+        pending.wait()
+    except Enough:
+        say("interrupted")
+    comm.all_gather(zeros(1), [1] * 3)
+"""
+    reason = "all_gather was interrupted by Enough"
+    lines = said(3, body + CATCH)
+    assert lines[0] == ["interrupted", f"all_gather: this communicator is closed: {reason}"]
+    for line in lines[1:]:
+        assert line[0].startswith("all_gather: rank ")
+        assert line[0].endswith(reason)
+
+
+ON_DEVICE = """
+# The way of nccl, but gloo carries what would travel from GPU to GPU.
+comm._device = torch.device("cpu")
+"""
+
+
+def test_the_way_of_nccl_delivers_every_share(said):
+    body = """
+for size in (0, 5, 100_001):
+    send = [np.full(size * r, me, dtype=np.uint8) for r in range(n)]
+    pending = [comm.start(AllToAll(tuple(send), (size * me,) * n)) for _ in range(2)]
+    for exchange in reversed(pending):
+        received = exchange.wait()
+        assert [x.tolist() for x in received] == [[r] * size * me for r in range(n)]
+    assert all(type(x) is torch.Tensor for x in comm.all_gather(torch.zeros(size, dtype=torch.uint8), [size] * n))
+say("ok")
+"""
+    assert said(3, ON_DEVICE + body) == [["ok"]] * 3
+
+
+def test_the_way_of_nccl_starts_nothing_where_ranks_disagree(said):
+    body = """
+comm.post_on_device = lambda *_: say("started")
+def work():
+    send, receive = [zeros(2)] * 3, [2] * 3
+    if me == 1:
+        send[2] = zeros(4)
+    comm.start(AllToAll(tuple(send), tuple(receive)))
+"""
+    message = "all_to_all: rank 1 sent 4 bytes to rank 2, which expected 2 bytes"
+    assert said(3, ON_DEVICE + body + CATCH) == [[message]] * 3
+
+
+def test_an_error_of_torch_is_a_communicator_error(said):
+    body = """
+def fail(*_):
+    raise RuntimeError("NCCL error")
+
+comm.post_on_device = fail
+def work():
+    comm.all_gather(zeros(1), [1, 1])
+"""
+    message = "all_gather: torch.distributed failed: NCCL error"
+    assert said(2, ON_DEVICE + body + CATCH) == [[message]] * 2
+
+
+def test_a_rank_may_end_while_the_others_complete_the_last_exchange(said):
+    body = """
+size = 3_000_000
+for _ in range(3):
+    received = comm.all_gather(np.full(size, me, dtype=np.uint8), [size] * 2) if me == 0 else None
+    if me == 1:
+        pending = comm.start(AllGather(np.full(size, me, dtype=np.uint8), (size,) * 2))
+        received = pending.wait()
+    assert [int(x[0]) + int(x[-1]) for x in received] == [0, 2]
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+# A mean and an optimizer, whose bytes must not depend on who carries them.
+TRAINING = """
+import hashlib
+import warnings
+import numpy as np
+import qcomp
+
+warnings.filterwarnings("ignore", "the variance is frozen after")
+
+def train(comm):
+    digest = hashlib.sha256()
+    mean = qcomp.CompressedMean(qcomp.QSGD(levels=7, bucket_size=64), feedback=False)
+    x = np.random.default_rng(comm.rank).standard_normal(1001).astype(np.float32)
+    state = mean.init(x, comm)
+    for step in range(3):
+        found, state = mean(x, state, comm, key=qcomp.Key(seed=1, step=step))
+        digest.update(found.tobytes())
+    opt = qcomp.OneBitAdam(learning_rate=1e-2, freeze=2, exact=None)
+    params = [np.ones((7, 31), dtype=np.float32), np.ones(13, dtype=np.float32)]
+    state = opt.init(params, comm)
+    for step in range(6):
+        rng = np.random.default_rng((comm.rank, step))
+        grads = [rng.standard_normal(p.shape).astype(np.float32) for p in params]
+        params, state = opt.step(params, grads, state, comm)
+        digest.update(b"".join(p.tobytes() for p in params))
+    return f"{comm.rank} {comm.bytes_sent} {digest.hexdigest()}"
+"""
+
+
+def test_training_gives_the_same_bytes_as_over_threads_and_over_mpi(said, mpirun):
+    scope = {}
+    exec(TRAINING, scope)
+    local = qcomp.comm.run_local(2, scope["train"])
+    assert local[0].split()[2] == local[1].split()[2]
+    assert said(2, TRAINING + "say(train(comm))\n") == [[line] for line in local]
+    over_mpi = mpirun(2, ["-c", TRAINING + "print(train(qcomp.comm.world(timeout=60)), flush=True)\n"])
+    assert sorted(over_mpi.stdout.splitlines()) == local
+
+
+def test_a_mismatched_handshake_ends_on_every_rank_with_the_message(said):
+    body = """
+from qcomp.core.handshake import handshake
+def work():
+    handshake(comm, {"compressor": "sign" if me != 1 else "qsgd", "seed": 0}, like=np.zeros(0))
+"""
+    message = "the ranks were not started alike: compressor is 'sign' on ranks 0 and 2, but 'qsgd' on rank 1"
+    assert said(3, body + CATCH) == [[message]] * 3

@@ -1,0 +1,156 @@
+"""The recommendation, and the warning of optimizers."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+from qcomp.planning import (
+    CPU,
+    WORTHWHILE,
+    Cluster,
+    Job,
+    Link,
+    Measured,
+    Method,
+    advise,
+    break_even,
+    step_time,
+    watch,
+)
+
+JOB = Job(25_000_000, 0.3)
+SLOW, FAST = Cluster(8, Link(12.5e6)), Cluster(8, Link(50e9, 5e-6))
+SIGN = qcomp.ScaledSign()
+
+
+def test_compresses_on_a_slow_link_and_not_on_a_fast_one():
+    slow, fast = advise(JOB, SLOW), advise(JOB, FAST)
+    assert slow.compress
+    assert slow.reason.startswith(f"Compress with {SIGN.spec}, two_phase")
+    assert not fast.compress
+    assert fast.best.time.method.topology in ("ring", "tree")
+    assert fast.reason.startswith("Do not compress: the fastest compressed method")
+
+
+def test_all_methods_are_there_the_fastest_first():
+    rows = advise(JOB, Cluster(8, Link(1e9), ranks_per_node=2)).rows
+    assert [r.time.seconds for r in rows] == sorted(r.time.seconds for r in rows)
+    assert {r.time.method.topology for r in rows} == {
+        "ring",
+        "tree",
+        "two_phase",
+        "all_gather",
+        "hierarchical",
+    }
+    assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 3 * 4
+
+
+def test_figures_are_those_of_the_model():
+    advice = advise(JOB, SLOW, warmup=0.2)
+    plain = advice.plain
+    assert plain.time.seconds == min(step_time(JOB, SLOW, CPU, Method(t)).seconds for t in ("ring", "tree"))
+    for row in advice.rows:
+        assert row.time == step_time(JOB, SLOW, CPU, row.time.method)
+        assert row.speedup == plain.time.seconds / row.time.seconds
+        if row.time.method.is_allreduce:
+            assert (row.run_speedup, row.break_even) == (row.speedup, None)
+        else:
+            assert 1 / row.run_speedup == pytest.approx(0.2 + 0.8 / row.speedup)
+            assert row.break_even == break_even(JOB, SLOW, CPU, row.time.method, plain.time.method)
+
+
+def test_a_gain_within_the_error_of_the_model_is_no_reason():
+    """Between the break-even and a tenth faster the advice is not to, and right after that it is to."""
+    methods = [Method("ring"), Method("two_phase", SIGN)]
+
+    def at(bandwidth):
+        return advise(JOB, Cluster(8, Link(bandwidth, 0.0)), methods=methods)
+
+    edge = at(1e9).rows[0].break_even or at(1e9).rows[1].break_even
+    little, none = at(edge / 1.01), at(edge * 1.01)
+    assert not little.compress
+    assert "less than 1.1 may be the error" in little.reason
+    assert not none.compress
+    assert "as fast as ring" in none.reason
+    low, high = edge / 100, edge
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(middle).compress else (low, middle)
+    there = {r.time.method.topology: r.time.seconds for r in at(low).rows}
+    assert there["ring"] / there["two_phase"] == pytest.approx(WORTHWHILE, rel=1e-6)
+
+
+def test_sixteen_bits_without_compression_must_be_beaten_too():
+    """What is faster than float32, but not than float16 without any loss, is not recommended."""
+    only = [Method("ring"), Method("two_phase", qcomp.MinMaxUInt8())]
+    cluster = Cluster(8, Link(0.5e9))
+    assert advise(JOB, cluster, methods=only, warmup=0.5).compress
+    assert not advise(JOB, cluster, methods=[*only, Method("ring", half=True)], warmup=0.5).compress
+
+
+def test_a_long_warm_up_takes_the_gain_away():
+    cluster = Cluster(8, Link(2.5e9))
+    assert advise(JOB, cluster).rows[0].run_speedup > advise(JOB, cluster, warmup=0.9).rows[0].run_speedup
+    assert not advise(JOB, SLOW, warmup=1.0).compress
+
+
+def test_one_rank_is_told_so():
+    advice = advise(JOB, Cluster(1, Link(1e9)))
+    assert not advice.compress
+    assert "there is one rank" in advice.text
+
+
+def test_without_computation_or_ranks_there_is_no_division_by_zero():
+    assert advise(Job(1, 0.0), Cluster(1, Link(1e9))).rows[0].speedup == 1.0
+
+
+def test_something_plain_is_needed():
+    with pytest.raises(ValueError, match="no ring or tree"):
+        advise(JOB, SLOW, methods=[Method("two_phase", SIGN), Method("ring", half=True)])
+
+
+class TestWatch:
+    def warned(self, cluster, *optimizers, n=2, size=100_000):
+        """Return the warnings of all ranks of a world that watches with this measurement."""
+
+        def rank_main(comm):
+            watch(comm, Measured(cluster, CPU))
+            for optimizer in optimizers:
+                optimizer.init(np.zeros(size, dtype=np.float32), comm)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_local(n, rank_main)
+        return [str(w.message) for w in caught if "slower than plain" in str(w.message)]
+
+    FAST, SLOW = Cluster(2, Link(50e9, 1e-6)), Cluster(2, Link(12.5e6))
+    SGD = qcomp.CompressedSGD(learning_rate=0.1, exact=None)
+
+    def test_warns_once_and_on_one_rank_where_it_is_slower(self):
+        (message,) = self.warned(self.FAST, self.SGD, self.SGD)
+        assert message.startswith(
+            "CompressedSGD will be slower than plain training: averaging 100000 parameters"
+        )
+        assert "2 ranks and a link of 400 Gbit/s" in message
+
+    def test_is_silent_where_it_is_faster(self):
+        assert self.warned(self.SLOW, self.SGD) == []
+
+    def test_is_silent_about_an_exact_optimizer(self):
+        assert self.warned(self.FAST, qcomp.Adam(learning_rate=0.1)) == []
+
+    def test_is_silent_alone_and_without_a_measured_network(self):
+        assert self.warned(self.FAST, self.SGD, n=1) == []
+        assert self.warned(None, self.SGD) == []
+
+    def test_counts_the_ranks_that_there_are(self):
+        (message,) = self.warned(self.FAST, self.SGD, n=3)
+        assert "on 3 ranks" in message
+
+    def test_without_a_watch_there_is_no_warning(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_local(2, lambda comm: self.SGD.init(np.zeros(100_000, dtype=np.float32), comm))

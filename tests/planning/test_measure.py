@@ -1,0 +1,166 @@
+"""Measurements find what a simulated network and a simulated clock were told to be."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+from qcomp.planning import CPU, Cluster, Link, Measured, measure, measure_network, measure_speed, measure_step
+
+LIKE = np.ones(64, dtype=np.float32)
+TRUE = {"latency": 2e-3, "bandwidth": 3e6, "per_message": 5e-4}
+
+
+def probe(simulated, n, *, hosts=None, **settings):
+    """Return what each rank found, with one host for each rank by default."""
+
+    def rank_main(comm):
+        network = simulated(comm, **{**TRUE, **settings})
+        return measure_network(network, like=LIKE, size=60_000, rounds=3, clock=network.clock)
+
+    return run_local(n, rank_main, hosts=hosts or [str(rank) for rank in range(n)])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_network_is_what_it_is(simulated, n):
+    found = probe(simulated, n)
+    assert all(network == found[0] for network in found)
+    cluster = found[0].cluster
+    assert (cluster.ranks, cluster.ranks_per_node) == (n, 1)
+    assert cluster.link.latency == pytest.approx(TRUE["latency"], rel=1e-9)
+    assert cluster.link.bandwidth == pytest.approx(TRUE["bandwidth"], rel=1e-9)
+    further = TRUE["latency"] if n == 2 else TRUE["per_message"]  # two ranks have no further messages
+    assert cluster.link.per_message == pytest.approx(further, rel=1e-9)
+    eight_bytes = 8 / TRUE["bandwidth"]
+    assert found[0].spreads["latency"] == pytest.approx((TRUE["latency"] + eight_bytes,) * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("streams", [1.0, 1.5, 2.0])
+def test_so_are_nodes_of_several_ranks(simulated, streams):
+    hosts = list("abcabc")
+    cluster = probe(simulated, 6, hosts=hosts, streams=streams, inside=(1e-4, 1e9))[0].cluster
+    assert (cluster.ranks, cluster.ranks_per_node) == (6, 2)
+    assert cluster.link.bandwidth == pytest.approx(TRUE["bandwidth"], rel=1e-9)
+    assert cluster.link.latency == pytest.approx(TRUE["latency"], rel=1e-9)
+    assert cluster.link.streams == pytest.approx(streams, rel=1e-9)
+    assert cluster.inside.latency == pytest.approx(1e-4, rel=1e-6)
+    assert cluster.inside.bandwidth == pytest.approx(1e9, rel=1e-6)
+
+
+def test_ranks_of_one_node_have_one_link(simulated):
+    cluster = probe(simulated, 3, hosts=list("aaa"))[0].cluster
+    assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes) == (3, 1, 3)
+    assert cluster.link.bandwidth == pytest.approx(TRUE["bandwidth"], rel=1e-9)
+
+
+def test_a_network_of_another_speed_is_another(simulated):
+    """The comparison above can fail."""
+    slower = probe(simulated, 3, bandwidth=TRUE["bandwidth"] / 1.1)[0].cluster.link
+    assert slower.bandwidth != pytest.approx(TRUE["bandwidth"], rel=0.05)
+
+
+def test_nodes_of_unequal_sizes_are_an_error_on_every_rank(simulated):
+    with pytest.raises(ValueError, match=r"the nodes have \[2, 1\] ranks"):
+        probe(simulated, 3, hosts=list("aab"))
+
+
+def test_one_rank_has_no_network():
+    with pytest.raises(ValueError, match="comm has 1 rank; expected at least 2"):
+        measure_network(qcomp.comm.LocalCommunicator.alone(), like=LIKE)
+
+
+class Ticking:
+    """A clock on which every look takes longer than the last one."""
+
+    def __init__(self):
+        self.now, self.step = 0.0, 0.0
+
+    def __call__(self):
+        self.step += 1.0
+        self.now += self.step
+        return self.now
+
+
+def test_speeds_are_medians_without_the_first(float64_library):
+    like = float64_library.array(np.ones(64), dtype=np.float32)
+    speed = measure_speed(qcomp.ScaledSign(bucket_size=8), like, rounds=3, clock=Ticking())
+    # Four looks a round, the first of the second is number 5: encoding takes 6, 10, 14.
+    assert (speed.encode, speed.decode, speed.add) == (10 / 64, 11 / 64, 12 / 64)
+
+
+@pytest.mark.parametrize("compressor", [qcomp.QSGD(levels=7), qcomp.TopK(2, 16)], ids=str)
+def test_any_compressor_can_be_measured(compressor):
+    speed = measure_speed(compressor, LIKE, rounds=1)
+    assert min(speed.encode, speed.decode, speed.add) > 0
+
+
+def test_a_step_is_timed_without_its_first_call():
+    calls = []
+    assert measure_step(lambda: calls.append(1), rounds=3, clock=Ticking()) == 4.0  # looks 2, 4, 6
+    assert len(calls) == 4
+
+
+def test_all_ranks_agree_on_the_slowest(simulated, tmp_path):
+    def rank_main(comm):
+        network = simulated(comm, **TRUE)
+
+        def step():
+            network.now += 0.1 * (1 + comm.rank)
+
+        return measure(
+            network, [qcomp.ScaledSign()], like=LIKE, step=step, size=60_000, rounds=3, clock=network.clock
+        )
+
+    found = run_local(3, rank_main, hosts=list("abc"))
+    assert found[0] == found[1] == found[2]
+    assert found[0].compute == pytest.approx(0.3)
+    assert list(found[0].machine.speeds) == [qcomp.ScaledSign().spec]
+    assert found[0].cluster.ranks == 3
+
+
+def test_one_rank_measures_all_but_the_link():
+    found = measure(qcomp.comm.LocalCommunicator.alone(), [qcomp.ScaledSign()], like=LIKE, rounds=1)
+    assert (found.cluster, found.compute) == (None, None)
+
+
+class TestFile:
+    MEASURED = Measured(
+        Cluster(4, Link(1e8, 1e-4, streams=2.0), ranks_per_node=2), CPU, 0.25, {"latency": (1e-4, 2e-4)}
+    )
+
+    @pytest.mark.parametrize("measured", [MEASURED, Measured(None, CPU)], ids=["all", "little"])
+    def test_is_read_back_as_it_was(self, measured, tmp_path):
+        path = tmp_path / "measured.json"
+        measured.save(path)
+        assert Measured.load(path) == measured
+        assert "Infinity" not in path.read_text()
+        assert self.MEASURED.cluster.inside.streams == math.inf
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda d: d.pop("machine"),
+            lambda d: d.update(format="other"),
+            lambda d: d["cluster"].update(ranks=3),
+            lambda d: d["cluster"]["link"].update(bandwidth=-1),
+            lambda d: d["cluster"]["link"].update(colour="red"),
+            lambda d: d["machine"]["speeds"].update(sign=3),
+        ],
+    )
+    def test_damaged_is_an_error_that_names_the_file(self, damage, tmp_path):
+        path = tmp_path / "measured.json"
+        self.MEASURED.save(path)
+        document = json.loads(path.read_text())
+        damage(document)
+        path.write_text(json.dumps(document))
+        with pytest.raises(ValueError, match=r"measured\.json is not what qcomp plan --measure writes"):
+            Measured.load(path)
+
+    @pytest.mark.parametrize("text", ["", "[]", "3", "not JSON"])
+    def test_so_is_another_file(self, text, tmp_path):
+        (tmp_path / "other").write_text(text)
+        with pytest.raises(ValueError, match="other is not what"):
+            Measured.load(tmp_path / "other")

@@ -1,0 +1,156 @@
+"""``qcomp plan``: what it prints, what it writes, and how it refuses."""
+
+import sys
+
+import pytest
+
+import qcomp
+from qcomp.cli import main
+from qcomp.planning import CPU, Cluster, Job, Link, Measured, advise, gpu, methods_of
+
+EXAMPLE = ["plan", "--params", "350M", "--ranks", "64", "--link", "10gbit", "--compute-ms", "300"]
+
+
+def printed(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(list(arguments))
+    return capsys.readouterr().err
+
+
+class TestPredicting:
+    def test_prints_what_python_advises(self, capsys):
+        advice = advise(Job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
+        assert printed(capsys, *EXAMPLE) == advice.text + "\n"
+        for row in advice.rows:
+            assert row.time.method.label in advice.text
+
+    def test_every_option_counts(self, capsys):
+        options = [
+            *("--ranks-per-node", "4", "--latency", "25us", "--streams", "2", "--inside", "100gbit"),
+            *("--gradient-bytes", "2", "--overlap", "0.6", "--buckets", "5", "--overlap-compressed"),
+            *(
+                "--warmup",
+                "0.15",
+                "--machine",
+                "gpu",
+                "--compressor",
+                "sign",
+                "--compressor",
+                "qsgd:levels=127",
+            ),
+        ]
+        sign, qsgd = qcomp.ScaledSign(), qcomp.QSGD(levels=127)
+        job = Job(350_000_000, 0.3, gradient_bytes=2, overlap=0.6, buckets=5, overlap_compressed=True)
+        inside = Link(12.5e9, 10e-6, streams=float("inf"))
+        cluster = Cluster(64, Link(1.25e9, 25e-6, streams=2.0), ranks_per_node=4, inside=inside)
+        expected = advise(job, cluster, gpu(), methods=methods_of(cluster, 2, [sign, qsgd]), warmup=0.15)
+        assert printed(capsys, *EXAMPLE, *options) == expected.text + "\n"
+
+    def test_measured_figures_are_taken_where_no_others_are_given(self, capsys, tmp_path):
+        path = tmp_path / "measured.json"
+        cluster = Cluster(4, Link(1e8, 1e-4, streams=2.0, per_message=1e-5), ranks_per_node=2)
+        Measured(cluster, CPU, 0.25).save(path)
+        given = ["plan", "--params", "25M", "--measured", str(path)]
+        assert printed(capsys, *given) == advise(Job(25_000_000, 0.25), cluster).text + "\n"
+        more = printed(capsys, *given, "--ranks", "64", "--compute-ms", "100")
+        larger = Cluster(64, cluster.link, ranks_per_node=2)
+        assert more == advise(Job(25_000_000, 0.1), larger).text + "\n"
+
+    def test_a_picture(self, capsys, tmp_path):
+        pytest.importorskip("matplotlib")
+        printed(capsys, *EXAMPLE, "--picture", str(tmp_path / "plan.png"))
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_picture_without_matplotlib(self, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert "matplotlib is missing: pip install 'qcomp[plot]'" in refused(
+            capsys, *EXAMPLE, "--picture", "p.png"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "350X"], "'350X' is not understood; expected a count such as 350M"),
+        (["--link", "10"], "'10' is not understood; expected a bandwidth such as 10gbit"),
+        (["--latency", "25"], "'25' is not understood; expected a time such as 25us"),
+        (["--ranks", "0"], "ranks is 0; expected at least 1"),
+        (["--ranks-per-node", "5"], "ranks_per_node is 5; expected a divisor of 64 ranks"),
+        (["--compute-ms", "-1"], "compute is -0.001; expected seconds"),
+        (["--overlap", "2"], "overlap is 2.0; expected a share"),
+        (["--warmup", "-0.5"], "warmup is -0.5; expected a share"),
+        (["--compressor", "zip"], "there is no compressor 'zip'"),
+        (["--compressor", "topk:k=8,bucket_size=512"], "no speed of topk:k=8,bucket_size=512 is known"),
+        (["--measured", "/no/such/file"], "No such file"),
+        (["--step", "train:step"], "--step is 'train:step'; expected it together with --measure"),
+        (["--picture", "plan.nonsense"], "nonsense"),
+    ],
+)
+def test_wrong_options_are_errors_that_name_them(capsys, arguments, message):
+    assert message in refused(capsys, *EXAMPLE, *arguments)
+
+
+@pytest.mark.parametrize("missing", ["--params", "--ranks", "--link", "--compute-ms"])
+def test_missing_options_are_errors_that_name_them(capsys, missing):
+    at = EXAMPLE.index(missing)
+    assert f"{missing} is not given" in refused(capsys, *EXAMPLE[:at], *EXAMPLE[at + 2 :])
+
+
+class TestMeasuring:
+    SMALL = ("plan", "--measure", "--elements", "5000", "--rounds", "1", "--compressor", "sign")
+
+    @pytest.fixture
+    def train(self, tmp_path, monkeypatch):
+        """A module in the current folder, as a user has it."""
+        (tmp_path / "train_of_test.py").write_text("calls = []\n\ndef step():\n    calls.append(1)\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        yield "train_of_test"
+        sys.modules.pop("train_of_test", None)
+
+    def test_one_rank_measures_compressors_and_a_step(self, capsys, train, tmp_path):
+        out = tmp_path / "measured.json"
+        text = printed(capsys, *self.SMALL, "--step", f"{train}:step", "--out", str(out))
+        assert text.startswith("one rank: no link to measure\nsign:bucket_size=4096,scale=l1: encode ")
+        assert len(sys.modules[train].calls) == 2
+        measured = Measured.load(out)
+        assert list(measured.machine.speeds) == [qcomp.ScaledSign().spec]
+        assert measured.compute is not None
+
+    @pytest.mark.parametrize(
+        ("step", "message"),
+        [
+            ("train_of_test", "expected module:function"),
+            ("train_of_test:walk", "train_of_test has no function 'walk'"),
+            ("train_of_test:calls", "train_of_test has no function 'calls'"),
+            ("no_such_module:step", "No module named 'no_such_module'"),
+        ],
+    )
+    def test_a_step_that_is_not_there(self, capsys, train, step, message):
+        assert message in refused(capsys, *self.SMALL, "--step", step)
+
+    def test_measured_already(self, capsys):
+        assert "expected one" in refused(capsys, *self.SMALL, "--measured", "measured.json")
+
+    @pytest.mark.parametrize("option", ["--elements", "--rounds"])
+    def test_nothing_to_measure(self, capsys, option):
+        assert f"{option} is 0; expected at least 1" in refused(capsys, *self.SMALL, option, "0")
+
+    def test_a_link_is_still_needed_after_one_rank_measured(self, capsys):
+        assert "--ranks is not given" in refused(capsys, *self.SMALL, "--params", "1M", "--compute-ms", "5")
+
+    @pytest.mark.mpi
+    def test_ranks_of_mpirun_measure_their_link_and_one_prints(self, mpirun, tmp_path):
+        out = tmp_path / "measured.json"
+        options = ["--out", out, "--params", "1M", "--compute-ms", "5"]
+        done = mpirun(2, ["-m", "mpi4py", "-m", "qcomp.cli", *self.SMALL, *options])
+        assert done.stdout.count("in each direction at once") == 1
+        assert done.stdout.count("ompress") >= 1
+        cluster = Measured.load(out).cluster
+        assert cluster.ranks == 2
+        assert cluster.link.bandwidth > 1e6
