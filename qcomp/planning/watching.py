@@ -63,11 +63,12 @@ class _Watch:
     def __call__(self, optimizer: Optimizer, params: Sequence[Array]) -> None:
         """Warn if this optimizer will be slower than plain training."""
         mean = optimizer.mean
+        (compressor,) = mean.compressors  # the optimizer's own, whatever a policy chooses for single tensors
         warned = any(optimizer is earlier for earlier in self._warned)  # settings may have no hash
-        if self.rank != 0 or warned or mean.compressor.traits.lossless:
+        if self.rank != 0 or warned or compressor.traits.lossless:
             return
         job = Job(params=max(1, sum(math.prod(p.shape) for p in params)), compute=0.0)
-        own = step_time(job, self.cluster, self.machine, Method(mean.topology, mean.compressor))
+        own = step_time(job, self.cluster, self.machine, Method(mean.topology, compressor))
         plain = min(
             (step_time(job, self.cluster, self.machine, Method(kind)) for kind in ALLREDUCES),
             key=lambda time: time.seconds,
