@@ -148,14 +148,14 @@ def test_the_sample_is_small():
 
 
 def test_the_program_runs(run_program, monkeypatch, tmp_path):
-    monkeypatch.setattr(gradients, "LEVELS", (1, 127))
+    monkeypatch.setattr(gradients, "LEVELS", (127,))
     (tmp_path / page.PAGE).write_text(
         "".join(f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in gradients.blocks(DOCUMENT))
     )
     folder = run_program(gradients, "--steps", "1")
     document = json.loads((folder / "gradients.json").read_text())
     assert document["steps"] == {"early": 0, "late": 1}
-    assert len(document["results"]) == 2 * (2 + len(gradients.SAMPLE)) * 2 * 2
+    assert len(document["results"]) == 2 * (2 + len(gradients.SAMPLE)) * 2
     with np.load(folder / "sample.npz") as file:
         kept = dict(file)
     assert kept.keys() == {f"{moment}/{name}" for moment in ("early", "late") for name in gradients.SAMPLE}

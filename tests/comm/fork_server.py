@@ -71,4 +71,5 @@ def main():
         sys.stdout.flush()
 
 
-main()
+if __name__ == "__main__":  # pytest imports it too, to look for doctests
+    main()

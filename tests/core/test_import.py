@@ -87,7 +87,7 @@ class TestPublic:
         assert (PACKAGE / "py.typed").exists()
 
 
-ALLOWED = {"array_api_compat", "array_api_extra", *sys.stdlib_module_names}
+ALLOWED = {"array_api_compat", *sys.stdlib_module_names}
 NO_IO = {"asyncio", "http", "multiprocessing", "os", "random", "socket", "subprocess", "threading", "time"}
 """Parts of the standard library that a pure core has no use for."""
 
