@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from convergence.methods import BASELINE, METHODS
 from convergence.task import Task
 from convergence.training import Run
+from convergence.volume import table as volume_table
 
 __all__ = ["Paired", "read", "write"]
 
@@ -58,7 +59,10 @@ def read(folder: Path) -> dict[str, dict[str, dict[int, Run]]]:
 def write(out: Path, tasks: Mapping[str, type[Task]]) -> None:
     """Draw a picture for each task that has runs, and write its table into the page."""
     blocks = {}
-    for name, of_task in read(out / "runs").items():
+    found = read(out / "runs")
+    if {"onebit_adam", "zero_one_adam"} <= found.get("language_model", {}).keys():
+        blocks["volume"] = volume_table(found["language_model"])
+    for name, of_task in found.items():
         picture(of_task, tasks[name]).savefig(out / f"{name}.png", dpi=120)
         blocks[name] = table(of_task, tasks[name])
         print(f"\n{name}\n{blocks[name]}")

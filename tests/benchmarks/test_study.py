@@ -10,6 +10,7 @@ import study
 from convergence.adversarial_network import frechet_distance
 from convergence.training import Run
 from convergence.verdict import Paired
+from convergence.volume import compressed_ratio, volume
 
 
 def run_of(seed, final, *, sent=100):
@@ -36,6 +37,14 @@ def test_keeping_up_is_one_standard_deviation_of_the_baseline(worse, keeps_up):
 def test_volume_is_measured_against_a_ring():
     # 2 (N - 1) / N * 4 bytes * 5 parameters * 10 steps
     assert run_of(0, 1.0, sent=50).volume_ratio == pytest.approx(200 / 50)
+
+
+def test_volume_by_arithmetic():
+    # 3 exact steps of 10 with 2 (N - 1) / N * 4 bytes * 500 parameters, 17 of a tenth of that.
+    run = Run("task", "onebit_adam", 0, 20, 2, 500, [(20, 1.0)], 3 * 2000 + 17 * 200)
+    assert compressed_ratio(run) == pytest.approx(10)
+    assert volume(20, 3, 17, 10) == pytest.approx(run.volume_ratio) == pytest.approx(20 / 4.7)
+    assert volume(20, 1, 10, 10) == pytest.approx(20 / 2)
 
 
 def test_frechet_distance_of_known_gaussians():
