@@ -1,9 +1,9 @@
-"""The compressed mean over ranks as pure stages: two-phase with a residual on both sides, all-gather, hierarchical."""
+"""The compressed mean over ranks as pure stages, in each of the topologies of `qcomp.core.plans`."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 from qcomp.core import feedback, primitives
 from qcomp.core.arrays import (
@@ -16,48 +16,23 @@ from qcomp.core.arrays import (
     dtype_name,
     to_compute_dtype,
 )
-from qcomp.core.assembly import assemble, cut_like, decode_all
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.assembly import cut_like
+from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.costs import Link
 from qcomp.core.handshake import handshake
-from qcomp.core.hierarchy import Hierarchy
 from qcomp.core.kernels import Blend
 from qcomp.core.lanes import Lanes
 from qcomp.core.lengths import announce_lengths
-from qcomp.core.messages import SegmentCodec
-from qcomp.core.nodes import Nodes, learn_nodes
+from qcomp.core.nodes import learn_nodes
+from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, nodes_of
 from qcomp.core.random import Key
-from qcomp.core.transport import AllGather, AllToAll, Stages, Transport, drive
+from qcomp.core.ring import kept
+from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
+from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["CompressedMean", "MeanState", "Worker"]
-
-_WORKER, _SERVER = 0, 1
-
-
-class MeanState(NamedTuple):
-    """What a rank keeps between two compressed means."""
-
-    rank: int
-    size: int
-    worker: tuple[Array, ...]
-    """The worker residual of each tensor, flat; empty without feedback."""
-    server: tuple[Array, ...]
-    """The server residual of each segment of this rank's chunk, flat; empty without feedback or server."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """The shape of each tensor; empty without feedback."""
-    nodes: tuple[int, ...] = ()
-    """The node of each rank, for a hierarchical mean; empty if each rank is a node of its own."""
-
-
-class Worker(NamedTuple):
-    """How a worker compresses what it has."""
-
-    compressors: Sequence[Compressor]
-    """Of each tensor."""
-    key: Key
-    donate: bool
-    blends: Sequence[Blend]
 
 
 @dataclass(frozen=True)
@@ -68,14 +43,20 @@ class CompressedMean:
     ----------
     compressor : Compressor or sequence of Compressor
         Of the workers and of the servers: of all tensors, or one for each; a tensor has what this is `for_shape` of it.
-    topology : {"two_phase", "all_gather", "hierarchical"}
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}
         ``"two_phase"``: the vector is cut into a chunk for every rank; each rank is the server of its chunk,
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
         ``"all_gather"``: every rank sends its payload to every other; one compression, N times the bytes.
         ``"hierarchical"``: exact sums inside each node, two phases between nodes, and what arrives is passed on inside
         the node. On one node nothing is compressed: it is the exact mean.
+        ``"ring"``: sums of a chunk grow from rank to rank and are compressed anew for each next one; see
+        `qcomp.core.ring.Ring`. Each rank has one neighbour to send to, and the vector is rounded N times.
+        ``"auto"``: what `init` takes for the fastest of these, by `qcomp.core.topologies.choose_topology`. It is chosen
+        once; the state knows it.
     feedback : bool
         Whether what compression loses is kept and added to the next vector, on workers and servers.
+    link : Link
+        Between nodes, for ``"auto"``; by default 10 Gbit/s and 50 microseconds a message. See `qcomp.planning.Link`.
 
     Notes
     -----
@@ -84,6 +65,12 @@ class CompressedMean:
     exchange of 16 N bytes to every rank, which tells the lengths, comes before each. All ranks decode the same bytes
     and add in rank order, so they hold the same mean bit for bit. Sum identity: the means of T steps add up to the sum
     of the exact means, minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+
+    A ring sends what two phases do, in 2 (N - 1) exchanges with one neighbour and N more bytes a message, and adds in
+    the order of the ring. Its residuals take n elements a rank, not n + n / N: the owner of a chunk has none of it as
+    worker, which counts as 0 in mean_i e_i. A value is rounded once by all-gather, twice in two phases and between
+    nodes, never within; around a ring the sum is rounded N - 1 times and its mean once. Of compressors
+    that are unbiased, so is the mean, in every topology, and the variances of the roundings add up.
 
     In a hierarchical mean the ranks of a node share its work. The vector is cut into L lanes of whole buckets, L being
     the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
@@ -111,8 +98,9 @@ class CompressedMean:
     """How checkpoints call what a state holds as ``worker`` and as ``server``."""
 
     compressor: Compressor | Sequence[Compressor]
-    topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
+    topology: Topology = "two_phase"
     feedback: bool = True
+    link: Link = ETHERNET
 
     def __post_init__(self) -> None:
         if isinstance(self.compressor, list):
@@ -121,10 +109,8 @@ class CompressedMean:
             raise TypeError(
                 f"compressor is {self.compressor!r}; expected a qcomp.Compressor, or a sequence of them"
             )
-        if self.topology not in ("two_phase", "all_gather", "hierarchical"):
-            raise ValueError(
-                f"topology is {self.topology!r}; expected 'two_phase', 'all_gather' or 'hierarchical'"
-            )
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(f"topology is {self.topology!r}; expected one of {', '.join(TOPOLOGIES)}")
         if self.feedback:
             for compressor in self.compressors:
                 feedback.require_contraction(compressor)
@@ -156,14 +142,14 @@ class CompressedMean:
         x : array or sequence of arrays
             Anything of the shapes and dtypes that will be averaged.
         comm : Communicator
-            Only its rank and size are kept, and for a hierarchical mean which ranks have the same ``host``.
+            Only its rank and size are kept, and if the topology asks for it which ranks have the same ``host``.
 
         Raises
         ------
         MismatchError
             On every rank, if the ranks differ in version, compressor, topology or shapes.
         TypeError
-            On every rank, if the mean is hierarchical and the communicator of any rank has no ``host``.
+            On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
         tensors = _as_list(x)
         handshake(
@@ -171,6 +157,7 @@ class CompressedMean:
             {
                 "compressor": [c.spec for c in self.compressors],
                 "topology": self.topology,
+                "link": str(self.link),
                 "feedback": self.feedback,
                 "shapes": [list(t.shape) for t in tensors],
                 "dtypes": [compute_dtype_name(dtype_name(t.dtype)) for t in tensors],
@@ -181,38 +168,55 @@ class CompressedMean:
         return self.zeros(tensors, rank=comm.rank, size=comm.size, nodes=nodes)
 
     def learn_nodes(self, comm: Transport, *, like: Array) -> tuple[int, ...]:
-        """Return the node of each rank, the same on all ranks; empty, without an exchange, unless hierarchical."""
-        return learn_nodes(comm, like=like) if self.topology == "hierarchical" else ()
+        """Return the node of each rank, the same on all ranks; empty, without an exchange, if nothing depends on it."""
+        if self.topology not in ("hierarchical", "auto"):
+            return ()
+        return learn_nodes(comm, like=like, topology=self.topology)
+
+    def chosen(
+        self, shapes: Sequence[tuple[int, ...]], size: int, nodes: tuple[int, ...] = ()
+    ) -> "CompressedMean":
+        """Return the mean with the topology that it takes for tensors of these shapes on so many ranks."""
+        if self.topology != "auto":
+            return self
+        compressors, sizes = self.compressors_of(shapes), list(map(math.prod, shapes))
+        topology = choose_topology(compressors, sizes, nodes_of(size, nodes), self.link)
+        return replace(self, topology=topology)
 
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> MeanState:
         """Return the first state of a rank, without an exchange.
 
-        ``nodes`` has the node of each rank, for a hierarchical mean; by default each rank is a node of its own.
+        ``nodes`` has the node of each rank, as `learn_nodes` returns it; by default each rank is a node of its own.
         """
-        if not self._keeps_residuals or self._is_one_node(size, nodes):
-            return MeanState(rank, size, (), (), nodes=nodes)
         shapes = tuple(tuple(t.shape) for t in tensors)
+        mean = self.chosen(shapes, size, nodes)
+        if not self._keeps_residuals or mean._is_one_node(size, nodes):
+            return MeanState(rank, size, (), (), nodes=nodes, topology=mean.topology)
         worker, server = (
             tuple(_zeros(tensors[s.tensor], s.size) for s in parts)
-            for parts in self.parts(shapes, rank=rank, size=size, nodes=nodes)
+            for parts in mean.parts(shapes, rank=rank, size=size, nodes=nodes)
         )
-        return MeanState(rank, size, worker, server, shapes, nodes)
+        return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
 
     def parts(
         self, shapes: Sequence[tuple[int, ...]], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-        """Return what a rank's residuals are of: a part of each tensor as worker, and what it is the server of."""
+        """Return what a rank's residuals are of: parts of each tensor as worker, and what it is the server of."""
+        if self.topology == "auto":
+            return self.chosen(shapes, size, nodes).parts(shapes, rank=rank, size=size, nodes=nodes)
+        if self.topology == "ring":
+            return kept(self.segments_of_shapes(shapes, size), rank, len(shapes))
         if self.topology == "hierarchical":
             compressors = self.compressors_of(shapes)
             buckets = tuple(c.traits.bucket_size for c in compressors)
-            return Lanes(_nodes(size, nodes), tuple(map(math.prod, shapes)), buckets).kept(rank)
+            return Lanes(nodes_of(size, nodes), tuple(map(math.prod, shapes)), buckets).kept(rank)
         whole = tuple(Segment(i, 0, math.prod(shape), 0) for i, shape in enumerate(shapes))
         return whole, self.segments_of_shapes(shapes, size)[rank] if self.topology == "two_phase" else ()
 
     def _is_one_node(self, size: int, nodes: tuple[int, ...]) -> bool:
-        return self.topology == "hierarchical" and _nodes(size, nodes).count == 1
+        return self.topology == "hierarchical" and nodes_of(size, nodes).count == 1
 
     def segments(self, tensors: Sequence[Array], size: int) -> tuple[tuple[Segment, ...], ...]:
         """Return the segments of each rank's chunk."""
@@ -223,7 +227,7 @@ class CompressedMean:
     ) -> tuple[tuple[Segment, ...], ...]:
         """Return the segments of each rank's chunk of tensors of these shapes."""
         compressors = self.compressors_of(shapes)
-        return _segments(compressors, list(map(math.prod, shapes)), size)
+        return cut_for(compressors, list(map(math.prod, shapes)), size)
 
     def __call__(
         self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
@@ -257,8 +261,8 @@ class CompressedMean:
         donate : bool
             Whether x is yours to give away: new residuals then take its buffers, and its values are lost, also if this
             raises. Besides the mean and the new residuals, a mean needs memory for the payloads and for the float32
-            values of one chunk; a hierarchical one, which leaves x as it is, for a copy of x, what its node sends, and
-            the sum.
+            values of one chunk; a ring leaves x as it is, and so does a hierarchical mean, which needs memory for a
+            copy of x, what its node sends, and the sum.
         blends : sequence of Blend
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
 
@@ -278,6 +282,9 @@ class CompressedMean:
         NonFiniteError
             On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
         """
+        if self.topology == "auto":
+            chosen = replace(self, topology=state.topology)
+            return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))
         tensors = [detached(t) for t in _as_list(x)]
         drawing = [c.spec for c in self.compressors if c.traits.random]
         if drawing and key is None:
@@ -297,7 +304,7 @@ class CompressedMean:
             raise ValueError(f"blends has {len(blends)} entries; x has {len(tensors)} arrays")
         targets = [b.m for b in blends] or tensors  # of half-precision gradients, the momenta are float32
         blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
-        if blends and (self.lossless or self.topology == "hierarchical"):
+        if blends and (self.lossless or self.topology in ("hierarchical", "ring")):
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
             blends = ()
         compressors = self.compressors_of([tuple(t.shape) for t in tensors])
@@ -305,12 +312,7 @@ class CompressedMean:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
-        rounds = {
-            "two_phase": self._two_phase,
-            "all_gather": self._all_gather,
-            "hierarchical": self._hierarchical,
-        }[self.topology]
-        running = rounds(flat, state, Worker(compressors, own_key, donate and not blends, blends))
+        running = self._plan(flat, state, Worker(compressors, own_key, donate and not blends, blends))
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running
@@ -326,47 +328,11 @@ class CompressedMean:
     def _keeps_residuals(self) -> bool:
         return self.feedback and not self.lossless
 
-    def _two_phase(
+    def _plan(
         self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
-        codec = SegmentCodec(how.compressors, flat)
-        chunks = _segments(how.compressors, list(map(_size, flat)), state.size)
-        own = chunks[state.rank]
-        worker = codec.encode(
-            chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
-        )
-        arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
-        averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
-        # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
-        served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
-        server = codec.of_averages(averages, own).encode(
-            [served], averages, state.server, how.key.at(hop=_SERVER), donate=True
-        )
-        arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
-        opened = codec.open(arrived, chunks, server.error)
-        new_state = state._replace(worker=worker.residuals, server=server.residuals)
-        return decode_all(codec, opened, chunks, flat), new_state
-
-    def _all_gather(
-        self, flat: list[Array], state: MeanState, how: Worker
-    ) -> Stages[tuple[list[Array], MeanState]]:
-        codec = SegmentCodec(how.compressors, flat)
-        (whole,) = _segments(how.compressors, list(map(_size, flat)), 1)
-        worker = codec.encode(
-            [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
-        )
-        arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
-        means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
-        return assemble([whole], [means], flat), state._replace(worker=worker.residuals)
-
-    def _hierarchical(
-        self, flat: list[Array], state: MeanState, how: Worker
-    ) -> Stages[tuple[list[Array], MeanState]]:
-        hierarchy = Hierarchy(how.compressors, flat, _nodes(state.size, state.nodes), how.key)
-        received = yield from hierarchy.stages(state.worker, state.server)
-        codec = SegmentCodec(how.compressors, flat)
-        means = decode_all(codec, received.payloads, received.chunks, flat)
-        return means, state._replace(worker=received.worker, server=received.server)
+        """Average flat tensors over the ranks."""
+        return PLANS[self.topology](flat, state, how)
 
 
 def _as_list(x: Array | Sequence[Array]) -> list[Array]:
@@ -376,20 +342,8 @@ def _as_list(x: Array | Sequence[Array]) -> list[Array]:
     return tensors
 
 
-def _nodes(size: int, nodes: tuple[int, ...]) -> Nodes:
-    if nodes and len(nodes) != size:
-        raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
-    return Nodes(nodes or tuple(range(size)))
-
-
 def _size(x: Array) -> int:
     return math.prod(x.shape)
-
-
-def _segments(
-    compressors: Sequence[Compressor], sizes: Sequence[int], size: int
-) -> tuple[tuple[Segment, ...], ...]:
-    return cut(sizes, [c.traits.bucket_size for c in compressors], size)
 
 
 def _zeros(like: Array, size: int) -> Array:

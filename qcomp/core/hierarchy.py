@@ -18,6 +18,7 @@ from qcomp.core.nodes import Nodes
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import AllToAll, Stages, join, joined_size, split
+from qcomp.core.verdicts import seal, sealed_size, unseal
 
 __all__ = ["Hierarchy", "Received"]
 
@@ -199,11 +200,10 @@ class Hierarchy:
         return Encoded(tuple(codec.refusal(chunk) for chunk in chunks), (), None)
 
     def _seal(self, message: Array, blamed: set[int]) -> Array:
-        """Return a message together with the ranks that are to blame for it being a refusal, a byte for each rank."""
-        return join([message, self._bytes([rank in blamed for rank in range(len(self.nodes.of_rank))])])
+        return seal(message, blamed, len(self.nodes.of_rank))
 
     def _sealed_size(self, codec: SegmentCodec, chunk: Chunk) -> int:
-        return joined_size([codec.message_size(chunk), len(self.nodes.of_rank)])
+        return sealed_size(codec.message_size(chunk), len(self.nodes.of_rank))
 
     def _unseal(
         self, codec: SegmentCodec, sealed: Sequence[Array], chunks: Sequence[Chunk], lane: int
@@ -211,10 +211,9 @@ class Hierarchy:
         """Return the messages of the ranks of a lane, and who is to blame for refusals: by default their senders."""
         messages, blamed = [], set()
         for sender, buffer, chunk in zip(self.nodes.team(lane), sealed, chunks, strict=True):
-            accused = buffer[buffer.shape[0] - joined_size([len(self.nodes.of_rank)]) :]
-            message = buffer[: buffer.shape[0] - accused.shape[0]]
+            message, accused = unseal(buffer, len(self.nodes.of_rank))
             if codec.refuses(message, chunk, sender):
-                blamed |= {rank for rank, flag in enumerate(host_bytes(accused)) if flag} or {sender}
+                blamed |= accused or {sender}
             messages.append(message)
         return messages, blamed
 

@@ -108,8 +108,8 @@ def methods_of(
 ) -> tuple[Method, ...]:
     """Return the methods that are compared by default.
 
-    The plain all-reduces, in 16 bits too if gradients have 32, and each compressor in two phases, gathered, and
-    hierarchical if nodes have several ranks; without compressors, one of each kind.
+    The plain all-reduces, in 16 bits too if gradients have 32, and each compressor in two phases, around a ring,
+    gathered, and hierarchical if nodes have several ranks; without compressors, one of each kind.
     """
     plain = [Method("ring"), Method("tree")]
     if gradient_bytes == 4:
@@ -118,6 +118,7 @@ def methods_of(
         compressors = [ScaledSign(), Scaled(QSGD(levels=1)), QSGD(levels=7), MinMaxUInt8()]
     several = 1 < cluster.ranks_per_node < cluster.ranks
     compressed = [Method("two_phase", c) for c in compressors]
+    compressed += [Method("ring", c) for c in compressors]
     compressed += [Method("all_gather", c) for c in compressors]
     compressed += [Method("hierarchical", c) for c in compressors if several]
     return (*plain, *compressed)

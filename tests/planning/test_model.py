@@ -296,7 +296,7 @@ class TestMachine:
         (lambda: Job(1, 1.0, gradient_bytes=3), "gradient_bytes is 3"),
         (lambda: Job(1, 1.0, overlap=1.5), "overlap is 1.5"),
         (lambda: Job(1, 1.0, buckets=0), "buckets is 0"),
-        (lambda: Method("ring", SIGN), "expected none with ring"),
+        (lambda: Method("tree", SIGN), "expected none with tree"),
         (lambda: Method("two_phase"), "expected a qcomp.Compressor with two_phase"),
         (lambda: Method("star"), "topology is 'star'"),
         (lambda: Method("two_phase", SIGN, half=True), "half is True"),
