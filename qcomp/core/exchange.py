@@ -12,23 +12,19 @@ from qcomp.core.arrays import (
     compute_dtype_name,
     concat,
     detached,
-    device,
     dtype_name,
-    to_compute_dtype,
 )
-from qcomp.core.assembly import cut_like
+from qcomp.core.assembly import as_list, cut_like, flattened, shaped_like, zeros_for
 from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.costs import Link
 from qcomp.core.handshake import handshake
 from qcomp.core.kernels import Blend
-from qcomp.core.lanes import Lanes
 from qcomp.core.lengths import announce_lengths
 from qcomp.core.nodes import learn_nodes
-from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, nodes_of
+from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, kept_in, nodes_of
 from qcomp.core.random import Key
-from qcomp.core.ring import kept
 from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
 from qcomp.core.transport import Stages, Transport, drive
 
@@ -61,25 +57,15 @@ class CompressedMean:
     Notes
     -----
     With b bytes in the payload of the whole vector, a rank of N sends 2 (N - 1) / N * b bytes in two phases and
-    (N - 1) * b by all-gather, and a few bytes of status and padding. If the length of payloads varies, an
-    exchange of 16 N bytes to every rank, which tells the lengths, comes before each. All ranks decode the same bytes
-    and add in rank order, so they hold the same mean bit for bit. Sum identity: the means of T steps add up to the sum
-    of the exact means, minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    (N - 1) * b by all-gather, and a few bytes of status and padding; for the others see `qcomp.core.hierarchy` and
+    `qcomp.core.ring`. If the length of payloads varies, an exchange of 16 N bytes to every rank, which tells the
+    lengths, comes before each. All ranks decode the same bytes, so they hold the same mean bit for bit; values are added
+    in rank order, or in that of the ring. Sum identity: the means of T steps add up to the sum of the exact means,
+    minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
-    A ring sends what two phases do, in 2 (N - 1) exchanges with one neighbour and N more bytes a message, and adds in
-    the order of the ring. Its residuals take n elements a rank, not n + n / N: the owner of a chunk has none of it as
-    worker, which counts as 0 in mean_i e_i. A value is rounded once by all-gather, twice in two phases and between
-    nodes, never within; around a ring the sum is rounded N - 1 times and its mean once. Of compressors
-    that are unbiased, so is the mean, in every topology, and the variances of the roundings add up.
-
-    In a hierarchical mean the ranks of a node share its work. The vector is cut into L lanes of whole buckets, L being
-    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
-    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
-    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
-    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
-    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
-    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
-    Bagua's hierarchical communication, where one leader does the work of a node.
+    A value is rounded once by all-gather, twice in two phases and between nodes, never within a node; around a ring the
+    sums are rounded N - 1 times, and their mean once. Of compressors that are unbiased, so is the mean, in every
+    topology, and the variances of the roundings add up.
 
     Examples
     --------
@@ -151,7 +137,7 @@ class CompressedMean:
         TypeError
             On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
-        tensors = _as_list(x)
+        tensors = as_list(x)
         handshake(
             comm,
             {
@@ -195,7 +181,7 @@ class CompressedMean:
         if not self._keeps_residuals or mean._is_one_node(size, nodes):
             return MeanState(rank, size, (), (), nodes=nodes, topology=mean.topology)
         worker, server = (
-            tuple(_zeros(tensors[s.tensor], s.size) for s in parts)
+            tuple(zeros_for(tensors[s.tensor], s.size) for s in parts)
             for parts in mean.parts(shapes, rank=rank, size=size, nodes=nodes)
         )
         return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
@@ -204,16 +190,8 @@ class CompressedMean:
         self, shapes: Sequence[tuple[int, ...]], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
         """Return what a rank's residuals are of: parts of each tensor as worker, and what it is the server of."""
-        if self.topology == "auto":
-            return self.chosen(shapes, size, nodes).parts(shapes, rank=rank, size=size, nodes=nodes)
-        if self.topology == "ring":
-            return kept(self.segments_of_shapes(shapes, size), rank, len(shapes))
-        if self.topology == "hierarchical":
-            compressors = self.compressors_of(shapes)
-            buckets = tuple(c.traits.bucket_size for c in compressors)
-            return Lanes(nodes_of(size, nodes), tuple(map(math.prod, shapes)), buckets).kept(rank)
-        whole = tuple(Segment(i, 0, math.prod(shape), 0) for i, shape in enumerate(shapes))
-        return whole, self.segments_of_shapes(shapes, size)[rank] if self.topology == "two_phase" else ()
+        topology, sizes = self.chosen(shapes, size, nodes).topology, list(map(math.prod, shapes))
+        return kept_in(topology, self.compressors_of(shapes), sizes, rank, nodes_of(size, nodes))
 
     def _is_one_node(self, size: int, nodes: tuple[int, ...]) -> bool:
         return self.topology == "hierarchical" and nodes_of(size, nodes).count == 1
@@ -285,19 +263,16 @@ class CompressedMean:
         if self.topology == "auto":
             chosen = replace(self, topology=state.topology)
             return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))
-        tensors = [detached(t) for t in _as_list(x)]
+        tensors = [detached(t) for t in as_list(x)]
         drawing = [c.spec for c in self.compressors if c.traits.random]
         if drawing and key is None:
             raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
         if self._is_one_node(state.size, state.nodes):
             exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
             return (yield from exact.stages(x, state, donate=donate, blends=blends))
-        if self._keeps_residuals and [math.prod(s) for s in state.shapes] != [_size(t) for t in tensors]:
-            raise ValueError(
-                f"x has arrays of {[_size(t) for t in tensors]} elements; state is for "
-                f"{[math.prod(s) for s in state.shapes]}"
-            )
-        flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
+        if self._keeps_residuals:
+            self._require_own(state, tensors)
+        flat = flattened(tensors)
         # What was converted is a copy, and nobody else's.
         donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
         if blends and len(blends) != len(tensors):
@@ -316,37 +291,23 @@ class CompressedMean:
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running
-        if self.lossless:
-            means = cut_like(means[0], tensors)
-        shaped = [
-            array_namespace(t).astype(array_namespace(t).reshape(m, t.shape), t.dtype, copy=False)
-            for t, m in zip(targets, means, strict=True)
-        ]
+        shaped = shaped_like(cut_like(means[0], tensors) if self.lossless else means, targets)
         return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
 
     @property
     def _keeps_residuals(self) -> bool:
         return self.feedback and not self.lossless
 
+    def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
+        """Raise ValueError unless a state has the residuals of this mean for these tensors."""
+        if state.topology != self.topology:
+            raise ValueError(f"state is of topology {state.topology!r}; this mean is {self.topology!r}")
+        expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
+        if found != expected:
+            raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
+
     def _plan(
         self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         """Average flat tensors over the ranks."""
         return PLANS[self.topology](flat, state, how)
-
-
-def _as_list(x: Array | Sequence[Array]) -> list[Array]:
-    tensors = list(x) if isinstance(x, list | tuple) else [x]
-    if not tensors:
-        raise ValueError("x is empty; expected an array or a sequence of at least one")
-    return tensors
-
-
-def _size(x: Array) -> int:
-    return math.prod(x.shape)
-
-
-def _zeros(like: Array, size: int) -> Array:
-    xp = array_namespace(like)
-    dtype = getattr(xp, compute_dtype_name(dtype_name(like.dtype)))
-    return xp.zeros((size,), dtype=dtype, device=device(like))

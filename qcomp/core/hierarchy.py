@@ -66,6 +66,15 @@ class Hierarchy:
     them in rank order; the ranks of a lane, one of each node, exchange compressed messages in two phases; what arrives
     in the second one is passed on inside the node as it is, so that all ranks decode the same bytes.
 
+    The vector is cut into L lanes of whole buckets, L being
+    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
+    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
+    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
+    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
+    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
+    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
+    Bagua's hierarchical communication, where one leader does the work of a node.
+
     A rank that finds values out of range goes on with refusals in place of payloads: all ranks of all nodes learn it
     from what is passed on last, and raise then, with the same words.
 

@@ -10,14 +10,15 @@ from qcomp.core.chunks import Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.hierarchy import Hierarchy
 from qcomp.core.kernels import Blend
+from qcomp.core.lanes import Lanes
 from qcomp.core.messages import SegmentCodec
 from qcomp.core.nodes import Nodes
 from qcomp.core.random import Key
-from qcomp.core.ring import Ring
+from qcomp.core.ring import Ring, kept
 from qcomp.core.topologies import Topology
 from qcomp.core.transport import AllGather, AllToAll, Stages
 
-__all__ = ["PLANS", "MeanState", "Worker", "cut_for", "nodes_of"]
+__all__ = ["PLANS", "MeanState", "Worker", "cut_for", "kept_in", "nodes_of"]
 
 _WORKER, _SERVER = 0, 1
 
@@ -117,6 +118,19 @@ def cut_for(
 ) -> tuple[tuple[Segment, ...], ...]:
     """Cut tensors of these sizes into chunks of whole buckets of their compressors."""
     return cut(sizes, [c.traits.bucket_size for c in compressors], count)
+
+
+def kept_in(
+    topology: str, compressors: Sequence[Compressor], sizes: Sequence[int], rank: int, nodes: Nodes
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """Return what a rank's residuals are of in a topology: parts of each tensor as worker, segments as server."""
+    if topology == "hierarchical":
+        return Lanes(nodes, tuple(sizes), tuple(c.traits.bucket_size for c in compressors)).kept(rank)
+    chunks = cut_for(compressors, sizes, len(nodes.of_rank))
+    if topology == "ring":
+        return kept(chunks, rank, len(sizes))
+    whole = tuple(Segment(i, 0, size, 0) for i, size in enumerate(sizes))
+    return whole, chunks[rank] if topology == "two_phase" else ()
 
 
 def nodes_of(size: int, nodes: tuple[int, ...]) -> Nodes:

@@ -69,7 +69,15 @@ class Ring:
     sum_i p_i + sum_(i != c) (e_i - e_i'), the residuals being of sums; of the mean it is that over N, and with the
     owner's own residual, which is of the mean, C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') +
     e_s - e_s'. Over T steps from residuals of zero the means add up to the sum of the exact means minus
-    (1/N) sum_(i != c) e_i + e_s. That is mean_i e_i + e_s, where an owner has no e_i of its chunk.
+    (1/N) sum_(i != c) e_i + e_s. That is mean_i e_i + e_s, where an owner has no e_i of its chunk. A rank has residuals
+    of N - 1 chunks as worker and of one as server: in all one vector, where two phases keep n + n / N elements.
+
+    With b bytes in the payload of the whole vector a rank sends 2 (N - 1) / N * b, as in two phases, to one neighbour,
+    and with each message 8 bytes for the verdict and one for each rank, padded. Values are added in the order of the
+    ring. What the k-th rank adds is rounded with N - k sums, and then with the mean. With a compressor that is unbiased
+    the mean is too, and its variance is the sum of those of all roundings, of sums over N^2. What the owner adds is
+    rounded once only: for two ranks that is the difference from two phases, in which a server rounds its own part as
+    well. The sum of values just below 2^100 may be out of range where their mean is not.
     """
 
     def __init__(self, compressors: Sequence[Compressor], flat: Sequence[Array], size: int, key: Key) -> None:
