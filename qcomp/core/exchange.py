@@ -59,7 +59,7 @@ class CompressedMean:
     With b bytes in the payload of the whole vector, a rank of N sends 2 (N - 1) / N * b bytes in two phases and
     (N - 1) * b by all-gather, and a few bytes of status and padding; for the others see `qcomp.core.hierarchy` and
     `qcomp.core.ring`. If the length of payloads varies, an exchange of 16 N bytes to every rank, which tells the
-    lengths, comes before each. All ranks decode the same bytes, so they hold the same mean bit for bit; values are added
+    lengths, comes before each. All ranks decode the same bytes, so they hold the same mean bit for bit; it is added up
     in rank order, or in that of the ring. Sum identity: the means of T steps add up to the sum of the exact means,
     minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 

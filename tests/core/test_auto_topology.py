@@ -37,6 +37,20 @@ class TestChoice:
             assert chosen(10**8, ALONE, c) == "two_phase"
         assert chosen(10**6, Nodes(tuple(range(64)))) == "two_phase"
 
+    @pytest.mark.parametrize(
+        ("ranks", "nodes", "elements", "expected"),
+        [
+            (4, 4, 100_000, "all_gather"),
+            (4, 4, 1_000_000, "two_phase"),
+            (64, 64, 100_000, "all_gather"),
+            (64, 64, 1_000_000, "two_phase"),
+            (32, 4, 10, "hierarchical"),
+            (32, 4, 10**9, "hierarchical"),
+        ],
+    )
+    def test_the_table_of_the_page(self, ranks, nodes, elements, expected):
+        assert chosen(elements, Nodes(tuple(rank * nodes // ranks for rank in range(ranks)))) == expected
+
     def test_nodes_of_several_ranks_share_a_link_hierarchically(self):
         assert chosen(10**8, PAIRS, QSGD, link=Link(1.25e8)) == "hierarchical"
         assert chosen(10**8, Nodes((0,) * 8 + (1,) * 8 + (2,) * 7)) == "hierarchical"
@@ -239,7 +253,9 @@ class TestOptimizer:
 
         def rank_main(comm):
             watch(comm, measured)
-            return optimizer(compressor=SIGN).init(np.zeros(100_000, dtype=np.float32), comm).exchange.topology
+            return (
+                optimizer(compressor=SIGN).init(np.zeros(100_000, dtype=np.float32), comm).exchange.topology
+            )
 
         with pytest.warns(UserWarning, match="all_gather takes"):
             assert run_local(4, rank_main, hosts=list("abcd")) == ["all_gather"] * 4

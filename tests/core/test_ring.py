@@ -368,6 +368,12 @@ class TestState:
         with pytest.raises(ValueError, match=r"worker_residual.0 of shape \(0,\); expected \(40,\)"):
             other.load_state_dict(saved, x, comm)
 
+    def test_a_state_of_another_topology_is_an_error(self):
+        x = np.ones(40, dtype=np.float32)
+        state = CompressedMean(qcomp.ScaledSign(16)).zeros([x], rank=0, size=1)
+        with pytest.raises(ValueError, match="state is of topology 'two_phase'; this mean is 'ring'"):
+            SIGN(x, state, qcomp.comm.LocalCommunicator.alone())
+
     def test_ranks_of_other_topologies_are_told(self):
         def rank_main(comm):
             topology = "ring" if comm.rank else "two_phase"

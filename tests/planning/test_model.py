@@ -102,7 +102,9 @@ class TestIdentities:
         assert step_time(job, cluster, machine, Method("two_phase", SIGN)).codec == SIZE * (4 + 4 / 4 + 1 + 2)
         assert step_time(job, cluster, machine, Method("all_gather", SIGN)).codec == SIZE * (4 + 4 * 1)
         copying = replace(machine, copy=8.0)
-        assert step_time(job, cluster, copying, Method("ring", SIGN)).codec == SIZE * (4 + 3 / 4 * (8 + 1) + 2)
+        assert step_time(job, cluster, copying, Method("ring", SIGN)).codec == SIZE * (
+            4 + 3 / 4 * (8 + 1) + 2
+        )
 
     def test_directions_that_share_the_link_take_twice_as_long(self):
         both, shared = (
