@@ -54,7 +54,7 @@ def choose_topology(
     ...     return choose_topology([qcomp.ScaledSign()], [elements], Nodes(nodes), **link)
     >>> chosen(25_000_000, (0, 1)), chosen(25_000_000, (0, 1, 2, 3)), chosen(10_000, (0, 1, 2, 3))
     ('all_gather', 'two_phase', 'all_gather')
-    >>> chosen(25_000_000, (0, 0, 1, 1, 2, 2, 3, 3))
+    >>> chosen(25_000_000, tuple(rank // 8 for rank in range(32)))
     'hierarchical'
     """
     count = nodes.count
