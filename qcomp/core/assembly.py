@@ -4,12 +4,49 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from qcomp.core.arrays import Array, concat, empty_like
+from qcomp.core.arrays import (
+    Array,
+    array_namespace,
+    compute_dtype_name,
+    concat,
+    device,
+    dtype_name,
+    empty_like,
+    to_compute_dtype,
+)
 from qcomp.core.chunks import Segment
 from qcomp.core.messages import SegmentCodec
 from qcomp.core.payload import Payload
 
-__all__ = ["assemble", "cut_like", "decode_all"]
+__all__ = ["as_list", "assemble", "cut_like", "decode_all", "flattened", "shaped_like", "zeros_for"]
+
+
+def as_list(x: Array | Sequence[Array]) -> list[Array]:
+    """Return one or several tensors as a list."""
+    tensors = list(x) if isinstance(x, list | tuple) else [x]
+    if not tensors:
+        raise ValueError("x is empty; expected an array or a sequence of at least one")
+    return tensors
+
+
+def flattened(tensors: Sequence[Array]) -> list[Array]:
+    """Return tensors as flat vectors in the dtype in which they are computed; copies only where that is another."""
+    return [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
+
+
+def shaped_like(flat: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
+    """Return flat vectors in the shapes and dtypes of tensors."""
+    return [
+        array_namespace(t).astype(array_namespace(t).reshape(x, t.shape), t.dtype, copy=False)
+        for t, x in zip(tensors, flat, strict=True)
+    ]
+
+
+def zeros_for(tensor: Array, size: int) -> Array:
+    """Return so many zeros in the dtype in which a tensor is computed, on its device."""
+    xp = array_namespace(tensor)
+    dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
+    return xp.zeros((size,), dtype=dtype, device=device(tensor))
 
 
 def decode_all(

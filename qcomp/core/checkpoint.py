@@ -12,6 +12,7 @@ __all__ = [
     "NUMBER",
     "SCHEMA",
     "SERVER",
+    "TOPOLOGY",
     "WORKER",
     "array_keys",
     "from_state_dict",
@@ -29,6 +30,9 @@ SCHEMA = 1
 """Version of the format."""
 
 _SCALARS = ("step", "stage", "rank", "size", "skipped")
+
+TOPOLOGY = "topology"
+"""The key of what a mean of topology "auto" has chosen."""
 
 NUMBER = "number."
 """Before the names of `OptimizerState.numbers`."""
@@ -137,9 +141,8 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
     kept = state.exchange
     if kept.worker:
         worker, server = mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
-        offsets = (f"@{s.start}" if s.start else "" for s in worker)
         of_worker, of_server = mean.kinds
-        keys = (f"{of_worker}.{name}{offset}" for name, offset in zip(compressed, offsets, strict=True))
+        keys = (f"{of_worker}.{compressed[s.tensor]}{f'@{s.start}' if s.start else ''}" for s in worker)
         yield from zip(keys, kept.worker, strict=True)
         keys = (f"{of_server}.{compressed[s.tensor]}@{s.start}" for s in server)
         yield from zip(keys, kept.server, strict=True)
@@ -164,7 +167,7 @@ def require_schema(saved: Mapping[str, Any]) -> None:
     schema = plain(saved.get("schema", 0))
     if int(schema) != SCHEMA:
         raise ValueError(f"the state has schema {schema}; this release reads schema {SCHEMA}")
-    missing = [key for key in sorted(_plain_keys()) if key not in saved]
+    missing = [key for key in sorted(_plain_keys() - {TOPOLOGY}) if key not in saved]
     if missing:
         raise ValueError(f"the state lacks {missing}; expected a dict from state_dict")
 
@@ -193,7 +196,7 @@ def require_dtype(dtype: Any, like: Array, key: str) -> None:
 
 
 def _plain_keys() -> set[str]:
-    return {"schema", "history", *_SCALARS}
+    return {"schema", "history", TOPOLOGY, *_SCALARS}
 
 
 def _like(value: Any, like: Array, key: str) -> Array:

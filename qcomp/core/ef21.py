@@ -7,8 +7,10 @@ from typing import ClassVar, Literal
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, array_namespace, flush
 from qcomp.core.chunks import Segment, cut
+from qcomp.core.costs import Link
 from qcomp.core.exchange import CompressedMean, MeanState, Worker
 from qcomp.core.messages import SegmentCodec
+from qcomp.core.topologies import ETHERNET
 from qcomp.core.transport import AllGather, Stages
 
 __all__ = ["EF21Mean"]
@@ -57,6 +59,7 @@ class EF21Mean(CompressedMean):
 
     topology: Literal["all_gather"] = field(default="all_gather", init=False)
     feedback: bool = field(default=False, init=False)
+    link: Link = field(default=ETHERNET, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,11 +88,11 @@ class EF21Mean(CompressedMean):
     def _keeps_residuals(self) -> bool:
         return not self.lossless
 
-    def _all_gather(
+    def _plan(
         self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         if self.lossless:
-            return (yield from super()._all_gather(flat, state, how))
+            return (yield from super()._plan(flat, state, how))
         if how.blends:
             pairs = zip(flat, how.blends, strict=True)
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in pairs]

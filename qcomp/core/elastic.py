@@ -3,11 +3,10 @@
 import json
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qcomp.core.arrays import Array, array_namespace, bytes_of, concat, device, from_bytes_of
+from qcomp.core.arrays import Array, array_namespace, bytes_of, concat, device, divide, flush, from_bytes_of
 from qcomp.core.checkpoint import (
     SCHEMA,
     SERVER,
@@ -19,6 +18,7 @@ from qcomp.core.checkpoint import (
     require_keys,
 )
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.coverage import Part, coverage, is_within
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import gather_texts
 from qcomp.core.manifest import Entry, Manifest, describe, facts_of, holders, kind_of, require_agreement
@@ -59,7 +59,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
     In a world like the old one every rank gets the dict of its own number, as it was. In any other, every worker
     residual becomes mean_i e_i + e_s of the old world, the server residuals become zero, the optimizer's own kinds
-    become their means, and the rest, which must be the same in all dicts, stays.
+    become their means, and the rest, which must be the same in all dicts, stays. Where a server is no worker, which is
+    so around a ring, its residual becomes the Nth part of that: what its own would have had in the mean.
 
     Parameters
     ----------
@@ -177,6 +178,11 @@ def _merge(
         zero = array_namespace(template[key]).zeros_like(_flat(template[key], world))
         shares[key] = sum(own, zero) * (world.size / len(manifests))
     totals = yield from _averaged(shares, world)
+    workers: dict[str, list[Part]] = {}
+    for key, like in template.items():
+        if kind_of(key) == WORKER:
+            name, start = world.place(key)
+            workers.setdefault(name, []).append((start, start + like.shape[0]))
 
     for key, like in template.items():
         if kind_of(key) == WORKER:
@@ -184,7 +190,12 @@ def _merge(
             total = totals.get(f"{WORKER}.{name}")  # None where the old world owed nothing
             arrays[key] = like if total is None else total[start : start + like.shape[0]]
         elif kind_of(key) == SERVER:
-            arrays[key] = like
+            name, start = world.place(key)
+            total, part = totals.get(f"{WORKER}.{name}"), (start, start + like.shape[0])
+            if total is None or is_within(part, workers[name]):
+                arrays[key] = like
+            else:
+                arrays[key] = flush(divide(total[start : part[1]], world.size))
         elif kind_of(key) in own_kinds:
             arrays[key] = array_namespace(like).reshape(totals[key], like.shape)
     return arrays
@@ -204,7 +215,9 @@ def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Arr
 def _require_mergeable(
     manifests: Sequence[Manifest], template: Mapping[str, Array], world: World
 ) -> dict[str, int]:
-    """Return on how many old ranks each element of a tensor has a worker residual, by the names of the tensors.
+    """Return over how many old ranks the worker residuals of a tensor are averaged, by the names of the tensors.
+
+    Those that have a residual of an element, of whatever kind: the server of a chunk may be no worker for it.
 
     Raises
     ------
@@ -225,36 +238,28 @@ def _require_mergeable(
             f"the states have residuals, as {min(held[0] or held[-1])}, and this world keeps none: it has one node "
             "or feedback=False; expected a world that feeds back what they owe, such as topology='two_phase'"
         )
-    parts: dict[str, dict[str, list[tuple[int, int]]]] = {WORKER: {}, SERVER: {}}
+    taking_part: dict[str, list[Part]] = {}
+    served: dict[str, list[Part]] = {}
     for entries in held:
         tensors = {world.place(key)[0] for key in entries if kind_of(key) == WORKER}
         require_keys((f"{WORKER}.{name}" for name in tensors), (f"{WORKER}.{name}" for name in likes))
+        own: dict[str, dict[str, list[Part]]] = {WORKER: {}, SERVER: {}}
         for key, entry in entries.items():
             name, start = world.place(key)
             if name not in likes:
                 raise ValueError(f"the state has {key}, which stays exact here: another model or optimizer")
             require_dtype(entry.dtype, likes[name], key)
-            parts[kind_of(key)].setdefault(name, []).append((start, start + math.prod(entry.shape)))
-    for name, served in parts[SERVER].items():
-        _coverage(served, world.sizes[name], f"{SERVER}.{name}")
+            own[kind_of(key)].setdefault(name, []).append((start, start + math.prod(entry.shape)))
+        for name, parts in own[WORKER].items():
+            alone = [part for part in own[SERVER].get(name, []) if not is_within(part, parts)]
+            taking_part.setdefault(name, []).extend([*parts, *alone])
+        for name, parts in own[SERVER].items():
+            served.setdefault(name, []).extend(parts)
+    for name, parts in served.items():
+        coverage(parts, world.sizes[name], f"{SERVER}.{name}")
     return {
-        name: _coverage(of_ranks, world.sizes[name], f"{WORKER}.{name}")
-        for name, of_ranks in parts[WORKER].items()
+        name: coverage(parts, world.sizes[name], f"{WORKER}.{name}") for name, parts in taking_part.items()
     }
-
-
-def _coverage(parts: Sequence[tuple[int, int]], size: int, what: str) -> int:
-    """Return how often parts of a tensor cover each of its elements; it must be equally often."""
-    changes = Counter({0: 0, size: 0})
-    for start, stop in parts:
-        changes[start] += 1
-        changes[stop] -= 1
-    edges = sorted(edge for edge in changes if changes[edge] or edge in (0, size))
-    if size and (edges != [0, size] or not changes[0]):
-        raise ValueError(
-            f"the states have {what} of {sorted(set(parts))}; expected all of its {size} elements"
-        )
-    return max(1, changes[0])
 
 
 def _share(

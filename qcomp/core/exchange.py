@@ -1,9 +1,9 @@
-"""The compressed mean over ranks as pure stages: two-phase with a residual on both sides, all-gather, hierarchical."""
+"""The compressed mean over ranks as pure stages, in each of the topologies of `qcomp.core.plans`."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 from qcomp.core import feedback, primitives
 from qcomp.core.arrays import (
@@ -12,52 +12,23 @@ from qcomp.core.arrays import (
     compute_dtype_name,
     concat,
     detached,
-    device,
     dtype_name,
-    to_compute_dtype,
 )
-from qcomp.core.assembly import assemble, cut_like, decode_all
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.assembly import as_list, cut_like, flattened, shaped_like, zeros_for
+from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.costs import Link
 from qcomp.core.handshake import handshake
-from qcomp.core.hierarchy import Hierarchy
 from qcomp.core.kernels import Blend
-from qcomp.core.lanes import Lanes
 from qcomp.core.lengths import announce_lengths
-from qcomp.core.messages import SegmentCodec
-from qcomp.core.nodes import Nodes, learn_nodes
+from qcomp.core.nodes import learn_nodes
+from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, kept_in, nodes_of
 from qcomp.core.random import Key
-from qcomp.core.transport import AllGather, AllToAll, Stages, Transport, drive
+from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
+from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["CompressedMean", "MeanState", "Worker"]
-
-_WORKER, _SERVER = 0, 1
-
-
-class MeanState(NamedTuple):
-    """What a rank keeps between two compressed means."""
-
-    rank: int
-    size: int
-    worker: tuple[Array, ...]
-    """The worker residual of each tensor, flat; empty without feedback."""
-    server: tuple[Array, ...]
-    """The server residual of each segment of this rank's chunk, flat; empty without feedback or server."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """The shape of each tensor; empty without feedback."""
-    nodes: tuple[int, ...] = ()
-    """The node of each rank, for a hierarchical mean; empty if each rank is a node of its own."""
-
-
-class Worker(NamedTuple):
-    """How a worker compresses what it has."""
-
-    compressors: Sequence[Compressor]
-    """Of each tensor."""
-    key: Key
-    donate: bool
-    blends: Sequence[Blend]
 
 
 @dataclass(frozen=True)
@@ -68,31 +39,33 @@ class CompressedMean:
     ----------
     compressor : Compressor or sequence of Compressor
         Of the workers and of the servers: of all tensors, or one for each; a tensor has what this is `for_shape` of it.
-    topology : {"two_phase", "all_gather", "hierarchical"}
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}
         ``"two_phase"``: the vector is cut into a chunk for every rank; each rank is the server of its chunk,
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
         ``"all_gather"``: every rank sends its payload to every other; one compression, N times the bytes.
         ``"hierarchical"``: exact sums inside each node, two phases between nodes, and what arrives is passed on inside
         the node. On one node nothing is compressed: it is the exact mean.
+        ``"ring"``: sums of a chunk grow from rank to rank and are compressed anew for each next one; see
+        `qcomp.core.ring.Ring`. Each rank has one neighbour to send to, and the vector is rounded N times.
+        ``"auto"``: what `init` takes for the fastest of these, by `qcomp.core.topologies.choose_topology`. It is chosen
+        once; the state knows it.
     feedback : bool
         Whether what compression loses is kept and added to the next vector, on workers and servers.
+    link : Link
+        Between nodes, for ``"auto"``; by default 10 Gbit/s and 50 microseconds a message. See `qcomp.planning.Link`.
 
     Notes
     -----
     With b bytes in the payload of the whole vector, a rank of N sends 2 (N - 1) / N * b bytes in two phases and
-    (N - 1) * b by all-gather, and a few bytes of status and padding. If the length of payloads varies, an
-    exchange of 16 N bytes to every rank, which tells the lengths, comes before each. All ranks decode the same bytes
-    and add in rank order, so they hold the same mean bit for bit. Sum identity: the means of T steps add up to the sum
-    of the exact means, minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    (N - 1) * b by all-gather, and a few bytes of status and padding; for the others see `qcomp.core.hierarchy` and
+    `qcomp.core.ring`. If the length of payloads varies, an exchange of 16 N bytes to every rank, which tells the
+    lengths, comes before each. All ranks decode the same bytes, so they hold the same mean bit for bit; it is added up
+    in rank order, or in that of the ring. Sum identity: the means of T steps add up to the sum of the exact means,
+    minus mean_i e_i + e_s after the last. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
-    In a hierarchical mean the ranks of a node share its work. The vector is cut into L lanes of whole buckets, L being
-    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
-    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
-    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
-    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
-    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
-    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
-    Bagua's hierarchical communication, where one leader does the work of a node.
+    A value is rounded once by all-gather, twice in two phases and between nodes, never within a node; around a ring the
+    sums are rounded N - 1 times, and their mean once. Of compressors that are unbiased, so is the mean, in every
+    topology, and the variances of the roundings add up.
 
     Examples
     --------
@@ -111,8 +84,9 @@ class CompressedMean:
     """How checkpoints call what a state holds as ``worker`` and as ``server``."""
 
     compressor: Compressor | Sequence[Compressor]
-    topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
+    topology: Topology = "two_phase"
     feedback: bool = True
+    link: Link = ETHERNET
 
     def __post_init__(self) -> None:
         if isinstance(self.compressor, list):
@@ -121,10 +95,8 @@ class CompressedMean:
             raise TypeError(
                 f"compressor is {self.compressor!r}; expected a qcomp.Compressor, or a sequence of them"
             )
-        if self.topology not in ("two_phase", "all_gather", "hierarchical"):
-            raise ValueError(
-                f"topology is {self.topology!r}; expected 'two_phase', 'all_gather' or 'hierarchical'"
-            )
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(f"topology is {self.topology!r}; expected one of {', '.join(TOPOLOGIES)}")
         if self.feedback:
             for compressor in self.compressors:
                 feedback.require_contraction(compressor)
@@ -156,21 +128,22 @@ class CompressedMean:
         x : array or sequence of arrays
             Anything of the shapes and dtypes that will be averaged.
         comm : Communicator
-            Only its rank and size are kept, and for a hierarchical mean which ranks have the same ``host``.
+            Only its rank and size are kept, and if the topology asks for it which ranks have the same ``host``.
 
         Raises
         ------
         MismatchError
             On every rank, if the ranks differ in version, compressor, topology or shapes.
         TypeError
-            On every rank, if the mean is hierarchical and the communicator of any rank has no ``host``.
+            On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
-        tensors = _as_list(x)
+        tensors = as_list(x)
         handshake(
             comm,
             {
                 "compressor": [c.spec for c in self.compressors],
                 "topology": self.topology,
+                "link": str(self.link),
                 "feedback": self.feedback,
                 "shapes": [list(t.shape) for t in tensors],
                 "dtypes": [compute_dtype_name(dtype_name(t.dtype)) for t in tensors],
@@ -181,38 +154,47 @@ class CompressedMean:
         return self.zeros(tensors, rank=comm.rank, size=comm.size, nodes=nodes)
 
     def learn_nodes(self, comm: Transport, *, like: Array) -> tuple[int, ...]:
-        """Return the node of each rank, the same on all ranks; empty, without an exchange, unless hierarchical."""
-        return learn_nodes(comm, like=like) if self.topology == "hierarchical" else ()
+        """Return the node of each rank, the same on all ranks; empty, without an exchange, if nothing depends on it."""
+        if self.topology not in ("hierarchical", "auto"):
+            return ()
+        return learn_nodes(comm, like=like, topology=self.topology)
+
+    def chosen(
+        self, shapes: Sequence[tuple[int, ...]], size: int, nodes: tuple[int, ...] = ()
+    ) -> "CompressedMean":
+        """Return the mean with the topology that it takes for tensors of these shapes on so many ranks."""
+        if self.topology != "auto":
+            return self
+        compressors, sizes = self.compressors_of(shapes), list(map(math.prod, shapes))
+        topology = choose_topology(compressors, sizes, nodes_of(size, nodes), self.link)
+        return replace(self, topology=topology)
 
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> MeanState:
         """Return the first state of a rank, without an exchange.
 
-        ``nodes`` has the node of each rank, for a hierarchical mean; by default each rank is a node of its own.
+        ``nodes`` has the node of each rank, as `learn_nodes` returns it; by default each rank is a node of its own.
         """
-        if not self._keeps_residuals or self._is_one_node(size, nodes):
-            return MeanState(rank, size, (), (), nodes=nodes)
         shapes = tuple(tuple(t.shape) for t in tensors)
+        mean = self.chosen(shapes, size, nodes)
+        if not self._keeps_residuals or mean._is_one_node(size, nodes):
+            return MeanState(rank, size, (), (), nodes=nodes, topology=mean.topology)
         worker, server = (
-            tuple(_zeros(tensors[s.tensor], s.size) for s in parts)
-            for parts in self.parts(shapes, rank=rank, size=size, nodes=nodes)
+            tuple(zeros_for(tensors[s.tensor], s.size) for s in parts)
+            for parts in mean.parts(shapes, rank=rank, size=size, nodes=nodes)
         )
-        return MeanState(rank, size, worker, server, shapes, nodes)
+        return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
 
     def parts(
         self, shapes: Sequence[tuple[int, ...]], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-        """Return what a rank's residuals are of: a part of each tensor as worker, and what it is the server of."""
-        if self.topology == "hierarchical":
-            compressors = self.compressors_of(shapes)
-            buckets = tuple(c.traits.bucket_size for c in compressors)
-            return Lanes(_nodes(size, nodes), tuple(map(math.prod, shapes)), buckets).kept(rank)
-        whole = tuple(Segment(i, 0, math.prod(shape), 0) for i, shape in enumerate(shapes))
-        return whole, self.segments_of_shapes(shapes, size)[rank] if self.topology == "two_phase" else ()
+        """Return what a rank's residuals are of: parts of each tensor as worker, and what it is the server of."""
+        topology, sizes = self.chosen(shapes, size, nodes).topology, list(map(math.prod, shapes))
+        return kept_in(topology, self.compressors_of(shapes), sizes, rank, nodes_of(size, nodes))
 
     def _is_one_node(self, size: int, nodes: tuple[int, ...]) -> bool:
-        return self.topology == "hierarchical" and _nodes(size, nodes).count == 1
+        return self.topology == "hierarchical" and nodes_of(size, nodes).count == 1
 
     def segments(self, tensors: Sequence[Array], size: int) -> tuple[tuple[Segment, ...], ...]:
         """Return the segments of each rank's chunk."""
@@ -223,7 +205,7 @@ class CompressedMean:
     ) -> tuple[tuple[Segment, ...], ...]:
         """Return the segments of each rank's chunk of tensors of these shapes."""
         compressors = self.compressors_of(shapes)
-        return _segments(compressors, list(map(math.prod, shapes)), size)
+        return cut_for(compressors, list(map(math.prod, shapes)), size)
 
     def __call__(
         self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
@@ -257,8 +239,8 @@ class CompressedMean:
         donate : bool
             Whether x is yours to give away: new residuals then take its buffers, and its values are lost, also if this
             raises. Besides the mean and the new residuals, a mean needs memory for the payloads and for the float32
-            values of one chunk; a hierarchical one, which leaves x as it is, for a copy of x, what its node sends, and
-            the sum.
+            values of one chunk; a ring leaves x as it is, and so does a hierarchical mean, which needs memory for a
+            copy of x, what its node sends, and the sum.
         blends : sequence of Blend
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
 
@@ -278,26 +260,26 @@ class CompressedMean:
         NonFiniteError
             On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
         """
-        tensors = [detached(t) for t in _as_list(x)]
+        if self.topology == "auto":
+            chosen = replace(self, topology=state.topology)
+            return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))
+        tensors = [detached(t) for t in as_list(x)]
         drawing = [c.spec for c in self.compressors if c.traits.random]
         if drawing and key is None:
             raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
         if self._is_one_node(state.size, state.nodes):
             exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
             return (yield from exact.stages(x, state, donate=donate, blends=blends))
-        if self._keeps_residuals and [math.prod(s) for s in state.shapes] != [_size(t) for t in tensors]:
-            raise ValueError(
-                f"x has arrays of {[_size(t) for t in tensors]} elements; state is for "
-                f"{[math.prod(s) for s in state.shapes]}"
-            )
-        flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
+        if self._keeps_residuals:
+            self._require_own(state, tensors)
+        flat = flattened(tensors)
         # What was converted is a copy, and nobody else's.
         donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
         if blends and len(blends) != len(tensors):
             raise ValueError(f"blends has {len(blends)} entries; x has {len(tensors)} arrays")
         targets = [b.m for b in blends] or tensors  # of half-precision gradients, the momenta are float32
         blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
-        if blends and (self.lossless or self.topology == "hierarchical"):
+        if blends and (self.lossless or self.topology in ("hierarchical", "ring")):
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
             blends = ()
         compressors = self.compressors_of([tuple(t.shape) for t in tensors])
@@ -305,94 +287,27 @@ class CompressedMean:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
-        rounds = {
-            "two_phase": self._two_phase,
-            "all_gather": self._all_gather,
-            "hierarchical": self._hierarchical,
-        }[self.topology]
-        running = rounds(flat, state, Worker(compressors, own_key, donate and not blends, blends))
+        running = self._plan(flat, state, Worker(compressors, own_key, donate and not blends, blends))
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running
-        if self.lossless:
-            means = cut_like(means[0], tensors)
-        shaped = [
-            array_namespace(t).astype(array_namespace(t).reshape(m, t.shape), t.dtype, copy=False)
-            for t, m in zip(targets, means, strict=True)
-        ]
+        shaped = shaped_like(cut_like(means[0], tensors) if self.lossless else means, targets)
         return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
 
     @property
     def _keeps_residuals(self) -> bool:
         return self.feedback and not self.lossless
 
-    def _two_phase(
+    def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
+        """Raise ValueError unless a state has the residuals of this mean for these tensors."""
+        if state.topology != self.topology:
+            raise ValueError(f"state is of topology {state.topology!r}; this mean is {self.topology!r}")
+        expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
+        if found != expected:
+            raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
+
+    def _plan(
         self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
-        codec = SegmentCodec(how.compressors, flat)
-        chunks = _segments(how.compressors, list(map(_size, flat)), state.size)
-        own = chunks[state.rank]
-        worker = codec.encode(
-            chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
-        )
-        arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
-        averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
-        # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
-        served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
-        server = codec.of_averages(averages, own).encode(
-            [served], averages, state.server, how.key.at(hop=_SERVER), donate=True
-        )
-        arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
-        opened = codec.open(arrived, chunks, server.error)
-        new_state = state._replace(worker=worker.residuals, server=server.residuals)
-        return decode_all(codec, opened, chunks, flat), new_state
-
-    def _all_gather(
-        self, flat: list[Array], state: MeanState, how: Worker
-    ) -> Stages[tuple[list[Array], MeanState]]:
-        codec = SegmentCodec(how.compressors, flat)
-        (whole,) = _segments(how.compressors, list(map(_size, flat)), 1)
-        worker = codec.encode(
-            [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
-        )
-        arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
-        means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
-        return assemble([whole], [means], flat), state._replace(worker=worker.residuals)
-
-    def _hierarchical(
-        self, flat: list[Array], state: MeanState, how: Worker
-    ) -> Stages[tuple[list[Array], MeanState]]:
-        hierarchy = Hierarchy(how.compressors, flat, _nodes(state.size, state.nodes), how.key)
-        received = yield from hierarchy.stages(state.worker, state.server)
-        codec = SegmentCodec(how.compressors, flat)
-        means = decode_all(codec, received.payloads, received.chunks, flat)
-        return means, state._replace(worker=received.worker, server=received.server)
-
-
-def _as_list(x: Array | Sequence[Array]) -> list[Array]:
-    tensors = list(x) if isinstance(x, list | tuple) else [x]
-    if not tensors:
-        raise ValueError("x is empty; expected an array or a sequence of at least one")
-    return tensors
-
-
-def _nodes(size: int, nodes: tuple[int, ...]) -> Nodes:
-    if nodes and len(nodes) != size:
-        raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
-    return Nodes(nodes or tuple(range(size)))
-
-
-def _size(x: Array) -> int:
-    return math.prod(x.shape)
-
-
-def _segments(
-    compressors: Sequence[Compressor], sizes: Sequence[int], size: int
-) -> tuple[tuple[Segment, ...], ...]:
-    return cut(sizes, [c.traits.bucket_size for c in compressors], size)
-
-
-def _zeros(like: Array, size: int) -> Array:
-    xp = array_namespace(like)
-    dtype = getattr(xp, compute_dtype_name(dtype_name(like.dtype)))
-    return xp.zeros((size,), dtype=dtype, device=device(like))
+        """Average flat tensors over the ranks."""
+        return PLANS[self.topology](flat, state, how)

@@ -18,6 +18,7 @@ from qcomp.core.nodes import Nodes
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.core.transport import AllToAll, Stages, join, joined_size, split
+from qcomp.core.verdicts import seal, sealed_size, unseal
 
 __all__ = ["Hierarchy", "Received"]
 
@@ -64,6 +65,15 @@ class Hierarchy:
     Four exchanges: every rank sends its exact values to the ranks of its node, to each those of its lane, which adds
     them in rank order; the ranks of a lane, one of each node, exchange compressed messages in two phases; what arrives
     in the second one is passed on inside the node as it is, so that all ranks decode the same bytes.
+
+    The vector is cut into L lanes of whole buckets, L being
+    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
+    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
+    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
+    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
+    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
+    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
+    Bagua's hierarchical communication, where one leader does the work of a node.
 
     A rank that finds values out of range goes on with refusals in place of payloads: all ranks of all nodes learn it
     from what is passed on last, and raise then, with the same words.
@@ -199,11 +209,10 @@ class Hierarchy:
         return Encoded(tuple(codec.refusal(chunk) for chunk in chunks), (), None)
 
     def _seal(self, message: Array, blamed: set[int]) -> Array:
-        """Return a message together with the ranks that are to blame for it being a refusal, a byte for each rank."""
-        return join([message, self._bytes([rank in blamed for rank in range(len(self.nodes.of_rank))])])
+        return seal(message, blamed, len(self.nodes.of_rank))
 
     def _sealed_size(self, codec: SegmentCodec, chunk: Chunk) -> int:
-        return joined_size([codec.message_size(chunk), len(self.nodes.of_rank)])
+        return sealed_size(codec.message_size(chunk), len(self.nodes.of_rank))
 
     def _unseal(
         self, codec: SegmentCodec, sealed: Sequence[Array], chunks: Sequence[Chunk], lane: int
@@ -211,10 +220,9 @@ class Hierarchy:
         """Return the messages of the ranks of a lane, and who is to blame for refusals: by default their senders."""
         messages, blamed = [], set()
         for sender, buffer, chunk in zip(self.nodes.team(lane), sealed, chunks, strict=True):
-            accused = buffer[buffer.shape[0] - joined_size([len(self.nodes.of_rank)]) :]
-            message = buffer[: buffer.shape[0] - accused.shape[0]]
+            message, accused = unseal(buffer, len(self.nodes.of_rank))
             if codec.refuses(message, chunk, sender):
-                blamed |= {rank for rank, flag in enumerate(host_bytes(accused)) if flag} or {sender}
+                blamed |= accused or {sender}
             messages.append(message)
         return messages, blamed
 

@@ -68,7 +68,7 @@ class Nodes:
         return tuple(members[lane] for members in self.members)
 
 
-def learn_nodes(comm: Transport, *, like: Array) -> tuple[int, ...]:
+def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical") -> tuple[int, ...]:
     """Return the node of each rank, the same on all ranks: ranks whose communicator names the same host share one.
 
     Sends 16 bytes to every other rank. Nodes are numbered in the order of their first ranks.
@@ -79,6 +79,8 @@ def learn_nodes(comm: Transport, *, like: Array) -> tuple[int, ...]:
         With an attribute ``host``, the name of the machine.
     like : array
         Gives the library and the device of the buffers that are exchanged.
+    topology : str
+        What asks for nodes, for the text of the error.
 
     Raises
     ------
@@ -100,7 +102,7 @@ def learn_nodes(comm: Transport, *, like: Array) -> tuple[int, ...]:
     unnamed = [rank for rank, found in enumerate(digests) if found == _UNNAMED]
     if unnamed:
         raise TypeError(
-            f"comm has no attribute host on {name_ranks(unnamed)}; topology='hierarchical' expects the name of the "
+            f"comm has no attribute host on {name_ranks(unnamed)}; topology={topology!r} expects the name of the "
             "machine there, to tell which ranks share a node"
         )
     return _numbered(digests)

@@ -42,8 +42,8 @@ class Key(NamedTuple):
     rank : int
         The rank that draws, or `SHARED_RANK` for draws that all ranks share.
     hop : int
-        0 for a worker, 1 for a server, 2 and up for further levels of a hierarchy. A server that rounds with
-        its own worker stream is biased.
+        0 for a worker, 1 for a server, 2 and up for the sums that are passed on around a ring. A server that rounds
+        with its own worker stream is biased.
     bucket : int
         Index of the first bucket of the vector that is compressed, within all that the key covers.
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qcomp.core.chunks import Segment, cut
@@ -25,7 +25,7 @@ class TensorwiseMean(CompressedMean):
 
     Parameters
     ----------
-    compressor, topology, feedback
+    compressor, topology, feedback, link
         See `CompressedMean`.
     numbers : sequence of int
         For compressors that draw, the number of the first bucket of each tensor, see `bucket_numbers`; by default
@@ -35,8 +35,8 @@ class TensorwiseMean(CompressedMean):
     -----
     The means are those of a `CompressedMean` of all tensors, bit for bit: a bucket is compressed alike in whichever
     chunk it is. What differs is which rank is the server of which bucket, and so whose draws it gets where compressors
-    draw; and that every tensor has a message of its own within the message to a peer: up to 16 bytes more for each
-    tensor, peer and phase.
+    draw, and in a ring the order of its sums; and that every tensor has a message of its own within the message to a
+    peer: up to 16 bytes more for each tensor, peer and phase.
 
     Examples
     --------
@@ -122,6 +122,9 @@ class TensorwiseMean(CompressedMean):
         blends: Sequence[Blend] = (),
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages; see `CompressedMean.stages`."""
+        if self.topology == "auto":
+            chosen = replace(self, topology=state.topology)
+            return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))
         tensors = list(x) if isinstance(x, list | tuple) else [x]
         singles = self._singles(len(tensors))
         numbers = self.numbers or self.bucket_numbers([tuple(t.shape) for t in tensors])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import Identity
+from qcomp.core.costs import Cost, Load, around, cost
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
 
@@ -26,12 +26,12 @@ class Method:
     Parameters
     ----------
     topology : {"ring", "tree", "two_phase", "all_gather", "hierarchical"}
-        ``"ring"`` and ``"tree"`` are all-reduces of a communication library, which add on the way and so
-        cannot be compressed; the others are those of `CompressedMean`.
+        Without a compressor ``"ring"`` and ``"tree"`` are all-reduces of a communication library, which add on the
+        way. With one, all but ``"tree"`` are those of `CompressedMean`.
     compressor : Compressor, optional
-        Of the last three.
+        Of a compressed mean.
     half : bool
-        Whether a ring or a tree is sent 16-bit values made from 32-bit ones.
+        Whether an all-reduce is sent 16-bit values made from 32-bit ones.
     """
 
     topology: Literal["ring", "tree", "two_phase", "all_gather", "hierarchical"]
@@ -39,19 +39,20 @@ class Method:
     half: bool = False
 
     def __post_init__(self) -> None:
-        known = (*ALLREDUCES, "two_phase", "all_gather", "hierarchical")
+        known = ("ring", "tree", "two_phase", "all_gather", "hierarchical")
         if self.topology not in known:
             raise ValueError(f"topology is {self.topology!r}; expected one of {', '.join(known)}")
-        if self.is_allreduce != (self.compressor is None):
-            expected = "none" if self.is_allreduce else "a qcomp.Compressor"
-            raise ValueError(f"compressor is {self.compressor!r}; expected {expected} with {self.topology}")
+        if self.topology == "tree" and not self.is_allreduce:
+            raise ValueError(f"compressor is {self.compressor!r}; expected none with tree")
+        if self.topology not in ALLREDUCES and self.is_allreduce:
+            raise ValueError(f"compressor is None; expected a qcomp.Compressor with {self.topology}")
         if self.half and not self.is_allreduce:
             raise ValueError("half is True; expected False with a compressor, which sets what is sent")
 
     @property
     def is_allreduce(self) -> bool:
         """Whether this is a plain all-reduce."""
-        return self.topology in ALLREDUCES
+        return self.compressor is None
 
     @property
     def label(self) -> str:
@@ -77,12 +78,6 @@ class StepTime(NamedTuple):
     """Bytes that a rank sends, of the longest payloads where their length varies."""
 
 
-class _Cost(NamedTuple):
-    codec: float
-    wire: float
-    sent: float
-
-
 def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> StepTime:
     """Return how long a step takes.
 
@@ -106,14 +101,12 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     overlap, buckets = (job.overlap, job.buckets) if overlaps else (0.0, 1)
     if cluster.ranks == 1:
         return StepTime(method, job.compute, job.compute, 0.0, 0.0, 0.0)
-    pattern = {
-        "ring": _ring,
-        "tree": _tree,
-        "two_phase": _two_phase,
-        "all_gather": _all_gather,
-        "hierarchical": _hierarchical,
-    }[method.topology]
-    one = pattern(-(-job.params // buckets), job, cluster, machine, method)
+    size = -(-job.params // buckets)
+    if method.compressor is not None:
+        one = cost(method.topology, _load(size, method.compressor, machine), cluster)
+    else:
+        pattern = {"ring": _ring, "tree": _tree}[method.topology]
+        one = pattern(size, job, cluster, machine, method)
     codec, wire, sent = (buckets * value for value in one)
     # Pieces become ready at equal distances; the last one, or all of them in a queue, are sent after that.
     hidden = overlap * job.compute
@@ -121,74 +114,28 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     return StepTime(method, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
 
 
-def _ring(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
-    n, exact = cluster.ranks, _exact_bytes(size, job, method)
-    steps, sent = 2 * (n - 1), 2 * (n - 1) / n * exact
-    # One rank of each node sends to the next node, the others to their neighbours, all in step.
-    links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
-    wire = steps * max(link.latency for link in links) + max(link.transfer(sent, ranks=1) for link in links)
-    return _Cost(_conversion(size, job, machine, method), wire, sent)
+def _load(size: int, compressor: Compressor, machine: Machine) -> Load:
+    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
+    return Load(
+        size, payload, compressor.variable_length, speed.encode, speed.decode, speed.add, machine.copy
+    )
 
 
-def _tree(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
+def _ring(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> Cost:
+    sent = 2 * (cluster.ranks - 1) / cluster.ranks * _exact_bytes(size, job, method)
+    return Cost(_conversion(size, job, machine, method), around(sent, cluster), sent)
+
+
+def _tree(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> Cost:
     exact, lanes, nodes = _exact_bytes(size, job, method), cluster.ranks_per_node, cluster.nodes
     inside, between = 2 * (lanes - 1) / lanes * exact, 2 * (nodes - 1) / nodes * exact / lanes
     wire = _halving(inside, lanes, cluster.inside, lanes) + _halving(between, nodes, cluster.link, lanes)
-    return _Cost(_conversion(size, job, machine, method), wire, inside + between)
+    return Cost(_conversion(size, job, machine, method), wire, inside + between)
 
 
 def _halving(sent: float, peers: int, link: Link, ranks: int) -> float:
     """Return how long recursive halving and doubling take."""
     return 2 * math.ceil(math.log2(peers)) * link.latency + link.transfer(sent, ranks=ranks)
-
-
-def _two_phase(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:  # noqa: ARG001
-    n, compressor = cluster.ranks, _compressor(method)
-    speed, share = machine.speed(compressor), compressor.payload_spec(size).nbytes / n
-    codec = size * (speed.encode * (1 + 1 / n) + speed.add + speed.decode)
-    wire = 2 * _to_all(share, cluster) + _announcements(compressor, 2, cluster)
-    return _Cost(codec, wire, 2 * (n - 1) * share)
-
-
-def _all_gather(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:  # noqa: ARG001
-    n, compressor = cluster.ranks, _compressor(method)
-    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
-    wire = _to_all(payload, cluster) + _announcements(compressor, 1, cluster)
-    return _Cost(size * (speed.encode + n * speed.add), wire, (n - 1) * payload)
-
-
-def _hierarchical(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
-    lanes, nodes = cluster.ranks_per_node, cluster.nodes
-    if nodes == 1:
-        return _two_phase(size, job, cluster, machine, Method("two_phase", Identity()))
-    if lanes == 1:
-        return _two_phase(size, job, cluster, machine, method)
-    compressor = _compressor(method)
-    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
-    exact, lane = Identity().payload_spec(size).nbytes / lanes, payload / lanes
-    codec = 2 * size * machine.copy  # packed, and added up over the node
-    codec += size * (speed.encode * (1 + 1 / nodes) / lanes + speed.add / lanes + speed.decode)
-    wire = _inside(exact, cluster) + _inside(lane, cluster)
-    wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
-    wire += _announcements(compressor, 4, cluster)
-    return _Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
-
-
-def _to_all(share: float, cluster: Cluster) -> float:
-    """Return how long it takes that each rank sends so many bytes to each other rank."""
-    lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
-    between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
-    return max(between, _inside(share, cluster))
-
-
-def _inside(share: float, cluster: Cluster) -> float:
-    lanes = cluster.ranks_per_node
-    return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
-
-
-def _announcements(compressor: Compressor, exchanges: int, cluster: Cluster) -> float:
-    """Return how long telling the lengths of messages takes, where they vary."""
-    return exchanges * _to_all(16 * cluster.ranks, cluster) if compressor.variable_length else 0.0
 
 
 def _exact_bytes(size: int, job: Job, method: Method) -> int:
@@ -198,11 +145,6 @@ def _exact_bytes(size: int, job: Job, method: Method) -> int:
 def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
     """Return how long it takes to make 16-bit values of 32-bit ones, and back."""
     return 2 * size * machine.copy if method.half and job.gradient_bytes == 4 else 0.0
-
-
-def _compressor(method: Method) -> Compressor:
-    assert method.compressor is not None  # a Method has looked
-    return method.compressor
 
 
 def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:

@@ -13,7 +13,8 @@ __all__ = ["draw"]
 _POINTS = 61
 _DECADES = 2.0
 """On each side of the link that was asked about."""
-_STYLES = {"ring": "-", "tree": "--", "two_phase": "-", "all_gather": ":", "hierarchical": "-."}
+_STYLES = {"two_phase": "-", "all_gather": ":", "hierarchical": "-.", "ring": (0, (1, 1, 4, 1))}
+_PLAIN_STYLES = {"ring": "-", "tree": "--"}
 _PLAIN = {"plain": "black", "16-bit": "0.5"}
 """Colours of what is not compressed."""
 
@@ -45,7 +46,7 @@ def draw(advice: Advice, path: str | Path) -> None:
         axes.plot(
             [8 * b / 1e9 for b in around],
             times,
-            _STYLES[method.topology],
+            linestyle=(_PLAIN_STYLES if method.is_allreduce else _STYLES)[method.topology],
             color=colour,
             linewidth=width,
             label=method.label,

@@ -11,7 +11,7 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
 from qcomp.comm import run_local
-from qcomp.core import exchange, transport
+from qcomp.core import plans, transport
 from qcomp.core.messages import SegmentCodec
 from qcomp.core.random import replace_draws
 from qcomp.core.transport import AllGather, AllToAll, drive, fuse, join, joined_size, split
@@ -532,9 +532,9 @@ class TestArguments:
     def test_others(self):
         with pytest.raises(TypeError, match=r"compressor is 'sign'; expected a qcomp\.Compressor"):
             CompressedMean("sign")
-        words = "topology is 'ring'; expected 'two_phase', 'all_gather' or 'hierarchical'"
+        words = "topology is 'star'; expected one of two_phase, all_gather, hierarchical, ring, auto"
         with pytest.raises(ValueError, match=words):
-            CompressedMean(qcomp.Identity(), topology="ring")
+            CompressedMean(qcomp.Identity(), topology="star")
 
     def test_a_compressor_that_draws_needs_a_key(self, lockstep):
         mean = CompressedMean(qcomp.QSGD(bucket_size=16))
@@ -606,7 +606,7 @@ class TestUnbiased:
         assert abs(self.real_mean(lockstep, p) - p) < self.SIX_SIGMA
 
     def test_and_the_bias_shows_if_the_server_has_no_hop_of_its_own(self, lockstep, monkeypatch):
-        monkeypatch.setattr(exchange, "_SERVER", exchange._WORKER)
+        monkeypatch.setattr(plans, "_SERVER", plans._WORKER)
         assert abs(self.real_mean(lockstep, 0.25) - 0.3125) < self.SIX_SIGMA
         assert self.real_mean(lockstep, 0.1) - 0.1 > self.SIX_SIGMA
 

@@ -357,7 +357,7 @@ class TestErrors:
         [
             ({"compressor": qcomp.ScaledSign(16)}, "compressor is sign.*; expected an unbiased one"),
             ({"feedback": True}, "feedback is True; expected False"),
-            ({"topology": "ring"}, "topology is 'ring'"),
+            ({"topology": "star"}, "topology is 'star'"),
             ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ],
     )

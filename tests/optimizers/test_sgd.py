@@ -119,7 +119,7 @@ class TestArguments:
             ({"momentum": -0.1}, "momentum is -0.1"),
             ({"momentum": 0.0, "nesterov": True}, "nesterov is True and momentum is 0"),
             ({"compressor": qcomp.QSGD(1, 128)}, r"feedback=True around qsgd.*qcomp\.Scaled"),
-            ({"topology": "ring"}, "topology is 'ring'"),
+            ({"topology": "star"}, "topology is 'star'"),
         ],
     )
     def test_out_of_range(self, arguments, message):

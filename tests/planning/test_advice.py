@@ -45,7 +45,7 @@ def test_all_methods_are_there_the_fastest_first():
         "all_gather",
         "hierarchical",
     }
-    assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 3 * 4
+    assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 4 * 4
 
 
 def test_figures_are_those_of_the_model():

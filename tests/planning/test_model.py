@@ -73,7 +73,7 @@ class TestIdentities:
         assert gathered.seconds == pytest.approx(gathered.sent / 1e9, rel=1e-12)
 
     @pytest.mark.parametrize("n", [2, 3, 8])
-    @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+    @pytest.mark.parametrize("topology", ["two_phase", "all_gather", "ring"])
     def test_what_is_sent_is_what_a_communicator_counts(self, n, topology):
         model = cost(Method(topology, SIGN), job=Job(COUNTED, 0.0), cluster=Cluster(n, BARE)).sent
         assert 0 <= counted(topology, [str(rank) for rank in range(n)]) - model <= ROUNDING * 2 * n
@@ -101,6 +101,10 @@ class TestIdentities:
         job = Job(SIZE, 0.0)
         assert step_time(job, cluster, machine, Method("two_phase", SIGN)).codec == SIZE * (4 + 4 / 4 + 1 + 2)
         assert step_time(job, cluster, machine, Method("all_gather", SIGN)).codec == SIZE * (4 + 4 * 1)
+        copying = replace(machine, copy=8.0)
+        assert step_time(job, cluster, copying, Method("ring", SIGN)).codec == SIZE * (
+            4 + 3 / 4 * (8 + 1) + 2
+        )
 
     def test_directions_that_share_the_link_take_twice_as_long(self):
         both, shared = (
@@ -128,7 +132,9 @@ class TestNodes:
         alone = cost(method, cluster=one).wire
         assert cost(method, cluster=shared).wire == pytest.approx(4 * alone * 60 / 63, rel=1e-12)
         assert cost(method, cluster=own).wire == pytest.approx(alone * 60 / 63, rel=1e-12)
-        assert cost(Method("ring"), cluster=shared).wire == cost(Method("ring"), cluster=one).wire
+        for compressor in (None, SIGN):
+            ring = Method("ring", compressor)
+            assert cost(ring, cluster=shared).wire == cost(ring, cluster=one).wire
 
     def test_hierarchical_leaves_a_node_with_one_payload_in_each_direction_twice(self):
         inside = Link(math.inf, latency=0.0)
@@ -296,7 +302,7 @@ class TestMachine:
         (lambda: Job(1, 1.0, gradient_bytes=3), "gradient_bytes is 3"),
         (lambda: Job(1, 1.0, overlap=1.5), "overlap is 1.5"),
         (lambda: Job(1, 1.0, buckets=0), "buckets is 0"),
-        (lambda: Method("ring", SIGN), "expected none with ring"),
+        (lambda: Method("tree", SIGN), "expected none with tree"),
         (lambda: Method("two_phase"), "expected a qcomp.Compressor with two_phase"),
         (lambda: Method("star"), "topology is 'star'"),
         (lambda: Method("two_phase", SIGN, half=True), "half is True"),

@@ -5,7 +5,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from qcomp.core.arrays import (
     Array,
@@ -15,7 +15,7 @@ from qcomp.core.arrays import (
     host_bytes,
     to_compute_dtype,
 )
-from qcomp.core.checkpoint import from_state_dict, named_arrays, to_state_dict
+from qcomp.core.checkpoint import TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
 from qcomp.core.compressor import Compressor
 from qcomp.core.elastic import World, regroup
 from qcomp.core.errors import NonFiniteError
@@ -28,6 +28,7 @@ from qcomp.core.patterns import require_matches
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares
+from qcomp.core.topologies import TOPOLOGIES, Topology
 from qcomp.core.transport import AllGather, Stages, Transport, drive
 
 __all__ = ["Optimizer", "require_rank"]
@@ -126,7 +127,7 @@ class Optimizer(ABC):
         params : array or sequence of arrays
             The parameters, of one library and device; the same on all ranks.
         comm : Communicator
-            Its rank and size are kept, and with ``topology="hierarchical"`` which ranks have the same ``host``.
+            Its rank and size are kept, and if the topology asks for it which ranks have the same ``host``.
         names : sequence of str, optional
             Names of the parameters in checkpoints and policies; by default their numbers.
 
@@ -219,7 +220,8 @@ class Optimizer(ABC):
 
         Parameters are named as in `init`. The residuals are this rank's own: every rank keeps its dict.
         """
-        return to_state_dict(state, self.mean_of(state))
+        saved = to_state_dict(state, self.mean_of(state))
+        return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == "auto" else saved
 
     def load_state_dict(
         self,
@@ -260,10 +262,14 @@ class Optimizer(ABC):
         own = saved if isinstance(saved, Mapping) else drive(regroup(saved, world), comm)
         loaded, problem = fresh, None
         try:
+            if isinstance(saved, Mapping) and self.mean.topology == "auto" and TOPOLOGY in saved:
+                fresh = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, as_tensors(params, "params"))
             loaded = from_state_dict(own, lambda stage: self.enter(fresh, stage), self.mean_of(fresh))
         except ValueError as error:
             problem = error
         verdict = "refused" if problem else f"of step {loaded.step}, {loaded.stage}"
+        if self.mean.topology == "auto":
+            verdict += f", {loaded.exchange.topology}"
         try:
             handshake(comm, {"checkpoint": verdict}, like=like)
         finally:
@@ -315,7 +321,7 @@ class Optimizer(ABC):
     def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
         """Return a part in which these tensors are averaged exactly, in the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
-        topology = EXACT.topology if state.stage == "warmup" else self.mean.topology
+        topology = EXACT.topology if state.stage == "warmup" else self.mean_of(state).topology
         return Part(
             replace(EXACT, topology=topology), tuple(tensors), tuple(values), nothing, self._key(state)
         )
@@ -323,12 +329,25 @@ class Optimizer(ABC):
     def _on_nodes(
         self, state: OptimizerState, params: Sequence[Array], nodes: tuple[int, ...]
     ) -> OptimizerState:
-        """Return a first state that knows the node of each rank, with the residuals that a rank of these keeps."""
-        exchange = state.exchange._replace(nodes=nodes)
-        if nodes and exchange.worker:
+        """Return a first state that knows the node of each rank, and the topology that is best for them."""
+        on_nodes = state._replace(exchange=state.exchange._replace(nodes=nodes, topology="auto"))
+        compressed = [tuple(p.shape) for p, exact in zip(params, state.exact, strict=False) if not exact]
+        topology = self.mean_of(on_nodes).chosen(compressed, state.size, nodes).topology
+        return self._in_topology(topology, on_nodes, params)
+
+    def _in_topology(self, topology: str, state: OptimizerState, params: Sequence[Array]) -> OptimizerState:
+        """Return a first state in a topology, with the residuals that a rank keeps there."""
+        if topology not in TOPOLOGIES or topology == "auto":
+            raise ValueError(f"the state has topology {topology!r}; expected one that this release knows")
+        exchange = state.exchange._replace(topology=cast("Topology", topology))
+        state = state._replace(exchange=exchange)
+        if exchange.nodes and exchange.worker:
             compressed = [p for p, is_exact in zip(params, state.exact, strict=True) if not is_exact]
-            exchange = self.mean_of(state).zeros(compressed, rank=state.rank, size=state.size, nodes=nodes)
-        return state._replace(exchange=exchange)
+            exchange = self.mean_of(state).zeros(
+                compressed, rank=state.rank, size=state.size, nodes=exchange.nodes
+            )
+            state = state._replace(exchange=exchange)
+        return state
 
     def _key(self, state: OptimizerState) -> Key:
         return Key(seed=self.seed, step=state.step, rank=state.rank)

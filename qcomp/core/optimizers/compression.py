@@ -4,11 +4,11 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, flush
 from qcomp.core.compressor import Compressor
+from qcomp.core.costs import Link
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.average import Average, Means, Part
@@ -17,6 +17,7 @@ from qcomp.core.packing import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies import CompressorPolicy
 from qcomp.core.state import OptimizerState
 from qcomp.core.tensorwise import TensorwiseMean
+from qcomp.core.topologies import ETHERNET, Topology
 
 __all__ = ["CompressingOptimizer"]
 
@@ -33,8 +34,10 @@ class CompressingOptimizer(Optimizer):
         Of what is exchanged in the compressed stage.
     feedback : bool
         Whether what compression loses is fed back, on workers and servers.
-    topology : {"two_phase", "all_gather", "hierarchical"}
-        See `CompressedMean`.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}
+        See `CompressedMean`. What ``"auto"`` chooses is in the state, and in checkpoints.
+    link : Link
+        Between nodes, for ``"auto"``; see `CompressedMean`.
     exact : callable or None
         Which tensors stay exact, see `ExactBelow`; None compresses everything.
     compressors : callable, optional
@@ -55,11 +58,12 @@ class CompressingOptimizer(Optimizer):
 
     compressor: Compressor
     feedback: bool = True
-    topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase"
+    topology: Topology = "two_phase"
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     rescale_feedback: bool = False
     tensorwise: bool = False
+    link: Link = ETHERNET
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,11 +78,14 @@ class CompressingOptimizer(Optimizer):
     def mean(self) -> CompressedMean:
         """The compressed mean of this optimizer, if all tensors have its compressor."""
         kind = TensorwiseMean if self.tensorwise else CompressedMean
-        return kind(self.compressor, topology=self.topology, feedback=self.feedback)
+        return kind(self.compressor, self.topology, self.feedback, self.link)
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return how the compressed stage averages, with the compressors that a policy has chosen."""
-        return replace(self.mean, compressor=state.compressors) if state.compressors else self.mean
+        """Return how the compressed stage averages: with what policies, and the topology "auto", have chosen."""
+        mean = self.mean
+        if mean.topology == "auto":
+            mean = replace(mean, topology=state.exchange.topology)
+        return replace(mean, compressor=state.compressors) if state.compressors else mean
 
     def _require_suitable(self, compressor: Compressor) -> None:
         """Raise ValueError if this optimizer cannot work with a compressor."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, to_compute_dtype
@@ -14,6 +14,7 @@ from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
+from qcomp.core.topologies import Topology
 
 __all__ = ["EF21SGD"]
 
@@ -67,7 +68,7 @@ class EF21SGD(CompressingOptimizer):
 
     compressor: Compressor = TopK()
     feedback: bool = False
-    topology: Literal["two_phase", "all_gather", "hierarchical"] = "all_gather"
+    topology: Topology = "all_gather"
     eta: float = 1.0
 
     def __post_init__(self) -> None:

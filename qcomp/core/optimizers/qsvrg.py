@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from qcomp.core.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.compressor import Compressor
@@ -13,6 +13,7 @@ from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
+from qcomp.core.topologies import Topology
 from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["QSVRG"]
@@ -35,7 +36,7 @@ class QSVRG(CompressingOptimizer):
         of the corrected vectors, and makes them biased.
     compressor : Compressor
         Unbiased; `QSGD` with about as many levels as the root of its bucket size has the theory's small variance.
-    topology : {"all_gather", "two_phase", "hierarchical"}
+    topology : {"all_gather", "two_phase", "hierarchical", "ring", "auto"}
         See `CompressedMean`. With ``"all_gather"`` every vector is quantized once, as in the paper.
     exact, compressors : callable or None
         See `CompressingOptimizer`.
@@ -72,7 +73,7 @@ class QSVRG(CompressingOptimizer):
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
     feedback: bool = False
-    topology: Literal["two_phase", "all_gather", "hierarchical"] = "all_gather"
+    topology: Topology = "all_gather"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from qcomp.comm.verbs import Verbs
 from qcomp.core.compressor import Compressor
 from qcomp.core.packing import ExactBelow, ExactPolicy
 from qcomp.core.policies import CompressorPolicy
+from qcomp.core.topologies import Topology
 from qcomp.integrations.ddp.buckets import Bucket, BucketedStep
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 
@@ -145,7 +146,7 @@ def hook(
     model: Any,
     *,
     feedback: bool | None = None,
-    topology: Literal["two_phase", "all_gather", "hierarchical"] = "two_phase",
+    topology: Topology = "two_phase",
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     exact_iterations: int = 2,

@@ -1,0 +1,231 @@
+"""What a compressed mean costs by its topology: formulas, which docs/planning/README.md explains."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["INSIDE", "Cluster", "Cost", "Link", "Load", "around", "cost", "to_all"]
+
+_EXACT, _LENGTH = 4, 16
+"""Bytes of an exact element, and of what tells a rank the length of a message."""
+
+
+def _require(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages between ranks.
+
+    Parameters
+    ----------
+    bandwidth : float
+        Bytes a second that one rank sends, in each direction.
+    latency : float
+        Seconds that a message of no bytes takes.
+    duplex : bool
+        Whether both directions have the bandwidth at once; otherwise they share it.
+    streams : float
+        How many ranks of a node have this bandwidth at once. 1 where one rank can fill what the node has; more where a
+        single connection cannot, as with TCP on fast Ethernet; infinite for lanes of each rank's own.
+    per_message : float, optional
+        Seconds that each further message of the same exchange takes; by default the latency, as if they went out one
+        after the other.
+
+    Examples
+    --------
+    >>> Link(bandwidth=1.25e9, latency=25e-6).seconds(1.25e9, ranks=1, messages=1)
+    1.000025
+    """
+
+    bandwidth: float
+    latency: float = 50e-6
+    duplex: bool = True
+    streams: float = 1.0
+    per_message: float | None = None
+
+    def __post_init__(self) -> None:
+        _require("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes a second, above 0")
+        _require("latency", self.latency, 0 <= self.latency < math.inf, "seconds, at least 0")
+        _require("streams", self.streams, self.streams >= 1, "a number of ranks, at least 1")
+        if self.per_message is not None:
+            _require("per_message", self.per_message, 0 <= self.per_message < math.inf, "seconds, at least 0")
+
+    def seconds(self, sent: float, *, ranks: int, messages: int) -> float:
+        """Return how long an exchange takes in which each rank of a node sends and receives so many bytes.
+
+        Parameters
+        ----------
+        sent : float
+            Bytes that each of these ranks sends, and receives.
+        ranks : int
+            How many of the node take part at once.
+        messages : int
+            How many messages the bytes are in; none take no time.
+        """
+        if messages == 0:
+            return 0.0
+        further = self.latency if self.per_message is None else self.per_message
+        return self.latency + (messages - 1) * further + self.transfer(sent, ranks=ranks)
+
+    def transfer(self, sent: float, *, ranks: int) -> float:
+        """Return how long the bytes alone take."""
+        each_way = 1 if self.duplex else 2
+        return each_way * sent * max(1.0, ranks / self.streams) / self.bandwidth
+
+
+INSIDE = Link(bandwidth=10e9, latency=10e-6, streams=math.inf)
+"""Between ranks of a node, where nothing better is known: 10 GB/s each, as over PCIe or through memory."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks, and what is between them.
+
+    Parameters
+    ----------
+    ranks : int
+    link : Link
+        Between nodes; between all ranks if there is one rank on each node.
+    ranks_per_node : int
+        Divides the number of ranks.
+    inside : Link
+        Between the ranks of a node.
+    """
+
+    ranks: int
+    link: Link
+    ranks_per_node: int = 1
+    inside: Link = INSIDE
+
+    def __post_init__(self) -> None:
+        _require("ranks", self.ranks, self.ranks >= 1, "at least 1")
+        fits = self.ranks_per_node >= 1 and self.ranks % self.ranks_per_node == 0
+        _require("ranks_per_node", self.ranks_per_node, fits, f"a divisor of {self.ranks} ranks")
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.ranks // self.ranks_per_node
+
+
+class Load(NamedTuple):
+    """What is averaged, and how fast a rank compresses it."""
+
+    size: int
+    """Number of elements."""
+    payload: int
+    """Bytes that they are compressed to, at most."""
+    variable_length: bool
+    """Whether the lengths of messages are told before these are sent."""
+    encode: float
+    """Seconds an element: compress with a residual."""
+    decode: float
+    """Seconds an element: decompress."""
+    add: float
+    """Seconds an element: decompress and add to a sum."""
+    copy: float
+    """Seconds an element: copy float32."""
+
+
+class Cost(NamedTuple):
+    """What a rank spends on a mean."""
+
+    codec: float
+    """Seconds of encoding and decoding."""
+    wire: float
+    """Seconds of sending."""
+    sent: float
+    """Bytes."""
+
+    @property
+    def seconds(self) -> float:
+        """All of it, one after the other."""
+        return self.codec + self.wire
+
+
+def cost(topology: str, load: Load, cluster: Cluster) -> Cost:
+    """Return what the compressed mean of a topology costs.
+
+    Examples
+    --------
+    >>> cluster = Cluster(ranks=4, link=Link(bandwidth=1e9, latency=1e-5))
+    >>> load = Load(size=8000, payload=1000, variable_length=False, encode=1e-9, decode=0.0, add=0.0, copy=0.0)
+    >>> [cost(topology, load, cluster).sent for topology in ("two_phase", "ring", "all_gather")]
+    [1500.0, 1500.0, 3000]
+    """
+    return _COSTS[topology](load, cluster)
+
+
+def _two_phase(load: Load, cluster: Cluster) -> Cost:
+    n, share = cluster.ranks, load.payload / cluster.ranks
+    codec = load.size * (load.encode * (1 + 1 / n) + load.add + load.decode)
+    wire = 2 * to_all(share, cluster) + _announcements(load, 2, cluster)
+    return Cost(codec, wire, 2 * (n - 1) * share)
+
+
+def _all_gather(load: Load, cluster: Cluster) -> Cost:
+    n = cluster.ranks
+    wire = to_all(load.payload, cluster) + _announcements(load, 1, cluster)
+    return Cost(load.size * (load.encode + n * load.add), wire, (n - 1) * load.payload)
+
+
+def _hierarchical(load: Load, cluster: Cluster) -> Cost:
+    lanes, nodes, copy = cluster.ranks_per_node, cluster.nodes, load.copy
+    if nodes == 1:
+        return _two_phase(Load(load.size, _EXACT * load.size, False, copy, copy, copy, copy), cluster)
+    if lanes == 1:
+        return _two_phase(load, cluster)
+    exact, lane = _EXACT * load.size / lanes, load.payload / lanes
+    codec = 2 * load.size * copy  # packed, and added up over the node
+    codec += load.size * (load.encode * (1 + 1 / nodes) / lanes + load.add / lanes + load.decode)
+    wire = _inside(exact, cluster) + _inside(lane, cluster)
+    wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
+    wire += _announcements(load, 4, cluster)
+    return Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
+
+
+def _ring(load: Load, cluster: Cluster) -> Cost:
+    n = cluster.ranks
+    sent = 2 * (n - 1) / n * load.payload
+    # What arrives is added to a copy of a rank's own part.
+    codec = load.size * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
+    return Cost(codec, around(sent, cluster) + _announcements(load, 2 * (n - 1), cluster), sent)
+
+
+_COSTS: Mapping[str, Callable[[Load, Cluster], Cost]] = {
+    "two_phase": _two_phase,
+    "all_gather": _all_gather,
+    "hierarchical": _hierarchical,
+    "ring": _ring,
+}
+
+
+def around(sent: float, cluster: Cluster) -> float:
+    """Return how long it takes that each rank sends so many bytes to its neighbour, in 2 (N - 1) steps."""
+    # One rank of each node sends to the next node, the others to their neighbours, all in step.
+    links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
+    if not links:
+        return 0.0
+    steps = 2 * (cluster.ranks - 1)
+    return steps * max(link.latency for link in links) + max(link.transfer(sent, ranks=1) for link in links)
+
+
+def to_all(share: float, cluster: Cluster) -> float:
+    """Return how long it takes that each rank sends so many bytes to each other rank."""
+    lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
+    between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
+    return max(between, _inside(share, cluster))
+
+
+def _inside(share: float, cluster: Cluster) -> float:
+    lanes = cluster.ranks_per_node
+    return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
+
+
+def _announcements(load: Load, exchanges: int, cluster: Cluster) -> float:
+    """Return how long telling the lengths of messages takes, where they vary."""
+    return exchanges * to_all(_LENGTH * cluster.ranks, cluster) if load.variable_length else 0.0

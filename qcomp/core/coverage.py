@@ -1,0 +1,28 @@
+"""How parts cover a tensor: pure integers."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+__all__ = ["Part", "coverage", "is_within"]
+
+Part = tuple[int, int]
+"""Where a part of a tensor starts and stops."""
+
+
+def is_within(part: Part, others: Sequence[Part]) -> bool:
+    """Return whether a part of a tensor is in one of others."""
+    return any(start <= part[0] and part[1] <= stop for start, stop in others)
+
+
+def coverage(parts: Sequence[Part], size: int, what: str) -> int:
+    """Return how often parts of a tensor cover each of its elements; it must be equally often."""
+    changes = Counter({0: 0, size: 0})
+    for start, stop in parts:
+        changes[start] += 1
+        changes[stop] -= 1
+    edges = sorted(edge for edge in changes if changes[edge] or edge in (0, size))
+    if size and (edges != [0, size] or not changes[0]):
+        raise ValueError(
+            f"the states have {what} of {sorted(set(parts))}; expected all of its {size} elements"
+        )
+    return max(1, changes[0])

@@ -1,0 +1,144 @@
+"""The ways in which the ranks average: for each topology its exchanges, as pure stages."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from qcomp.core.arrays import Array
+from qcomp.core.assembly import assemble, decode_all
+from qcomp.core.chunks import Segment, cut
+from qcomp.core.compressor import Compressor
+from qcomp.core.hierarchy import Hierarchy
+from qcomp.core.kernels import Blend
+from qcomp.core.lanes import Lanes
+from qcomp.core.messages import SegmentCodec
+from qcomp.core.nodes import Nodes
+from qcomp.core.random import Key
+from qcomp.core.ring import Ring, kept
+from qcomp.core.topologies import Topology
+from qcomp.core.transport import AllGather, AllToAll, Stages
+
+__all__ = ["PLANS", "MeanState", "Worker", "cut_for", "kept_in", "nodes_of"]
+
+_WORKER, _SERVER = 0, 1
+
+
+class MeanState(NamedTuple):
+    """What a rank keeps between two compressed means."""
+
+    rank: int
+    size: int
+    worker: tuple[Array, ...]
+    """The worker residual of each part of a tensor that `CompressedMean.parts` names, flat; empty without feedback."""
+    server: tuple[Array, ...]
+    """The server residual of each segment of this rank's chunk, flat; empty without feedback or server."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shape of each tensor; empty without feedback."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, where the topology asks for it; empty if each rank is a node of its own."""
+    topology: Topology = "auto"
+    """In which these residuals are kept, never "auto" after `CompressedMean.init`."""
+
+
+class Worker(NamedTuple):
+    """How a worker compresses what it has."""
+
+    compressors: Sequence[Compressor]
+    """Of each tensor."""
+    key: Key
+    donate: bool
+    blends: Sequence[Blend]
+
+
+Averaged = Stages[tuple[list[Array], MeanState]]
+"""The means of the tensors, and the state after that."""
+
+
+def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
+    """Send each chunk to its server, and its average to all."""
+    codec = SegmentCodec(how.compressors, flat)
+    chunks = cut_for(how.compressors, _sizes(flat), state.size)
+    own = chunks[state.rank]
+    worker = codec.encode(
+        chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
+    )
+    arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
+    averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
+    # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
+    served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
+    server = codec.of_averages(averages, own).encode(
+        [served], averages, state.server, how.key.at(hop=_SERVER), donate=True
+    )
+    arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
+    opened = codec.open(arrived, chunks, server.error)
+    new_state = state._replace(worker=worker.residuals, server=server.residuals)
+    return decode_all(codec, opened, chunks, flat), new_state
+
+
+def all_gather(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
+    """Send everything to all."""
+    codec = SegmentCodec(how.compressors, flat)
+    (whole,) = cut_for(how.compressors, _sizes(flat), 1)
+    worker = codec.encode(
+        [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
+    )
+    arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
+    means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
+    return assemble([whole], [means], flat), state._replace(worker=worker.residuals)
+
+
+def hierarchical(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
+    """Add up exactly inside each node, and average in two phases between nodes."""
+    hierarchy = Hierarchy(how.compressors, flat, nodes_of(state.size, state.nodes), how.key)
+    received = yield from hierarchy.stages(state.worker, state.server)
+    codec = SegmentCodec(how.compressors, flat)
+    means = decode_all(codec, received.payloads, received.chunks, flat)
+    return means, state._replace(worker=received.worker, server=received.server)
+
+
+def around(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
+    """Add up around a ring, and send the means around it."""
+    ring = Ring(how.compressors, flat, state.size, how.key)
+    received = yield from ring.stages(state.worker, state.server)
+    means = decode_all(ring.codec, received.payloads, received.chunks, flat)
+    return means, state._replace(worker=received.worker, server=received.server)
+
+
+PLANS: Mapping[str, Callable[[list[Array], MeanState, Worker], Averaged]] = {
+    "two_phase": two_phase,
+    "all_gather": all_gather,
+    "hierarchical": hierarchical,
+    "ring": around,
+}
+"""By topology: from flat tensors, which may be used up if they were donated."""
+
+
+def cut_for(
+    compressors: Sequence[Compressor], sizes: Sequence[int], count: int
+) -> tuple[tuple[Segment, ...], ...]:
+    """Cut tensors of these sizes into chunks of whole buckets of their compressors."""
+    return cut(sizes, [c.traits.bucket_size for c in compressors], count)
+
+
+def kept_in(
+    topology: str, compressors: Sequence[Compressor], sizes: Sequence[int], rank: int, nodes: Nodes
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """Return what a rank's residuals are of in a topology: parts of each tensor as worker, segments as server."""
+    if topology == "hierarchical":
+        return Lanes(nodes, tuple(sizes), tuple(c.traits.bucket_size for c in compressors)).kept(rank)
+    chunks = cut_for(compressors, sizes, len(nodes.of_rank))
+    if topology == "ring":
+        return kept(chunks, rank, len(sizes))
+    whole = tuple(Segment(i, 0, size, 0) for i, size in enumerate(sizes))
+    return whole, chunks[rank] if topology == "two_phase" else ()
+
+
+def nodes_of(size: int, nodes: tuple[int, ...]) -> Nodes:
+    """Return the nodes of a world; by default each rank is one."""
+    if nodes and len(nodes) != size:
+        raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
+    return Nodes(nodes or tuple(range(size)))
+
+
+def _sizes(flat: Sequence[Array]) -> list[int]:
+    return [math.prod(x.shape) for x in flat]
