@@ -58,6 +58,8 @@ class Worker(NamedTuple):
     key: Key
     donate: bool
     blends: Sequence[Blend]
+    chunks: Sequence[tuple[Segment, ...]] = ()
+    """The segments of each rank's chunk, of a mean that is a part of another."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class CompressedMean:
         key: Key | None = None,
         donate: bool = False,
         blends: Sequence[Blend] = (),
+        chunks: Sequence[tuple[Segment, ...]] = (),
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages.
 
@@ -261,6 +264,8 @@ class CompressedMean:
             the sum.
         blends : sequence of Blend
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
+        chunks : sequence of sequences of Segment
+            What each rank serves, for a part of the arrays of a larger mean; by default x is cut evenly.
 
         Yields
         ------
@@ -310,7 +315,7 @@ class CompressedMean:
             "all_gather": self._all_gather,
             "hierarchical": self._hierarchical,
         }[self.topology]
-        running = rounds(flat, state, Worker(compressors, own_key, donate and not blends, blends))
+        running = rounds(flat, state, Worker(compressors, own_key, donate and not blends, blends, chunks))
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running
@@ -330,7 +335,7 @@ class CompressedMean:
         self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(how.compressors, flat)
-        chunks = _segments(how.compressors, list(map(_size, flat)), state.size)
+        chunks = how.chunks or _segments(how.compressors, list(map(_size, flat)), state.size)
         own = chunks[state.rank]
         worker = codec.encode(
             chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
@@ -351,7 +356,7 @@ class CompressedMean:
         self, flat: list[Array], state: MeanState, how: Worker
     ) -> Stages[tuple[list[Array], MeanState]]:
         codec = SegmentCodec(how.compressors, flat)
-        (whole,) = _segments(how.compressors, list(map(_size, flat)), 1)
+        (whole,) = how.chunks or _segments(how.compressors, list(map(_size, flat)), 1)
         worker = codec.encode(
             [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
         )
