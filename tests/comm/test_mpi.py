@@ -552,7 +552,9 @@ for pending in tuple(comm._under_way):
 say("moved without a wait", int(first.wait()[1 - me][7]))
 """
     body = body.replace("if count < 1000 else comm._advance()", "if count < 5 else comm._advance()")
-    assert said(mpirun(2, script(START + body))) == [f"{rank} moved without a wait {1 - rank}" for rank in (0, 1)]
+    assert said(mpirun(2, script(START + body))) == [
+        f"{rank} moved without a wait {1 - rank}" for rank in (0, 1)
+    ]
 
 
 def test_another_size_under_way_closes_the_communicator_for_all_that_is(mpirun):
@@ -755,7 +757,7 @@ def test_buffers_of_a_gpu_over_mpi(mpirun, monkeypatch, library, aware):
     monkeypatch.setenv("QCOMP_CUDA_AWARE_MPI", aware)
     put = {
         "cupy": "import cupy\nput = lambda size, value: cupy.full(size, value, dtype=cupy.uint8)\n",
-        "torch": "import torch\nput = lambda size, value: torch.full((size,), value, dtype=torch.uint8, device='cuda')\n",
+        "torch": "import torch\nput = lambda size, value: torch.full((size,), value, dtype=torch.uint8).cuda()\n",
     }[library]
     body = """
 for size in (0, 5, 5_000_001):

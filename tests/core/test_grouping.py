@@ -130,7 +130,7 @@ def test_every_optimizer_that_compresses_is_among_them():
     assert public == {type(opt) for opt in OPTIMIZERS.values()} - {qcomp.Adam} | {qcomp.QSVRG} & public
 
 
-def means_of(mean, n, runner, steps=2, shapes=SHAPES, library=None):
+def means_of(mean, n, runner, *, steps=2, shapes=SHAPES, library=None):
     put = (lambda x: x) if library is None else library.array
 
     def rank_main(comm):
@@ -296,7 +296,7 @@ def test_a_value_out_of_range_in_any_group_is_an_error_on_all_ranks_and_touches_
         return untouched, leaves(params)
 
     (first, params), (second, others), (third, last) = qcomp.comm.run_local(3, rank_main)
-    assert first and second and third
+    assert all((first, second, third))
     assert params == others == last
 
 
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused_as_ever(small_groups):
     x = gradient(0, 0)
     state = mean.init(x, comm)
     grouped = GroupedMean(mean, x[1:], state, key=None, donate=False)
-    with pytest.raises(ValueError, match="x has arrays of .* elements; state is for"):
+    with pytest.raises(ValueError, match=r"x has arrays of .* elements; state is for"):
         drive(fuse(grouped.computations()), comm)
     mixed = [x[0].astype(np.float64), *x[1:]]
     assert len(GroupedMean(mean, mixed, mean.init(mixed, comm), key=None, donate=False).shares) == 1

@@ -1,5 +1,6 @@
 """What `pipeline` starts when, what `drive` waits for, and what becomes of errors in between."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -119,10 +120,8 @@ def in_order_of_completion(computations, comm):
     waiting = [(stages, comm.start(next(stages))) for stages in computations]
     while waiting:
         stages, pending = waiting.pop(whims.randrange(len(waiting)))
-        try:
+        with contextlib.suppress(StopIteration):
             waiting.append((stages, comm.start(stages.send(pending.wait()))))
-        except StopIteration:
-            pass
 
 
 def test_all_ranks_start_in_one_order_and_an_order_by_time_is_noticed():
@@ -141,7 +140,7 @@ def test_all_ranks_start_in_one_order_and_an_order_by_time_is_noticed():
         run_local(3, bad)
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     pass
 
 
@@ -149,7 +148,7 @@ def refusing(comm, stages):
     """Raise on all ranks once what one of them has sent is there."""
     arrived = yield AllGather(np.full(1, comm.rank == 1, dtype=np.uint8), (1,) * comm.size)
     if any(int(x[0]) for x in arrived):
-        raise Refusal
+        raise RefusalError
     return (yield from stages)
 
 
@@ -157,7 +156,7 @@ def test_where_one_raises_all_ranks_do_and_nothing_is_left_under_way():
     def rank_main(local):
         comm = Delayed(local)
         work = [counting(comm, 1, 2), refusing(comm, counting(comm, 2, 1)), counting(comm, 3, 2)]
-        with pytest.raises(Refusal):
+        with pytest.raises(RefusalError):
             drive(pipeline(work), comm)
         waited = {entry[1] for entry in comm.log if entry[0] == "wait"}
         after = drive(counting(comm, 4, 2), comm)
@@ -174,7 +173,7 @@ def test_a_driver_that_leaves_exchanges_under_way_is_noticed():
 
     def rank_main(local):
         comm = Delayed(local)
-        with pytest.raises(Refusal):
+        with pytest.raises(RefusalError):
             careless(pipeline([refusing(comm, counting(comm, 2, 1)), counting(comm, 1, 2)]), comm)
         return len(comm.under_way)
 
