@@ -44,14 +44,12 @@ def check_identical(weights: Any, comm: qcomp.comm.Communicator) -> None:
         print(f"all {comm.size} ranks hold identical parameters: sha256 {digest.hex()[:16]}...")
 
 
-def main() -> None:
-    """Train, each rank on its own share of the rows."""
-    comm = qcomp.comm.world()
-    rows, labels = generate_data()
+def train(rows: Any, labels: Any, comm: qcomp.comm.Communicator) -> Any:
+    """Train, each rank on its own share of the rows, and return the weights."""
     own_rows, own_labels = rows[comm.rank :: comm.size], labels[comm.rank :: comm.size]
     # The problem is small: without exact=None the default policy would leave all of it uncompressed.
     opt = qcomp.OneBitAdam(learning_rate=0.05, betas=(0.9, 0.97), freeze=WARMUP, exact=None)
-    weights = xp.zeros(FEATURES, dtype=xp.float32)
+    weights = xp.zeros_like(rows[0])
     state = opt.init(weights, comm)
     for step in range(STEPS):
         batch = np.random.default_rng((comm.rank, step)).integers(len(own_labels), size=BATCH)
@@ -59,8 +57,14 @@ def main() -> None:
         weights, state = opt.step(weights, grads, state, comm)
         if comm.rank == 0 and (step + 1) % 50 == 0:
             sent = f"{comm.bytes_sent:9,} bytes sent"
-            print(f"step {step + 1:3}  loss {loss(weights, rows, labels):.4f}  {sent}", flush=True)
-    check_identical(weights, comm)
+            print(f"step {step + 1:3}  loss {float(loss(weights, rows, labels)):.4f}  {sent}", flush=True)
+    return weights
+
+
+def main() -> None:
+    """Train on all ranks that were started together."""
+    comm = qcomp.comm.world()
+    check_identical(train(*generate_data(), comm), comm)
 
 
 if __name__ == "__main__":

@@ -69,11 +69,13 @@ def to_host(x: Array, *, name: str = "x") -> HostBuffer:
     import numpy as np  # noqa: PLC0415  (`import qcomp.comm` loads no array library)
 
     check_buffer(x, name=name)
+    # From a GPU into page-locked memory: that is the faster copy, and both libraries keep such memory for the next one.
     if array_api_compat.is_torch_array(x):
-        # From a GPU into page-locked memory: that is the faster copy, and torch keeps such memory for the next one.
         x = x.new_empty(x.shape, device="cpu", pin_memory=True).copy_(x) if x.is_cuda else x.cpu()
     elif array_api_compat.is_cupy_array(x):
-        x = x.get()
+        import cupyx  # noqa: PLC0415  (CuPy is imported already)
+
+        x = x.get(out=cupyx.empty_pinned(x.shape, dtype=np.uint8))
     return np.ascontiguousarray(x)
 
 

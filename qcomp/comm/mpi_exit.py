@@ -14,13 +14,21 @@ import stat
 import sys
 import time
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from qcomp.comm.mpi_library import MPI
 
-__all__ = ["FAILED_TAG", "FINISHED_TAG", "abort_at_exit", "guard", "report_failure", "take_leave_at_exit"]
+__all__ = [
+    "FAILED_TAG",
+    "FINISHED_TAG",
+    "abort_at_exit",
+    "guard",
+    "kept_list",
+    "report_failure",
+    "take_leave_at_exit",
+]
 
 FINISHED_TAG = 3
 FAILED_TAG = 4
@@ -30,7 +38,7 @@ _PAUSE_SECONDS = 1e-3
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
 
 _open: list[MPI.Intracomm] = []
-# MPI still reads and writes the memory of what was under way when an exchange failed, so that stays.
+# MPI reads and writes the memory of what is under way, also after an exchange has failed, so that stays.
 _unfinished: list[object] = []
 
 
@@ -60,10 +68,16 @@ def abort_at_exit() -> None:
     atexit.register(_abort, 1)
 
 
-def report_failure(comm: MPI.Intracomm, reason: str, *, unfinished: object) -> None:
-    """Tell all other ranks that this one takes no further part in `comm`; keep what is not finished."""
+def kept_list() -> list[Any]:
+    """Return a new list; what is in it is never freed."""
+    kept: list[Any] = []
+    _unfinished.append(kept)
+    return kept
+
+
+def report_failure(comm: MPI.Intracomm, reason: str) -> None:
+    """Tell all other ranks that this one takes no further part in `comm`."""
     abort_at_exit()
-    _unfinished.append(unfinished)
     text = np.frombuffer(reason.encode()[:_LONGEST_REPORT], dtype=np.uint8)
     # If MPI itself is what failed, the others find out by their timeout or by the end of this process.
     with contextlib.suppress(MPI.Exception):

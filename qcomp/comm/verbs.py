@@ -57,8 +57,8 @@ class Verbs(ABC):
         Returns
         -------
         Pending
-            Its ``wait()`` returns what the verb would have returned. Over a `TorchCommunicator` the exchange
-            goes on meanwhile; over the others it is already complete.
+            Its ``wait()`` returns what the verb would have returned. Over an `MPICommunicator` and a
+            `TorchCommunicator` the exchange goes on meanwhile; over the others it is already complete.
 
         Raises
         ------

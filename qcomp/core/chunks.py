@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from qcomp.core.buckets import bucket_count
 
-__all__ = ["Segment", "cut"]
+__all__ = ["Segment", "cut", "keep"]
 
 
 class Segment(NamedTuple):
@@ -59,3 +59,17 @@ Segment(tensor=1, start=0, stop=8, bucket=3)))
             done += taken
             before += taken
     return tuple(tuple(chunk) for chunk in chunks)
+
+
+def keep(chunks: Sequence[Sequence[Segment]], tensors: Sequence[int]) -> tuple[tuple[Segment, ...], ...]:
+    """Return what is of some tensors in each chunk; these are numbered anew, in their order here.
+
+    Examples
+    --------
+    >>> keep(cut([8, 20], 8, 2), [1])
+    ((Segment(tensor=0, start=0, stop=8, bucket=1),), (Segment(tensor=0, start=8, stop=20, bucket=2),))
+    """
+    number = {tensor: index for index, tensor in enumerate(tensors)}
+    return tuple(
+        tuple(s._replace(tensor=number[s.tensor]) for s in chunk if s.tensor in number) for chunk in chunks
+    )

@@ -99,7 +99,7 @@ class EF21Mean(CompressedMean):
         changes = [flush(flush(x) - g) for x, g in zip(flat, state.worker, strict=True)]
         codec = SegmentCodec(how.compressors, changes)
         sizes = [x.shape[0] for x in flat]
-        (whole,) = cut(sizes, [c.traits.bucket_size for c in how.compressors], 1)
+        (whole,) = how.chunks or cut(sizes, [c.traits.bucket_size for c in how.compressors], 1)
         sent = codec.encode([whole], changes, (), how.key.at(hop=0), donate=False)
         arrived = yield AllGather(sent.messages[0], (codec.message_size(whole),) * state.size)
         payloads = codec.open(arrived, [whole] * state.size, sent.error)

@@ -80,6 +80,8 @@ class CompressedMean:
     [0.5, 0.5]
     """
 
+    grouped: ClassVar[bool] = True
+    """Whether a large mean may be sent in groups of tensors, see `GroupedMean`."""
     kinds: ClassVar[tuple[str, str]] = ("worker_residual", "server_residual")
     """How checkpoints call what a state holds as ``worker`` and as ``server``."""
 
@@ -225,6 +227,7 @@ class CompressedMean:
         key: Key | None = None,
         donate: bool = False,
         blends: Sequence[Blend] = (),
+        chunks: Sequence[tuple[Segment, ...]] = (),
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages.
 
@@ -243,6 +246,8 @@ class CompressedMean:
             copy of x, what its node sends, and the sum.
         blends : sequence of Blend
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
+        chunks : sequence of sequences of Segment
+            What each rank serves, for a part of the arrays of a larger mean; by default x is cut evenly.
 
         Yields
         ------
@@ -287,7 +292,7 @@ class CompressedMean:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
-        running = self._plan(flat, state, Worker(compressors, own_key, donate and not blends, blends))
+        running = self._plan(flat, state, Worker(compressors, own_key, donate and not blends, blends, chunks))
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running

@@ -41,7 +41,7 @@ def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
     Sends 16 bytes a rank to each of the others in a stage of its own. Every rank is told about all messages,
     and not only about its own, because all must come to the same verdict.
     """
-    arrived: list[Array] | None = None
+    arrived: Sequence[Array] | None = None
     while True:
         try:
             request = next(stages) if arrived is None else stages.send(arrived)

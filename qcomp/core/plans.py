@@ -48,6 +48,8 @@ class Worker(NamedTuple):
     key: Key
     donate: bool
     blends: Sequence[Blend]
+    chunks: Sequence[tuple[Segment, ...]] = ()
+    """The segments of each rank's chunk, of a mean that is a part of another."""
 
 
 Averaged = Stages[tuple[list[Array], MeanState]]
@@ -57,7 +59,7 @@ Averaged = Stages[tuple[list[Array], MeanState]]
 def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Send each chunk to its server, and its average to all."""
     codec = SegmentCodec(how.compressors, flat)
-    chunks = cut_for(how.compressors, _sizes(flat), state.size)
+    chunks = how.chunks or cut_for(how.compressors, _sizes(flat), state.size)
     own = chunks[state.rank]
     worker = codec.encode(
         chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
@@ -78,7 +80,7 @@ def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
 def all_gather(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Send everything to all."""
     codec = SegmentCodec(how.compressors, flat)
-    (whole,) = cut_for(how.compressors, _sizes(flat), 1)
+    (whole,) = how.chunks or cut_for(how.compressors, _sizes(flat), 1)
     worker = codec.encode(
         [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
     )

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.exchange import CompressedMean, MeanState
@@ -48,6 +48,7 @@ class TensorwiseMean(CompressedMean):
     (((16,),), ((8,),))
     """
 
+    grouped: ClassVar[bool] = False  # who asks for it groups the tensors himself
     numbers: Sequence[int] = ()
 
     def bucket_numbers(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -120,8 +121,11 @@ class TensorwiseMean(CompressedMean):
         key: Key | None = None,
         donate: bool = False,
         blends: Sequence[Blend] = (),
+        chunks: Sequence[tuple[Segment, ...]] = (),
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages; see `CompressedMean.stages`."""
+        if chunks:
+            raise ValueError(f"chunks is {chunks}; expected none: every tensor is cut by itself")
         if self.topology == "auto":
             chosen = replace(self, topology=state.topology)
             return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))

@@ -1,11 +1,24 @@
 """What a pure stage asks of the outside world, and the loop that answers it over a communicator."""
 
+import contextlib
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, overload
 
 from qcomp.core.arrays import Array, array_namespace, concat, device
+from qcomp.core.errors import CommunicatorError
 
-__all__ = ["AllGather", "AllToAll", "Exchange", "Stages", "Transport", "drive", "fuse", "join", "split"]
+__all__ = [
+    "AllGather",
+    "AllToAll",
+    "Exchange",
+    "Stages",
+    "Transport",
+    "drive",
+    "fuse",
+    "join",
+    "pipeline",
+    "split",
+]
 
 Result = TypeVar("Result")
 
@@ -18,6 +31,8 @@ class AllToAll(NamedTuple):
 
     send: tuple[Array, ...]
     receive: tuple[int, ...]
+    later: bool = False
+    """Whether the computation has more to start before it looks at what arrives, see `pipeline`."""
 
 
 class AllGather(NamedTuple):
@@ -25,10 +40,12 @@ class AllGather(NamedTuple):
 
     send: Array
     receive: tuple[int, ...]
+    later: bool = False
+    """As for `AllToAll`."""
 
 
 Exchange = AllToAll | AllGather
-Stages = Generator[Exchange, list[Array], Result]
+Stages = Generator[Exchange, Sequence[Array], Result]
 """A computation in stages: it yields what must be exchanged, and is sent one uint8 buffer from each rank."""
 
 
@@ -54,19 +71,113 @@ class Transport(Protocol):
         ...
 
 
+class _Pending(Protocol):
+    def wait(self) -> list[Array]: ...
+
+
+class _Arriving(Sequence[Array]):
+    """What each rank sends here: whoever looks at it waits for it."""
+
+    def __init__(self, pending: _Pending) -> None:
+        self._pending: _Pending | None = pending
+        self._received: list[Array] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody has looked at it."""
+        return self._pending is None
+
+    def wait(self) -> list[Array]:
+        """Return the buffers; if the exchange fails, this raises once, and the communicator is closed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._received = pending.wait()
+        return self._received
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array:
+        return self.wait()[index]
+
+    def __len__(self) -> int:
+        return len(self.wait())
+
+
 def drive(stages: "Stages[Result]", comm: Transport) -> Result:
-    """Run a computation in stages to its end over a communicator and return its result."""
-    arrived: list[Array] | None = None
-    while True:
-        try:
-            request = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
-        if isinstance(request, AllToAll):
-            arrived = comm.all_to_all(request.send, request.receive)
-        else:
-            arrived = comm.all_gather(request.send, request.receive)
+    """Run a computation in stages to its end over a communicator and return its result.
+
+    What a computation says that it looks at later is started, if the communicator has a ``start``; everything else, and
+    everything over other communicators, is over before the computation goes on.
+    """
+    arrived: Sequence[Array] | None = None
+    under_way: list[_Arriving] = []
+    try:
+        while True:
+            try:
+                request = next(stages) if arrived is None else stages.send(arrived)
+            except StopIteration as stop:
+                result: Result = stop.value
+                break
+            under_way = [exchange for exchange in under_way if not exchange.is_over]
+            arrived = _answer(request, comm)
+            if isinstance(arrived, _Arriving):
+                under_way.append(arrived)
+        for exchange in under_way:
+            exchange.wait()
+    except Exception:
+        # All ranks have started the same exchanges, or will yet: complete ones leave the communicator as it was.
+        for exchange in under_way:
+            with contextlib.suppress(CommunicatorError):
+                exchange.wait()
+        raise
+    return result
+
+
+def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
+    start = getattr(comm, "start", None) if request.later else None
+    if start is not None:
+        return _Arriving(start(request))
+    if isinstance(request, AllToAll):
+        return comm.all_to_all(request.send, request.receive)
+    return comm.all_gather(request.send, request.receive)
+
+
+def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
+    """Run several computations in turns, each with exchanges of its own, which may go on while the others compute.
+
+    Each computes up to its next exchange, in order, then each goes on with what has arrived for it, and so on. So all
+    ranks start all exchanges in the same order, whatever the time that they take. They may have different kinds and
+    numbers of exchanges, the same on all ranks. If one raises, the others are given up.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> def sum_of(x, comm):
+    ...     arrived = yield AllGather(np.asarray([x], dtype=np.uint8), (1,) * comm.size)
+    ...     return sum(int(part[0]) for part in arrived)
+    >>> def rank_main(comm):
+    ...     return drive(pipeline([sum_of(comm.rank, comm), sum_of(10, comm)]), comm)
+    >>> qcomp.comm.run_local(2, rank_main)
+    [[1, 20], [1, 20]]
+    """
+    if len(computations) == 1:
+        return [(yield from computations[0])]
+    results: dict[int, Result] = {}
+    arrived: dict[int, Sequence[Array] | None] = dict.fromkeys(range(len(computations)))
+    while arrived:
+        answers: dict[int, Sequence[Array] | None] = {}
+        for index, buffers in arrived.items():
+            stages = computations[index]
+            try:
+                request = next(stages) if buffers is None else stages.send(buffers)
+            except StopIteration as stop:
+                results[index] = stop.value
+            else:
+                answers[index] = yield request._replace(later=True)
+        arrived = answers
+    return [results[index] for index in range(len(computations))]
 
 
 def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
@@ -75,7 +186,7 @@ def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
     They may have different kinds and numbers of exchanges, the same on all ranks.
     """
     results: dict[int, Result] = {}
-    arrived: dict[int, list[Array] | None] = dict.fromkeys(range(len(computations)))
+    arrived: dict[int, Sequence[Array] | None] = dict.fromkeys(range(len(computations)))
     while True:
         requests: dict[int, Exchange] = {}
         for index, buffers in arrived.items():

@@ -487,3 +487,285 @@ say("kept" if memory() is not None else "freed")
 """
     result = mpirun(2, script(body, timeout=0.3), timeout=SECONDS, check=False)
     assert said(result) == ["0 kept"]
+
+
+# --- exchanges that are waited for later -----------------------------------------------------------------------------
+
+START = "from qcomp.core.transport import AllGather, AllToAll\n"
+
+
+def test_several_exchanges_are_under_way_at_once_and_waited_for_in_any_order(mpirun):
+    body = """
+sizes = (5, 3_000_001, 0, 5)
+pending = []
+for i, size in enumerate(sizes):
+    if i % 2:
+        request = AllToAll(tuple(np.full(size + r, i + me, dtype=np.uint8) for r in range(n)), (size + me,) * n)
+    else:
+        request = AllGather(np.full(size, i + me, dtype=np.uint8), (size,) * n)
+    pending.append(comm.start(request))
+for i in (2, 0, 3, 1) if me else (3, 2, 1, 0):
+    received = pending[i].wait()
+    assert [x.size for x in received] == [sizes[i] + me * (i % 2)] * n
+    assert all((x == i + r).all() for r, x in enumerate(received))
+    assert pending[i].wait() is received
+assert not comm._under_way
+say(comm.bytes_sent == sum(sizes) * (n - 1) + 2 * sum(r for r in range(n) if r != me))
+"""
+    assert said(mpirun(3, script(START + body))) == [f"{rank} True" for rank in range(3)]
+
+
+NOT_BEFORE = """
+# Rank 1 starts its part only when rank 0 has said, outside of the communicator, that it has gone on.
+word, large = zeros(1), np.full(3_000_000, me, dtype=np.uint8)
+if me == 1:
+    MPI.COMM_WORLD.Recv([word, MPI.BYTE], source=0)
+pending = [comm.start(AllGather(large, (large.size,) * n)) for _ in range(2)]
+if me == 0:
+    MPI.COMM_WORLD.Send([word, MPI.BYTE], dest=1)
+assert all(int(p.wait()[1 - me][-1]) == 1 - me for p in pending)
+say("ok")
+"""
+
+
+def test_a_start_waits_for_nobody_and_one_that_does_is_noticed(mpirun):
+    assert said(mpirun(2, script(START + NOT_BEFORE))) == ["0 ok", "1 ok"]
+    blocking = """
+from qcomp.comm.verbs import Completed
+comm.start = lambda request: Completed(comm.all_gather(request.send, request.receive))
+"""
+    result = mpirun(2, script(START + blocking + NOT_BEFORE, timeout=0.5), timeout=SECONDS, check=False)
+    assert "nothing came from rank 1" in result.stderr
+
+
+def test_a_later_start_moves_what_was_started_before(mpirun):
+    body = """
+large = np.full(30_000_000, me, dtype=np.uint8)
+first = comm.start(AllGather(large, (large.size,) * n))
+count = 0
+while not first.is_complete:
+    comm.start(AllGather(zeros(1), (1,) * n)) if count < 1000 else comm._advance()
+    count += 1
+MPI.COMM_WORLD.Barrier()
+for pending in tuple(comm._under_way):
+    pending.wait()
+say("moved without a wait", int(first.wait()[1 - me][7]))
+"""
+    body = body.replace("if count < 1000 else comm._advance()", "if count < 5 else comm._advance()")
+    assert said(mpirun(2, script(START + body))) == [
+        f"{rank} moved without a wait {1 - rank}" for rank in (0, 1)
+    ]
+
+
+def test_another_size_under_way_closes_the_communicator_for_all_that_is(mpirun):
+    body = """
+right = [comm.start(AllGather(zeros(1), (1,) * 3))]
+try:
+    wrong = comm.start(AllGather(zeros(2 + me // 2), (2,) * me + (2 + me // 2,) + (2,) * (2 - me)))
+    right.append(comm.start(AllGather(zeros(1), (1,) * 3)))
+    wrong.wait()
+except CommunicatorError as error:
+    say(error)
+for call in (right[-1].wait, lambda: comm.start(AllGather(zeros(1), (1,) * 3))):
+    try:
+        call()
+    except CommunicatorError as error:
+        say(str(error).partition(" rank")[0])
+MPI.COMM_WORLD.Barrier()
+"""
+    lines = said(mpirun(3, script(START + body), timeout=SECONDS, check=False))
+    assert len(lines) == 9
+    for rank in range(3):
+        own = [line[2:] for line in lines if line.startswith(f"{rank} ")]
+        assert sum("all_gather: this communicator is closed: all_gather:" in line for line in own) == 2
+        assert any("rank 2 sent 3 bytes to rank" in line and "expected 2 bytes" in line for line in own)
+
+
+def test_another_verb_under_way_is_named_on_every_rank(mpirun):
+    body = """
+def work():
+    first = comm.start(AllGather(zeros(1), (1,) * 3))
+    if me == 1:
+        second = comm.start(AllGather(zeros(1), (1,) * 3))
+    else:
+        second = comm.start(AllToAll((zeros(1),) * 3, (1,) * 3))
+    first.wait(), second.wait()
+    comm.all_gather(zeros(1), (1,) * 3)
+"""
+    lines = said(mpirun(3, script(START + body + CATCH), timeout=SECONDS, check=False))
+    assert len(lines) == 3
+    for line in lines:
+        assert re.search("called all_(to_all|gather) where rank [012] called all_(to_all|gather)", line)
+
+
+@pytest.mark.parametrize("size", [4, 4_000_000], ids=["small", "large"])
+def test_an_absent_peer_is_named_by_the_wait(mpirun, size):
+    body = f"""
+comm.all_gather(zeros(1), [1] * n)
+if me == 1:
+    be_absent()
+pending = [comm.start(AllGather(zeros({size}), ({size},) * n)) for _ in range(3)]
+pending[1].wait()
+"""
+    result = mpirun(2, script(START + body, timeout=1), timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert "CommunicatorError: all_gather: waited 1 s: nothing came from rank 1" in result.stderr
+
+
+def test_a_rank_that_leaves_while_others_wait_for_what_is_under_way_is_reported(mpirun):
+    body = """
+first = comm.start(AllGather(zeros(1), (1,) * n))
+first.wait()
+if me == 1:
+    sys.exit(0)
+pending = [comm.start(AllGather(zeros(1), (1,) * n)) for _ in range(2)]
+try:
+    pending[1].wait()
+except CommunicatorError as error:
+    say(error)
+"""
+    result = mpirun(2, script(START + body), timeout=SECONDS, check=False)
+    assert said(result) == ["0 all_gather: rank 1 has finished without calling it"]
+
+
+def test_memory_stays_while_what_nobody_waits_for_is_under_way(mpirun):
+    body = """
+import gc, weakref
+if me == 1:
+    MPI.COMM_WORLD.Barrier()
+mine = np.full(4_000_000, me, dtype=np.uint8)
+memory = weakref.ref(mine)
+comm.start(AllGather(mine, (mine.size,) * n))
+del mine
+gc.collect()
+if me == 0:
+    say("kept" if memory() is not None else "freed")
+    MPI.COMM_WORLD.Barrier()
+# And it is completed by whoever comes later, whose messages it does not take.
+assert [int(x[0]) for x in comm.all_gather(np.full(3, me + 7, dtype=np.uint8), (3,) * n)] == [7, 8]
+while comm._under_way:
+    comm._advance()
+gc.collect()
+say("kept" if memory() is not None else "freed")
+"""
+    assert said(mpirun(2, script(START + body))) == ["0 freed", "0 kept", "1 freed"]
+
+
+# --- buffers on a device ---------------------------------------------------------------------------------------------
+
+# Stands in for CuPy: its arrays are in host memory, so that MPI can read them, but only `get` and `copy` may.
+CUPY = """
+import contextlib, types
+log = []
+
+class DeviceArray(np.ndarray):
+    device = contextlib.nullcontext()
+    def get(self, out=None):
+        log.append("get")
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        out[...] = np.asarray(self.view(np.ndarray))
+        return out
+
+cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
+cupyx = types.ModuleType("cupyx")
+cupyx.empty_pinned = lambda shape, dtype: log.append("pinned") or np.empty(shape, dtype)
+cupy.ndarray, cupy.uint8, cupy.cuda = DeviceArray, np.uint8, cuda
+cupy.asarray = lambda x, device=None: log.append("asarray") or np.array(x).view(DeviceArray)
+cupy.ascontiguousarray = lambda x: np.ascontiguousarray(x).view(DeviceArray)
+cupy.empty = lambda shape, dtype: np.full(shape, 238, dtype=dtype).view(DeviceArray)
+cuda.get_current_stream = lambda: types.SimpleNamespace(synchronize=lambda: log.append("synchronize"))
+sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupyx": cupyx})
+import array_api_compat
+from qcomp.comm import buffers
+real = array_api_compat.array_namespace
+array_api_compat.array_namespace = lambda x: cupy if isinstance(x, DeviceArray) else real(x)
+array_api_compat.device = lambda x: None
+def on_device(size, value):
+    return np.full(size, value, dtype=np.uint8).view(DeviceArray)
+"""
+
+
+@pytest.mark.parametrize("aware", ["1", "0"])
+def test_device_buffers_are_handed_over_or_staged(mpirun, monkeypatch, aware):
+    monkeypatch.setenv("QCOMP_CUDA_AWARE_MPI", aware)
+    body = """
+for size in (0, 5, 200_001):
+    log.clear()
+    pending = comm.start(AllGather(on_device(size, me), (size,) * n))
+    before, received = list(log), pending.wait()
+    assert {type(x) for x in received} == {DeviceArray}
+    assert all((np.asarray(x) == r).all() and x.size == size for r, x in enumerate(received))
+    # A rank may have a device, and another none.
+    mixed = on_device(size, me) if me else np.full(size, me, dtype=np.uint8)
+    received = comm.all_to_all([mixed] * n, [size] * n)
+    assert {type(x) for x in received} == {type(mixed)}
+    assert all((np.asarray(x) == r).all() for r, x in enumerate(received))
+say(comm.cuda_aware, *before)
+"""
+    expected = {"1": "True synchronize", "0": "False pinned get"}[aware]
+    assert said(mpirun(2, script(START + CUPY + body))) == [f"{rank} {expected}" for rank in range(2)]
+
+
+def test_an_mpi_without_devices_says_so_and_nonsense_is_refused(mpirun, monkeypatch):
+    monkeypatch.delenv("QCOMP_CUDA_AWARE_MPI", raising=False)
+    body = """
+from qcomp.comm import cuda_buffers
+own = cuda_buffers.reads_devices(MPI.COMM_WORLD)
+
+class Info(dict):
+    Get = dict.get
+    Free = lambda self: None
+
+class Comm:
+    def __init__(self, **hints):
+        self.hints = hints
+    def Get_info(self):
+        return Info(self.hints)
+
+class Library:
+    def __init__(self, path):
+        assert path == MPI.__file__
+    MPIX_Query_cuda_support = staticmethod(lambda: answer)
+
+asked = lambda kinds=None: cuda_buffers.reads_devices(Comm(**({"mpi_memory_alloc_kinds": kinds} if kinds else {})))
+cuda_buffers.ctypes = type("", (), {"CDLL": Library})
+found = []
+for answer in (0, 1):
+    found += [asked(), asked("mpi,system")]
+answer = 0
+found += [asked("system,cuda:device:host,mpi"), asked("mpi, cuda"), asked("system,rocm:cuda")]
+del Library.MPIX_Query_cuda_support  # as in an MPI that has no such function
+found.append(asked())
+say(own, found)
+os.environ["QCOMP_CUDA_AWARE_MPI"] = "yes"
+try:
+    MPICommunicator(MPI.COMM_SELF)
+except ValueError as error:
+    say(error)
+"""
+    assert said(mpirun(1, script(body))) == [
+        "0 False [False, False, True, True, True, True, False, False]",
+        "0 QCOMP_CUDA_AWARE_MPI is 'yes'; expected '0' or '1'",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("aware", ["", "0"], ids=["as_mpi_says", "staged"])
+def test_buffers_of_a_gpu_over_mpi(mpirun, monkeypatch, library, aware):
+    pytest.importorskip(library)
+    monkeypatch.setenv("QCOMP_CUDA_AWARE_MPI", aware)
+    put = {
+        "cupy": "import cupy\nput = lambda size, value: cupy.full(size, value, dtype=cupy.uint8)\n",
+        "torch": "import torch\nput = lambda size, value: torch.full((size,), value, dtype=torch.uint8).cuda()\n",
+    }[library]
+    body = """
+for size in (0, 5, 5_000_001):
+    pending = [comm.start(AllGather(put(size, me + k), (size,) * n)) for k in range(3)]
+    for k, exchange in enumerate(pending):
+        received = exchange.wait()
+        assert {type(x) for x in received} == {type(put(1, 1))}
+        assert all(bool((x == r + k).all()) and x.shape == (size,) for r, x in enumerate(received))
+say("ok")
+"""
+    assert said(mpirun(2, script(START + put + body))) == ["0 ok", "1 ok"]

@@ -30,7 +30,7 @@ def equal(xs, ys):
 def test_means_are_those_of_one_mean_of_all(library, lockstep, size, topology, compressor):
     if library.name != "numpy" and (size, topology, compressor) != (2, "two_phase", SIGN):
         pytest.skip("NumPy does for the rest")
-    # A server differ as the rank that it is, and here another rank is the server of a bucket.
+    # A server draws as the rank that it is, and here another rank is the server of a bucket.
     # And a ring sums a bucket in an order that depends on the rank that it begins with.
     differ = size > 1 and (topology == "ring" or (topology == "two_phase" and compressor is not SIGN))
     together = CompressedMean(compressor, topology=topology)
@@ -97,7 +97,7 @@ def test_groups_of_tensors_are_exchanged_as_one(lockstep, compressor):
             assert equal(joined.server, whole[rank].server)
 
 
-def test_without_numbers_groups_have_other_differ(lockstep):
+def test_without_numbers_groups_have_other_draws(lockstep):
     mean = TensorwiseMean(DRAWS, feedback=False)
     nothing = qcomp.MeanState(0, 1, (), ())
     values = inputs(0, 0)

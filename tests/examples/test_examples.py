@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,114 @@ def test_the_twins_differ_in_little_more_than_the_gradient():
     ours, theirs = ((EXAMPLES / name).read_text().splitlines() for name in ("mpi_numpy.py", "mpi_jax.py"))
     assert len(ours) < 80
     assert len(set(theirs) - set(ours)) <= 6
+
+
+# Stands in for CuPy: with NumPy's arrays, and as many GPUs as the environment says.
+CUPY = """
+import os
+from numpy import asarray
+asnumpy = asarray
+
+class ndarray: ...
+class generic: ...
+
+class cuda:
+    class runtime:
+        class CUDARuntimeError(RuntimeError): ...
+
+        @staticmethod
+        def getDeviceCount():
+            if os.environ["GPUS"] == "none":
+                raise cuda.runtime.CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+            return int(os.environ["GPUS"])
+
+    class Device:
+        def __init__(self, number):
+            assert number < int(os.environ["GPUS"])
+
+        def use(self): ...
+
+    class nccl:
+        available = False
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Let the ranks find a stand-in for CuPy, with some GPUs: ``stand_in(gpus)``."""
+
+    def put(gpus):
+        (tmp_path / "cupy.py").write_text(CUPY)
+        monkeypatch.setenv("GPUS", str(gpus))
+        found = os.environ.get("PYTHONPATH")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *([found] if found else [])]))
+
+    return put
+
+
+def refusal(job):
+    """The one line that an example has printed before all ranks ended with status 2."""
+    assert job.returncode == 2
+    assert job.stdout == ""
+    lines = [line for line in job.stderr.splitlines() if not line.startswith("Abort(2)")]  # MPI's own
+    assert len(lines) == 1, job.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("script", ["cupy_mpi.py", "cupy_nccl.py"])
+def test_without_cupy_the_gpu_examples_end_on_every_rank_and_say_so(mpirun, script, tmp_path, monkeypatch):
+    (tmp_path / "cupy.py").write_text("raise ImportError('no CuPy here')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    job = mpirun(3, ["-m", "mpi4py", EXAMPLES / script], timeout=60, check=False)
+    assert refusal(job) == "3 of 3 ranks cannot start: rank 0 lacks CuPy: pip install 'qcomp[cuda]'"
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "what"),
+    [
+        ("cupy_mpi.py", "none", "2 of 2 ranks cannot start: rank 0 lacks a CUDA device that CuPy can use"),
+        ("cupy_mpi.py", 0, "2 of 2 ranks cannot start: rank 0 lacks a CUDA device that CuPy can use"),
+        ("cupy_nccl.py", 2, "2 of 2 ranks cannot start: rank 0 lacks CuPy with NCCL: NVIDIA's nccl for it"),
+    ],
+)
+def test_the_gpu_examples_name_what_is_missing(mpirun, stand_in, script, gpus, what):
+    stand_in(gpus)
+    assert refusal(mpirun(2, ["-m", "mpi4py", EXAMPLES / script], timeout=60, check=False)) == what
+
+
+def test_one_rank_that_lacks_a_gpu_ends_all(mpirun, stand_in, tmp_path):
+    stand_in(1)
+    (tmp_path / "cupy.py").write_text(CUPY.replace("available = False", "available = True"))
+    job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "cupy_nccl.py"], timeout=60, check=False)
+    assert refusal(job) == (
+        "1 of 2 ranks cannot start: rank 1 lacks a GPU of its own, which NCCL wants for every rank"
+    )
+
+
+def test_the_gpu_example_over_mpi_trains_as_its_numpy_twin(mpirun, stand_in):
+    stand_in(1)
+    job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "cupy_mpi.py"], timeout=200)
+    twin = mpirun(2, ["-m", "mpi4py", EXAMPLES / "mpi_numpy.py"], timeout=200)
+    how, *lines = job.stdout.splitlines()
+    assert how == "buffers are staged through page-locked host memory"
+    assert [re.sub("[0-9,]+ bytes", "", line) for line in lines] == [
+        re.sub("[0-9,]+ bytes", "", line) for line in twin.stdout.splitlines()
+    ]
+
+
+@pytest.mark.gpu
+def test_the_gpu_example_over_mpi_on_a_gpu(mpirun):
+    pytest.importorskip("cupy")
+    job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "cupy_mpi.py"], timeout=200)
+    assert "all 2 ranks hold identical parameters" in job.stdout
+
+
+@pytest.mark.gpu
+def test_the_gpu_example_over_nccl_on_as_many_gpus(mpirun):
+    cupy = pytest.importorskip("cupy")
+    ranks = cupy.cuda.runtime.getDeviceCount()
+    job = mpirun(ranks, ["-m", "mpi4py", EXAMPLES / "cupy_nccl.py"], timeout=200)
+    assert f"all {ranks} ranks hold identical parameters" in job.stdout
 
 
 def train(mpirun, folder, *options, ranks=2):

@@ -5,9 +5,10 @@ from typing import NamedTuple
 from qcomp.core.arrays import Array
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.grouping import GroupedMean
 from qcomp.core.kernels import Blend
 from qcomp.core.random import Key
-from qcomp.core.transport import Stages, fuse
+from qcomp.core.transport import Stages, fuse, pipeline
 
 __all__ = ["EXACT", "Average", "Means", "Part"]
 
@@ -50,20 +51,28 @@ class Average(NamedTuple):
     means, and nothing is sent."""
 
     def stages(self) -> Stages[Means]:
-        """Average all parts side by side, one message a peer and phase; see `CompressedMean.stages`."""
+        """Average all parts side by side; see `CompressedMean.stages`.
+
+        One message a peer and phase. Of large parts one for each group of tensors, see `GroupedMean`.
+        """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)
-        results = yield from fuse(
-            [
-                p.mean.stages(
-                    p.values, p.state, key=p.key, donate=not (p.blends or self.own), blends=p.blends
-                )
-                for p in self.parts
-            ]
-        )
+        grouped = [
+            GroupedMean(
+                p.mean, p.values, p.state, key=p.key, donate=not (p.blends or self.own), blends=p.blends
+            )
+            for p in self.parts
+        ]
+        computations = [means.computations() for means in grouped]
+        rounds = [
+            fuse([of_part[index] for of_part in computations if index < len(of_part)])
+            for index in range(max(map(len, computations)))
+        ]
+        answers = list(map(iter, (yield from pipeline(rounds))))
         values: dict[int, Array] = {}
         exchange = self.exchange
-        for part, (means, state) in zip(self.parts, results, strict=True):
+        for part, means_of, of_part in zip(self.parts, grouped, computations, strict=True):
+            means, state = means_of.joined([next(of_round) for of_round in answers[: len(of_part)]])
             values.update(zip(part.tensors, means, strict=True))
             if part.state is self.exchange:
                 exchange = state

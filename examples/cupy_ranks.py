@@ -1,0 +1,73 @@
+"""What the two CuPy examples share: a GPU for every rank, or a word about what is missing, and the task."""
+
+import sys
+from typing import Any
+
+import mpi_numpy
+import numpy as np
+
+import qcomp
+
+NO_CUPY, NO_GPU, TOO_FEW_GPUS, NO_NCCL = 1, 2, 3, 4
+MISSING = {
+    NO_CUPY: "CuPy: pip install 'qcomp[cuda]'",
+    NO_GPU: "a CUDA device that CuPy can use",
+    TOO_FEW_GPUS: "a GPU of its own, which NCCL wants for every rank",
+    NO_NCCL: "CuPy with NCCL: NVIDIA's nccl for it",
+}
+
+
+def start(*, nccl: bool) -> qcomp.comm.Communicator:
+    """Return the world once each rank has its GPU; end all ranks with status 2 if any of them lacks something."""
+    comm = qcomp.comm.world()
+    missing = take_gpu(local_rank(comm), nccl=nccl)
+    # All ranks tell each other, so that none waits for one that has left.
+    found = comm.all_gather(np.array([missing], dtype=np.uint8), [1] * comm.size)
+    lacking = {rank: int(x[0]) for rank, x in enumerate(found) if x[0]}
+    if lacking:
+        if comm.rank == 0:
+            first, what = next(iter(lacking.items()))
+            print(
+                f"{len(lacking)} of {comm.size} ranks cannot start: rank {first} lacks {MISSING[what]}",
+                file=sys.stderr,
+            )
+        raise SystemExit(2)
+    return comm
+
+
+def take_gpu(number: int, *, nccl: bool) -> int:
+    """Let CuPy use the GPU of this rank of its machine; return what is missing for that, or 0."""
+    try:
+        import cupy  # noqa: PLC0415  (it may be missing)
+    except ImportError:
+        return NO_CUPY
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        count = 0
+    if not count:
+        return NO_GPU
+    if nccl and number >= count:
+        return TOO_FEW_GPUS
+    if nccl and not cupy.cuda.nccl.available:
+        return NO_NCCL
+    cupy.cuda.Device(number % count).use()
+    return 0
+
+
+def local_rank(comm: qcomp.comm.Communicator) -> int:
+    """Return the number of this rank among those of its machine."""
+    if comm.size == 1:
+        return 0
+    from mpi4py import MPI  # noqa: PLC0415  (starts MPI)
+
+    return int(MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
+
+
+def run(comm: qcomp.comm.Communicator) -> None:
+    """Train as mpi_numpy.py does, whose functions of NumPy take CuPy's arrays too."""
+    import cupy  # noqa: PLC0415  (it may be missing)
+
+    rows, labels = map(cupy.asarray, mpi_numpy.generate_data())
+    weights: Any = mpi_numpy.train(rows, labels, comm)
+    mpi_numpy.check_identical(cupy.asnumpy(weights), comm)
