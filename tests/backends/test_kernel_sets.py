@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import qcomp
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import Encoded, use_kernels
 from qcomp.testing import ContractError, check_compressor, check_kernels, read_only_numpy
 from qcomp.testing.inputs import vector
@@ -17,6 +18,7 @@ from qcomp.backends.numba_cpu.kernel_set import KERNELS, NumbaKernels
 from qcomp.core import primitives
 
 FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=128), qcomp.MinMaxUInt8(64)]
+WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
 def test_same_bytes():
@@ -34,7 +36,7 @@ def test_arrays_of_other_libraries_are_left_to_the_pure_version():
 
 
 @pytest.mark.parametrize("offset", range(0, 9, 3))
-@pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=16))], ids=str)
+@pytest.mark.parametrize("compressor", [*FEEDBACK, WIDE, qcomp.Scaled(qcomp.QSGD(bucket_size=16))], ids=str)
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
     """As if small ones were large: at every alignment, with a tail."""
     for module in (sign, qsgd_decoder, minmax):
@@ -51,7 +53,7 @@ def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, off
     assert (room[offset + 1001 :] == 7).all()
 
 
-@pytest.mark.parametrize("compressor", FEEDBACK, ids=str)
+@pytest.mark.parametrize("compressor", [*FEEDBACK, WIDE], ids=str)
 def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor):
     """x + residual is too large, x + 2 residual is not: who looks at the donated x afterwards sees nothing."""
     x, residual = np.full(200, np.float32(1.0)), np.zeros(200, dtype=np.float32)
@@ -66,7 +68,11 @@ def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor
             compress(x.copy())
 
 
-@pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=64))], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=64)), qcomp.QSGD(1000, 64, coding="range")],
+    ids=str,
+)
 def test_the_contract_holds_under_kernels(compressor):
     with qcomp.backends.use("numba"):
         check_compressor(compressor)
@@ -150,6 +156,8 @@ class Broken(NumbaKernels):
             return encoded
         if self.fault == "flips a bit of the last byte":
             encoded.data[-1] ^= 1
+        if self.fault == "has codes of eight bits":
+            encoded.data[8:9] = 0  # of the first eight elements, where there are no more
         if self.fault == "rounds the residual" and encoded.residual is not None:
             return encoded._replace(residual=encoded.residual.astype(np.float16).astype(np.float32))
         return encoded
@@ -196,3 +204,28 @@ def test_broken_kernels_are_caught(fault):
     with pytest.raises(ContractError, match="differ from the pure version"):
         check_kernels(Broken(fault), compressors=[qcomp.ScaledSign(bucket_size=64)], max_examples=10)
     check_kernels(Broken(None), compressors=[qcomp.ScaledSign(bucket_size=64)], max_examples=10)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "skips the range check",
+        "has codes of eight bits",
+        "forgets the old residual",
+        "rounds the residual",
+        "adds where it should write",
+        "writes where it should add",
+    ],
+)
+def test_broken_kernels_for_wide_codes_are_caught(fault):
+    with pytest.raises(ContractError, match="differ from the pure version"):
+        check_kernels(Broken(fault), compressors=[WIDE], max_examples=10)
+
+
+def test_wide_codes_are_not_left_to_the_pure_version():
+    x = vector("gaussian", 100, 0)
+    how = {"out": None, "limit": None, "blend": None}
+    for compressor in (WIDE, qcomp.Scaled(WIDE)):
+        encoded = KERNELS.encode(compressor, x, None, qcomp.Key(), **how)
+        assert encoded is not None
+        assert KERNELS.decode(compressor, encoded.data, x, out=None, accumulate=False) is not None

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp.core import feedback
 from qcomp.core.arrays import divide, flush
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.average import Means
 from qcomp.core.random import fold_key
@@ -119,6 +120,10 @@ QSGD = [
     *(qcomp.QSGD(levels=7, bucket_size=b, norm=norm) for b in (8, 512) for norm in ("max", "l2")),
     qcomp.QSGD(levels=5, bucket_size=1024),
     qcomp.QSGD(levels=127, bucket_size=16, norm="l2"),
+    *(WideQSGD(levels=2**bits - 1, bucket_size=64) for bits in range(8, 16)),
+    WideQSGD(levels=128, bucket_size=512, norm="l2"),
+    WideQSGD(levels=20_000, bucket_size=1024, norm="l2"),
+    WideQSGD(levels=300, bucket_size=8),
 ]
 MINMAX = [qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 64, 2048)]
 EVERY = [Case(c) for c in (*SIGN, *QSGD, *MINMAX)]
@@ -208,7 +213,7 @@ def test_false_limits_stop_at_the_first_bad_bucket():
 
 @pytest.mark.parametrize(
     "case",
-    [EVERY[4], Case(qcomp.QSGD()), Case(qcomp.QSGD(levels=15)), EVERY[-1]],
+    [EVERY[4], Case(qcomp.QSGD()), Case(qcomp.QSGD(levels=15)), Case(WideQSGD(levels=1000)), EVERY[-1]],
     ids=lambda c: c.compressor.spec,
 )
 def test_threads_do_not_change_bytes(case, monkeypatch):

@@ -20,6 +20,7 @@ from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
@@ -238,7 +239,8 @@ def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, how: dict[str, bool
 def _unwrapped(c: Compressor) -> tuple[QSGD | None, float]:
     """Return the QSGD inside and the factor of its values, None if it is another compressor that was scaled."""
     if isinstance(c, Scaled):
-        return (c.compressor, c.factor) if type(c.compressor) is QSGD else (None, 1.0)
+        inner = c.compressor
+        return (inner, c.factor) if isinstance(inner, QSGD) and type(inner) in _ENCODERS else (None, 1.0)
     return (c, 1.0) if isinstance(c, QSGD) else (None, 1.0)
 
 
@@ -246,6 +248,7 @@ _ENCODERS: dict[type[Compressor], _Encoder] = {
     ScaledSign: _encode_sign,
     MinMaxUInt8: _encode_minmax,
     QSGD: _encode_qsgd,
+    WideQSGD: _encode_qsgd,
     Scaled: _encode_qsgd,
 }
 """By exact type: a subclass may compress in another way."""
@@ -253,5 +256,6 @@ _DECODERS: dict[type[Compressor], _Decoder] = {
     ScaledSign: _decode_sign,
     MinMaxUInt8: _decode_minmax,
     QSGD: _decode_qsgd,
+    WideQSGD: _decode_qsgd,
     Scaled: _decode_qsgd,
 }

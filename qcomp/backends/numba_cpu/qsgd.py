@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Halves, borrow, inline, kernel
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import Mix, encode, mix
-from qcomp.backends.numba_cpu.packing import pack
+from qcomp.backends.numba_cpu.packing import empty_codes, pack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     ROUND,
@@ -71,7 +71,7 @@ def qsgd_encode(
     x, residual, bucket_size, data_out, residual_out, limit, blend
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
     levels : int
-        Levels above zero, 1 to 127.
+        Levels above zero, 1 to 32767.
     norm : {"max", "l2"}
         See `qcomp.QSGD`.
     key : tuple of two int
@@ -88,12 +88,15 @@ def qsgd_encode(
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
     k0, k1 = key
+    kernel = _encode if bits <= 8 else _encode_wide
 
     m, keep, new = mix(blend)
 
     def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
-        scratch = np.empty(3 * max(bucket_size, BATCH), dtype=np.float32)
-        result: tuple[int, int] = _encode(
+        room = max(bucket_size, BATCH)
+        codes = empty_codes(room, bits)
+        scratch = np.empty(3 * room, dtype=np.float32)
+        result: tuple[int, int] = kernel(
             x,
             old,
             out,
@@ -112,6 +115,7 @@ def qsgd_encode(
             first,
             last,
             data_out,
+            codes,
             scratch,
             F(factor),
         )
@@ -155,10 +159,10 @@ def _level(value: np.float32, draw: np.uint16, divisor: np.float32, levels: np.f
 
 
 @inline
-def _code(value: np.float32, level: np.float32, top: np.uint32) -> np.uint8:
+def _code(value: np.float32, level: np.float32, top: np.uint32) -> np.uint32:
     """Return the code of a level: with ``top`` where it is negative."""
     code = U(np.int32(level))
-    return np.uint8(code | top if value < ZERO and level > ZERO else code)
+    return U(code | top if value < ZERO and level > ZERO else code)
 
 
 @inline
@@ -175,7 +179,7 @@ def _quantise(
     divisor: np.float32,
     levels: np.float32,
     top: np.uint32,
-    codes: Bytes,
+    codes: Codes,
 ) -> None:
     """Fill the codes, and let p be the rest."""
     for j in range(p.size):
@@ -193,7 +197,7 @@ def _quantise_scaled(
     divisor: np.float32,
     levels: np.float32,
     top: np.uint32,
-    codes: Bytes,
+    codes: Codes,
     factor: np.float32,
 ) -> None:
     for j in range(p.size):
@@ -203,11 +207,7 @@ def _quantise_scaled(
         p[j] = _rest(value, scaled(level * step, factor))
 
 
-@kernel(
-    "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, boolean, uint32, uint32, "
-    "int64, int64, int64, int64, u8, f32, float32)"
-)
-def _encode(
+def _encode_buckets(
     x: Floats,
     residual: Floats,
     out: Floats,
@@ -226,21 +226,23 @@ def _encode(
     first: int,
     last: int,
     data: Bytes,
+    codes: Codes,
     scratch: Floats,
     factor: np.float32,
 ) -> tuple[int, int]:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m = borrow(m)
+    m, codes = borrow(m), borrow(codes)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
     codes_end = (size - rest + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
     scales = (codes_end + 3) // 4 * 4
-    room = max(bucket_size, BATCH)
+    room = codes.size
+    # The product of a step and a level has to be exact.
+    low = (1 << max(7, bits - 1)) - 1
     words = scratch[: room // 2].view(U)
     draws = scratch[room // 2 : room].view(np.uint16)
-    codes = scratch[room : room + room // 4].view(np.uint8)
-    squares = scratch[room + room // 4 : 2 * room]
+    squares = scratch[room : room + room // 2]
     beside = scratch[2 * room :]
     largest_step = U(0)
     batch = first
@@ -268,7 +270,7 @@ def _encode(
             if l2:
                 total, power = scaled_squares(p, largest, squares[: length // 2])
                 norm = F(math.sqrt(total)) * power
-            step = round_up_step(norm, levels, 0x7F)
+            step = round_up_step(norm, levels, low)
             store_scale(data, scales + 4 * (batch + i), step)
             largest_step = max(largest_step, as_bits(step))
             divisor = step if step > ZERO else F(1)
@@ -287,3 +289,13 @@ def _encode(
     if last == count:
         data[codes_end:scales] = np.uint8(0)
     return -1, int(largest_step)
+
+
+_encode, _encode_wide = (
+    kernel(
+        "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, boolean, uint32, uint32, "
+        f"int64, int64, int64, int64, u8, {codes}, f32, float32)"
+    )(_encode_buckets)
+    for codes in ("u8", "u16")
+)
+"""For codes of up to 8 bits and of up to 16: narrow ones fill a vector with twice as many."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from qcomp.backends.numba_cpu import threads
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import code_bytes
-from qcomp.backends.numba_cpu.packing import unpack
+from qcomp.backends.numba_cpu.packing import empty_codes, unpack
 from qcomp.backends.numba_cpu.primitives import F, U, as_bits, as_float, bucket_length, flush, load_scale
 from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
 from qcomp.core.buckets import bucket_count
@@ -49,14 +49,15 @@ def qsgd_decode(
         See `qcomp.backends.numba_cpu.qsgd.qsgd_encode`.
     """
     bits = levels.bit_length() + 1
+    kernel = _decode if bits <= 8 else _decode_wide
 
     streams = in_use and not accumulate and pays(size)
 
     def work(first: int, last: int) -> None:
-        codes = np.empty(bucket_size, dtype=np.uint8)
+        codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
         codes_end = code_bytes(size, bucket_size, bits)
-        _decode(
+        kernel(
             data,
             bucket_size,
             bits,
@@ -87,33 +88,32 @@ def _value(code: np.uint32, sign: np.uint32, step: np.float32) -> np.float32:
 
 
 @inline
-def _write(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+def _write(codes: Codes, sign: np.uint32, step: np.float32, out: Floats) -> None:
     for j in range(out.size):
         out[j] = _value(U(codes[j]), sign, step)
 
 
 @inline
-def _accumulate(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+def _accumulate(codes: Codes, sign: np.uint32, step: np.float32, out: Floats) -> None:
     for j in range(out.size):
         out[j] += _value(U(codes[j]), sign, step)
 
 
 @inline
-def _write_scaled(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
+def _write_scaled(codes: Codes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
     for j in range(out.size):
         out[j] = scaled(_value(U(codes[j]), sign, step), factor)
 
 
 @inline
 def _accumulate_scaled(
-    codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
+    codes: Codes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
 ) -> None:
     for j in range(out.size):
         out[j] += scaled(_value(U(codes[j]), sign, step), factor)
 
 
-@kernel("void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, u8, f32, float32)")
-def _decode(
+def _decode_buckets(
     data: Bytes,
     bucket_size: int,
     bits: int,
@@ -123,7 +123,7 @@ def _decode(
     streams: bool,
     first: int,
     last: int,
-    codes: Bytes,
+    codes: Codes,
     beside: Floats,
     factor: np.float32,
 ) -> None:
@@ -153,3 +153,12 @@ def _decode(
             stream(out[start:stop], beside)
     if streams:
         finish_streams()
+
+
+_decode, _decode_wide = (
+    kernel(f"void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, {codes}, f32, float32)")(
+        _decode_buckets
+    )
+    for codes in ("u8", "u16")
+)
+"""For codes of up to 8 bits and of up to 16."""
