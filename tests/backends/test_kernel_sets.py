@@ -36,7 +36,16 @@ def test_arrays_of_other_libraries_are_left_to_the_pure_version():
 
 
 @pytest.mark.parametrize("offset", range(0, 9, 3))
-@pytest.mark.parametrize("compressor", [*FEEDBACK, WIDE, qcomp.Scaled(qcomp.QSGD(bucket_size=16))], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *FEEDBACK,
+        WIDE,
+        qcomp.Scaled(qcomp.QSGD(bucket_size=16)),
+        qcomp.WholeFields(qcomp.QSGD(7, 64), field=9),
+    ],
+    ids=str,
+)
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
     """As if small ones were large: at every alignment, with a tail."""
     for module in (sign, qsgd_decoder, minmax):
@@ -222,10 +231,21 @@ def test_broken_kernels_for_wide_codes_are_caught(fault):
         check_kernels(Broken(fault), compressors=[WIDE], max_examples=10)
 
 
-def test_wide_codes_are_not_left_to_the_pure_version():
+@pytest.mark.parametrize(
+    ("compressor", "has_kernels"),
+    [
+        (WIDE, True),
+        (qcomp.Scaled(WIDE), True),
+        (qcomp.WholeFields(WIDE, field=9), True),
+        (qcomp.WholeFields(qcomp.Scaled(qcomp.QSGD()), field=25), True),
+        (qcomp.WholeFields(qcomp.TopK(k=3, bucket_size=64), field=9), False),
+        (qcomp.Scaled(qcomp.WholeFields(qcomp.QSGD(), field=25)), False),
+    ],
+    ids=str,
+)
+def test_which_compressors_are_not_left_to_the_pure_version(compressor, has_kernels):
     x = vector("gaussian", 100, 0)
     how = {"out": None, "limit": None, "blend": None}
-    for compressor in (WIDE, qcomp.Scaled(WIDE)):
-        encoded = KERNELS.encode(compressor, x, None, qcomp.Key(), **how)
-        assert encoded is not None
-        assert KERNELS.decode(compressor, encoded.data, x, out=None, accumulate=False) is not None
+    data = compressor.compress(x, key=qcomp.Key()).data
+    assert (KERNELS.encode(compressor, x, None, qcomp.Key(), **how) is not None) == has_kernels
+    assert (KERNELS.decode(compressor, data, x, out=None, accumulate=False) is not None) == has_kernels

@@ -63,6 +63,7 @@ def qsgd_encode(
     limit: float | None = None,
     blend: Mix | None = None,
     factor: float = 1.0,
+    held: int | None = None,
 ) -> float | None:
     """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
 
@@ -80,6 +81,8 @@ def qsgd_encode(
         ``hop`` and ``bucket`` of the key.
     factor : float
         What the decoder multiplies with, 1 or that of `qcomp.Scaled`; the payload does not depend on it.
+    held : int, optional
+        The elements that a bucket is filled with, the rest being zeros, as in `qcomp.WholeFields`; all by default.
 
     Returns
     -------
@@ -87,6 +90,7 @@ def qsgd_encode(
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
+    held = held or bucket_size
     k0, k1 = key
     kernel = _encode if bits <= 8 else _encode_wide
 
@@ -105,6 +109,7 @@ def qsgd_encode(
             keep,
             new,
             bucket_size,
+            held,
             levels,
             bits,
             l2,
@@ -128,7 +133,7 @@ def qsgd_encode(
         x,
         residual,
         residual_out,
-        bucket_size,
+        held,
         limit,
         blended=blend is not None,
         largest_error=largest_error,
@@ -216,6 +221,7 @@ def _encode_buckets(
     keep: np.float32,
     new: np.float32,
     bucket_size: int,
+    held: int,
     levels: int,
     bits: int,
     l2: bool,
@@ -233,9 +239,10 @@ def _encode_buckets(
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m, codes = borrow(m), borrow(codes)
     size = x.size
-    count = (size + bucket_size - 1) // bucket_size
-    rest = size - size // bucket_size * bucket_size
-    codes_end = (size - rest + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
+    full = size // held
+    rest = size - full * held
+    count = full + int(rest > 0)
+    codes_end = (full * bucket_size + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
     scales = (codes_end + 3) // 4 * 4
     room = codes.size
     # The product of a step and a level has to be exact.
@@ -247,17 +254,17 @@ def _encode_buckets(
     largest_step = U(0)
     batch = first
     while batch < last:
-        # As many full buckets as there is room for, or the tail alone.
-        filled = min(bucket_size, size - batch * bucket_size)
-        length = bucket_size if filled == bucket_size else bucket_length(filled)
-        buckets = max(1, min(room // bucket_size, min(last, size // bucket_size) - batch))
+        # As many full buckets as there is room for, or the tail alone, or one that has padding.
+        start = batch * held
+        filled = min(held, size - start)
+        length = bucket_size if filled == held else bucket_length(filled)
+        buckets = max(1, min(room // bucket_size, min(last, full) - batch)) if filled == length else 1
         width = length // 8
         philox((first_bucket + batch) * (bucket_size // 8), hop, k0, k1, words[: 4 * width * buckets])
         if length == 512:
             spread_64(words, buckets, draws)
         else:
             spread(words, buckets, width, draws)
-        start = batch * bucket_size
         stop = start + filled * buckets
         values = load(x, residual, out, mode, m, keep, new, start, stop, length * buckets, beside)
         for i in range(buckets):
@@ -281,7 +288,7 @@ def _encode_buckets(
                 _quantise_scaled(p, draws[a:b], step, divisor, F(levels), top, codes[a:b], factor)
         if mode != NO_RESIDUAL and filled < length:
             out[start:stop] = values[:filled]
-        at = start * bits // 8
+        at = batch * bucket_size * bits // 8
         for i in range(buckets):
             packed = data[at + i * width * bits : at + (i + 1) * width * bits]
             pack(codes[i * length : (i + 1) * length], bits, packed)
@@ -293,8 +300,8 @@ def _encode_buckets(
 
 _encode, _encode_wide = (
     kernel(
-        "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, boolean, uint32, uint32, "
-        f"int64, int64, int64, int64, u8, {codes}, f32, float32)"
+        "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, int64, boolean, "
+        f"uint32, uint32, int64, int64, int64, int64, u8, {codes}, f32, float32)"
     )(_encode_buckets)
     for codes in ("u8", "u16")
 )

@@ -28,6 +28,7 @@ def qsgd_decode(
     accumulate: bool = False,
     in_use: bool = True,
     factor: float = 1.0,
+    held: int | None = None,
 ) -> None:
     """Decompress levels and steps into a buffer, or add them to it.
 
@@ -45,10 +46,11 @@ def qsgd_decode(
         Whether to add.
     in_use : bool
         Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
-    factor : float
+    factor, held
         See `qcomp.backends.numba_cpu.qsgd.qsgd_encode`.
     """
-    bits = levels.bit_length() + 1
+    bits, held = levels.bit_length() + 1, held or bucket_size
+    full, rest = divmod(size, held)
     kernel = _decode if bits <= 8 else _decode_wide
 
     streams = in_use and not accumulate and pays(size)
@@ -56,10 +58,11 @@ def qsgd_decode(
     def work(first: int, last: int) -> None:
         codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        codes_end = code_bytes(size, bucket_size, bits)
+        codes_end = code_bytes(full * bucket_size + rest, bucket_size, bits)
         kernel(
             data,
             bucket_size,
+            held,
             bits,
             codes_end,
             out,
@@ -72,7 +75,7 @@ def qsgd_decode(
             F(factor),
         )
 
-    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+    threads.run(work, bucket_count(size, held), held)
 
 
 @inline
@@ -116,6 +119,7 @@ def _accumulate_scaled(
 def _decode_buckets(
     data: Bytes,
     bucket_size: int,
+    held: int,
     bits: int,
     codes_end: int,
     out: Floats,
@@ -131,10 +135,10 @@ def _decode_buckets(
     scales = (codes_end + 3) // 4 * 4
     sign = U(1 << (bits - 1))
     for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, out.size)
-        length = min(bucket_size, bucket_length(stop - start))
-        at = start * bits // 8
+        start = bucket * held
+        stop = min(start + held, out.size)
+        length = bucket_size if stop - start == held else bucket_length(stop - start)
+        at = bucket * bucket_size * bits // 8
         unpack(data[at : at + length * bits // 8], bits, codes[:length])
         step = load_scale(data, scales + 4 * bucket)
         part, values = codes[: stop - start], out[start:stop]
@@ -156,9 +160,9 @@ def _decode_buckets(
 
 
 _decode, _decode_wide = (
-    kernel(f"void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, {codes}, f32, float32)")(
-        _decode_buckets
-    )
+    kernel(
+        f"void(u8_in, int64, int64, int64, int64, f32, boolean, boolean, int64, int64, {codes}, f32, float32)"
+    )(_decode_buckets)
     for codes in ("u8", "u16")
 )
 """For codes of up to 8 bits and of up to 16."""
