@@ -157,7 +157,7 @@ def _merge(
     warnings.warn(
         f"a state of {len(manifests)} ranks goes on with {world.size}, or with other chunks: every rank begins with "
         "the total of the residuals, so nothing that compression owes is lost, but no run without a stop is the same",
-        stacklevel=5,
+        stacklevel=6,
     )
     arrays = {}
     for key, entry in manifests[0].but_kinds(WORKER, SERVER, *own_kinds).items():

@@ -137,6 +137,10 @@ class Coders(NamedTuple):
     """
 
     name: str
+    unpack: Callable[[memoryview, int, int, int], tuple[bytearray, bytearray]]
+    """Packed codes, size, bits, bucket size: levels and signs."""
+    pack: Callable[[memoryview, memoryview, int, int], bytearray]
+    """Levels, signs, bits, bucket size: packed codes."""
     first_invalid: Callable[[memoryview, memoryview, int], int]
     """Levels, signs, largest level: the index of the first element out of range, or -1."""
     paper_encode: Callable[[memoryview, memoryview], bytes]

@@ -37,3 +37,20 @@ class OptimizerState(NamedTuple):
     """Further numbers by name, the same on all ranks."""
     compressors: tuple[Compressor, ...] = ()
     """What a policy has chosen for each tensor that is not exact; empty if all have the optimizer's compressor."""
+
+    @classmethod
+    def first(cls, stage: str, names: tuple[str, ...], rank: int, size: int) -> "OptimizerState":
+        """Return the state before the first step of an optimizer that keeps nothing."""
+        return cls(
+            step=0,
+            stage=stage,
+            rank=rank,
+            size=size,
+            names=names,
+            exact=(),
+            momentum=(),
+            variance=(),
+            exchange=MeanState(rank, size, (), ()),
+            history=(),
+            skipped=0,
+        )

@@ -10,8 +10,9 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
-from qcomp.testing.laws import LAWS, VECTOR_LAWS, VectorLaw
+from qcomp.testing.laws import LAWS, VECTOR_LAWS
 from qcomp.testing.libraries import Namespace
+from qcomp.testing.vector_laws import VectorLaw
 
 __all__ = ["ContractError", "broken_laws", "check_compressor"]
 

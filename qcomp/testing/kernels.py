@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from qcomp.core import feedback, primitives
 from qcomp.core.arrays import is_mutable
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, KernelSet, StepNumbers, use_kernels
 from qcomp.core.random import Key
@@ -30,10 +31,16 @@ COMPRESSORS: tuple[Compressor, ...] = (
     *(QSGD(levels=levels, bucket_size=64) for levels in (1, 3, 7, 15, 31, 63, 127)),
     QSGD(levels=5, bucket_size=512, norm="l2"),
     Scaled(QSGD(levels=7, bucket_size=64)),
+    WideQSGD(levels=128, bucket_size=64),
+    WideQSGD(levels=32767, bucket_size=512, norm="l2"),
+    Scaled(WideQSGD(levels=1000, bucket_size=64)),
+    WholeFields(QSGD(levels=7, bucket_size=64), field=9),
+    WholeFields(Scaled(QSGD(levels=3, bucket_size=512, norm="l2")), field=25),
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
 )
-"""One of each width and norm, with buckets that fit into a vector register and buckets that do not."""
+"""One of each width and norm, with buckets that fit into a vector register and buckets that do not; of the widths that
+only a coder sees, the narrowest, the widest and one between; and buckets that are not full."""
 
 
 class _Results(NamedTuple):

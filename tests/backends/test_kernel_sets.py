@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import qcomp
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import Encoded, use_kernels
 from qcomp.testing import ContractError, check_compressor, check_kernels, read_only_numpy
 from qcomp.testing.inputs import vector
+from qcomp.testing.kernels import COMPRESSORS
 
 pytest.importorskip("numba")
 
@@ -17,10 +19,12 @@ from qcomp.backends.numba_cpu.kernel_set import KERNELS, NumbaKernels
 from qcomp.core import primitives
 
 FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=128), qcomp.MinMaxUInt8(64)]
+WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
-def test_same_bytes():
-    check_kernels(KERNELS)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_same_bytes(compressor):
+    check_kernels(KERNELS, compressors=[compressor])
 
 
 @pytest.mark.parametrize("xp", [torch, read_only_numpy], ids=lambda xp: xp.__name__)
@@ -34,7 +38,16 @@ def test_arrays_of_other_libraries_are_left_to_the_pure_version():
 
 
 @pytest.mark.parametrize("offset", range(0, 9, 3))
-@pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=16))], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *FEEDBACK,
+        WIDE,
+        qcomp.Scaled(qcomp.QSGD(bucket_size=16)),
+        qcomp.WholeFields(qcomp.QSGD(7, 64), field=9),
+    ],
+    ids=str,
+)
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
     """As if small ones were large: at every alignment, with a tail."""
     for module in (sign, qsgd_decoder, minmax):
@@ -51,7 +64,7 @@ def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, off
     assert (room[offset + 1001 :] == 7).all()
 
 
-@pytest.mark.parametrize("compressor", FEEDBACK, ids=str)
+@pytest.mark.parametrize("compressor", [*FEEDBACK, WIDE], ids=str)
 def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor):
     """x + residual is too large, x + 2 residual is not: who looks at the donated x afterwards sees nothing."""
     x, residual = np.full(200, np.float32(1.0)), np.zeros(200, dtype=np.float32)
@@ -66,7 +79,11 @@ def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor
             compress(x.copy())
 
 
-@pytest.mark.parametrize("compressor", [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=64))], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=64)), qcomp.QSGD(1000, 64, coding="range")],
+    ids=str,
+)
 def test_the_contract_holds_under_kernels(compressor):
     with qcomp.backends.use("numba"):
         check_compressor(compressor)
@@ -150,6 +167,8 @@ class Broken(NumbaKernels):
             return encoded
         if self.fault == "flips a bit of the last byte":
             encoded.data[-1] ^= 1
+        if self.fault == "loses the ninth bit" and x.size >= 64:
+            encoded.data[64:72] = 0  # of the elements of the first bucket
         if self.fault == "rounds the residual" and encoded.residual is not None:
             return encoded._replace(residual=encoded.residual.astype(np.float16).astype(np.float32))
         return encoded
@@ -196,3 +215,39 @@ def test_broken_kernels_are_caught(fault):
     with pytest.raises(ContractError, match="differ from the pure version"):
         check_kernels(Broken(fault), compressors=[qcomp.ScaledSign(bucket_size=64)], max_examples=10)
     check_kernels(Broken(None), compressors=[qcomp.ScaledSign(bucket_size=64)], max_examples=10)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "skips the range check",
+        "loses the ninth bit",
+        "forgets the old residual",
+        "rounds the residual",
+        "adds where it should write",
+        "writes where it should add",
+    ],
+)
+def test_broken_kernels_for_wide_codes_are_caught(fault):
+    with pytest.raises(ContractError, match="differ from the pure version"):
+        check_kernels(Broken(fault), compressors=[WIDE], max_examples=10)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "has_kernels"),
+    [
+        (WIDE, True),
+        (qcomp.Scaled(WIDE), True),
+        (qcomp.WholeFields(WIDE, field=9), True),
+        (qcomp.WholeFields(qcomp.Scaled(qcomp.QSGD()), field=25), True),
+        (qcomp.WholeFields(qcomp.TopK(k=3, bucket_size=64), field=9), False),
+        (qcomp.Scaled(qcomp.WholeFields(qcomp.QSGD(), field=25)), False),
+    ],
+    ids=str,
+)
+def test_which_compressors_are_not_left_to_the_pure_version(compressor, has_kernels):
+    x = vector("gaussian", 100, 0)
+    how = {"out": None, "limit": None, "blend": None}
+    data = compressor.compress(x, key=qcomp.Key()).data
+    assert (KERNELS.encode(compressor, x, None, qcomp.Key(), **how) is not None) == has_kernels
+    assert (KERNELS.decode(compressor, data, x, out=None, accumulate=False) is not None) == has_kernels

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp.core import feedback
 from qcomp.core.arrays import divide, flush
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.average import Means
 from qcomp.core.random import fold_key
@@ -55,9 +56,10 @@ class Case:
             return kernels.sign_encode(x, residual, c.bucket_size, c.scale, data, out, **options)
         if c.name == "minmax":
             return kernels.minmax_encode(x, residual, c.bucket_size, data, out, **options)
-        words = fold_key(KEY, like=x)
+        words, (c, held) = fold_key(KEY, like=x), self.unwrapped()
+        stream = words, KEY.hop, KEY.bucket
         return kernels.qsgd_encode(
-            x, residual, c.levels, c.bucket_size, c.norm, words, KEY.hop, KEY.bucket, data, out, **options
+            x, residual, c.levels, c.bucket_size, c.norm, *stream, data, out, held=held, **options
         )
 
     def decode(self, data, out, *, accumulate=False):
@@ -66,7 +68,20 @@ class Case:
             return kernels.sign_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
         if c.name == "minmax":
             return kernels.minmax_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
-        return kernels.qsgd_decode(data, out.size, c.levels, c.bucket_size, out, accumulate=accumulate)
+        c, held = self.unwrapped()
+        return kernels.qsgd_decode(
+            data, out.size, c.levels, c.bucket_size, out, accumulate=accumulate, held=held
+        )
+
+    @property
+    def bucket(self):
+        """Elements of a bucket."""
+        return self.compressor.traits.bucket_size
+
+    def unwrapped(self):
+        """Return the QSGD inside, and the elements of a bucket if it is filled up with zeros."""
+        c = self.compressor
+        return (c.compressor, self.bucket) if c.name == "whole_fields" else (c, None)
 
     def buffer(self, size):
         """Return room for the payload, filled with what must not survive, at an odd address."""
@@ -119,16 +134,28 @@ QSGD = [
     *(qcomp.QSGD(levels=7, bucket_size=b, norm=norm) for b in (8, 512) for norm in ("max", "l2")),
     qcomp.QSGD(levels=5, bucket_size=1024),
     qcomp.QSGD(levels=127, bucket_size=16, norm="l2"),
+    *(WideQSGD(levels=2**bits - 1, bucket_size=64) for bits in range(8, 16)),
+    WideQSGD(levels=128, bucket_size=512, norm="l2"),
+    WideQSGD(levels=20_000, bucket_size=1024, norm="l2"),
+    WideQSGD(levels=300, bucket_size=8),
+]
+FIELDS = [
+    qcomp.WholeFields(qcomp.QSGD(levels=7, bucket_size=8), field=5),
+    qcomp.WholeFields(qcomp.QSGD(levels=127, bucket_size=64, norm="l2"), field=9),
+    qcomp.WholeFields(qcomp.QSGD(levels=1, bucket_size=512), field=9),
+    qcomp.WholeFields(qcomp.QSGD(levels=7, bucket_size=1024), field=3 * 257),
+    qcomp.WholeFields(qcomp.QSGD(levels=7, bucket_size=32), field=1),
+    qcomp.WholeFields(WideQSGD(levels=500, bucket_size=64), field=25),
 ]
 MINMAX = [qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 64, 2048)]
-EVERY = [Case(c) for c in (*SIGN, *QSGD, *MINMAX)]
+EVERY = [Case(c) for c in (*SIGN, *QSGD, *FIELDS, *MINMAX)]
 
 
 @st.composite
 def inputs(draw, compressors):
     """Draw a case, a vector and a residual of the same size."""
     case = Case(draw(st.sampled_from(compressors)))
-    x = draw(vectors(sizes(case.compressor.bucket_size)))
+    x = draw(vectors(sizes(case.bucket)))
     residual = draw(vectors((x.size,)))
     return case, x, residual
 
@@ -147,6 +174,13 @@ def test_qsgd(drawn):
     case.check(x, residual)
 
 
+@given(inputs(FIELDS))
+@checked
+def test_buckets_that_are_filled_up(drawn):
+    case, x, residual = drawn
+    case.check(x, residual)
+
+
 @given(inputs(MINMAX))
 @checked
 def test_minmax(drawn):
@@ -156,17 +190,17 @@ def test_minmax(drawn):
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
 def test_every_size(case):
-    for number, size in enumerate(sizes(case.compressor.bucket_size)):
+    for number, size in enumerate(sizes(case.bucket)):
         family = FAMILIES[number % len(FAMILIES)]
         case.check(vector(family, size, 1), vector("gaussian", size, 2))
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
 def test_a_value_that_is_refused_leaves_a_donated_residual_alone(case):
-    x = vector("gaussian", 2 * case.compressor.bucket_size + 5, 1)
+    x = vector("gaussian", 2 * case.bucket + 5, 1)
     residual = vector("wide", x.size, 2)
     data, fresh = case.buffer(x.size), np.empty_like(x)
-    positions = (0, case.compressor.bucket_size, x.size - 1)
+    positions = (0, case.bucket, x.size - 1)
     for index, value in itertools.product(positions, (np.nan, -np.nan, np.inf, -np.inf, 2.0**100, -3e38)):
         bad = x.copy()
         bad[index] = value
@@ -181,7 +215,7 @@ def test_a_value_that_is_refused_leaves_a_donated_residual_alone(case):
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
 def test_only_the_sum_is_refused(case):
-    size = case.compressor.bucket_size + 3
+    size = case.bucket + 3
     x, residual = vector("gaussian", size, 1), vector("gaussian", size, 2)
     below = np.nextafter(F(2.0**100), F(0))
     x[1], x[-1] = below, -F(1.5 * 2.0**99)
@@ -208,7 +242,14 @@ def test_false_limits_stop_at_the_first_bad_bucket():
 
 @pytest.mark.parametrize(
     "case",
-    [EVERY[4], Case(qcomp.QSGD()), Case(qcomp.QSGD(levels=15)), EVERY[-1]],
+    [
+        EVERY[4],
+        Case(qcomp.QSGD()),
+        Case(qcomp.QSGD(levels=15)),
+        Case(WideQSGD(levels=1000)),
+        Case(FIELDS[2]),
+        EVERY[-1],
+    ],
     ids=lambda c: c.compressor.spec,
 )
 def test_threads_do_not_change_bytes(case, monkeypatch):

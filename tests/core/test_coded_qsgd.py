@@ -248,15 +248,16 @@ class TestManyLevels:
         below, above = (coded(levels, bucket_size=512).traits.omega for levels in (127, 128))
         assert above < below < above * (128 / 127) ** 2 * 1.001
 
-    def test_kernels_leave_them_to_the_pure_version(self):
+    @pytest.mark.parametrize("levels", [127, 128, 32767])
+    def test_kernels_return_the_same_bytes(self, levels):
         kernels = pytest.importorskip("qcomp.backends.numba_cpu.kernel_set").KERNELS
-        x, plain = vector("gaussian", 64, 1), coded(128).coder.plain
+        x, plain = vector("gaussian", 100, 1), coded(levels).coder.plain
         options = {"out": None, "limit": None, "blend": None}
         for c in (plain, qcomp.Scaled(plain)):
-            assert kernels.encode(c, x, None, KEY, **options) is None
-            data = np.zeros(c.payload_spec(64).nbytes, dtype=np.uint8)
-            assert kernels.decode(c, data, x, out=None, accumulate=False) is None
-        assert kernels.encode(coded(127).coder.plain, x, None, KEY, **options) is not None
+            encoded = kernels.encode(c, x, None, KEY, **options)
+            assert encoded.data.tobytes() == c.compress(x, key=KEY).data.tobytes()
+            values = kernels.decode(c, encoded.data, x, out=None, accumulate=False)
+            assert values.tobytes() == c.decompress(c.compress(x, key=KEY), like=x).tobytes()
 
 
 class TestDamage:

@@ -1,12 +1,14 @@
 """The numba loops of `qcomp.core.coding` as the core calls them."""
 
-from qcomp.backends.numba_cpu import coding_paper, coding_range
+from qcomp.backends.numba_cpu import coding_paper, coding_planes, coding_range
 from qcomp.core.kernels import Coders
 
 __all__ = ["CODERS"]
 
 CODERS = Coders(
     name="numba",
+    unpack=coding_planes.unpack,
+    pack=coding_planes.pack,
     first_invalid=coding_range.first_invalid,
     paper_encode=coding_paper.encode,
     paper_decode=coding_paper.decode,

@@ -15,12 +15,14 @@ from numba import extending
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "Floats", "Halves", "Kernel", "Longs", "Words", "borrow", "inline", "kernel"]
+__all__ = ["Bytes", "Codes", "Floats", "Halves", "Kernel", "Longs", "Words", "borrow", "inline", "kernel"]
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
+Codes = Bytes | Halves
+"""One to an element: bytes where a code has up to 8 bits."""
 Longs = NDArray[np.int64]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -19,7 +19,8 @@ from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
@@ -166,10 +167,8 @@ _Decoder = Callable[[Any, Bytes, Floats, dict[str, bool]], bool]
 def _encoder_of(compressor: Compressor, key: Key | None) -> _Encoder | None:
     """Return the encoder for a compressor, None if there is none that would draw as the pure version does now."""
     encoder = _ENCODERS.get(type(compressor))
-    if encoder is _encode_qsgd:
-        inner, _ = _unwrapped(compressor)
-        if inner is None or key is None or draws_are_replaced():
-            return None
+    if encoder is _encode_qsgd and (_unwrapped(compressor) is None or key is None or draws_are_replaced()):
+        return None
     return encoder
 
 
@@ -210,7 +209,7 @@ def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats, how: dict[str, bool
 
 
 def _encode_qsgd(
-    c: QSGD | Scaled,
+    c: Compressor,
     x: Floats,
     old: Floats | None,
     key: Key | None,
@@ -219,39 +218,49 @@ def _encode_qsgd(
     limit: float | None,
     blend: Mix | None,
 ) -> float | None:
-    inner, factor = _unwrapped(c)
-    assert inner is not None
+    inside = _unwrapped(c)
+    assert inside is not None
     assert key is not None
+    inner, factor, held = inside
     options = inner.levels, inner.bucket_size, inner.norm
     stream = fold_key(key, like=x), key.hop, key.bucket
-    return qsgd_encode(x, old, *options, *stream, data, new, limit=limit, blend=blend, factor=factor)
+    return qsgd_encode(
+        x, old, *options, *stream, data, new, limit=limit, blend=blend, factor=factor, held=held
+    )
 
 
-def _decode_qsgd(c: QSGD | Scaled, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
-    inner, factor = _unwrapped(c)
-    if inner is not None:
-        options = inner.levels, inner.bucket_size
-        qsgd_decode(data, out.size, *options, out, factor=factor, **how)
-    return inner is not None
+def _decode_qsgd(c: Compressor, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
+    inside = _unwrapped(c)
+    if inside is not None:
+        inner, factor, held = inside
+        qsgd_decode(data, out.size, inner.levels, inner.bucket_size, out, factor=factor, held=held, **how)
+    return inside is not None
 
 
-def _unwrapped(c: Compressor) -> tuple[QSGD | None, float]:
-    """Return the QSGD inside and the factor of its values, None if it is another compressor that was scaled."""
+def _unwrapped(c: Compressor) -> tuple[QSGD, float, int | None] | None:
+    """Return the QSGD inside, the factor of its values and the elements of a bucket, None if another one is inside."""
+    held, factor = None, 1.0
+    if isinstance(c, WholeFields):
+        held, c = c.traits.bucket_size, c.compressor
     if isinstance(c, Scaled):
-        return (c.compressor, c.factor) if type(c.compressor) is QSGD else (None, 1.0)
-    return (c, 1.0) if isinstance(c, QSGD) else (None, 1.0)
+        factor, c = c.factor, c.compressor
+    return (c, factor, held) if isinstance(c, QSGD) and type(c) in (QSGD, WideQSGD) else None
 
 
 _ENCODERS: dict[type[Compressor], _Encoder] = {
     ScaledSign: _encode_sign,
     MinMaxUInt8: _encode_minmax,
     QSGD: _encode_qsgd,
+    WideQSGD: _encode_qsgd,
     Scaled: _encode_qsgd,
+    WholeFields: _encode_qsgd,
 }
 """By exact type: a subclass may compress in another way."""
 _DECODERS: dict[type[Compressor], _Decoder] = {
     ScaledSign: _decode_sign,
     MinMaxUInt8: _decode_minmax,
     QSGD: _decode_qsgd,
+    WideQSGD: _decode_qsgd,
     Scaled: _decode_qsgd,
+    WholeFields: _decode_qsgd,
 }

@@ -1,19 +1,24 @@
-"""Codes of 2 to 8 bits to bytes and back, for one bucket: the planes of `qcomp.core.bitplanes`."""
+"""Codes of 2 to 16 bits to bytes and back, for one bucket: the planes of `qcomp.core.bitplanes`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.jit import Bytes, inline
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, inline
 
-__all__ = ["pack", "unpack"]
+__all__ = ["empty_codes", "pack", "unpack"]
 
 B = np.uint8
 
 
+def empty_codes(count: int, bits: int) -> Codes:
+    """Return room for codes of so many bits, one to a byte or to two."""
+    return np.empty(count, dtype=np.uint8) if bits <= 8 else np.empty(count, dtype=np.uint16)
+
+
 @inline
-def pack(codes: Bytes, bits: int, data: Bytes) -> None:
-    """Pack codes, one to a byte, into len(codes) * bits / 8 bytes."""
+def pack(codes: Codes, bits: int, data: Bytes) -> None:
+    """Pack codes, one to a byte or to two, into len(codes) * bits / 8 bytes."""
     if bits == 8:
         _copy(codes, data)
     elif bits == 4:
@@ -30,8 +35,8 @@ def pack(codes: Bytes, bits: int, data: Bytes) -> None:
 
 
 @inline
-def unpack(data: Bytes, bits: int, codes: Bytes) -> None:
-    """Unpack bytes into codes, one to a byte, the inverse of `pack`."""
+def unpack(data: Bytes, bits: int, codes: Codes) -> None:
+    """Unpack bytes into codes, one to a byte or to two, the inverse of `pack`."""
     per_byte = 8 // bits if bits in (2, 4, 8) else 0
     if per_byte:
         for part in range(per_byte):
@@ -47,13 +52,13 @@ def unpack(data: Bytes, bits: int, codes: Bytes) -> None:
 
 
 @inline
-def _copy(codes: Bytes, data: Bytes) -> None:
+def _copy(codes: Codes, data: Bytes) -> None:
     for j in range(data.size):
         data[j] = codes[j]
 
 
 @inline
-def _join2(codes: Bytes, data: Bytes) -> None:
+def _join2(codes: Codes, data: Bytes) -> None:
     lower = codes[: data.size]
     upper = codes[data.size :]
     for j in range(data.size):
@@ -61,7 +66,7 @@ def _join2(codes: Bytes, data: Bytes) -> None:
 
 
 @inline
-def _join4(codes: Bytes, data: Bytes) -> None:
+def _join4(codes: Codes, data: Bytes) -> None:
     width = data.size
     c0, c1, c2, c3 = codes[:width], codes[width : 2 * width], codes[2 * width : 3 * width], codes[3 * width :]
     for j in range(data.size):
@@ -69,17 +74,17 @@ def _join4(codes: Bytes, data: Bytes) -> None:
 
 
 @inline
-def _collect(source: Bytes, come: int, go: int, target: Bytes) -> None:
-    """Put bit ``come`` of every source byte into bit ``go`` of the target.
+def _collect(source: Codes, come: int, go: int, target: Codes) -> None:
+    """Put bit ``come`` of every source element into bit ``go`` of the target.
 
     By masks: numba shifts by a variable in 64 bits, an eighth of the lanes.
     """
-    from_bit, to_bit = B(1 << come), B(1 << go)
+    from_bit, to_bit, none = source.dtype.type(1 << come), target.dtype.type(1 << go), target.dtype.type(0)
     for j in range(target.size):
-        target[j] |= to_bit if source[j] & from_bit else B(0)
+        target[j] |= to_bit if source[j] & from_bit else none
 
 
 @inline
-def _split(data: Bytes, shift: np.uint8, mask: np.uint8, codes: Bytes) -> None:
+def _split(data: Bytes, shift: np.uint8, mask: np.uint8, codes: Codes) -> None:
     for j in range(codes.size):
         codes[j] = data[j] >> shift & mask

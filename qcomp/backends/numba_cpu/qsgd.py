@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Halves, borrow, inline, kernel
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import Mix, encode, mix
-from qcomp.backends.numba_cpu.packing import pack
+from qcomp.backends.numba_cpu.packing import empty_codes, pack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     ROUND,
@@ -63,6 +63,7 @@ def qsgd_encode(
     limit: float | None = None,
     blend: Mix | None = None,
     factor: float = 1.0,
+    held: int | None = None,
 ) -> float | None:
     """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
 
@@ -71,7 +72,7 @@ def qsgd_encode(
     x, residual, bucket_size, data_out, residual_out, limit, blend
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
     levels : int
-        Levels above zero, 1 to 127.
+        Levels above zero, 1 to 32767.
     norm : {"max", "l2"}
         See `qcomp.QSGD`.
     key : tuple of two int
@@ -80,6 +81,8 @@ def qsgd_encode(
         ``hop`` and ``bucket`` of the key.
     factor : float
         What the decoder multiplies with, 1 or that of `qcomp.Scaled`; the payload does not depend on it.
+    held : int, optional
+        The elements that a bucket is filled with, the rest being zeros, as in `qcomp.WholeFields`; all by default.
 
     Returns
     -------
@@ -87,13 +90,17 @@ def qsgd_encode(
         See `qcomp.backends.numba_cpu.sign.sign_encode`.
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
+    held = held or bucket_size
     k0, k1 = key
+    kernel = _encode if bits <= 8 else _encode_wide
 
     m, keep, new = mix(blend)
 
     def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
-        scratch = np.empty(3 * max(bucket_size, BATCH), dtype=np.float32)
-        result: tuple[int, int] = _encode(
+        room = max(bucket_size, BATCH)
+        codes = empty_codes(room, bits)
+        scratch = np.empty(3 * room, dtype=np.float32)
+        result: tuple[int, int] = kernel(
             x,
             old,
             out,
@@ -102,6 +109,7 @@ def qsgd_encode(
             keep,
             new,
             bucket_size,
+            held,
             levels,
             bits,
             l2,
@@ -112,6 +120,7 @@ def qsgd_encode(
             first,
             last,
             data_out,
+            codes,
             scratch,
             F(factor),
         )
@@ -124,7 +133,7 @@ def qsgd_encode(
         x,
         residual,
         residual_out,
-        bucket_size,
+        held,
         limit,
         blended=blend is not None,
         largest_error=largest_error,
@@ -155,10 +164,10 @@ def _level(value: np.float32, draw: np.uint16, divisor: np.float32, levels: np.f
 
 
 @inline
-def _code(value: np.float32, level: np.float32, top: np.uint32) -> np.uint8:
+def _code(value: np.float32, level: np.float32, top: np.uint32) -> np.uint32:
     """Return the code of a level: with ``top`` where it is negative."""
     code = U(np.int32(level))
-    return np.uint8(code | top if value < ZERO and level > ZERO else code)
+    return U(code | top if value < ZERO and level > ZERO else code)
 
 
 @inline
@@ -175,7 +184,7 @@ def _quantise(
     divisor: np.float32,
     levels: np.float32,
     top: np.uint32,
-    codes: Bytes,
+    codes: Codes,
 ) -> None:
     """Fill the codes, and let p be the rest."""
     for j in range(p.size):
@@ -193,7 +202,7 @@ def _quantise_scaled(
     divisor: np.float32,
     levels: np.float32,
     top: np.uint32,
-    codes: Bytes,
+    codes: Codes,
     factor: np.float32,
 ) -> None:
     for j in range(p.size):
@@ -203,11 +212,7 @@ def _quantise_scaled(
         p[j] = _rest(value, scaled(level * step, factor))
 
 
-@kernel(
-    "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, boolean, uint32, uint32, "
-    "int64, int64, int64, int64, u8, f32, float32)"
-)
-def _encode(
+def _encode_buckets(
     x: Floats,
     residual: Floats,
     out: Floats,
@@ -216,6 +221,7 @@ def _encode(
     keep: np.float32,
     new: np.float32,
     bucket_size: int,
+    held: int,
     levels: int,
     bits: int,
     l2: bool,
@@ -226,36 +232,39 @@ def _encode(
     first: int,
     last: int,
     data: Bytes,
+    codes: Codes,
     scratch: Floats,
     factor: np.float32,
 ) -> tuple[int, int]:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m = borrow(m)
+    m, codes = borrow(m), borrow(codes)
     size = x.size
-    count = (size + bucket_size - 1) // bucket_size
-    rest = size - size // bucket_size * bucket_size
-    codes_end = (size - rest + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
+    full = size // held
+    rest = size - full * held
+    count = full + int(rest > 0)
+    codes_end = (full * bucket_size + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
     scales = (codes_end + 3) // 4 * 4
-    room = max(bucket_size, BATCH)
+    room = codes.size
+    # The product of a step and a level has to be exact.
+    low = (1 << max(7, bits - 1)) - 1
     words = scratch[: room // 2].view(U)
     draws = scratch[room // 2 : room].view(np.uint16)
-    codes = scratch[room : room + room // 4].view(np.uint8)
-    squares = scratch[room + room // 4 : 2 * room]
+    squares = scratch[room : room + room // 2]
     beside = scratch[2 * room :]
     largest_step = U(0)
     batch = first
     while batch < last:
-        # As many full buckets as there is room for, or the tail alone.
-        filled = min(bucket_size, size - batch * bucket_size)
-        length = bucket_size if filled == bucket_size else bucket_length(filled)
-        buckets = max(1, min(room // bucket_size, min(last, size // bucket_size) - batch))
+        # As many full buckets as there is room for, or the tail alone, or one that has padding.
+        start = batch * held
+        filled = min(held, size - start)
+        length = bucket_size if filled == held else bucket_length(filled)
+        buckets = max(1, min(room // bucket_size, min(last, full) - batch)) if filled == length else 1
         width = length // 8
         philox((first_bucket + batch) * (bucket_size // 8), hop, k0, k1, words[: 4 * width * buckets])
         if length == 512:
             spread_64(words, buckets, draws)
         else:
             spread(words, buckets, width, draws)
-        start = batch * bucket_size
         stop = start + filled * buckets
         values = load(x, residual, out, mode, m, keep, new, start, stop, length * buckets, beside)
         for i in range(buckets):
@@ -268,7 +277,7 @@ def _encode(
             if l2:
                 total, power = scaled_squares(p, largest, squares[: length // 2])
                 norm = F(math.sqrt(total)) * power
-            step = round_up_step(norm, levels, 0x7F)
+            step = round_up_step(norm, levels, low)
             store_scale(data, scales + 4 * (batch + i), step)
             largest_step = max(largest_step, as_bits(step))
             divisor = step if step > ZERO else F(1)
@@ -279,7 +288,7 @@ def _encode(
                 _quantise_scaled(p, draws[a:b], step, divisor, F(levels), top, codes[a:b], factor)
         if mode != NO_RESIDUAL and filled < length:
             out[start:stop] = values[:filled]
-        at = start * bits // 8
+        at = batch * bucket_size * bits // 8
         for i in range(buckets):
             packed = data[at + i * width * bits : at + (i + 1) * width * bits]
             pack(codes[i * length : (i + 1) * length], bits, packed)
@@ -287,3 +296,13 @@ def _encode(
     if last == count:
         data[codes_end:scales] = np.uint8(0)
     return -1, int(largest_step)
+
+
+_encode, _encode_wide = (
+    kernel(
+        "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, int64, boolean, "
+        f"uint32, uint32, int64, int64, int64, int64, u8, {codes}, f32, float32)"
+    )(_encode_buckets)
+    for codes in ("u8", "u16")
+)
+"""For codes of up to 8 bits and of up to 16: narrow ones fill a vector with twice as many."""

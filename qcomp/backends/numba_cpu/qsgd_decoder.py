@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from qcomp.backends.numba_cpu import threads
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import code_bytes
-from qcomp.backends.numba_cpu.packing import unpack
+from qcomp.backends.numba_cpu.packing import empty_codes, unpack
 from qcomp.backends.numba_cpu.primitives import F, U, as_bits, as_float, bucket_length, flush, load_scale
 from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
 from qcomp.core.buckets import bucket_count
@@ -28,6 +28,7 @@ def qsgd_decode(
     accumulate: bool = False,
     in_use: bool = True,
     factor: float = 1.0,
+    held: int | None = None,
 ) -> None:
     """Decompress levels and steps into a buffer, or add them to it.
 
@@ -45,20 +46,23 @@ def qsgd_decode(
         Whether to add.
     in_use : bool
         Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
-    factor : float
+    factor, held
         See `qcomp.backends.numba_cpu.qsgd.qsgd_encode`.
     """
-    bits = levels.bit_length() + 1
+    bits, held = levels.bit_length() + 1, held or bucket_size
+    full, rest = divmod(size, held)
+    kernel = _decode if bits <= 8 else _decode_wide
 
     streams = in_use and not accumulate and pays(size)
 
     def work(first: int, last: int) -> None:
-        codes = np.empty(bucket_size, dtype=np.uint8)
+        codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        codes_end = code_bytes(size, bucket_size, bits)
-        _decode(
+        codes_end = code_bytes(full * bucket_size + rest, bucket_size, bits)
+        kernel(
             data,
             bucket_size,
+            held,
             bits,
             codes_end,
             out,
@@ -71,7 +75,7 @@ def qsgd_decode(
             F(factor),
         )
 
-    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+    threads.run(work, bucket_count(size, held), held)
 
 
 @inline
@@ -87,35 +91,35 @@ def _value(code: np.uint32, sign: np.uint32, step: np.float32) -> np.float32:
 
 
 @inline
-def _write(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+def _write(codes: Codes, sign: np.uint32, step: np.float32, out: Floats) -> None:
     for j in range(out.size):
         out[j] = _value(U(codes[j]), sign, step)
 
 
 @inline
-def _accumulate(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats) -> None:
+def _accumulate(codes: Codes, sign: np.uint32, step: np.float32, out: Floats) -> None:
     for j in range(out.size):
         out[j] += _value(U(codes[j]), sign, step)
 
 
 @inline
-def _write_scaled(codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
+def _write_scaled(codes: Codes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32) -> None:
     for j in range(out.size):
         out[j] = scaled(_value(U(codes[j]), sign, step), factor)
 
 
 @inline
 def _accumulate_scaled(
-    codes: Bytes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
+    codes: Codes, sign: np.uint32, step: np.float32, out: Floats, factor: np.float32
 ) -> None:
     for j in range(out.size):
         out[j] += scaled(_value(U(codes[j]), sign, step), factor)
 
 
-@kernel("void(u8_in, int64, int64, int64, f32, boolean, boolean, int64, int64, u8, f32, float32)")
-def _decode(
+def _decode_buckets(
     data: Bytes,
     bucket_size: int,
+    held: int,
     bits: int,
     codes_end: int,
     out: Floats,
@@ -123,7 +127,7 @@ def _decode(
     streams: bool,
     first: int,
     last: int,
-    codes: Bytes,
+    codes: Codes,
     beside: Floats,
     factor: np.float32,
 ) -> None:
@@ -131,10 +135,10 @@ def _decode(
     scales = (codes_end + 3) // 4 * 4
     sign = U(1 << (bits - 1))
     for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, out.size)
-        length = min(bucket_size, bucket_length(stop - start))
-        at = start * bits // 8
+        start = bucket * held
+        stop = min(start + held, out.size)
+        length = bucket_size if stop - start == held else bucket_length(stop - start)
+        at = bucket * bucket_size * bits // 8
         unpack(data[at : at + length * bits // 8], bits, codes[:length])
         step = load_scale(data, scales + 4 * bucket)
         part, values = codes[: stop - start], out[start:stop]
@@ -153,3 +157,12 @@ def _decode(
             stream(out[start:stop], beside)
     if streams:
         finish_streams()
+
+
+_decode, _decode_wide = (
+    kernel(
+        f"void(u8_in, int64, int64, int64, int64, f32, boolean, boolean, int64, int64, {codes}, f32, float32)"
+    )(_decode_buckets)
+    for codes in ("u8", "u16")
+)
+"""For codes of up to 8 bits and of up to 16."""

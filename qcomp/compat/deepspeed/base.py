@@ -78,18 +78,8 @@ class DeepSpeedOptimizer(Optimizer):
                 raise ValueError(
                     f"exp_avg_mask has shape {tuple(mask.shape)} for {name!r}; expected {shapes[name]}"
                 )
-        return OptimizerState(
-            step=0,
-            stage="warmup",
-            rank=rank,
-            size=size,
-            names=names,
-            exact=(False,) * len(params),
-            momentum=zeros_like(params),
-            variance=zeros_like(params),
-            exchange=MeanState(rank, size, (), ()),
-            history=(),
-            skipped=0,
+        return OptimizerState.first("warmup", names, rank, size)._replace(
+            exact=(False,) * len(params), momentum=zeros_like(params), variance=zeros_like(params)
         )
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002

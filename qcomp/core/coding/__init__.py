@@ -5,11 +5,11 @@ level from 0 to 32767 and a sign for each element; the scales of buckets are no 
 kernels of `qcomp.backends` where there are any; the versions here are the definition of every byte.
 """
 
-from qcomp.core.coding import paper, range_coder, rans
+from qcomp.core.coding import paper, planes, range_coder, rans
 from qcomp.core.coding.bits import numbers
 from qcomp.core.kernels import Coders, chosen_coders
 
-__all__ = ["CODINGS", "LARGEST", "PURE", "decode", "encode"]
+__all__ = ["CODINGS", "LARGEST", "PURE", "decode", "encode", "pack", "unpack"]
 
 CODINGS = ("elias", "range")
 LARGEST = 32767
@@ -28,6 +28,8 @@ def first_invalid(levels: memoryview, negative: memoryview, largest: int) -> int
 
 PURE = Coders(
     name="pure",
+    unpack=planes.unpack,
+    pack=planes.pack,
     first_invalid=first_invalid,
     paper_encode=paper.encode,
     paper_decode=paper.decode,
@@ -35,6 +37,19 @@ PURE = Coders(
     push=rans.push,
     pop=rans.pop,
 )
+
+
+def unpack(packed: Bytes, *, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
+    """Return levels and signs, as `encode` takes them, of codes that are packed as `qcomp.core.bitplanes` does.
+
+    A code has ``bits`` bits, 2 to 16: a level with the sign bit on top. Padding is left out.
+    """
+    return _loops().unpack(_view(packed), size, bits, bucket_size)
+
+
+def pack(levels: Bytes, negative: Bytes, *, bits: int, bucket_size: int) -> bytearray:
+    """Return packed codes, the inverse of `unpack`, with zeros as padding."""
+    return _loops().pack(_view(levels), _view(negative), bits, bucket_size)
 
 
 def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, largest: int) -> bytes:
@@ -79,7 +94,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, lar
         raise ValueError(
             f"levels has {len(levels)} bytes; expected {2 * len(negative)}, twice those of negative"
         )
-    coders = chosen_coders() or PURE
+    coders = _loops()
     bad = coders.first_invalid(levels, negative, largest)
     if bad >= 0:
         level = int.from_bytes(levels[2 * bad : 2 * bad + 2], "little")
@@ -122,10 +137,14 @@ def decode(
     if size < 0:
         raise ValueError(f"size is {size}; expected at least 0")
     view = _view(data)
-    coders = chosen_coders() or PURE
+    coders = _loops()
     if coding == "elias":
         return coders.paper_decode(view, size, largest)
     return range_coder.decode(coders, view, size, largest)
+
+
+def _loops() -> Coders:
+    return chosen_coders() or PURE
 
 
 def _view(data: Bytes) -> memoryview:

@@ -36,9 +36,9 @@ class WholeFields(Compressor):
     Notes
     -----
     All promises of the compressor hold: to it, the zeros are elements like others. Sends up to one field a bucket more,
-    512 / 504 of the bytes for fields of 9 in buckets of 512, and copies the values to and fro, which takes longer than
-    a kernel does. Source: Alistarh et al., NeurIPS 2017, section 5, which reshapes tensors so that no receptive field
-    is split over two buckets.
+    512 / 504 of the bytes for fields of 9 in buckets of 512. Around QSGD the numba kernels fill the buckets on the way;
+    all else copies the values to and fro, which takes longer than a kernel does. Source: Alistarh et al., NeurIPS 2017,
+    section 5, which reshapes tensors so that no receptive field is split over two buckets.
 
     Examples
     --------

@@ -15,7 +15,7 @@ from qcomp.core.random import Key, draws16
 from qcomp.core.registry import register
 from qcomp.core.sums import norm2
 
-__all__ = ["QSGD", "round_up_step"]
+__all__ = ["QSGD", "WideQSGD", "round_up_step"]
 
 _MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
@@ -98,7 +98,7 @@ class QSGD(BucketedCompressor):
         plain = (
             replace(self, coding="fixed")
             if self.levels <= self._most_uncoded
-            else _WideQSGD(self.levels, self.bucket_size, self.norm)
+            else WideQSGD(self.levels, self.bucket_size, self.norm)
         )
         return LevelCoder(plain, self.coding, self.levels, self.bucket_size)
 
@@ -162,10 +162,10 @@ class QSGD(BucketedCompressor):
         return xp.where(codes > sign, -magnitude, magnitude)
 
 
-class _WideQSGD(QSGD):
+class WideQSGD(QSGD):
     """What a coder makes shorter where there are more levels than a payload of fixed width has on the wire.
 
-    A class of its own, so that no kernel takes it for a QSGD of up to 8 bits.
+    A class of its own, so that no kernel for codes of up to 8 bits takes it for a QSGD.
     """
 
     _most_uncoded: ClassVar[int] = _MOST_LEVELS

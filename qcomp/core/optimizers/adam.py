@@ -6,7 +6,6 @@ from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, to_compute_dtype
-from qcomp.core.exchange import MeanState
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.base import Optimizer
@@ -66,18 +65,8 @@ class Adam(Optimizer):
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments of zero."""
-        return OptimizerState(
-            step=0,
-            stage="warmup",
-            rank=rank,
-            size=size,
-            names=names,
-            exact=(True,) * len(params),
-            momentum=zeros_like(params),
-            variance=zeros_like(params),
-            exchange=MeanState(rank, size, (), ()),
-            history=(),
-            skipped=0,
+        return OptimizerState.first("warmup", names, rank, size)._replace(
+            exact=(True,) * len(params), momentum=zeros_like(params), variance=zeros_like(params)
         )
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:

@@ -1,35 +1,28 @@
 """What all optimizers share: explicit state, and a step of two pure halves around an exchange."""
 
 import math
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from qcomp.core.arrays import (
-    Array,
-    array_namespace,
-    device,
-    dtype_name,
-    host_bytes,
-    to_compute_dtype,
-)
+from qcomp.core.arrays import Array
 from qcomp.core.checkpoint import TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
-from qcomp.core.compressor import Compressor
-from qcomp.core.elastic import World, regroup
+from qcomp.core.elastic import World
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
+from qcomp.core.optimizers.agreement import choices, facts
 from qcomp.core.optimizers.average import EXACT, Average, Means, Part
+from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.resuming import resume
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.patterns import require_matches
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import sum_of_squares
 from qcomp.core.topologies import TOPOLOGIES, Topology
-from qcomp.core.transport import AllGather, Stages, Transport, drive
+from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["Optimizer", "require_rank"]
 
@@ -149,15 +142,8 @@ class Optimizer(ABC):
             state = self.start(tensors, names, comm.rank, comm.size)
         except Exception as error:
             problem = error  # of a policy, perhaps on this rank alone: all are told, and none is left waiting
-        facts = {
-            "optimizer": type(self).__name__,
-            "settings": {f.name: _describe(getattr(self, f.name)) for f in fields(self)},
-            "names": list(names),
-            "shapes": [list(t.shape) for t in tensors],
-            "dtypes": [dtype_name(t.dtype) for t in tensors],
-            "compressed": _choices(state) if state else f"{type(problem).__name__}: {problem}",
-        }
-        handshake(comm, facts, like=tensors[0])
+        compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
+        handshake(comm, facts(self, names, tensors) | {"compressed": compressed}, like=tensors[0])
         if state is None:
             assert problem is not None
             raise problem
@@ -255,27 +241,16 @@ class Optimizer(ABC):
             If dicts of another number of ranks were passed, or of ranks with other chunks. Every rank then begins with
             mean_i e_i + e_s of the old residuals, which keeps the sum identity of `CompressedMean`.
         """
-        fresh, like = self.init(params, comm, names), as_tensors(params, "params")[0]
-        what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
-        handshake(comm, {"saved": what}, like=like)
+        fresh = self.init(params, comm, names)
         world = self._world(fresh, as_tensors(params, "params"))
-        own = saved if isinstance(saved, Mapping) else drive(regroup(saved, world), comm)
-        loaded, problem = fresh, None
-        try:
+
+        def load(own: Mapping[str, Any]) -> OptimizerState:
+            begun = fresh
             if isinstance(saved, Mapping) and self.mean.topology == "auto" and TOPOLOGY in saved:
-                fresh = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, as_tensors(params, "params"))
-            loaded = from_state_dict(own, lambda stage: self.enter(fresh, stage), self.mean_of(fresh))
-        except ValueError as error:
-            problem = error
-        verdict = "refused" if problem else f"of step {loaded.step}, {loaded.stage}"
-        if self.mean.topology == "auto":
-            verdict += f", {loaded.exchange.topology}"
-        try:
-            handshake(comm, {"checkpoint": verdict}, like=like)
-        finally:
-            if problem:  # says more than that the ranks differ
-                raise problem
-        return loaded
+                begun = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, as_tensors(params, "params"))
+            return from_state_dict(own, lambda stage: self.enter(begun, stage), self.mean_of(begun))
+
+        return resume(saved, world, comm, load)
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step."""
@@ -307,16 +282,7 @@ class Optimizer(ABC):
     def _clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
         """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks."""
         assert self.clip_norm is not None
-        xp = array_namespace(grads[0])
-        square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)
-        message = xp.asarray(list(struct.pack("<d", square)), dtype=xp.uint8, device=device(grads[0]))
-        arrived = yield AllGather(message, (8,) * state.size)
-        squares = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
-        norm = math.sqrt(math.fsum(squares) / state.size)
-        if not math.isfinite(norm):
-            bad = ", ".join(str(rank) for rank, value in enumerate(squares) if not math.isfinite(value))
-            raise NonFiniteError(f"the norm of the gradients on rank {bad} is not finite")
-        return min(1.0, self.clip_norm / norm) if norm > 0 else 1.0
+        return clip_scale(self.clip_norm, grads, state.size)
 
     def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
         """Return a part in which these tensors are averaged exactly, in the stages of the compressed mean."""
@@ -364,20 +330,3 @@ def require_rank(state: OptimizerState, comm: Transport) -> None:
 def _require(argument: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ValueError(f"{argument} is {value!r}; expected {expected}")
-
-
-def _choices(state: OptimizerState) -> list[object]:
-    """Return what policies have chosen for each tensor: whether it is compressed, or the compressor that it has."""
-    if not state.compressors:
-        return [not is_exact for is_exact in state.exact]
-    compressors = iter(state.compressors)
-    return [None if is_exact else next(compressors).spec for is_exact in state.exact]
-
-
-def _describe(value: object) -> str:
-    """Describe a setting in words that are equal on ranks with equal settings."""
-    if isinstance(value, Compressor):
-        return value.spec
-    if hasattr(value, "__qualname__"):  # a function; its repr has an address
-        return str(value.__qualname__)
-    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)

@@ -9,7 +9,6 @@ from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.topk import TopK
 from qcomp.core.ef21 import EF21Mean
-from qcomp.core.exchange import MeanState
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
@@ -93,19 +92,8 @@ class EF21SGD(CompressingOptimizer):
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return estimates of zero; there is no warm-up."""
-        state = OptimizerState(
-            step=0,
-            stage="compressed",
-            rank=rank,
-            size=size,
-            names=names,
-            exact=(),
-            momentum=(),
-            variance=(),
-            exchange=MeanState(rank, size, (), ()),
-            history=(),
-            skipped=0,
-            arrays={_SMOOTHED: zeros_like(params)} if self.eta < 1 else {},
+        state = OptimizerState.first("compressed", names, rank, size)._replace(
+            arrays={_SMOOTHED: zeros_like(params)} if self.eta < 1 else {}
         )
         state = self._chosen(state, params)
         return state._replace(exchange=self._no_residuals(params, state))

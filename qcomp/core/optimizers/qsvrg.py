@@ -82,18 +82,7 @@ class QSVRG(CompressingOptimizer):
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return the state before the first epoch."""
-        state = OptimizerState(
-            step=0,
-            stage="start",
-            rank=rank,
-            size=size,
-            names=names,
-            exact=(),
-            momentum=(),
-            variance=(),
-            exchange=MeanState(rank, size, (), ()),
-            history=(),
-            skipped=0,
+        state = OptimizerState.first("start", names, rank, size)._replace(
             arrays={kind: zeros_like(params) for kind in (_SNAPSHOT, _GRADIENT, _ITERATES)},
             numbers={_STEPS: 0.0},
         )

@@ -7,7 +7,6 @@ from typing import Any
 from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
-from qcomp.core.exchange import MeanState
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
@@ -62,18 +61,8 @@ class CompressedSGD(CompressingOptimizer):
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return a momentum and residuals of zero; there is no warm-up."""
-        state = OptimizerState(
-            step=0,
-            stage="compressed",
-            rank=rank,
-            size=size,
-            names=names,
-            exact=(),
-            momentum=zeros_like(params) if self.momentum else (),
-            variance=(),
-            exchange=MeanState(rank, size, (), ()),
-            history=(),
-            skipped=0,
+        state = OptimizerState.first("compressed", names, rank, size)._replace(
+            momentum=zeros_like(params) if self.momentum else ()
         )
         state = self._chosen(state, params)
         return state._replace(exchange=self._no_residuals(params, state))

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
+from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import StepNumbers
-from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule
-from qcomp.core.optimizers.groups import group_of_each
+from qcomp.core.optimizers.local_adam import LocalAdam, copy
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
@@ -27,7 +24,7 @@ __all__ = ["ZeroOneAdam"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOneAdam(CompressingOptimizer, Adam):
+class ZeroOneAdam(LocalAdam):
     """0/1 Adam: the variance is updated at ever fewer steps, and between some steps every rank goes on alone.
 
     Parameters
@@ -121,10 +118,6 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
         room = {"anchor": state.momentum, "pending": state.momentum} if stage == "local" else {}
         return state._replace(stage=stage, exchange=residuals, arrays=room)
 
-    def own_kinds(self, stage: str) -> tuple[str, ...]:
-        """Return what differs between the ranks while they are apart."""
-        return ("momentum", "pending") if stage == "local" else ()
-
     def rounds(self, steps: int) -> Rounds:
         """Return how many of the first steps send what, if all rates are above 0.
 
@@ -217,7 +210,7 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
         if state.stage != "local":
             return params, state
         tensors = as_tensors(params, "params")
-        sums = self._average([_copy(u) for u in state.arrays["pending"]], state)
+        sums = self._average([copy(u) for u in state.arrays["pending"]], state)
         # The next step draws with the key of this number of steps.
         parts = tuple(part._replace(key=part.key._replace(tensor=1)) for part in sums.parts)
         try:
@@ -236,63 +229,6 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
         """Return what the next step exchanges, the same on all ranks."""
         frozen, apart = int(state.numbers["frozen"]), state.stage == "local"
         return self._timetable.plan(state.step + 1, frozen, apart=apart, moves=self.rate(state) != 0)
-
-    def _local_step(
-        self, params: Sequence[Array], momenta: Sequence[Array], state: OptimizerState
-    ) -> tuple[list[Array], OptimizerState]:
-        """Make a step of this rank alone."""
-        apart = state.stage == "local"
-        if not (apart or self.rate(state)):
-            return list(params), state._replace(step=state.step + 1)
-        skipped = state.skipped
-        if self.nonfinite == "skip" and not _in_range(momenta):
-            momenta, skipped = [_copy(m) for m in state.momentum], skipped + 1
-        pending = self._summed(momenta, state)
-        anchor = state.arrays["anchor"] if apart else [_copy(to_compute_dtype(p)) for p in params]
-        moved = [
-            primitives.frozen_step(p, m, v, numbers)
-            for p, m, v, numbers in zip(
-                params, momenta, self._divisor(state), self._numbers(state), strict=True
-            )
-        ]
-        numbers = dict(state.numbers)
-        numbers["rates"] += self.rate(state)
-        numbers["weights"] += self._weight(state)
-        return [p for p, _ in moved], state._replace(
-            step=state.step + 1,
-            stage="local",
-            skipped=skipped,
-            momentum=tuple(m for _, m in moved),
-            arrays={"anchor": tuple(anchor), "pending": tuple(pending)},
-            numbers=numbers,
-        )
-
-    def _synchronised(
-        self, params: Sequence[Array], means: Means, state: OptimizerState
-    ) -> tuple[list[Array], OptimizerState]:
-        """Return the common parameters and state after the steps whose sums of momenta have this mean."""
-        rates, weights = state.numbers["rates"], state.numbers["weights"]
-        anchor = state.arrays["anchor"] if state.stage == "local" else params
-        momenta = [divide(u, weights) for u in means.values]
-        settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
-        moved = [
-            # The momentum times the sum of the weights, and decay times the sum of the rates.
-            primitives.frozen_step(
-                a, m, v, StepNumbers(rates * group.learning_rate_factor, rates / weights, self.eps, decay)
-            )
-            for a, m, v, (group, decay) in zip(anchor, momenta, self._divisor(state), settings, strict=True)
-        ]
-        new_params = [
-            array_namespace(p).astype(new, p.dtype, copy=False)
-            for p, (new, _) in zip(params, moved, strict=True)
-        ]
-        return new_params, state._replace(
-            stage="compressed",
-            momentum=tuple(m for _, m in moved),
-            exchange=means.exchange,
-            arrays={},
-            numbers={**state.numbers, "synced": float(state.step), "rates": 0.0, "weights": 0.0},
-        )
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step, ready for what the next step exchanges."""
@@ -314,30 +250,6 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
             state = self.enter(state, "compressed")
         return state
 
-    def _divisor(self, state: OptimizerState) -> Sequence[Array]:
-        """Return the variance to divide by: bias-corrected, which a frozen one already is."""
-        if state.numbers["frozen"]:
-            return state.variance
-        return self._corrected(state.variance, int(state.numbers["updates"]))
-
-    def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
-        """Return the sums of the weighted momenta since the last synchronisation, with this step's."""
-        weight = self._weight(state)
-        new = [weight * m for m in momenta]
-        if state.stage != "local":
-            return new
-        return [u + n for u, n in zip(state.arrays["pending"], new, strict=True)]
-
-    def _weight(self, state: OptimizerState) -> float:
-        """Return the rate of the next step over its bias correction of the momentum."""
-        return self.rate(state) / (1 - self.betas[0] ** (state.step + 1))
-
-    def _located(self, error: NonFiniteError, state: OptimizerState, step: int) -> NonFiniteError:
-        """Return the error with the steps that it may be about."""
-        first = int(state.numbers["synced"]) + 1
-        steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
-        return NonFiniteError(f"{error}, in {steps}")
-
     def _clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
         """Return the factor of `Optimizer`; in a step that sends nothing, that of this rank's own norm."""
         if any(self._plan(state)):
@@ -345,17 +257,3 @@ class ZeroOneAdam(CompressingOptimizer, Adam):
         assert self.clip_norm is not None
         norm = math.sqrt(math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads))
         return min(1.0, self.clip_norm / norm) if 0 < norm < math.inf else 1.0
-
-
-def _copy(x: Array) -> Array:
-    return array_namespace(x).astype(x, x.dtype)
-
-
-def _in_range(tensors: Sequence[Array]) -> bool:
-    """Return whether all values can be compressed, the test that a compressor makes."""
-    try:
-        for x in tensors:
-            require_below(array_namespace(x).reshape(x, (-1,)), LIMIT, "a momentum")
-    except NonFiniteError:
-        return False
-    return True

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core.arrays import Array
-from qcomp.core.exchange import MeanState
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors
@@ -38,21 +37,7 @@ class GradientMean(CompressingOptimizer):
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return residuals of zero."""
-        nothing = MeanState(rank, size, (), ())
-        state = OptimizerState(
-            step=0,
-            stage="compressed",
-            rank=rank,
-            size=size,
-            names=names,
-            exact=(),
-            momentum=(),
-            variance=(),
-            exchange=nothing,
-            history=(),
-            skipped=0,
-        )
-        state = self._chosen(state, params)
+        state = self._chosen(OptimizerState.first("compressed", names, rank, size), params)
         return state._replace(exchange=self._no_residuals(params, state))
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002

@@ -1,0 +1,32 @@
+"""Clipping by the global norm of the gradients of all ranks."""
+
+import math
+import struct
+from collections.abc import Sequence
+
+from qcomp.core.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.sums import sum_of_squares
+from qcomp.core.transport import AllGather, Stages
+
+__all__ = ["clip_scale"]
+
+
+def clip_scale(clip_norm: float, grads: Sequence[Array], size: int) -> Stages[float]:
+    """Return the factor that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm, the same on all ranks.
+
+    Raises
+    ------
+    NonFiniteError
+        On every rank, if the norm is not finite on any.
+    """
+    xp = array_namespace(grads[0])
+    square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)
+    message = xp.asarray(list(struct.pack("<d", square)), dtype=xp.uint8, device=device(grads[0]))
+    arrived = yield AllGather(message, (8,) * size)
+    squares = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
+    norm = math.sqrt(math.fsum(squares) / size)
+    if not math.isfinite(norm):
+        bad = ", ".join(str(rank) for rank, value in enumerate(squares) if not math.isfinite(value))
+        raise NonFiniteError(f"the norm of the gradients on rank {bad} is not finite")
+    return min(1.0, clip_norm / norm) if norm > 0 else 1.0

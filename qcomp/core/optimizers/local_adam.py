@@ -1,0 +1,126 @@
+"""Adam whose ranks go on alone between synchronisations: what such a step does, and what brings the ranks together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qcomp.core import primitives
+from qcomp.core.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import StepNumbers
+from qcomp.core.optimizers.adam import Adam
+from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.groups import group_of_each
+from qcomp.core.state import OptimizerState
+
+__all__ = ["LocalAdam", "copy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalAdam(CompressingOptimizer, Adam):
+    """Adam with local steps; a subclass says which steps these are.
+
+    In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last
+    synchronisation, and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates" of
+    the variance, the step in which it was "frozen" or 0, the last that "synced", and the "rates" and "weights" since.
+    """
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:
+        """Return what differs between the ranks while they are apart."""
+        return ("momentum", "pending") if stage == "local" else ()
+
+    def _local_step(
+        self, params: Sequence[Array], momenta: Sequence[Array], state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step of this rank alone."""
+        apart = state.stage == "local"
+        if not (apart or self.rate(state)):
+            return list(params), state._replace(step=state.step + 1)
+        skipped = state.skipped
+        if self.nonfinite == "skip" and not _in_range(momenta):
+            momenta, skipped = [copy(m) for m in state.momentum], skipped + 1
+        pending = self._summed(momenta, state)
+        anchor = state.arrays["anchor"] if apart else [copy(to_compute_dtype(p)) for p in params]
+        moved = [
+            primitives.frozen_step(p, m, v, numbers)
+            for p, m, v, numbers in zip(
+                params, momenta, self._divisor(state), self._numbers(state), strict=True
+            )
+        ]
+        numbers = dict(state.numbers)
+        numbers["rates"] += self.rate(state)
+        numbers["weights"] += self._weight(state)
+        return [p for p, _ in moved], state._replace(
+            step=state.step + 1,
+            stage="local",
+            skipped=skipped,
+            momentum=tuple(m for _, m in moved),
+            arrays={"anchor": tuple(anchor), "pending": tuple(pending)},
+            numbers=numbers,
+        )
+
+    def _synchronised(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Return the common parameters and state after the steps whose sums of momenta have this mean."""
+        rates, weights = state.numbers["rates"], state.numbers["weights"]
+        anchor = state.arrays["anchor"] if state.stage == "local" else params
+        momenta = [divide(u, weights) for u in means.values]
+        settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
+        moved = [
+            # The momentum times the sum of the weights, and decay times the sum of the rates.
+            primitives.frozen_step(
+                a, m, v, StepNumbers(rates * group.learning_rate_factor, rates / weights, self.eps, decay)
+            )
+            for a, m, v, (group, decay) in zip(anchor, momenta, self._divisor(state), settings, strict=True)
+        ]
+        new_params = [
+            array_namespace(p).astype(new, p.dtype, copy=False)
+            for p, (new, _) in zip(params, moved, strict=True)
+        ]
+        return new_params, state._replace(
+            stage="compressed",
+            momentum=tuple(m for _, m in moved),
+            exchange=means.exchange,
+            arrays={},
+            numbers={**state.numbers, "synced": float(state.step), "rates": 0.0, "weights": 0.0},
+        )
+
+    def _divisor(self, state: OptimizerState) -> Sequence[Array]:
+        """Return the variance to divide by: bias-corrected, which a frozen one already is."""
+        if state.numbers["frozen"]:
+            return state.variance
+        return self._corrected(state.variance, int(state.numbers["updates"]))
+
+    def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
+        """Return the sums of the weighted momenta since the last synchronisation, with this step's."""
+        weight = self._weight(state)
+        new = [weight * m for m in momenta]
+        if state.stage != "local":
+            return new
+        return [u + n for u, n in zip(state.arrays["pending"], new, strict=True)]
+
+    def _weight(self, state: OptimizerState) -> float:
+        """Return the rate of the next step over its bias correction of the momentum."""
+        return self.rate(state) / (1 - self.betas[0] ** (state.step + 1))
+
+    def _located(self, error: NonFiniteError, state: OptimizerState, step: int) -> NonFiniteError:
+        """Return the error with the steps that it may be about."""
+        first = int(state.numbers["synced"]) + 1
+        steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
+        return NonFiniteError(f"{error}, in {steps}")
+
+
+def copy(x: Array) -> Array:
+    """Return an array of the same values in memory of its own."""
+    return array_namespace(x).astype(x, x.dtype)
+
+
+def _in_range(tensors: Sequence[Array]) -> bool:
+    """Return whether all values can be compressed, the test that a compressor makes."""
+    try:
+        for x in tensors:
+            require_below(array_namespace(x).reshape(x, (-1,)), LIMIT, "a momentum")
+    except NonFiniteError:
+        return False
+    return True

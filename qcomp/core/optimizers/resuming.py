@@ -1,0 +1,36 @@
+"""Going on from saved states: this rank's own, or those of another number of ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qcomp.core.elastic import World, regroup
+from qcomp.core.handshake import handshake
+from qcomp.core.state import OptimizerState
+from qcomp.core.transport import Transport, drive
+
+__all__ = ["resume"]
+
+
+def resume(
+    saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    world: World,
+    comm: Transport,
+    load: Callable[[Mapping[str, Any]], OptimizerState],
+) -> OptimizerState:
+    """Return the state to go on from, see `Optimizer.load_state_dict`; ``load`` makes it from a dict of this rank."""
+    what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
+    handshake(comm, {"saved": what}, like=world.like)
+    own = saved if isinstance(saved, Mapping) else drive(regroup(saved, world), comm)
+    loaded, problem = None, None
+    try:
+        loaded = load(own)
+    except ValueError as error:
+        problem = error
+    verdict = f"of step {loaded.step}, {loaded.stage}, {loaded.exchange.topology}" if loaded else "refused"
+    try:
+        handshake(comm, {"checkpoint": verdict}, like=world.like)
+    finally:
+        if problem:  # says more than that the ranks differ
+            raise problem
+    assert loaded is not None
+    return loaded
