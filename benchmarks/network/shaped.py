@@ -27,8 +27,8 @@ PREFIX = "qcompnet"
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(?:\d+|switch)")
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 
-BURST, BUFFER = "256kb", "4mb"
-"""Of the token bucket: some segments as the kernel hands them on, and what a switch holds back."""
+BUFFER = "4mb"
+"""What a switch holds back."""
 
 
 class NetworkError(Exception):
@@ -103,8 +103,22 @@ def limit(name: str, nodes: int, rate: str | None) -> None:
             inside = ["nsenter", f"--net=/run/netns/{namespace}", "tc", "qdisc"]
             subprocess.run([*inside, "del", "dev", device, "root"], capture_output=True, check=False)
             if rate is not None:
-                bucket = ["tbf", "rate", rate, "burst", BURST, "limit", BUFFER]
+                bucket = ["tbf", "rate", rate, "burst", burst(rate), "limit", BUFFER]
                 _do(*inside, "add", "dev", device, "root", *bucket)
+
+
+def burst(rate: str) -> str:
+    """Return the size of the token bucket: what goes out at once after a pause.
+
+    Large enough for the segments that the kernel hands on and for late timers. On slow links it is small, where those
+    bytes would be a gift of some milliseconds to short messages.
+
+    Examples
+    --------
+    >>> burst("100mbit"), burst("1gbit")
+    ('32kb', '256kb')
+    """
+    return "256kb" if rate.endswith("gbit") else "32kb"
 
 
 def transmitted(interface: str, text: str | None = None) -> int:

@@ -142,19 +142,21 @@ def _halving(sent: float, peers: int, link: Link, ranks: int) -> float:
     return 2 * math.ceil(math.log2(peers)) * link.latency + link.transfer(sent, ranks=ranks)
 
 
-def _two_phase(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:  # noqa: ARG001
+def _two_phase(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
     n, compressor = cluster.ranks, _compressor(method)
-    speed, share = machine.speed(compressor), compressor.payload_spec(size).nbytes / n
-    codec = size * (speed.encode * (1 + 1 / n) + speed.add + speed.decode)
+    packed, payload = _message(size, job, compressor)
+    speed, share = machine.speed(compressor), payload / n
+    codec = packed * (speed.encode * (1 + 1 / n) + speed.add + speed.decode)
     wire = 2 * _to_all(share, cluster) + _announcements(compressor, 2, cluster)
     return _Cost(codec, wire, 2 * (n - 1) * share)
 
 
-def _all_gather(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:  # noqa: ARG001
+def _all_gather(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
     n, compressor = cluster.ranks, _compressor(method)
-    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
+    speed = machine.speed(compressor)
+    packed, payload = _message(size, job, compressor)
     wire = _to_all(payload, cluster) + _announcements(compressor, 1, cluster)
-    return _Cost(size * (speed.encode + n * speed.add), wire, (n - 1) * payload)
+    return _Cost(packed * (speed.encode + n * speed.add), wire, (n - 1) * payload)
 
 
 def _hierarchical(size: int, job: Job, cluster: Cluster, machine: Machine, method: Method) -> _Cost:
@@ -164,14 +166,22 @@ def _hierarchical(size: int, job: Job, cluster: Cluster, machine: Machine, metho
     if lanes == 1:
         return _two_phase(size, job, cluster, machine, method)
     compressor = _compressor(method)
-    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
+    speed = machine.speed(compressor)
+    packed, payload = _message(size, job, compressor)
     exact, lane = Identity().payload_spec(size).nbytes / lanes, payload / lanes
     codec = 2 * size * machine.copy  # packed, and added up over the node
-    codec += size * (speed.encode * (1 + 1 / nodes) / lanes + speed.add / lanes + speed.decode)
+    codec += packed * (speed.encode * (1 + 1 / nodes) / lanes + speed.add / lanes + speed.decode)
     wire = _inside(exact, cluster) + _inside(lane, cluster)
     wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
     wire += _announcements(compressor, 4, cluster)
     return _Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
+
+
+def _message(size: int, job: Job, compressor: Compressor) -> tuple[int, int]:
+    """Return how many of so many elements are compressed, and the bytes of the payload with the exact ones."""
+    exact = size * job.exact // job.params
+    sizes = [(compressor, size - exact), (Identity(), exact)]
+    return size - exact, sum(c.payload_spec(elements).nbytes for c, elements in sizes if elements)
 
 
 def _to_all(share: float, cluster: Cluster) -> float:
