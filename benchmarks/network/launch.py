@@ -82,7 +82,13 @@ def _mpi(name: str, ranks: int, command: Sequence[str], *, alone: bool) -> list[
 def _environment(name: str) -> dict[str, str]:
     paths = [str(folder) for folder in FOLDERS]
     paths += [path for path in [os.environ.get("PYTHONPATH", "")] if path]
-    return {**os.environ, VARIABLE: name, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        VARIABLE: name,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # torch's large tensors on large pages, as NumPy's are
+    }
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from timing import machine, rounded, spread
 from tqdm import tqdm
 
+from network.launch import RATES
 from network.methods import COMPUTE, METHODS, Trainee, parameter_shapes
 from network.models import MODELS
 from network.shaped import VARIABLE, limit, transmitted
@@ -31,16 +32,20 @@ PATIENCE = timedelta(seconds=120)
 """After which a method whose ranks have lost each other has failed."""
 
 
+SOLO = "solo"
+"""In place of a link: every rank trains for itself, all at once, which shows what a method computes itself."""
+
+
 class Field:
     """The methods that still run."""
 
-    def __init__(self, model: str, methods: Sequence[str], interface: str) -> None:
+    def __init__(self, model: str, methods: Sequence[str], interface: str, *, solo: bool = False) -> None:
         self.interface = interface
         self.failures: dict[str, str] = {}
         self.trainees: dict[str, Trainee] = {}
         for method in methods:
             with self._recorded(method):
-                self.trainees[method] = Trainee(method, MODELS[model], dist.new_group(timeout=PATIENCE))
+                self.trainees[method] = Trainee(method, MODELS[model], _group(solo=solo))
 
     @contextmanager
     def _recorded(self, method: str) -> Iterator[None]:
@@ -81,6 +86,14 @@ class Field:
         return {method: samples[method] for method in self.trainees}
 
 
+def _group(*, solo: bool) -> Any:
+    """Return a new process group: of all ranks, or of this one."""
+    if not solo:
+        return dist.new_group(timeout=PATIENCE)
+    groups = [dist.new_group([rank], timeout=PATIENCE) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
 def summary(samples: dict[str, list[tuple[float, float]]], shared: int) -> dict[str, Any]:
     """Return the seconds of the slowest rank, and the bytes of a rank without those of the bookkeeping.
 
@@ -117,17 +130,18 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     alone = options.links == ["loopback"]
-    field = Field(options.model, options.methods, "lo" if alone else "eth0")
+    solo = options.links == [SOLO]
+    field = Field(options.model, options.methods, "lo" if alone else "eth0", solo=solo)
     field.rounds(WARM, "warm-up, no limit")
     shapes = parameter_shapes(MODELS[options.model].make())
     for link, rounds, path in zip(options.links, options.rounds, options.out, strict=True):
-        if rank == 0 and not alone:
+        if rank == 0 and link in RATES:
             limit(os.environ[VARIABLE], ranks, link)
         dist.barrier()
         samples = field.rounds(rounds, f"{options.model}, {ranks} ranks, {link}")
         results = summary(samples, ranks if alone else 1)
         for method, result in results.items():
-            result["predicted_bytes"] = round(volume(method, shapes).sent(ranks))
+            result["predicted_bytes"] = 0 if solo else round(volume(method, shapes).sent(ranks))
         if rank == 0:
             document = {
                 "model": options.model,

@@ -37,7 +37,8 @@ class Method:
     """The spec of what qcomp compresses with."""
     rank: int | None = None
     """Of PowerSGD."""
-    one_bit_adam: bool = False
+    adam: qcomp.Optimizer | None = None
+    """What updates the parameters, and averages, in place of stock SGD with momentum."""
 
     @property
     def ours(self) -> bool:
@@ -85,7 +86,13 @@ METHODS = {
     "sign": Method("qcomp hook, sign, 1 bit", "#d1495b", _qcomp(SIGN), SIGN),
     "qsgd4": Method("qcomp hook, QSGD, 4 bits", "#2e86ab", _qcomp(QSGD4), QSGD4),
     "minmax8": Method("qcomp hook, min-max, 8 bits", "#3d9970", _qcomp(MINMAX), MINMAX),
-    "onebit_adam": Method("qcomp 1-bit Adam, after the freeze", "#7a4fa3", None, SIGN, one_bit_adam=True),
+    "onebit_adam": Method(
+        "qcomp 1-bit Adam, after the freeze",
+        "#7a4fa3",
+        compressor=SIGN,
+        adam=qcomp.OneBitAdam(learning_rate=1e-4, freeze=FREEZE),
+    ),
+    "adam": Method("qcomp Adam, exact", "#111111", adam=qcomp.Adam(learning_rate=1e-4)),
 }
 
 
@@ -107,12 +114,10 @@ class Trainee:
             gradient_as_bucket_view=True,
         )
         self.optimizer: Any
-        if chosen.one_bit_adam:
+        if chosen.adam is not None:
             from qcomp.integrations import ddp  # noqa: PLC0415
 
-            self.optimizer = ddp.OverlappedOptimizer(
-                self.model, qcomp.OneBitAdam(learning_rate=1e-4, freeze=FREEZE)
-            )
+            self.optimizer = ddp.OverlappedOptimizer(self.model, chosen.adam)
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         if chosen.register is not None:
