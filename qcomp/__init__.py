@@ -53,7 +53,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, planning, testing
+    from qcomp import comm, compat, integrations, planning, testing
 
 __all__ = [
     "EF21SGD",
@@ -107,12 +107,13 @@ __all__ = [
     "compressor",
     "compressor_names",
     "feedback",
+    "integrations",
     "planning",
     "register",
     "testing",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "planning", "testing")
+_SUBPACKAGES = ("comm", "compat", "integrations", "planning", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,7 @@ class Completed(NamedTuple):
 class Verbs(ABC):
     """Base of the communicators: `all_to_all` and `all_gather` over one kind of exchange."""
 
+    rank: int
     size: int
     host: str
 

@@ -107,7 +107,7 @@ class SegmentCodec:
                         self.compressors[tensor],
                         values,
                         None if new is None else new.old[part],
-                        key.at(bucket=segment.bucket),
+                        key.at(bucket=key.bucket + segment.bucket),
                         out=None if new is None else new.buffer(part, values),
                         blend=blends[tensor].cut(part) if blends else None,
                     )

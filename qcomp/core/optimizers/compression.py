@@ -16,6 +16,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.packing import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies import CompressorPolicy
 from qcomp.core.state import OptimizerState
+from qcomp.core.tensorwise import TensorwiseMean
 
 __all__ = ["CompressingOptimizer"]
 
@@ -47,6 +48,9 @@ class CompressingOptimizer(Optimizer):
         default, since residuals grow when the rate falls: on quadratics with schedules that fall it was better for
         top-k without momentum, no better for signs, and with momentum and a rate that goes up and down by ten signs
         diverged.
+    tensorwise : bool
+        Whether the mean cuts every tensor into chunks for the ranks by itself, see `TensorwiseMean`. The step is the
+        same, in more and smaller messages; who exchanges tensors while others are still computed needs it.
     """
 
     compressor: Compressor
@@ -55,6 +59,7 @@ class CompressingOptimizer(Optimizer):
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     rescale_feedback: bool = False
+    tensorwise: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +73,8 @@ class CompressingOptimizer(Optimizer):
     @property
     def mean(self) -> CompressedMean:
         """The compressed mean of this optimizer, if all tensors have its compressor."""
-        return CompressedMean(self.compressor, topology=self.topology, feedback=self.feedback)
+        kind = TensorwiseMean if self.tensorwise else CompressedMean
+        return kind(self.compressor, topology=self.topology, feedback=self.feedback)
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:
         """Return how the compressed stage averages, with the compressors that a policy has chosen."""

@@ -1,0 +1,16 @@
+"""Compressed communication under torch's DistributedDataParallel, while the backward pass still runs.
+
+Either the gradients are averaged with compression, for any optimizer::
+
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model.register_comm_hook(*hook(qcomp.ScaledSign(), model))
+
+or an optimizer of qcomp, such as 1-bit Adam, has its momenta averaged bucket by bucket::
+
+    optimizer = OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, freeze=1000))
+"""
+
+from qcomp.integrations.ddp.hook import HookState, compress_gradients, hook
+from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
+
+__all__ = ["HookState", "OverlappedOptimizer", "compress_gradients", "hook"]

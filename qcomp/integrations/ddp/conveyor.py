@@ -1,0 +1,91 @@
+"""A thread that carries computations in stages over a communicator, several at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from qcomp.comm.verbs import Pending, Verbs
+from qcomp.core.errors import CommunicatorError, NonFiniteError
+from qcomp.core.transport import Stages
+
+__all__ = ["Conveyor", "Job"]
+
+
+@dataclass(eq=False)
+class Job:
+    """A computation in stages, and what becomes of it; all callables are called in the conveyor's thread."""
+
+    stages: Stages[Any]
+    done: Callable[[Any], None]
+    failed: Callable[[BaseException], None]
+    context: Callable[[], AbstractContextManager[Any]]
+    """Entered whenever the job is worked on."""
+    last: bool
+    """Whether no other job comes before this one is done."""
+    pending: Pending | None = field(default=None, init=False)
+
+
+class Conveyor:
+    """Carries jobs, in the order in which they come, each a stage behind the next.
+
+    When a job comes, its first exchange is started, and then each job before it is moved one exchange further, the
+    oldest first. So while the bytes of one are under way another one encodes. The order in which exchanges are
+    started follows from the order of the jobs alone and not from when bytes arrive: it is the same on all ranks.
+
+    A value that is not finite fails its job, on all ranks in the same stage. Any other error is of this rank alone, or
+    the communicator's: it fails every job, now and later, because the order cannot be kept.
+
+    Parameters
+    ----------
+    comm : Verbs
+        A communicator with ``start``; nobody else may use it while jobs are under way.
+    """
+
+    def __init__(self, comm: Verbs) -> None:
+        self._comm = comm
+        self._queue: SimpleQueue[Job] = SimpleQueue()
+        self._under_way: deque[Job] = deque()
+        self._broken: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job) -> None:
+        """Take over a job; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="qcomp-ddp", daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+
+    def _run(self) -> None:
+        while True:
+            job = self._queue.get()
+            older = list(self._under_way)
+            self._under_way.append(job)
+            for each in (job, *older):
+                self._advance(each)
+            while job.last and self._under_way:
+                for each in list(self._under_way):
+                    self._advance(each)
+
+    def _advance(self, job: Job) -> None:
+        """Move a job to its next exchange, or to its end."""
+        with job.context():
+            try:
+                if self._broken is not None:
+                    raise CommunicatorError(f"an exchange failed before: {self._broken}") from self._broken
+                arrived: Any = None if job.pending is None else job.pending.wait()
+                job.pending = self._comm.start(job.stages.send(arrived))
+                return
+            except StopIteration as stop:
+                outcome, result = job.done, stop.value
+            except BaseException as error:
+                if not isinstance(error, NonFiniteError):
+                    self._broken = self._broken or error
+                outcome, result = job.failed, error
+            self._under_way.remove(job)
+            outcome(result)

@@ -1,0 +1,75 @@
+"""What a hook for gradients is to the core: an optimizer whose step returns the mean gradients."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qcomp.core.arrays import Array
+from qcomp.core.exchange import MeanState
+from qcomp.core.optimizers.average import Average, Means
+from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.state import OptimizerState
+
+__all__ = ["GradientMean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientMean(CompressingOptimizer):
+    """Returns the mean gradients where other optimizers return parameters: exact ones at first, then compressed ones.
+
+    Parameters
+    ----------
+    exact_iterations : int
+        Steps before the first that is compressed.
+    compressor, feedback, topology, exact, compressors, seed
+        See `CompressingOptimizer`.
+    """
+
+    learning_rate: float | Callable[[int], float] = 0.0
+    exact_iterations: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.exact_iterations) is not int or self.exact_iterations < 0:
+            raise ValueError(
+                f"exact_iterations is {self.exact_iterations!r}; expected an integer, at least 0"
+            )
+
+    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+        """Return residuals of zero."""
+        nothing = MeanState(rank, size, (), ())
+        state = OptimizerState(
+            step=0,
+            stage="compressed",
+            rank=rank,
+            size=size,
+            names=names,
+            exact=(),
+            momentum=(),
+            variance=(),
+            exchange=nothing,
+            history=(),
+            skipped=0,
+        )
+        state = self._chosen(state, params)
+        return state._replace(exchange=self._no_residuals(params, state))
+
+    def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
+        """Ask for the mean of the gradients, which stay as they are; ``scale`` is 1, since nothing is clipped."""
+        gradients = as_tensors(grads, "grads")
+        if state.step < self.exact_iterations:
+            everything = self._exact_part(range(len(gradients)), gradients, state)
+            average = Average((everything,), state.exchange)
+        else:
+            average = self._average(gradients, state)
+        return average._replace(own=tuple(gradients))
+
+    def apply(
+        self,
+        params: Any,  # noqa: ARG002
+        means: Means,
+        state: OptimizerState,
+    ) -> tuple[list[Array], OptimizerState]:
+        """Return the means, and the state after this step."""
+        return list(means.values), self._paid(state, means)._replace(step=state.step + 1)

@@ -1,0 +1,52 @@
+"""The CUDA stream on which a conveyor's thread works, beside the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["SideStream"]
+
+_cuda: Any = torch.cuda  # its hints leave some of it untyped
+
+
+class SideStream:
+    """A stream of a device that follows what is queued on another one; nothing at all on a CPU.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._stream: Any = _cuda.Stream(device) if device.type == "cuda" else None
+
+    def future(self) -> Any:
+        """Return a future whose waiters wait for this stream too."""
+        return torch.futures.Future(devices=None if self._stream is None else [self._device])
+
+    def mark(self) -> Any:
+        """Return the present end of what is queued on the current stream."""
+        return None if self._stream is None else _cuda.current_stream(self._device).record_event()
+
+    @contextlib.contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        """Queue on this stream what is done in the context, behind a mark."""
+        if self._stream is None:
+            yield
+            return
+        with _cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+
+    def hand_over(self, tensors: Sequence[Any]) -> None:
+        """Let the current stream use tensors of this one, behind all that is queued here."""
+        if self._stream is not None:
+            current = _cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for tensor in tensors:
+                tensor.record_stream(current)
