@@ -23,6 +23,7 @@ from tqdm import tqdm
 from network.launch import RATES
 from network.methods import COMPUTE, METHODS, Trainee, parameter_shapes
 from network.models import MODELS
+from network.results import SOLO
 from network.shaped import VARIABLE, limit, transmitted
 from network.volume import volume
 
@@ -32,8 +33,6 @@ PATIENCE = timedelta(seconds=120)
 """After which a method whose ranks have lost each other has failed."""
 
 
-SOLO = "solo"
-"""In place of a link: every rank trains for itself, all at once, which shows what a method computes itself."""
 
 
 class Field:

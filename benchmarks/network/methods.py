@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qcomp
 from network.models import Model, loss
+from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.integrations import ddp
 
 __all__ = ["COMPUTE", "METHODS", "Method", "Trainee"]
 
@@ -37,7 +39,7 @@ class Method:
     """The spec of what qcomp compresses with."""
     rank: int | None = None
     """Of PowerSGD."""
-    adam: qcomp.Optimizer | None = None
+    adam: CompressingOptimizer | None = None
     """What updates the parameters, and averages, in place of stock SGD with momentum."""
 
     @property
@@ -64,11 +66,8 @@ def _power_sgd(rank: int) -> Callable[[DistributedDataParallel, Any], None]:
 
 
 def _qcomp(spec: str) -> Callable[[DistributedDataParallel, Any], None]:
-    def register(model: DistributedDataParallel, group: Any) -> None:
-        from qcomp.integrations import ddp  # noqa: PLC0415
-
-        comm = qcomp.comm.TorchCommunicator(group)
-        model.register_comm_hook(*ddp.hook(qcomp.compressor(spec), model, comm=comm))
+    def register(model: DistributedDataParallel, _group: Any) -> None:
+        model.register_comm_hook(*ddp.hook(qcomp.compressor(spec), model))
 
     return register
 
@@ -92,7 +91,6 @@ METHODS = {
         compressor=SIGN,
         adam=qcomp.OneBitAdam(learning_rate=1e-4, freeze=FREEZE),
     ),
-    "adam": Method("qcomp Adam, exact", "#111111", adam=qcomp.Adam(learning_rate=1e-4)),
 }
 
 
@@ -115,8 +113,6 @@ class Trainee:
         )
         self.optimizer: Any
         if chosen.adam is not None:
-            from qcomp.integrations import ddp  # noqa: PLC0415
-
             self.optimizer = ddp.OverlappedOptimizer(self.model, chosen.adam)
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)

@@ -116,9 +116,9 @@ def burst(rate: str) -> str:
     Examples
     --------
     >>> burst("100mbit"), burst("1gbit")
-    ('32kb', '256kb')
+    ('72kb', '256kb')
     """
-    return "256kb" if rate.endswith("gbit") else "32kb"
+    return "256kb" if rate.endswith("gbit") else "72kb"
 
 
 def transmitted(interface: str, text: str | None = None) -> int:
