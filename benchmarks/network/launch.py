@@ -26,7 +26,12 @@ class RankError(Exception):
 
 
 def launch(
-    transport: str, ranks: int, program: Sequence[str], *, link: str | None = None, limit_seconds: float = 1500
+    transport: str,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    link: str | None = None,
+    limit_seconds: float = 1500,
 ) -> None:
     """Run ``python *program`` on every rank of a network of its own, and wait.
 

@@ -65,7 +65,8 @@ class Learner:
             group["lr"] = self.rate(self.done)
         self.optimizer.zero_grad()
         logits = self.model(windows[:, :-1])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
+        error = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        torch.autograd.backward(error)
         self.optimizer.step()
         seconds = time.perf_counter() - start
         self.done += 1
@@ -117,9 +118,8 @@ def times(links: list[str], rounds: list[int], corpus: Corpus) -> dict[str, Any]
     for link, count in zip(["none", *links], [WARM, *rounds], strict=True):
         if dist.get_rank() == 0 and link in RATES:
             limit(os.environ[VARIABLE], dist.get_world_size(), link)
-        rows = []
-        for _ in tqdm(range(count), desc=f"steps, {link}", unit="round", disable=dist.get_rank() != 0):
-            rows.append([learner.step()[1] for learner in learners.values()])
+        rounds_done = tqdm(range(count), desc=f"steps, {link}", unit="round", disable=dist.get_rank() != 0)
+        rows = [[learner.step()[1] for learner in learners.values()] for _ in rounds_done]
         of_all = torch.tensor(rows, dtype=torch.float64)
         dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
         results[link] = {name: spread(of_all[:, i].tolist()) for i, name in enumerate(learners)}

@@ -28,11 +28,9 @@ from network.shaped import VARIABLE, limit, transmitted
 from network.volume import volume
 
 WARM = 4
-"""Steps of each method that are not timed: DDP makes its buckets anew, PowerSGD and 1-bit Adam begin with exact steps."""
+"""Steps of each method that are not timed: DDP makes its buckets anew, some methods begin with exact steps."""
 PATIENCE = timedelta(seconds=120)
 """After which a method whose ranks have lost each other has failed."""
-
-
 
 
 class Field:
@@ -52,7 +50,7 @@ class Field:
         error = ""
         try:
             yield
-        except Exception as problem:  # noqa: BLE001 - whatever a method raises, the others go on
+        except Exception as problem:  # whatever a method raises, the others go on
             error = f"{type(problem).__name__}: {problem}"[:300]
         failed = torch.tensor([bool(error)], dtype=torch.uint8)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)

@@ -126,7 +126,7 @@ class Trainee:
         """Do one step of training."""
         self.optimizer.zero_grad()
         with self.model.no_sync() if self._alone else nullcontext():
-            loss(self.model, self._batch).backward()
+            torch.autograd.backward(loss(self.model, self._batch))
         self.optimizer.step()
 
 

@@ -1,6 +1,7 @@
 """What is trained: a perceptron and a transformer of some ten million parameters, and random batches."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class Transformer(nn.Module):
 def perceptron() -> nn.Module:
     """Return four layers with 10.5 million parameters."""
     widths = [1024, 2048, 2048, 2048]
-    hidden = [[nn.Linear(a, b), nn.ReLU()] for a, b in zip(widths, widths[1:], strict=False)]
+    hidden = [[nn.Linear(a, b), nn.ReLU()] for a, b in pairwise(widths)]
     return nn.Sequential(*[layer for pair in hidden for layer in pair], nn.Linear(widths[-1], 10))
 
 
