@@ -15,7 +15,7 @@ WINDOW = 32
 
 
 class Transformer(nn.Module):
-    """An encoder that predicts a token at every place; 10.3 million parameters."""
+    """An encoder that predicts a token at every place; 10.2 million parameters."""
 
     def __init__(self, width: int = 384, layers: int = 4, heads: int = 6) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "mlp": Model("MLP, 10.5M parameters, batches of 64", perceptron, vectors),
-    "transformer": Model("transformer, 10.3M parameters, batches of 4 x 32", Transformer, sentences),
+    "transformer": Model("transformer, 10.2M parameters, batches of 4 x 32", Transformer, sentences),
 }
 
 
