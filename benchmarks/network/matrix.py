@@ -25,6 +25,7 @@ from network.methods import COMPUTE, METHODS, Trainee, parameter_shapes
 from network.models import MODELS
 from network.results import SOLO
 from network.shaped import VARIABLE, limit, transmitted
+from network.timeline import readiness
 from network.volume import volume
 
 WARM = 4
@@ -130,6 +131,7 @@ def main() -> None:
     solo = options.links == [SOLO]
     field = Field(options.model, options.methods, "lo" if alone else "eth0", solo=solo)
     field.rounds(WARM, "warm-up, no limit")
+    ready = readiness(MODELS[options.model], _group(solo=True), options.rounds[0]) if solo else []
     shapes = parameter_shapes(MODELS[options.model].make())
     for link, rounds, path in zip(options.links, options.rounds, options.out, strict=True):
         if rank == 0 and link in RATES:
@@ -149,6 +151,7 @@ def main() -> None:
                 "shapes": shapes,
                 "methods": results,
                 "failures": field.failures,
+                "ready": ready,
             }
             path.write_text(json.dumps(document) + "\n")
     dist.destroy_process_group()

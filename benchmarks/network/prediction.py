@@ -5,6 +5,7 @@ from typing import NamedTuple
 import qcomp
 from network.methods import COMPUTE, METHODS
 from network.results import Run
+from network.timeline import overlap
 from network.volume import volume
 from qcomp.planning import Job, Measured, Method, advise, step_time
 
@@ -19,7 +20,9 @@ ADVISED = {"none": Method("ring"), "fp16": Method("ring", half=True)} | {
 """What the advisor chooses from."""
 
 
-def predicted(method: str, run: Run, measured: Measured, solo: Run | None) -> float | None:
+def predicted(
+    method: str, run: Run, measured: Measured, solo: Run | None, *, overlapped: bool = False
+) -> float | None:
     """Return the seconds of a step by the cost model; None if something it needs was not measured.
 
     Parameters
@@ -31,6 +34,9 @@ def predicted(method: str, run: Run, measured: Measured, solo: Run | None) -> fl
         Of the same ranks and link.
     solo : Run or None
         The same model and ranks, every rank training for itself.
+    overlapped : bool
+        Whether what is sent while gradients are still computed takes no time of its own, as if nothing that sends
+        needed the processor that computes. PowerSGD, in one bucket, never does that.
     """
     assert measured.cluster is not None  # there are ranks
     own = 0.0
@@ -39,10 +45,17 @@ def predicted(method: str, run: Run, measured: Measured, solo: Run | None) -> fl
             return None
         own = solo.seconds(method) - solo.seconds(NEIGHBOURS[method])
     size, chosen = volume(method, run.shapes), METHODS[method]
+    share, pieces = 0.0, size.exchanges
+    if overlapped and chosen.rank is None:
+        if solo is None:
+            return None
+        share, pieces = overlap(solo.ready)
     job = Job(
         params=size.exact + size.compressed,
         compute=max(0.0, run.compute + own),
-        buckets=size.exchanges,
+        overlap=share,
+        buckets=pieces,
+        overlap_compressed=True,
         exact=size.exact,
     )
     way = Method("ring", half=method == "fp16")

@@ -28,6 +28,8 @@ class Run:
     shapes: list[tuple[int, ...]]
     methods: dict[str, dict[str, Any]]
     failures: dict[str, str]
+    ready: list[float]
+    """When each bucket of gradients is there, as shares of a step; of a run without links only."""
 
     def seconds(self, method: str) -> float:
         """Return the median of a step."""

@@ -7,19 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import network_times
 import page
 import pytest
+import torch
 from network import bars, journeys, shaped, tables
 from network.journeys import Journey
 from network.launch import LINKS, RATES
+from network.matrix import Field, summary
 from network.methods import COMPUTE, METHODS
 from network.models import MODELS
 from network.prediction import choice, predicted
 from network.recipes import RECIPES, SETTLED
 from network.results import SOLO, Results, Run
+from network.timeline import overlap, readiness
 from network.volume import volume
 
 import qcomp
@@ -31,7 +35,7 @@ SIZE = 256 * 128 + 256 + 100 * 256 + 8 * 16
 MACHINE = {"cores": 2}
 
 
-def run_of(seconds, *, model="mlp", ranks=2, link="1gbit", shapes=SHAPES, failures=None):
+def run_of(seconds, *, model="mlp", ranks=2, link="1gbit", shapes=SHAPES, failures=None, ready=()):
     methods = {
         name: {
             "seconds": {"median": value, "quartiles": [value, value]},
@@ -41,13 +45,13 @@ def run_of(seconds, *, model="mlp", ranks=2, link="1gbit", shapes=SHAPES, failur
         }
         for name, value in seconds.items()
     }
-    return Run(model, ranks, link, 2, MACHINE, shapes, methods, failures or {})
+    return Run(model, ranks, link, 2, MACHINE, shapes, methods, failures or {}, list(ready))
 
 
-def save(results, run, link=None):
-    path = results.run_path(run.model, run.ranks, link or run.link)
+def save(results, run):
+    path = results.run_path(run.model, run.ranks, run.link)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(run.__dict__ | {"link": link or run.link}))
+    path.write_text(json.dumps(run.__dict__))
 
 
 def measured_of(link, ranks=2):
@@ -108,6 +112,13 @@ class TestVolume:
         assert sum(sent) / 2 == pytest.approx(volume("sign", SHAPES).sent(2), rel=0.05)
 
 
+def test_the_share_that_overlaps():
+    assert overlap([]) == overlap([0.9]) == (0.0, 1)
+    # Of four pieces at equal distances, the first is there after a quarter of the share.
+    assert overlap([0.3, 0.5, 0.7, 0.9]) == (0.8, 4)
+    assert overlap([0.0, 0.9]) == (1.0, 2)
+
+
 class TestPrediction:
     def test_a_ring_and_two_phases_by_hand(self):
         run, measured = run_of({COMPUTE: 0.1, "none": 1.0, "sign": 1.0}), measured_of("1gbit")
@@ -129,6 +140,25 @@ class TestPrediction:
         sign = predicted("sign", run, measured, None)
         assert predicted("onebit_adam", run, measured, solo) == pytest.approx(sign + 0.01)
 
+    def test_with_overlap_one_piece_is_sent_after_the_backward_pass_if_the_link_is_fast(self):
+        run, measured = run_of({COMPUTE: 0.1, "none": 1.0}), measured_of("1gbit")
+        solo = run_of({COMPUTE: 0.1}, link=SOLO, ready=[0.4, 0.6])
+        assert predicted("none", run, measured, None, overlapped=True) is None
+        piece = 2e-4 + 4 * SIZE / 2 / (RATES["1gbit"] * tables.PAYLOAD)
+        assert predicted("none", run, measured, solo, overlapped=True) == pytest.approx(0.1 + piece)
+        # On a slow one the first piece is sent when it is ready, and then the others.
+        slow = 2 * 2e-4 + 4 * SIZE / (RATES["100mbit"] * tables.PAYLOAD)
+        found = predicted("none", run, measured_of("100mbit"), solo, overlapped=True)
+        assert found == pytest.approx(max(0.1 + slow / 2, 0.06 + 0.02 + slow))
+
+    def test_power_sgd_has_one_bucket_and_no_overlap(self):
+        seconds = {COMPUTE: 0.1, "powersgd1": 0.2}
+        solo = run_of(seconds, link=SOLO, ready=[0.4, 0.6])
+        both = [
+            predicted("powersgd1", run_of(seconds), measured_of("1gbit"), solo, overlapped=o) for o in (0, 1)
+        ]
+        assert both[0] == both[1]
+
     def test_the_choice_is_compared_with_the_best_of_the_others(self):
         seconds = {COMPUTE: 0.1, "none": 3.0, "fp16": 1.6, "powersgd1": 0.2, "sign": 0.3, "qsgd4": 0.4}
         shapes = [(2048, 2048)] * 2
@@ -136,6 +166,58 @@ class TestPrediction:
         assert found.method == "sign"
         assert found.best == "powersgd1"
         assert found.ratio == pytest.approx(1.5)
+
+
+@pytest.fixture
+def alone():
+    """A world of torch.distributed of this process."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A small model in the place of the perceptron."""
+    model = MODELS["mlp"]._replace(
+        make=lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10)),
+        batch=lambda: (torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)),
+    )
+    monkeypatch.setitem(MODELS, "mlp", model)
+    return model
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the interface's counter is read from /proc")
+class TestMatrix:
+    def test_a_method_that_raises_is_left_out_and_the_others_go_on(self, alone, tiny):
+        field = Field("mlp", [COMPUTE, "none", "sign"], "lo")
+
+        def fail():
+            raise RuntimeError("lost")
+
+        field.trainees["none"].step = fail
+        samples = field.rounds(3, "test")
+        assert field.failures == {"none": "RuntimeError: lost"}
+        assert {method: len(found) for method, found in samples.items()} == {COMPUTE: 3, "sign": 3}
+        found = summary(samples, 1)
+        assert found[COMPUTE]["bytes"] == 0
+        assert found["sign"]["seconds"]["median"] > 0
+
+    def test_every_method_trains(self, alone, tiny):
+        before = [p.detach() for p in tiny.make().parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch and small models have some
+            field = Field("mlp", list(METHODS), "lo")
+            field.rounds(4, "test")
+        assert not field.failures
+        assert set(field.trainees) == set(METHODS)
+        assert all(len(list(t.model.parameters())) == len(before) for t in field.trainees.values())
+
+    def test_gradients_become_ready_within_a_step(self, alone, tiny):
+        ready = readiness(tiny, alone, 3)
+        assert ready == sorted(ready)
+        assert 0 < ready[0] <= ready[-1] < 1
 
 
 class TestTables:
@@ -146,7 +228,7 @@ class TestTables:
         save(results, run_of(seconds, failures={}))
         without = {m: s for m, s in seconds.items() if m != "powersgd1"}
         save(results, run_of(without, link="100mbit", failures={"powersgd1": "RuntimeError: lost"}))
-        save(results, run_of(seconds, link=SOLO), SOLO)
+        save(results, run_of(seconds, link=SOLO, ready=[0.4, 0.8]))
         for link in ("100mbit", "1gbit"):
             path = results.link_path(2, link)
             path.parent.mkdir(exist_ok=True)
@@ -177,8 +259,9 @@ class TestTables:
         text = tables.blocks(results)["model"]
         rows = [line for line in text.splitlines() if line.startswith("| mlp")]
         assert len(rows) == 2 * (len(METHODS) - 1) - 1
-        beyond = sum("**" in row for row in rows)
-        assert text.startswith(f"{len(rows)} steps; {beyond} off by more than 20%, in bold.")
+        plain, overlapped = (sum("**" in row.split(" | ")[i] for row in rows) for i in (4, 6))
+        counts = f"{plain} of {len(rows)} without overlap, {overlapped} of {len(rows)} with it."
+        assert text.startswith(f"Off by more than 20%, in bold: {counts}")
 
     def test_without_files_every_block_says_so(self, tmp_path):
         results = Results(tmp_path)
