@@ -1,6 +1,8 @@
 """The examples as a user starts them: real ranks under mpirun."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,3 +112,31 @@ def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
     assert "the ranks were not started alike: settings.compressor is" in job.stderr
     assert "scale=l1' on rank 0" in job.stderr
     assert "scale=rms' on rank 1" in job.stderr
+
+
+@pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
+def test_ranks_of_torchrun_end_with_identical_parameters(method):
+    torchrun = Path(sys.executable).parent / "torchrun"
+    command = [torchrun, "--nproc-per-node", "2", EXAMPLES / "torch_ddp_hook.py", "--method", method]
+    job = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    assert "all 2 ranks hold identical parameters" in job.stdout
+    losses = [float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < 0.8 * losses[0]
+    if method != "plain":
+        sent, exact = (
+            int(words.split()[0].replace(",", ""))
+            for words in next(line for line in job.stdout.splitlines() if "bytes sent" in line).split("; ")
+        )
+        warmup = {"hook": 2, "onebit_adam": 50}[method] / 200
+        small = 4616 / 70152  # of the parameters stay exact
+        assert exact / sent == pytest.approx(
+            1 / (warmup + (1 - warmup) * (small + (1 - small) / 32)), rel=0.05
+        )

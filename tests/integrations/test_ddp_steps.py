@@ -4,61 +4,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-HEAD = """
-import copy, dataclasses, os, pickle, warnings
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import qcomp
-from qcomp.core.optimizers.average import EXACT
-from qcomp.integrations import ddp
-
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", "the variance is frozen after")
-me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
-dist.init_process_group("gloo", store=store, rank=me, world_size=n)
-os.environ["QCOMP_HOST"] = f"host{me % 2}"
-comm = qcomp.comm.TorchCommunicator(timeout=30)
-
-def network():
-    torch.manual_seed(7)
-    return torch.nn.Sequential(
-        torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 41, bias=False), torch.nn.Tanh(),
-        torch.nn.Linear(41, 5),
-    )
-
-def loss(model, step):
-    draws = torch.Generator().manual_seed(1000 * step + me)
-    return model(torch.randn(3, 33, generator=draws)).square().sum()
-
-def wrapped(bucket_bytes=4000, **options):
-    options = {"gradient_as_bucket_view": True} | options
-    return DistributedDataParallel(network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
-
-def gradients(model):
-    return [p.grad.clone() for p in model.parameters()]
-
-def same(xs, ys):
-    return len(xs) == len(ys) and all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
-
-def say(*words):
-    print(*words, flush=True)
-"""
-
-
-@pytest.fixture
-def said(torch_ranks):
-    """Run a script on ranks that have a process group; return the lines that each said."""
-
-    def run(n, body, *, check=True):
-        return [rank.out.splitlines() for rank in torch_ranks(n, HEAD + body, check=check)]
-
-    return run
-
-
 OPTIMIZERS = {
     "onebit_adam": "qcomp.OneBitAdam(learning_rate=0.01, freeze=3, exact=policy)",
     "onebit_adam, coupled decay, groups": (
