@@ -59,6 +59,9 @@ def main() -> int:
         except NetworkError as error:
             print(f"network_times.py: error: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("network_times.py: stopped; start it again to go on", file=sys.stderr)
+            return 130
     write(results)
     return 1 if failed else 0
 

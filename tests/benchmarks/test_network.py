@@ -374,6 +374,31 @@ class TestRights:
             "network_times.py: error: the shaped network needs root, to make network namespaces: run it with sudo\n"
         )
 
+    def test_ctrl_c_ends_with_130_and_says_how_to_go_on(self, monkeypatch, tmp_path, capsys):
+        def interrupt(tasks):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(network_times, "require_rights", lambda: None)
+        monkeypatch.setattr(network_times, "run", interrupt)
+        monkeypatch.setattr(sys, "argv", ["network_times.py", "--out", str(tmp_path)])
+        assert network_times.main() == 130
+        assert capsys.readouterr().err == "network_times.py: stopped; start it again to go on\n"
+
+    def test_a_task_that_fails_leaves_the_others_alone(self, monkeypatch, tmp_path):
+        started = []
+
+        def launch(transport, ranks, program, *, link):
+            started.append(program)
+            if len(started) == 1:
+                raise network_times.RankError("ranks ended with a status other than 0: {1: -6}")
+
+        monkeypatch.setattr(network_times, "launch", launch)
+        tasks = [
+            network_times.Task(str(i), "gloo", 2, ["-m", "x"], [tmp_path / "a" / str(i)]) for i in range(2)
+        ]
+        assert network_times.run(tasks) is True
+        assert [program[-1] for program in started] == [str(tmp_path / "a" / str(i)) for i in range(2)]
+
     def test_without_a_tool_it_names_the_package(self, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
