@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import qcomp
 from network.launch import RATES
+from network.methods import SLOW
 from network.recipes import BETAS, RECIPES, SETTLED, WARMUP, Cosine, Recipe
 from network.shaped import VARIABLE, limit
 from qcomp.integrations import ddp
@@ -36,14 +37,14 @@ WARM = 3
 class Learner:
     """A model, its optimizer and its way to average, on a process group of its own."""
 
-    def __init__(self, recipe: Recipe, steps: int, exact: int, corpus: Corpus) -> None:
+    def __init__(self, recipe: Recipe, rate: Cosine, exact: int, corpus: Corpus) -> None:
         torch.manual_seed(0)
         model = LanguageModel(WIDTH, LAYERS, HEADS, CONTEXT)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = DistributedDataParallel(
             model, process_group=dist.new_group(), gradient_as_bucket_view=True
         )
-        self.rate, self.corpus, self.done = Cosine(steps), corpus, 0
+        self.rate, self.corpus, self.done = rate, corpus, 0
         self.comm: Any = None
         self.optimizer: Any
         if recipe.make is not None:
@@ -89,7 +90,7 @@ class Learner:
 
 def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
     """Train, and return the loss at some steps, the stages of the steps, and how long they took here."""
-    learner = Learner(RECIPES[name], steps, max(1, round(WARMUP * steps)), corpus)
+    learner = Learner(RECIPES[name], Cosine(steps), max(1, round(WARMUP * steps)), corpus)
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(1, JUDGEMENTS + 1)}
     losses, stages, seconds = [(0, rounded(learner.judge()))], [], 0.0
     for step in tqdm(range(steps), desc=f"{name}, {link}", unit="step", disable=dist.get_rank() != 0):
@@ -113,7 +114,8 @@ def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
 
 def times(links: list[str], rounds: list[int], corpus: Corpus) -> dict[str, Any]:
     """Return the seconds of the slowest rank's steps on each link, by what is timed in turn."""
-    learners = {name: Learner(recipe, 1000, exact, corpus) for name, (recipe, exact) in SETTLED.items()}
+    rate = Cosine(1000, SLOW)
+    learners = {name: Learner(recipe, rate, exact, corpus) for name, (recipe, exact) in SETTLED.items()}
     results = {}
     for link, count in zip(["none", *links], [WARM, *rounds], strict=True):
         if dist.get_rank() == 0 and link in RATES:
