@@ -6,7 +6,7 @@ PEERS := .venv-peers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-peers bench-kernels bench-gpu bench-convergence lint format clean
+.PHONY: demo test test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
@@ -37,6 +37,9 @@ bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; 
 bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (hours; goes on where it was stopped).
 	$(BIN)/python benchmarks/noise_floor.py
 	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4py benchmarks/study.py
+
+bench-network: $(INSTALLED)  ## Time training on links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
+	$(BIN)/python benchmarks/network_times.py
 
 lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff check .

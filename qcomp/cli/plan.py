@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the computation behind which plain training sends",
     )
     job.add_argument("--buckets", type=int, default=1, help="pieces in which it sends then")
+    job.add_argument(
+        "--exact", type=_unit(count), default=0, help="parameters in tensors that stay exact (default: 0)"
+    )
     job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap as well")
     job.add_argument(
         "--warmup", type=float, default=0.0, help="share of exact steps in a run that compresses"
@@ -140,6 +143,7 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> str:
         options.overlap,
         options.buckets,
         options.overlap_compressed,
+        options.exact,
     )
     cluster = _cluster(options, None if measured is None else measured.cluster)
     machine = CPU if measured is None else measured.machine

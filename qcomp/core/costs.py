@@ -129,6 +129,13 @@ class Load(NamedTuple):
     """Seconds an element: decompress and add to a sum."""
     copy: float
     """Seconds an element: copy float32."""
+    exact: int = 0
+    """How many of the elements are not compressed; they take no time but on the wire."""
+
+    @property
+    def packed(self) -> int:
+        """Number of elements that are compressed."""
+        return self.size - self.exact
 
 
 class Cost(NamedTuple):
@@ -162,7 +169,7 @@ def cost(topology: str, load: Load, cluster: Cluster) -> Cost:
 
 def _two_phase(load: Load, cluster: Cluster) -> Cost:
     n, share = cluster.ranks, load.payload / cluster.ranks
-    codec = load.size * (load.encode * (1 + 1 / n) + load.add + load.decode)
+    codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode)
     wire = 2 * to_all(share, cluster) + _announcements(load, 2, cluster)
     return Cost(codec, wire, 2 * (n - 1) * share)
 
@@ -170,7 +177,7 @@ def _two_phase(load: Load, cluster: Cluster) -> Cost:
 def _all_gather(load: Load, cluster: Cluster) -> Cost:
     n = cluster.ranks
     wire = to_all(load.payload, cluster) + _announcements(load, 1, cluster)
-    return Cost(load.size * (load.encode + n * load.add), wire, (n - 1) * load.payload)
+    return Cost(load.packed * (load.encode + n * load.add), wire, (n - 1) * load.payload)
 
 
 def _hierarchical(load: Load, cluster: Cluster) -> Cost:
@@ -181,7 +188,7 @@ def _hierarchical(load: Load, cluster: Cluster) -> Cost:
         return _two_phase(load, cluster)
     exact, lane = _EXACT * load.size / lanes, load.payload / lanes
     codec = 2 * load.size * copy  # packed, and added up over the node
-    codec += load.size * (load.encode * (1 + 1 / nodes) / lanes + load.add / lanes + load.decode)
+    codec += load.packed * (load.encode * (1 + 1 / nodes) / lanes + load.add / lanes + load.decode)
     wire = _inside(exact, cluster) + _inside(lane, cluster)
     wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
     wire += _announcements(load, 4, cluster)
@@ -192,7 +199,7 @@ def _ring(load: Load, cluster: Cluster) -> Cost:
     n = cluster.ranks
     sent = 2 * (n - 1) / n * load.payload
     # What arrives is added to a copy of a rank's own part.
-    codec = load.size * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
+    codec = load.packed * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
     return Cost(codec, around(sent, cluster) + _announcements(load, 2 * (n - 1), cluster), sent)
 
 

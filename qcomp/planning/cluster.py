@@ -34,6 +34,9 @@ class Job:
     overlap_compressed : bool
         Whether compressed messages overlap too. Not with the optimizers of this package, whose step starts when all
         gradients are there.
+    exact : int
+        How many of the parameters are in tensors that stay exact, small ones, norms and biases; they are sent with
+        the compressed ones, as float32.
     """
 
     params: int
@@ -42,10 +45,12 @@ class Job:
     overlap: float = 0.0
     buckets: int = 1
     overlap_compressed: bool = False
+    exact: int = 0
 
     def __post_init__(self) -> None:
         _require("params", self.params, self.params >= 1, "at least 1")
         _require("compute", self.compute, 0 <= self.compute < math.inf, "seconds, at least 0")
         _require("gradient_bytes", self.gradient_bytes, self.gradient_bytes in (2, 4), "2 or 4")
+        _require("exact", self.exact, 0 <= self.exact <= self.params, f"0 to {self.params}, all parameters")
         _require("overlap", self.overlap, 0 <= self.overlap <= 1, "a share from 0 to 1")
         _require("buckets", self.buckets, self.buckets >= 1, "at least 1")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
 from qcomp.core.costs import Cost, Load, around, cost
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
@@ -103,7 +104,7 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
         return StepTime(method, job.compute, job.compute, 0.0, 0.0, 0.0)
     size = -(-job.params // buckets)
     if method.compressor is not None:
-        one = cost(method.topology, _load(size, method.compressor, machine), cluster)
+        one = cost(method.topology, _load(size, job, method.compressor, machine), cluster)
     else:
         pattern = {"ring": _ring, "tree": _tree}[method.topology]
         one = pattern(size, job, cluster, machine, method)
@@ -114,10 +115,12 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     return StepTime(method, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
 
 
-def _load(size: int, compressor: Compressor, machine: Machine) -> Load:
-    speed, payload = machine.speed(compressor), compressor.payload_spec(size).nbytes
+def _load(size: int, job: Job, compressor: Compressor, machine: Machine) -> Load:
+    speed, exact = machine.speed(compressor), size * job.exact // job.params
+    parts = ((compressor, size - exact), (Identity(), exact))
+    payload = sum(c.payload_spec(elements).nbytes for c, elements in parts if elements)
     return Load(
-        size, payload, compressor.variable_length, speed.encode, speed.decode, speed.add, machine.copy
+        size, payload, compressor.variable_length, speed.encode, speed.decode, speed.add, machine.copy, exact
     )
 
 

@@ -315,3 +315,30 @@ class TestMachine:
 def test_what_cannot_be_is_an_error_that_names_it(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class TestExactTensors:
+    @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+    def test_a_rank_sends_what_the_exact_elements_and_the_others_are_long(self, topology):
+        exact = 1 << 15
+        job = Job(SIZE, 0.0, exact=exact)
+        payload = SIGN.payload_spec(SIZE - exact).nbytes + 4 * exact
+        shares = {"two_phase": 2 * 7 / 8, "all_gather": 7}
+        assert cost(Method(topology, SIGN), job=job).sent == shares[topology] * payload
+
+    def test_nothing_compressed_is_an_all_reduce(self):
+        everything = cost(Method("two_phase", SIGN), job=Job(SIZE, 0.0, exact=SIZE), machine=CPU)
+        ring = cost(Method("ring"))
+        assert (everything.sent, everything.wire, everything.codec) == (ring.sent, ring.wire, 0.0)
+
+    def test_only_what_is_compressed_is_encoded(self):
+        whole, half = (
+            cost(Method("two_phase", SIGN), job=Job(SIZE, 0.0, exact=exact), machine=CPU).codec
+            for exact in (0, SIZE // 2)
+        )
+        assert half == pytest.approx(whole / 2)
+
+    @pytest.mark.parametrize("exact", [-1, SIZE + 1])
+    def test_more_than_there_is_raises(self, exact):
+        with pytest.raises(ValueError, match=f"exact is {exact}; expected 0 to {SIZE}, all parameters"):
+            Job(SIZE, 0.0, exact=exact)

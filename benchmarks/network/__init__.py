@@ -1,0 +1,1 @@
+"""Training steps and exchanges on links of a limited rate, between network namespaces of one machine."""

@@ -1,0 +1,117 @@
+"""One process of the exchange benchmark: the 1-bit payloads of a gradient of 100 MB, over gloo or MPI.
+
+Started on every rank by network_times.py. Timed are the two exchanges of the payloads alone, and the whole mean, which
+encodes and decodes too, in turn.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from timing import machine, spread
+from tqdm import tqdm
+
+import qcomp
+from network.shaped import VARIABLE, limit
+from qcomp.core.arrays import from_host_bytes
+from qcomp.planning.network import agreed
+
+ELEMENTS = 25_000_000
+COMPRESSOR = qcomp.ScaledSign()
+WARM = 2
+
+
+class Exchanges:
+    """What is timed on this rank."""
+
+    def __init__(self, comm: Any, elements: int, arrays: str) -> None:
+        values = np.random.default_rng(comm.rank).standard_normal(elements, dtype=np.float32)
+        self.comm = comm
+        self.source: Any = import_module("torch").from_numpy(values) if arrays == "torch" else values
+        self.own: Any = self.source + 0
+        self.mean = qcomp.CompressedMean(COMPRESSOR)
+        self.state = self.mean.init(self.own, comm)
+        self.segments = [sum(s.size for s in chunk) for chunk in self.mean.segments([self.own], comm.size)]
+        self.shares = [COMPRESSOR.payload_spec(size).nbytes for size in self.segments]
+        self.buffers = [from_host_bytes(bytes(share), self.source) for share in self.shares]
+        self.step = 0
+
+    def exchange(self) -> Callable[[], object]:
+        """Return what sends payloads of the right lengths in two phases."""
+        comm, own = self.comm, self.shares[self.comm.rank]
+
+        def run() -> None:
+            comm.all_to_all(self.buffers, [own] * comm.size)
+            comm.all_gather(self.buffers[comm.rank], self.shares)
+
+        return run
+
+    def whole(self) -> Callable[[], object]:
+        """Return what averages a gradient, which is there anew."""
+        self.own[:] = self.source
+        self.step += 1
+        key = qcomp.Key(step=self.step, rank=self.comm.rank)
+
+        def run() -> None:
+            _, self.state = self.mean(self.own, self.state, self.comm, key=key, donate=True)
+
+        return run
+
+    def timed(self, run: Callable[[], object]) -> tuple[float, int]:
+        """Return the seconds of the slowest rank, and the bytes that this one sent."""
+        self.comm.all_gather(self.buffers[0][:1], [1] * self.comm.size)
+        before, start = self.comm.bytes_sent, time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        sent = self.comm.bytes_sent - before
+        return max(value for (value,) in agreed(self.comm, [seconds], self.source)), sent
+
+
+def main() -> None:
+    """Run all links, and write one file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--transport", choices=("gloo", "mpi"), required=True)
+    parser.add_argument("--links", nargs="+", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--elements", type=int, default=ELEMENTS)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    comm = qcomp.comm.world()
+    kinds = {"gloo": "torch", "mpi": "numpy"}
+    exchanges = Exchanges(comm, options.elements, kinds[options.transport])
+    kinds_of_run = {"exchange": exchanges.exchange, "mean": exchanges.whole}
+    results = {}
+    for link in [None, *options.links]:
+        if comm.rank == 0 and link is not None:
+            limit(os.environ[VARIABLE], comm.size, link)
+        rounds, title = (WARM, "warm-up, no limit") if link is None else (options.rounds, link)
+        samples: dict[str, list[tuple[float, int]]] = {kind: [] for kind in kinds_of_run}
+        described = f"{options.transport}, {comm.size} ranks, {title}"
+        for _ in tqdm(range(rounds), desc=described, unit="round", disable=comm.rank != 0):
+            for kind, make in kinds_of_run.items():
+                samples[kind].append(exchanges.timed(make()))
+        if link is not None:
+            results[link] = {
+                kind: {"seconds": spread([s for s, _ in values]), "sent": values[-1][1]}
+                for kind, values in samples.items()
+            }
+    if comm.rank == 0:
+        document = {
+            "transport": options.transport,
+            "ranks": comm.size,
+            "elements": options.elements,
+            "rounds": options.rounds,
+            "machine": machine(),
+            "links": results,
+        }
+        options.out.write_text(json.dumps(document) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Loss against seconds: curves over steps, and the measured seconds of the stages that they go through."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import page
+from matplotlib.figure import Figure
+
+from network.recipes import RECIPES
+from network.results import Results
+from network.tables import NAMES, NOTHING
+
+__all__ = ["Journey", "blocks", "picture", "target"]
+
+TIMES, CHECK = "times", "check-"
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A method's losses, and the stages of its steps."""
+
+    method: str
+    steps: int
+    ranks: int
+    parameters: int
+    losses: list[tuple[int, float]]
+    stages: list[tuple[str, int]]
+    seconds: float
+    """Of all steps, on the link on which they were done."""
+    link: str
+    machine: dict[str, Any]
+
+    @property
+    def lowest(self) -> float:
+        """The lowest loss."""
+        return min(loss for _, loss in self.losses)
+
+    def clock(self, times: Mapping[str, float]) -> list[float]:
+        """Return the seconds after 0, 1, 2, ... steps, where each takes what `SETTLED` has of its stage."""
+        recipe = RECIPES[self.method]
+        each = [times[recipe.stage(stage)] for stage, count in self.stages for _ in range(count)]
+        return [0.0, *accumulate(each)]
+
+    def seconds_to(self, loss: float, times: Mapping[str, float]) -> float | None:
+        """Return the seconds after which the loss is reached, in a line between two judgements; None if it never is."""
+        clock = self.clock(times)
+        for (before, high), (after, low) in pairwise(self.losses):
+            if low <= loss:
+                part = 0.0 if high <= loss else (high - loss) / (high - low)
+                return clock[before] + part * (clock[after] - clock[before])
+        return None
+
+
+def target(journeys: Sequence[Journey]) -> float:
+    """Return the loss that is waited for: the lowest that every method reaches."""
+    return max(journey.lowest for journey in journeys)
+
+
+def blocks(results: Results) -> dict[str, str]:
+    """Return the tables of the time to a loss."""
+    journeys, times = _journeys(results), _times(results)
+    if not journeys or not times:
+        return {"loss": NOTHING, "check": NOTHING}
+    return {"loss": _table(journeys, times), "check": _checked(results, times) or NOTHING}
+
+
+def _journeys(results: Results) -> list[Journey]:
+    return [_journey(path) for name in RECIPES if (path := results.loss_path(name)).exists()]
+
+
+def _journey(path: Path) -> Journey:
+    return Journey(**json.loads(path.read_text()))
+
+
+def _times(results: Results) -> dict[str, dict[str, float]]:
+    path = results.loss_path(TIMES)
+    links = json.loads(path.read_text())["links"] if path.exists() else {}
+    return {link: {name: found["median"] for name, found in rows.items()} for link, rows in links.items()}
+
+
+def _table(journeys: Sequence[Journey], times: Mapping[str, Mapping[str, float]]) -> str:
+    wanted = target(journeys)
+    rows = []
+    for journey in journeys:
+        recipe = RECIPES[journey.method]
+        counts = {stage: sum(n for s, n in journey.stages if s == stage) for stage, _ in journey.stages}
+        row = [recipe.label, f"{journey.lowest:.3f}", f"{counts.get('exact', 0)} of {journey.steps}"]
+        for link, of_link in times.items():
+            taken = journey.seconds_to(wanted, of_link)
+            exact = next((j.seconds_to(wanted, of_link) for j in journeys if j.method == "adam"), None)
+            own = [f"{1e3 * of_link[recipe.stage(stage)]:.0f}" for stage in counts]
+            gain = f", {exact / taken:.2f}x" if exact and taken else ""
+            row += [" / ".join(own), f"{taken:.0f}{gain} ({NAMES[link]})" if taken is not None else "never"]
+        rows.append(row)
+    head = ["", "lowest loss", "exact steps"]
+    for link in times:
+        head += [f"ms of its steps, {NAMES[link]}", "seconds to the loss, times as fast as Adam"]
+    first = journeys[0]
+    about = (
+        f"{first.parameters:,} parameters, {first.ranks} ranks, {first.steps} steps; the loss waited for is "
+        f"{wanted:.3f} nats a byte, the lowest that all reach."
+    )
+    return f"{about}\n\n{page.table(head, rows)}"
+
+
+def _checked(results: Results, times: Mapping[str, Mapping[str, float]]) -> str:
+    rows = []
+    for name in RECIPES:
+        path = results.loss_path(f"{CHECK}{name}")
+        if not path.exists():
+            continue
+        journey = _journey(path)
+        product = journey.clock(times[journey.link])[-1]
+        rows.append(
+            [
+                f"{RECIPES[name].label}, {journey.steps} steps, {NAMES[journey.link]}",
+                f"{journey.seconds:.1f}",
+                f"{product:.1f}",
+                f"{product / journey.seconds - 1:+.0%}",
+            ]
+        )
+    return page.table(["", "seconds by the clock", "steps x measured stages", "off by"], rows) if rows else ""
+
+
+def picture(results: Results) -> Figure | None:
+    """Return the losses against seconds, a panel for each link; None if there are none."""
+    journeys, times = _journeys(results), _times(results)
+    if not journeys or not times:
+        return None
+    figure = Figure(figsize=(5.5 * len(times), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(times), squeeze=False)[0]
+    for panel, (link, of_link) in zip(panels, times.items(), strict=True):
+        for journey in journeys:
+            clock, recipe = journey.clock(of_link), RECIPES[journey.method]
+            points = [(clock[step], loss) for step, loss in journey.losses]
+            panel.plot(*zip(*points, strict=True), color=recipe.colour, label=recipe.label)
+        panel.axhline(target(journeys), color="0.6", lw=1)
+        # The first second is over before anything is learned.
+        panel.set(xscale="log", xlabel="seconds", title=NAMES[link], xlim=(1, None), ylim=(None, 4.5))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss, nats a byte")
+    panels[0].legend()
+    return figure

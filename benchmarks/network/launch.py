@@ -1,0 +1,122 @@
+"""Starting a program on every rank: over gloo or MPI, on the nodes of a shaped network or all on one of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from network.shaped import ENTER, VARIABLE, address, enter, shaped_network
+
+__all__ = ["LINKS", "RATES", "RankError", "launch"]
+
+LINKS = ("100mbit", "1gbit", "10gbit", "loopback")
+RATES = {"100mbit": 1e8 / 8, "1gbit": 1e9 / 8, "10gbit": 1e10 / 8}
+"""Bytes a second. On the loopback of one node there is no limit."""
+FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[2], Path(__file__).parents[2] / "examples"]
+"""Where ranks import from."""
+PORT = 29511
+
+
+class RankError(Exception):
+    """A rank that failed."""
+
+
+def launch(
+    transport: str,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    link: str | None = None,
+    limit_seconds: float = 1500,
+) -> None:
+    """Run ``python *program`` on every rank of a network of its own, and wait.
+
+    Parameters
+    ----------
+    transport : {"gloo", "mpi"}
+        What starts the ranks, and carries their messages: over TCP in both.
+    ranks : int
+    program : sequence of str
+        Arguments of Python.
+    link : str, optional
+        One of `LINKS`; without one there is a node for each rank, and no limit until a rank sets one by `limit`.
+    limit_seconds : float
+        After which the ranks are ended.
+
+    Raises
+    ------
+    NetworkError
+        If there can be no network here.
+    RankError
+        If a rank fails, or the ranks take too long.
+    """
+    alone = link == "loopback"
+    with shaped_network(1 if alone else ranks, link if link in RATES else None) as name:
+        starts = _mpi if transport == "mpi" else _gloo
+        _wait(starts(name, ranks, [sys.executable, *program], alone=alone), limit_seconds)
+
+
+def _gloo(name: str, ranks: int, command: Sequence[str], *, alone: bool) -> list[subprocess.Popen[bytes]]:
+    processes = []
+    for rank in range(ranks):
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": "lo" if alone else "eth0",
+        }
+        processes.append(_start(enter(0 if alone else rank, command), _environment(name) | own))
+    return processes
+
+
+def _mpi(name: str, ranks: int, command: Sequence[str], *, alone: bool) -> list[subprocess.Popen[bytes]]:
+    # MPICH: libfabric's TCP comes nearer to the rate of the wire than the default, UCX.
+    own = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo" if alone else "eth0"}
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)]
+    if not alone:
+        hosts = ",".join(address(node) for node in range(ranks))
+        mpiexec += ["-launcher", "ssh", "-launcher-exec", str(ENTER), "-hosts", hosts, "-ppn", "1"]
+    return [_start(enter(0, [*mpiexec, *command]), _environment(name) | own)]
+
+
+def _environment(name: str) -> dict[str, str]:
+    paths = [str(folder) for folder in FOLDERS]
+    paths += [path for path in [os.environ.get("PYTHONPATH", "")] if path]
+    return {
+        **os.environ,
+        VARIABLE: name,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # torch's large tensors on large pages, as NumPy's are
+    }
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait for all, and end all if one fails or they take too long."""
+    deadline = time.monotonic() + seconds
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                time.sleep(2)  # the others may find that out, and say more
+                break
+            if time.monotonic() > deadline:
+                raise RankError(f"the ranks did not end within {seconds:g} s")
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    failed = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode}
+    if failed:
+        raise RankError(f"ranks ended with a status other than 0: {failed}")

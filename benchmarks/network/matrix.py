@@ -1,0 +1,161 @@
+"""One process of the matrix: all methods in turn, step by step, on one link after the other.
+
+Started on every rank by network_times.py. A step of every method follows on a step of the one before, so that each is
+compared with what the same machine did in the same seconds.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timing import machine, rounded, spread
+from tqdm import tqdm
+
+from network.launch import RATES
+from network.methods import COMPUTE, METHODS, Trainee, parameter_shapes
+from network.models import MODELS
+from network.results import SOLO
+from network.shaped import VARIABLE, limit, transmitted
+from network.timeline import readiness
+from network.volume import volume
+
+WARM = 4
+"""Steps of each method that are not timed: DDP makes its buckets anew, some methods begin with exact steps."""
+PATIENCE = timedelta(seconds=120)
+"""After which a method whose ranks have lost each other has failed."""
+
+
+class Field:
+    """The methods that still run."""
+
+    def __init__(self, model: str, methods: Sequence[str], interface: str, *, solo: bool = False) -> None:
+        self.interface = interface
+        self.failures: dict[str, str] = {}
+        self.trainees: dict[str, Trainee] = {}
+        for method in methods:
+            with self._recorded(method):
+                self.trainees[method] = Trainee(method, MODELS[model], _group(solo=solo))
+
+    @contextmanager
+    def _recorded(self, method: str) -> Iterator[None]:
+        """Leave a method out on all ranks if it fails on one."""
+        error = ""
+        try:
+            yield
+        except Exception as problem:  # whatever a method raises, the others go on
+            error = f"{type(problem).__name__}: {problem}"[:300]
+        failed = torch.tensor([bool(error)], dtype=torch.uint8)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if failed.item():
+            errors: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error)
+            self.failures[method] = next(text for text in errors if text)
+            self.trainees.pop(method, None)
+            if dist.get_rank() == 0:
+                tqdm.write(f"{method} failed: {self.failures[method]}")
+
+    def step(self, method: str) -> tuple[float, float]:
+        """Return the seconds and the bytes of one step on this rank."""
+        dist.barrier()
+        before, seconds = transmitted(self.interface), 0.0
+        with self._recorded(method):
+            start = time.perf_counter()
+            self.trainees[method].step()
+            seconds = time.perf_counter() - start
+        return seconds, float(transmitted(self.interface) - before)
+
+    def rounds(self, count: int, title: str) -> dict[str, list[tuple[float, float]]]:
+        """Return what each step of each method took on this rank."""
+        samples: dict[str, list[tuple[float, float]]] = {method: [] for method in self.trainees}
+        for number in tqdm(range(count), desc=title, unit="round", disable=dist.get_rank() != 0):
+            order = list(self.trainees)
+            turn = number % len(order)
+            for method in order[turn:] + order[:turn]:  # none always follows the same one
+                samples[method].append(self.step(method))
+        return {method: samples[method] for method in self.trainees}
+
+
+def _group(*, solo: bool) -> Any:
+    """Return a new process group: of all ranks, or of this one."""
+    if not solo:
+        return dist.new_group(timeout=PATIENCE)
+    groups = [dist.new_group([rank], timeout=PATIENCE) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+def summary(samples: dict[str, list[tuple[float, float]]], shared: int) -> dict[str, Any]:
+    """Return the seconds of the slowest rank, and the bytes of a rank without those of the bookkeeping.
+
+    Parameters
+    ----------
+    samples : dict of str to list of (float, float)
+        Of this rank; all ranks have the same methods. Collective.
+    shared : int
+        The ranks that share the interface.
+    """
+    of_all = torch.tensor([samples[method] for method in samples], dtype=torch.float64)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+    idle = median(of_all[list(samples).index(COMPUTE), :, 1].tolist()) if COMPUTE in samples else 0.0
+    return {
+        method: {
+            "seconds": spread(seconds := of_all[i, :, 0].tolist()),
+            "each": [rounded(s) for s in seconds],
+            "bytes": round(max(0.0, median(of_all[i, :, 1].tolist()) - idle) / shared),
+        }
+        for i, method in enumerate(samples)
+    }
+
+
+def main() -> None:
+    """Run the links that were asked for, and write a file for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=list(MODELS), required=True)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), required=True)
+    parser.add_argument("--links", nargs="+", required=True)
+    parser.add_argument("--rounds", nargs="+", type=int, required=True, help="on each of the links")
+    parser.add_argument("--out", nargs="+", type=Path, required=True, help="a file for each of the links")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    alone = options.links == ["loopback"]
+    solo = options.links == [SOLO]
+    field = Field(options.model, options.methods, "lo" if alone else "eth0", solo=solo)
+    field.rounds(WARM, "warm-up, no limit")
+    ready = readiness(MODELS[options.model], _group(solo=True), options.rounds[0]) if solo else []
+    shapes = parameter_shapes(MODELS[options.model].make())
+    for link, rounds, path in zip(options.links, options.rounds, options.out, strict=True):
+        if rank == 0 and link in RATES:
+            limit(os.environ[VARIABLE], ranks, link)
+        dist.barrier()
+        samples = field.rounds(rounds, f"{options.model}, {ranks} ranks, {link}")
+        results = summary(samples, ranks if alone else 1)
+        for method, result in results.items():
+            result["predicted_bytes"] = 0 if solo else round(volume(method, shapes).sent(ranks))
+        if rank == 0:
+            document = {
+                "model": options.model,
+                "ranks": ranks,
+                "link": link,
+                "rounds": rounds,
+                "machine": machine() | {"torch": torch.__version__},
+                "shapes": shapes,
+                "methods": results,
+                "failures": field.failures,
+                "ready": ready,
+            }
+            path.write_text(json.dumps(document) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The optimizers whose time to a loss is compared, and the stages that their steps go through."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import qcomp
+from network.methods import QSGD4, SIGN
+from qcomp.core.optimizers.compression import CompressingOptimizer
+
+__all__ = ["RECIPES", "SETTLED", "Cosine", "Recipe"]
+
+BETAS = (0.9, 0.99)
+PEAK = 1e-3
+WARMUP = 0.15
+"""The share of exact steps of what freezes its variance."""
+NEVER = 10**9
+
+Rate = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Learning rate of a step: up in a line over the first tenth, then down in a cosine to a tenth."""
+
+    steps: int
+    peak: float = PEAK
+
+    def __call__(self, step: int) -> float:
+        """Return the rate after ``step`` completed steps."""
+        rise = max(1, self.steps // 10)
+        if step < rise:
+            return self.peak * (step + 1) / rise
+        progress = (step - rise) / max(1, self.steps - rise)
+        return self.peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What trains, and which of `SETTLED` has the time of its steps."""
+
+    label: str
+    colour: str
+    make: Callable[[Rate, int], CompressingOptimizer] | None = None
+    """An optimizer of qcomp, of a rate and of the exact steps; else torch's Adam updates the parameters."""
+    hook: str | None = None
+    """The spec of a compressor of gradients; else they are averaged exactly."""
+    exact: str = "warmup"
+    compressed: str = ""
+
+    def stage(self, name: str) -> str:
+        """Return which of `SETTLED` has the time of a step."""
+        return {"exact": self.exact, "compressed": self.compressed}[name]
+
+
+def _onebit_adam(rate: Rate, exact: int) -> CompressingOptimizer:
+    return qcomp.OneBitAdam(learning_rate=rate, betas=BETAS, freeze=exact)
+
+
+def _qadam(rate: Rate, exact: int) -> CompressingOptimizer:
+    return qcomp.QAdam(learning_rate=rate, betas=BETAS, freeze=exact)
+
+
+def _zero_one_adam(rate: Rate, _exact: int) -> CompressingOptimizer:
+    return qcomp.ZeroOneAdam(learning_rate=rate, betas=BETAS, variance_steps=qcomp.DoublingIntervals(2))
+
+
+def _zero_one_settled(rate: Rate, exact: int) -> CompressingOptimizer:
+    return qcomp.ZeroOneAdam(learning_rate=rate, betas=BETAS, variance_steps=lambda step: step <= exact)
+
+
+RECIPES = {
+    "adam": Recipe("Adam, exact", "#4d4d4d", exact="adam"),
+    "onebit_adam": Recipe("1-bit Adam", "#d1495b", _onebit_adam, compressed="onebit_adam"),
+    "qadam": Recipe("QAdam, 8 bits", "#3d9970", _qadam, compressed="qadam"),
+    "zero_one_adam": Recipe("0/1 Adam", "#7a4fa3", _zero_one_adam, compressed="zero_one_adam"),
+    "sign_hook": Recipe("gradients of 1 bit, Adam", "#e0962b", hook=SIGN, compressed="sign_hook"),
+    "qsgd4_hook": Recipe("gradients of 4 bits, Adam", "#2e86ab", hook=QSGD4, compressed="qsgd4_hook"),
+}
+
+SETTLED = {
+    "adam": (RECIPES["adam"], NEVER),
+    "warmup": (RECIPES["onebit_adam"], NEVER),
+    "onebit_adam": (RECIPES["onebit_adam"], 2),
+    "qadam": (RECIPES["qadam"], 2),
+    "zero_one_adam": (Recipe("0/1 Adam", "#7a4fa3", _zero_one_settled), 2),
+    "sign_hook": (RECIPES["sign_hook"], NEVER),
+    "qsgd4_hook": (RECIPES["qsgd4_hook"], NEVER),
+}
+"""What is timed: a recipe and its exact steps, after which it stays in one stage."""
