@@ -34,13 +34,15 @@ COMPRESSORS: tuple[Compressor, ...] = (
     WideQSGD(levels=128, bucket_size=64),
     WideQSGD(levels=32767, bucket_size=512, norm="l2"),
     Scaled(WideQSGD(levels=1000, bucket_size=64)),
+    Scaled(WideQSGD(levels=32767, bucket_size=8)),
     WholeFields(QSGD(levels=7, bucket_size=64), field=9),
     WholeFields(Scaled(QSGD(levels=3, bucket_size=512, norm="l2")), field=25),
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
 )
 """One of each width and norm, with buckets that fit into a vector register and buckets that do not; of the widths that
-only a coder sees, the narrowest, the widest and one between; and buckets that are not full."""
+only a coder sees, the narrowest, the widest and one between, also with a factor that rounds to 1; and buckets that are
+not full."""
 
 
 class _Results(NamedTuple):

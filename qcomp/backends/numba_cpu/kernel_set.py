@@ -237,9 +237,9 @@ def _decode_qsgd(c: Compressor, data: Bytes, out: Floats, how: dict[str, bool]) 
     return inside is not None
 
 
-def _unwrapped(c: Compressor) -> tuple[QSGD, float, int | None] | None:
+def _unwrapped(c: Compressor) -> tuple[QSGD, float | None, int | None] | None:
     """Return the QSGD inside, the factor of its values and the elements of a bucket, None if another one is inside."""
-    held, factor = None, 1.0
+    held, factor = None, None
     if isinstance(c, WholeFields):
         held, c = c.traits.bucket_size, c.compressor
     if isinstance(c, Scaled):

@@ -62,7 +62,7 @@ def qsgd_encode(
     *,
     limit: float | None = None,
     blend: Mix | None = None,
-    factor: float = 1.0,
+    factor: float | None = None,
     held: int | None = None,
 ) -> float | None:
     """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
@@ -79,8 +79,9 @@ def qsgd_encode(
         The words of the stream, from `qcomp.core.random.fold_key`.
     hop, first_bucket : int
         ``hop`` and ``bucket`` of the key.
-    factor : float
-        What the decoder multiplies with, 1 or that of `qcomp.Scaled`; the payload does not depend on it.
+    factor : float, optional
+        What the decoder multiplies with as `qcomp.Scaled` does, also where it rounds to 1; the payload does not depend
+        on it.
     held : int, optional
         The elements that a bucket is filled with, the rest being zeros, as in `qcomp.WholeFields`; all by default.
 
@@ -122,12 +123,12 @@ def qsgd_encode(
             data_out,
             codes,
             scratch,
-            F(factor),
+            F(factor or 0),
         )
         return result
 
     # An element is rounded to one of its two neighbours, and then loses 1 - factor of that.
-    largest_error = 1.0 + levels * (1 - factor)
+    largest_error = 1.0 if factor is None else 1.0 + levels * (1 - factor)
     return encode(
         work,
         x,
@@ -282,7 +283,7 @@ def _encode_buckets(
             largest_step = max(largest_step, as_bits(step))
             divisor = step if step > ZERO else F(1)
             top = U(1 << (bits - 1))
-            if factor == F(1):
+            if factor == ZERO:
                 _quantise(p, draws[a:b], step, divisor, F(levels), top, codes[a:b])
             else:
                 _quantise_scaled(p, draws[a:b], step, divisor, F(levels), top, codes[a:b], factor)

@@ -27,7 +27,7 @@ def qsgd_decode(
     *,
     accumulate: bool = False,
     in_use: bool = True,
-    factor: float = 1.0,
+    factor: float | None = None,
     held: int | None = None,
 ) -> None:
     """Decompress levels and steps into a buffer, or add them to it.
@@ -46,7 +46,7 @@ def qsgd_decode(
         Whether to add.
     in_use : bool
         Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
-    factor, held
+    factor, held : optional
         See `qcomp.backends.numba_cpu.qsgd.qsgd_encode`.
     """
     bits, held = levels.bit_length() + 1, held or bucket_size
@@ -72,7 +72,7 @@ def qsgd_decode(
             last,
             codes,
             beside,
-            F(factor),
+            F(factor or 0),
         )
 
     threads.run(work, bucket_count(size, held), held)
@@ -144,7 +144,7 @@ def _decode_buckets(
         part, values = codes[: stop - start], out[start:stop]
         if streams:
             values = beside[: stop - start]
-        if factor == F(1):
+        if factor == F(0):  # not scaled: a factor that rounds to 1 still clears a bit
             if accumulate:
                 _accumulate(part, sign, step, values)
             else:
