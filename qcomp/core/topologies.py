@@ -15,7 +15,7 @@ TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 ETHERNET = Link(bandwidth=1.25e9, latency=50e-6)
 """What is taken for the link between nodes unless another is named: 10 Gbit/s, and 50 microseconds a message."""
 
-_SPEEDS = {"encode": 1.0e-9, "decode": 0.2e-9, "add": 0.2e-9, "copy": 0.4e-9}
+_NOTHING = Load(0, 0, variable_length=False, encode=1.0e-9, decode=0.2e-9, add=0.2e-9, copy=0.4e-9)
 """Seconds an element: about those of one CPU core with kernels, which docs/benchmarks/kernels.json has."""
 
 _CLEARLY = 1.1
@@ -60,11 +60,10 @@ def choose_topology(
     count = nodes.count
     several = -(-len(nodes.of_rank) // count)  # ranks on a node
     cluster = Cluster(count * several, link, several)
-    load = Load(
+    load = _NOTHING._replace(
         size=sum(sizes),
         payload=sum(c.payload_spec(size).nbytes for c, size in zip(compressors, sizes, strict=True)),
         variable_length=any(c.variable_length for c in compressors),
-        **_SPEEDS,
     )
     topologies: list[Topology] = ["all_gather", "two_phase"]
     if count > 1 and several > 1:
