@@ -86,9 +86,11 @@ class Adam(Optimizer):
         beta1, beta2 = self.betas
         tensors = as_tensors(params, "params")
         gradients = self._decayed(means.values, tensors, state)
-        momentum = tuple(beta1 * m + (1 - beta1) * g for m, g in zip(state.momentum, gradients, strict=True))
+        momentum = tuple(
+            primitives.momentum(m, g, beta1, 1.0) for m, g in zip(state.momentum, gradients, strict=True)
+        )
         variance = tuple(
-            beta2 * v + (1 - beta2) * (g * g) for v, g in zip(state.variance, gradients, strict=True)
+            primitives.momentum(v, g * g, beta2, 1.0) for v, g in zip(state.variance, gradients, strict=True)
         )
         new_params, state = self._move(tensors, momentum, _corrected(variance, correction), state)
         return new_params, state._replace(step=state.step + 1, momentum=momentum, variance=variance)
