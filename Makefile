@@ -16,7 +16,7 @@ test: $(INSTALLED)  ## Run all tests that need no GPU.
 
 test-gpu: $(INSTALLED)  ## Run the tests of kernels, communicators and examples that need a CUDA device; without one they say so.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
-	$(BIN)/python -m pytest -m gpu tests/backends tests/comm tests/examples
+	$(BIN)/python -m pytest -m gpu tests/backends tests/comm tests/examples tests/integrations
 
 test-peers:  ## Compare the compat mode with DeepSpeed itself, in an environment of its own.
 	$(PYTHON) -m venv $(PEERS)

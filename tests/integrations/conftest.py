@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", "the variance is frozen after")
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
-dist.init_process_group("gloo", store=store, rank=me, world_size=n)
+dist.init_process_group(backend, store=store, rank=me, world_size=n)
 os.environ["QCOMP_HOST"] = f"host{me % 2}"
 comm = qcomp.comm.TorchCommunicator(timeout=30)
 
@@ -26,11 +26,11 @@ def network():
     return torch.nn.Sequential(
         torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 41, bias=False), torch.nn.Tanh(),
         torch.nn.Linear(41, 5),
-    )
+    ).to(device)
 
 def loss(model, step):
     draws = torch.Generator().manual_seed(1000 * step + me)
-    return model(torch.randn(3, 33, generator=draws)).square().sum()
+    return model(torch.randn(3, 33, generator=draws).to(device)).square().sum()
 
 def wrapped(bucket_bytes=4000, **options):
     options = {"gradient_as_bucket_view": True} | options
@@ -49,9 +49,13 @@ def say(*words):
 
 @pytest.fixture
 def said(torch_ranks):
-    """Run a script on ranks that have a process group: ``said(n, script, check=True)``; return the lines of each."""
+    """Run a script on ranks that have a process group, and return the lines of each.
 
-    def run(n, body, *, check=True):
-        return [rank.out.splitlines() for rank in torch_ranks(n, HEAD + body, check=check)]
+    ``said(n, script, check=True, device="cpu", backend="gloo")``
+    """
+
+    def run(n, body, *, check=True, device="cpu", backend="gloo"):
+        script = f"device, backend = {device!r}, {backend!r}\n{HEAD}{body}"
+        return [rank.out.splitlines() for rank in torch_ranks(n, script, check=check)]
 
     return run

@@ -48,7 +48,25 @@ SERVERS_DRAW = ("draws", "by name", "coded")
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_that_of_the_optimizer_on_all_gradients(said, name):
-    body = f"""
+    stages = said(3, compared(name))
+    assert stages[0] != ["warmup"]
+    assert stages[1:] == stages[:-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (1, "nccl")])
+@pytest.mark.parametrize("name", ["onebit_adam", "qadam", "draws"])
+def test_on_a_gpu_as_well(said, name, ranks, backend):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    stages = said(ranks, compared(name), device="cuda", backend=backend)
+    assert stages == [["compressed"]] * ranks
+
+
+def compared(name):
+    """A script that steps an optimizer alone and under DistributedDataParallel, and says in which stage it ends."""
+    return f"""
 policy = qcomp.ExactBelow(100)
 make = lambda: {OPTIMIZERS[name]}
 alone, model = network(), wrapped()
@@ -70,6 +88,3 @@ for step in range(7):
     assert same(optimizer.state.momentum, state.momentum)
 say(state.stage)
 """
-    stages = said(3, body)
-    assert stages[0] != ["warmup"]
-    assert stages[1:] == stages[:-1]
