@@ -35,7 +35,11 @@ def main() -> None:
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
     parser.add_argument(
-        "--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD"
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        default=[name for name, method in METHODS.items() if not method.tried],
+        metavar="METHOD",
     )
     parser.add_argument("--seeds", type=int, default=5, help="0 to one below this (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="of every run, for a trial (default: those of the task)")

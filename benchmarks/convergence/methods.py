@@ -36,6 +36,8 @@ class Method:
     label: str
     colour: str
     make: Callable[[dict[str, Any], int], qcomp.Optimizer]
+    tried: bool = False
+    """Whether it was tried because another did not keep up; it only runs when it is asked for."""
 
     def optimizer(self, task: Task, steps: int) -> qcomp.Optimizer:
         """Return the optimizer of one of the task's networks."""
@@ -69,5 +71,36 @@ METHODS = {
         "QAdam, 8 bits, 15% warm-up",
         "#2e86ab",
         lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.15)),
+    ),
+    "qadam_longer": Method(
+        "QAdam, 30% warm-up",
+        "#76b5d6",
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.3)),
+        tried=True,
+    ),
+    "qadam_half": Method(
+        "QAdam, 50% warm-up",
+        "#1b4965",
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.5)),
+        tried=True,
+    ),
+    "qadam_rewarm": Method(
+        "QAdam, 15% warm-up, re-warms 50 steps at a ratio of 0.75 or an overlap of 0.3",
+        "#1b998b",
+        lambda shared, steps: qcomp.QAdam(
+            **shared,
+            freeze=first(steps, 0.15),
+            watch=qcomp.VarianceWatch(threshold=0.75, overlap=0.3, rewarm_steps=50, every=5),
+        ),
+        tried=True,
+    ),
+    "qadam_faster": Method(
+        "QAdam, 15% warm-up, 1.5 times the learning rate",
+        "#edae49",
+        lambda shared, steps: qcomp.QAdam(
+            **(shared | {"learning_rate": Cosine(1.5 * shared["learning_rate"].peak, steps)}),
+            freeze=first(steps, 0.15),
+        ),
+        tried=True,
     ),
 }

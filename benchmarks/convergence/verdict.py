@@ -108,7 +108,7 @@ def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figur
     axes = figure.subplots()
     for name, method in METHODS.items():
         runs = list(of_task.get(name, {}).values())
-        if not runs:
+        if len(runs) < (2 if method.tried else 1):  # one run of what was tried is for the table
             continue
         steps = [step for step, _ in runs[0].curve]
         values = [[value for _, value in run.curve] for run in runs]
