@@ -12,6 +12,7 @@ from qcomp.core.arrays import (
     device,
     dtype_name,
     empty_like,
+    is_mutable,
     to_compute_dtype,
 )
 from qcomp.core.chunks import Segment
@@ -54,9 +55,11 @@ def decode_all(
     payloads: Sequence[Sequence[Payload]],
     chunks: Sequence[Sequence[Segment]],
     flat: Sequence[Array],
+    *,
+    overwrite: bool = False,
 ) -> list[Array]:
-    """Return the tensors of which these are the payloads."""
-    means = [empty_like(t) for t in flat]
+    """Return the tensors of which these are the payloads; if asked to, in the buffers of ``flat``."""
+    means = [t if overwrite and is_mutable(t) else empty_like(t) for t in flat]
     values = []
     for of_chunk, chunk in zip(payloads, chunks, strict=True):
         buffers = [_part(means[segment.tensor], segment) for segment in chunk]

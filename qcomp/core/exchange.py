@@ -228,6 +228,7 @@ class CompressedMean:
         donate: bool = False,
         blends: Sequence[Blend] = (),
         chunks: Sequence[tuple[Segment, ...]] = (),
+        overwrite: bool = False,
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages.
 
@@ -248,6 +249,9 @@ class CompressedMean:
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
         chunks : sequence of sequences of Segment
             What each rank serves, for a part of the arrays of a larger mean; by default x is cut evenly.
+        overwrite : bool
+            Whether the means may take the place of x, which saves memory and time; they do where that is possible. x is
+            only written to when all has arrived.
 
         Yields
         ------
@@ -267,7 +271,9 @@ class CompressedMean:
         """
         if self.topology == "auto":
             chosen = replace(self, topology=state.topology)
-            return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))
+            return (
+                yield from chosen.stages(x, state, key=key, donate=donate, blends=blends, overwrite=overwrite)
+            )
         tensors = [detached(t) for t in as_list(x)]
         drawing = [c.spec for c in self.compressors if c.traits.random]
         if drawing and key is None:
@@ -292,7 +298,12 @@ class CompressedMean:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
-        running = self._plan(flat, state, Worker(compressors, own_key, donate and not blends, blends, chunks))
+        if overwrite and (donate or blends):
+            raise ValueError(
+                "overwrite is True; expected False with donate or blends: x is used up for another purpose"
+            )
+        how = Worker(compressors, own_key, donate and not blends, blends, chunks, overwrite)
+        running = self._plan(flat, state, how)
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)
         means, new_state = yield from running

@@ -77,7 +77,7 @@ class GroupedMean:
     mean : CompressedMean
     values : sequence of arrays
     state : MeanState
-    key, donate, blends
+    key, donate, blends, overwrite
         See `CompressedMean.stages`.
     """
 
@@ -90,11 +90,12 @@ class GroupedMean:
         key: Key | None,
         donate: bool,
         blends: Sequence[Blend] = (),
+        overwrite: bool = False,
     ) -> None:
         self.mean = mean
         self.values = values
         self.state = state
-        self.how: dict[str, Any] = {"key": key, "donate": donate}
+        self.how: dict[str, Any] = {"key": key, "donate": donate, "overwrite": overwrite}
         self.blends = blends
         self.shares = self._cut()
 

@@ -50,6 +50,8 @@ class Worker(NamedTuple):
     blends: Sequence[Blend]
     chunks: Sequence[tuple[Segment, ...]] = ()
     """The segments of each rank's chunk, of a mean that is a part of another."""
+    overwrite: bool = False
+    """Whether the means may take the buffers of the tensors."""
 
 
 Averaged = Stages[tuple[list[Array], MeanState]]
@@ -74,7 +76,7 @@ def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
     opened = codec.open(arrived, chunks, server.error)
     new_state = state._replace(worker=worker.residuals, server=server.residuals)
-    return decode_all(codec, opened, chunks, flat), new_state
+    return decode_all(codec, opened, chunks, flat, overwrite=how.overwrite), new_state
 
 
 def all_gather(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
@@ -94,7 +96,7 @@ def hierarchical(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     hierarchy = Hierarchy(how.compressors, flat, nodes_of(state.size, state.nodes), how.key)
     received = yield from hierarchy.stages(state.worker, state.server)
     codec = SegmentCodec(how.compressors, flat)
-    means = decode_all(codec, received.payloads, received.chunks, flat)
+    means = decode_all(codec, received.payloads, received.chunks, flat, overwrite=how.overwrite)
     return means, state._replace(worker=received.worker, server=received.server)
 
 
@@ -102,7 +104,7 @@ def around(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Add up around a ring, and send the means around it."""
     ring = Ring(how.compressors, flat, state.size, how.key)
     received = yield from ring.stages(state.worker, state.server)
-    means = decode_all(ring.codec, received.payloads, received.chunks, flat)
+    means = decode_all(ring.codec, received.payloads, received.chunks, flat, overwrite=how.overwrite)
     return means, state._replace(worker=received.worker, server=received.server)
 
 

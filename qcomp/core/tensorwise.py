@@ -122,13 +122,16 @@ class TensorwiseMean(CompressedMean):
         donate: bool = False,
         blends: Sequence[Blend] = (),
         chunks: Sequence[tuple[Segment, ...]] = (),
+        overwrite: bool = False,
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages; see `CompressedMean.stages`."""
         if chunks:
             raise ValueError(f"chunks is {chunks}; expected none: every tensor is cut by itself")
         if self.topology == "auto":
             chosen = replace(self, topology=state.topology)
-            return (yield from chosen.stages(x, state, key=key, donate=donate, blends=blends))
+            return (
+                yield from chosen.stages(x, state, key=key, donate=donate, blends=blends, overwrite=overwrite)
+            )
         tensors = list(x) if isinstance(x, list | tuple) else [x]
         singles = self._singles(len(tensors))
         numbers = self.numbers or self.bucket_numbers([tuple(t.shape) for t in tensors])
@@ -140,6 +143,7 @@ class TensorwiseMean(CompressedMean):
                     key=None if key is None else key.at(bucket=number),
                     donate=donate,
                     blends=blends[i : i + 1],
+                    overwrite=overwrite,
                 )
                 for i, (single, t, own, number) in enumerate(
                     zip(singles, tensors, self.split(state, len(tensors)), numbers, strict=True)

@@ -779,3 +779,42 @@ class TestTransport:
 
     def test_exchanges_are_what_a_communicator_takes(self):
         assert set(transport.AllToAll._fields) == set(transport.AllGather._fields) == {"send", "receive"}
+
+
+class TestOverwrite:
+    @pytest.mark.parametrize("topology", [*TOPOLOGIES, "ring"])
+    @pytest.mark.parametrize("spec", ["sign:bucket_size=16", "qsgd:levels=7,bucket_size=16", "identity"])
+    def test_the_means_may_take_the_place_of_the_values(self, lockstep, topology, spec):
+        mean = CompressedMean(qcomp.compressor(spec), topology=topology)
+        plain = over = start(mean, inputs(0, 0), 3)
+        for step in range(3):
+            values = [inputs(rank, step) for rank in range(3)]
+            expected, plain = average(lockstep, mean, values, plain, Key(step=step))
+            results = lockstep(
+                [
+                    mean.stages(x, s, key=Key(step=step), overwrite=True)
+                    for x, s in zip(values, over, strict=True)
+                ]
+            )
+            over = [state for _, state in results]
+            for own, (means, _) in zip(values, results, strict=True):
+                assert all(np.array_equal(m, e) for m, e in zip(means, expected, strict=True))
+                if topology != "all_gather" and spec != "identity":
+                    assert all(np.shares_memory(m, x) for m, x in zip(means, own, strict=True) if x.size)
+
+    def test_only_what_nothing_else_uses_up(self, lockstep):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        (state,) = start(mean, inputs(0, 0), 1)
+        with pytest.raises(ValueError, match="overwrite is True; expected False with donate"):
+            lockstep([mean.stages(inputs(0, 0), state, donate=True, overwrite=True)])
+
+    def test_a_refusal_leaves_the_values(self, lockstep):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        values = [inputs(rank, 0) for rank in range(2)]
+        values[1][0][0, 0] = np.nan
+        before = [x.copy() for x in values[0]]
+        runs = [
+            mean.stages(x, s, overwrite=True) for x, s in zip(values, start(mean, before, 2), strict=True)
+        ]
+        assert all(isinstance(e, NonFiniteError) for e in lockstep(runs, catch=NonFiniteError))
+        assert all(np.array_equal(x, b) for x, b in zip(values[0], before, strict=True))

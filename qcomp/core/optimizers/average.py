@@ -49,6 +49,8 @@ class Average(NamedTuple):
     own: tuple[Array, ...] = ()
     """This rank's own values, for `Optimizer.apply`; the parts do not use them up, and without parts they stand for the
     means, and nothing is sent."""
+    overwrite: bool = False
+    """Whether the means may take the place of the values, see `CompressedMean.stages`."""
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.
@@ -59,7 +61,13 @@ class Average(NamedTuple):
             return Means(self.own, self.exchange, self.own)
         grouped = [
             GroupedMean(
-                p.mean, p.values, p.state, key=p.key, donate=not (p.blends or self.own), blends=p.blends
+                p.mean,
+                p.values,
+                p.state,
+                key=p.key,
+                donate=not (p.blends or self.own or self.overwrite),
+                blends=p.blends,
+                overwrite=self.overwrite,
             )
             for p in self.parts
         ]

@@ -41,14 +41,14 @@ class GradientMean(CompressingOptimizer):
         return state._replace(exchange=self._no_residuals(params, state))
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
-        """Ask for the mean of the gradients, which stay as they are; ``scale`` is 1, since nothing is clipped."""
+        """Ask for the mean of the gradients, which may take their place; ``scale`` is 1, since nothing is clipped."""
         gradients = as_tensors(grads, "grads")
         if state.step < self.exact_iterations:
             everything = self._exact_part(range(len(gradients)), gradients, state)
             average = Average((everything,), state.exchange)
         else:
             average = self._average(gradients, state)
-        return average._replace(own=tuple(gradients))
+        return average._replace(overwrite=True)
 
     def apply(
         self,

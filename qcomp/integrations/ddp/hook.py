@@ -96,7 +96,8 @@ class HookState:
         try:
             if bucket.means is not None:
                 for gradient, mean in zip(bucket.gradients, bucket.means.values, strict=True):
-                    gradient.copy_(mean)
+                    if mean.data_ptr() != gradient.data_ptr():
+                        gradient.copy_(mean)
                 bucket.means = bucket.means._replace(values=(), own=())
             elif self.nonfinite == "propagate":
                 bucket.buffer.fill_(torch.nan)
