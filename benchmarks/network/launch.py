@@ -92,6 +92,7 @@ def _environment(name: str) -> dict[str, str]:
         VARIABLE: name,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # torch's large tensors on large pages, as NumPy's are
     }
 
