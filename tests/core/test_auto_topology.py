@@ -11,7 +11,7 @@ import qcomp
 from qcomp import CompressedMean, Key
 from qcomp.comm import run_local
 from qcomp.core import topologies
-from qcomp.core.costs import INSIDE, Cluster, Link, Load, cost
+from qcomp.core.costs import INSIDE, Cluster, Link, cost
 from qcomp.core.nodes import Nodes
 from qcomp.core.topologies import ETHERNET, TOPOLOGIES, choose_topology
 from qcomp.planning import CPU, Machine, Measured, Method, Speed, step_time, watch
@@ -78,7 +78,7 @@ class TestChoice:
         for per_message in np.linspace(20e-6, 200e-6, 50):
             link = Link(1.25e9, latency=20e-6, per_message=float(per_message))
             cluster = Cluster(8, link)
-            load = Load(10**6, SIGN.payload_spec(10**6).nbytes, False, **topologies._SPEEDS)
+            load = topologies._NOTHING._replace(size=10**6, payload=SIGN.payload_spec(10**6).nbytes)
             ring, *others = (cost(t, load, cluster).seconds for t in ("ring", "two_phase", "all_gather"))
             fastest.append(min(others) / ring)
             assert (chosen(10**6, nodes, link=link) == "ring") == (fastest[-1] >= 1.1)
@@ -94,7 +94,7 @@ class TestChoice:
         """Each exchange has one of its own before it: a reason for fewer of them."""
         coded = qcomp.QSGD(levels=7, coding="elias")
         cluster = Cluster(4, Link(1.25e9))
-        plain = Load(1000, 500, False, **topologies._SPEEDS)
+        plain = topologies._NOTHING._replace(size=1000, payload=500)
         for topology, exchanges in (("all_gather", 1), ("two_phase", 2), ("ring", 6)):
             more = cost(topology, plain._replace(variable_length=True), cluster).wire
             announced = 3 * 50e-6 + 3 * 64 / 1.25e9
@@ -103,10 +103,9 @@ class TestChoice:
 
     def test_is_what_the_planner_predicts(self):
         """One copy of the formulas: with the same link and speeds the same method is the fastest, but for the ring."""
-        speeds = {key: value for key, value in topologies._SPEEDS.items() if key != "copy"}
-        machine = Machine(
-            "made up", topologies._SPEEDS["copy"], {c.spec: Speed(**speeds) for c in (SIGN, QSGD)}
-        )
+        known = topologies._NOTHING
+        speed = Speed(encode=known.encode, decode=known.decode, add=known.add)
+        machine = Machine("made up", known.copy, {c.spec: speed for c in (SIGN, QSGD)})
         for c in (SIGN, QSGD):
             for size in (10**4, 10**6, 10**8):
                 for nodes in (ALONE, PAIRS, Nodes(tuple(range(16))), Nodes((0, 0, 0, 0, 1, 1, 1, 1))):

@@ -778,7 +778,8 @@ class TestTransport:
         assert drive(nothing(), qcomp.comm.LocalCommunicator.alone()) == 7
 
     def test_exchanges_are_what_a_communicator_takes(self):
-        assert set(transport.AllToAll._fields) == set(transport.AllGather._fields) == {"send", "receive"}
+        fields = {"send", "receive", "later"}
+        assert set(transport.AllToAll._fields) == set(transport.AllGather._fields) == fields
 
 
 class TestOverwrite:

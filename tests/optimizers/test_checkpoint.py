@@ -338,14 +338,14 @@ class TestErrors:
         saved = [saved_of(ONE_BIT, grads, steps=steps)[rank] for rank, steps in enumerate((5, 4))]
         errors = load(ONE_BIT, saved, grads)
         assert [type(error) for error in errors] == [MismatchError] * 2
-        difference = "checkpoint is 'of step 5, compressed' on rank 0, but 'of step 4, compressed' on rank 1"
+        difference = "checkpoint is 'of step 5, compressed, two_phase' on rank 0, but 'of step 4, compressed, two_phase' on rank 1"
         assert all(difference in str(error) for error in errors)
 
     def test_of_different_stages(self, grads):
         saved = [saved_of(ONE_BIT, grads, steps=steps)[rank] for rank, steps in enumerate((5, 2))]
         for error in load(ONE_BIT, saved, grads):
             assert isinstance(error, MismatchError)
-            assert "but 'of step 2, warmup' on rank 1" in str(error)
+            assert "but 'of step 2, warmup, two_phase' on rank 1" in str(error)
 
     def test_of_one_rank_only_is_an_error_on_all(self, grads):
         saved = saved_of(ONE_BIT, grads)

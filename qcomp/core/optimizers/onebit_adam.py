@@ -20,7 +20,7 @@ class OneBitAdam(FrozenVarianceAdam):
         See `Optimizer`.
     betas, eps, decoupled_weight_decay
         See `Adam`.
-    compressor, feedback, topology, exact, compressors, rescale_feedback
+    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
         See `CompressingOptimizer`.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.

@@ -30,7 +30,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         See `Optimizer`.
     betas, eps, decoupled_weight_decay, trust_bounds
         See `Adam` and `Lamb`.
-    compressor, feedback, topology, exact, compressors, rescale_feedback
+    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
         See `CompressingOptimizer`.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.

@@ -20,7 +20,7 @@ class QAdam(FrozenVarianceAdam):
         See `Optimizer`.
     betas, eps, decoupled_weight_decay
         See `Adam`.
-    compressor, feedback, topology, exact, compressors, rescale_feedback
+    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
         See `CompressingOptimizer`; ``feedback=False`` is what Bagua does.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`. The variance averages over 1 / (1 - b2) steps: one

@@ -23,7 +23,7 @@ class CompressedSGD(CompressingOptimizer):
     ----------
     learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
         See `Optimizer`; weight decay is added to the mean gradient, as usual for SGD.
-    compressor, feedback, topology, exact, compressors, rescale_feedback
+    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
         See `CompressingOptimizer`.
     momentum : float
         From 0 to below 1.
