@@ -338,7 +338,8 @@ class TestErrors:
         saved = [saved_of(ONE_BIT, grads, steps=steps)[rank] for rank, steps in enumerate((5, 4))]
         errors = load(ONE_BIT, saved, grads)
         assert [type(error) for error in errors] == [MismatchError] * 2
-        difference = "checkpoint is 'of step 5, compressed, two_phase' on rank 0, but 'of step 4, compressed, two_phase' on rank 1"
+        five, four = (f"of step {step}, compressed, two_phase" for step in (5, 4))
+        difference = f"checkpoint is '{five}' on rank 0, but '{four}' on rank 1"
         assert all(difference in str(error) for error in errors)
 
     def test_of_different_stages(self, grads):
