@@ -313,10 +313,13 @@ class TestJourneys:
         assert found.lowest == 2.0
         assert found.seconds_to(2.0, self.TIMES) == 1.0
 
-    def test_the_loss_waited_for_is_one_that_all_reach(self):
+    def test_the_loss_waited_for_is_one_that_all_good_methods_reach(self):
         low = journey("adam", [(0, 5.0), (1, 1.0)], [("exact", 1)])
         high = journey("onebit_adam", [(0, 5.0), (1, 2.0)], [("compressed", 1)])
-        assert journeys.target([low, high]) == 2.0
+        assert journeys.target([low, high], 1.05) == 1.0  # twice the loss is not near
+        near = journey("qadam", [(0, 5.0), (1, 1.04)], [("compressed", 1)])
+        assert journeys.target([low, high, near], 1.05) == 1.04
+        assert journeys.target([low, high, near], 1.02) == 1.0
 
     def test_table_check_and_picture(self, tmp_path):
         results = Results(tmp_path)
