@@ -47,6 +47,10 @@ def _spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else math.nan
 
 
+def _with_spread(value: float, spread: float, *, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" if math.isnan(spread) else f"{value:{sign}.4f} ± {spread:.4f}"
+
+
 def read(folder: Path) -> dict[str, dict[str, dict[int, Run]]]:
     """Return all runs by task, method and seed."""
     found: dict[str, dict[str, dict[int, Run]]] = {}
@@ -78,12 +82,15 @@ def table(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> str:
         if name not in of_task:
             continue
         result = Paired(of_task[name], baseline)
-        verdict = "" if name == BASELINE else "yes" if result.keeps_up else "**no**"
-        difference = "" if name == BASELINE else f"{result.difference:+.4f} ± {result.difference_spread:.4f}"
+        several = result.seeds > 1  # one seed has no spread to judge by
+        verdict = "" if name == BASELINE or not several else "yes" if result.keeps_up else "**no**"
+        difference = (
+            "" if name == BASELINE else _with_spread(result.difference, result.difference_spread, sign="+")
+        )
         rows.append(
             [
                 method.label,
-                f"{result.mean:.4f} ± {result.spread:.4f}",
+                _with_spread(result.mean, result.spread),
                 difference,
                 verdict,
                 f"{result.volume_ratio:.2f}",

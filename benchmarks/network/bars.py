@@ -35,6 +35,8 @@ def picture(runs: Sequence[Run]) -> Figure | None:
             panel.bar_label(drawn, labels=[f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=8)
             panel.axvline(1, color="0.4", lw=1)
             panel.set(xscale="log", xlim=(0.7, 2.2 * max(ratios)))
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.xaxis.set_minor_formatter("")  # the bars are labelled
             panel.set_title(f"{model}, {ranks} ranks, {NAMES[link]}", fontsize=9)
             panel.grid(alpha=0.3, axis="x")
         of_group[0].invert_yaxis()
