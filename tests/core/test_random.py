@@ -38,7 +38,7 @@ def reference_philox(*words: int) -> tuple[int, ...]:
 
 
 def reference_draws(key: Key, size: int, bucket_size: int) -> list[int]:
-    """The draw of every element, one by one as spec/rng.md says it."""
+    """The draw of every element, one by one, as Philox is defined."""
     seed = key.seed % 2**32, key.seed >> 32
     stream = reference_philox(key.step % 2**32, key.step >> 32, key.tensor, key.rank, *seed)[:2]
     draws = []
