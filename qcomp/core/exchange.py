@@ -283,6 +283,10 @@ class CompressedMean:
             return (yield from exact.stages(x, state, donate=donate, blends=blends))
         if self._keeps_residuals:
             self._require_own(state, tensors)
+        if overwrite and (donate or blends):
+            raise ValueError(
+                "overwrite is True; expected False with donate or blends: x is used up for another purpose"
+            )
         flat = flattened(tensors)
         # What was converted is a copy, and nobody else's.
         donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
@@ -298,11 +302,7 @@ class CompressedMean:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
-        if overwrite and (donate or blends):
-            raise ValueError(
-                "overwrite is True; expected False with donate or blends: x is used up for another purpose"
-            )
-        how = Worker(compressors, own_key, donate and not blends, blends, chunks, overwrite)
+        how = Worker(compressors, own_key, donate and not blends, blends, chunks, overwrite and not donate)
         running = self._plan(flat, state, how)
         if any(c.variable_length for c in compressors):
             running = announce_lengths(running, state.rank)

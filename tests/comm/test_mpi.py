@@ -569,21 +569,27 @@ def tell(call):
 def right():
     return comm.start(AllGather(zeros(1), (1,) * 3))
 
-first = right()
 sizes = (2,) * me + (2 + me // 2,) + (2,) * (2 - me)
-pending = [tell(lambda: comm.start(AllGather(zeros(2 + me // 2), sizes))), tell(right)]
+pending = [
+    tell(right),
+    tell(lambda: comm.start(AllGather(zeros(2 + me // 2), sizes))),
+    tell(right),
+]
 for exchange in pending:
     if exchange is not None:
         tell(exchange.wait)
+# Rank 2 has got what it wanted, and may hear of the error only when it asks for more.
+more = tell(right)
+if more is not None:
+    tell(more.wait)
 tell(right)
 MPI.COMM_WORLD.Barrier()
 """
     lines = said(mpirun(3, script(START + body), timeout=SECONDS, check=False))
-    assert len(lines) == 9
     for rank in range(3):
         own = [line[2:] for line in lines if line.startswith(f"{rank} ")]
-        assert sum("all_gather: this communicator is closed: all_gather:" in line for line in own) == 2
         assert any("rank 2 sent 3 bytes to rank" in line and "expected 2 bytes" in line for line in own)
+        assert "all_gather: this communicator is closed: all_gather:" in own[-1]
 
 
 def test_another_verb_under_way_is_named_on_every_rank(mpirun):

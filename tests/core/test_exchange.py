@@ -803,6 +803,15 @@ class TestOverwrite:
                 if topology != "all_gather" and spec != "identity":
                     assert all(np.shares_memory(m, x) for m, x in zip(means, own, strict=True) if x.size)
 
+    def test_what_must_be_converted_is_not_in_the_way(self, lockstep):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        states = start(mean, inputs(0, 0, np.float16), 2)
+        values = [inputs(rank, 0, np.float16) for rank in range(2)]
+        expected = lockstep([mean.stages(x, s) for x, s in zip(values, states, strict=True)])
+        runs = [mean.stages(x, s, overwrite=True) for x, s in zip(values, states, strict=True)]
+        for (means, _), (wanted, _) in zip(lockstep(runs), expected, strict=True):
+            assert all(np.array_equal(m, w) for m, w in zip(means, wanted, strict=True))
+
     def test_only_what_nothing_else_uses_up(self, lockstep):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         (state,) = start(mean, inputs(0, 0), 1)
