@@ -765,6 +765,9 @@ except ValueError as error:
 @pytest.mark.parametrize("aware", ["", "0"], ids=["as_mpi_says", "staged"])
 def test_buffers_of_a_gpu_over_mpi(mpirun, monkeypatch, library, aware):
     pytest.importorskip(library)
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     monkeypatch.setenv("QCOMP_CUDA_AWARE_MPI", aware)
     put = {
         "cupy": "import cupy\nput = lambda size, value: cupy.full(size, value, dtype=cupy.uint8)\n",
