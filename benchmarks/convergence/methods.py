@@ -1,32 +1,17 @@
 """The optimizers that are compared."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from schedule import Cosine
+
 import qcomp
 from convergence.task import Task
 
-__all__ = ["BASELINE", "METHODS", "Cosine", "Method"]
+__all__ = ["BASELINE", "METHODS", "Method"]
 
 BASELINE = "adam"
-
-
-@dataclass(frozen=True)
-class Cosine:
-    """Learning rate of a step: up in a line over the first tenth, then down in a cosine to a tenth."""
-
-    peak: float
-    steps: int
-
-    def __call__(self, step: int) -> float:
-        """Return the rate after ``step`` completed steps."""
-        rise = max(1, self.steps // 10)
-        if step < rise:
-            return self.peak * (step + 1) / rise
-        progress = (step - rise) / max(1, self.steps - rise)
-        return self.peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)

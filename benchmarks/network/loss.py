@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lm.data import Corpus, training_batch, validation_windows
 from lm.model import LanguageModel
+from schedule import Cosine
 from timing import machine, rounded, spread
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -23,7 +24,7 @@ from tqdm import tqdm
 import qcomp
 from network.launch import RATES
 from network.methods import SLOW
-from network.recipes import BETAS, RECIPES, SETTLED, WARMUP, Cosine, Recipe
+from network.recipes import BETAS, PEAK, RECIPES, SETTLED, WARMUP, Recipe
 from network.shaped import VARIABLE, limit
 from qcomp.integrations import ddp
 
@@ -90,7 +91,7 @@ class Learner:
 
 def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
     """Train, and return the loss at some steps, the stages of the steps, and how long they took here."""
-    learner = Learner(RECIPES[name], Cosine(steps), max(1, round(WARMUP * steps)), corpus)
+    learner = Learner(RECIPES[name], Cosine(PEAK, steps), max(1, round(WARMUP * steps)), corpus)
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(1, JUDGEMENTS + 1)}
     losses, stages, seconds = [(0, rounded(learner.judge()))], [], 0.0
     for step in tqdm(range(steps), desc=f"{name}, {link}", unit="step", disable=dist.get_rank() != 0):
@@ -114,7 +115,7 @@ def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
 
 def times(links: list[str], rounds: list[int], corpus: Corpus) -> dict[str, Any]:
     """Return the seconds of the slowest rank's steps on each link, by what is timed in turn."""
-    rate = Cosine(1000, SLOW)
+    rate = Cosine(SLOW, 1000)
     learners = {name: Learner(recipe, rate, exact, corpus) for name, (recipe, exact) in SETTLED.items()}
     results = {}
     for link, count in zip(["none", *links], [WARM, *rounds], strict=True):

@@ -1,6 +1,5 @@
 """The optimizers whose time to a loss is compared, and the stages that their steps go through."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import qcomp
 from network.methods import QSGD4, SIGN
 from qcomp.core.optimizers.compression import CompressingOptimizer
 
-__all__ = ["RECIPES", "SETTLED", "Cosine", "Recipe"]
+__all__ = ["PEAK", "RECIPES", "SETTLED", "Recipe"]
 
 BETAS = (0.9, 0.99)
 PEAK = 1e-3
@@ -17,22 +16,6 @@ WARMUP = 0.15
 NEVER = 10**9
 
 Rate = Callable[[int], float]
-
-
-@dataclass(frozen=True)
-class Cosine:
-    """Learning rate of a step: up in a line over the first tenth, then down in a cosine to a tenth."""
-
-    steps: int
-    peak: float = PEAK
-
-    def __call__(self, step: int) -> float:
-        """Return the rate after ``step`` completed steps."""
-        rise = max(1, self.steps // 10)
-        if step < rise:
-            return self.peak * (step + 1) / rise
-        progress = (step - rise) / max(1, self.steps - rise)
-        return self.peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)
