@@ -1,6 +1,8 @@
 """Fixtures that several test modules share."""
 
+import functools
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -21,16 +23,37 @@ from qcomp.core.transport import AllToAll
 os.environ["QCOMP_KERNELS"] = "pure"
 
 
+@functools.cache
+def cuda_is_there() -> bool:
+    """Whether torch or CuPy finds a CUDA device."""
+    for library, look in (("torch", "torch.cuda"), ("cupy", "cupy.cuda")):
+        if importlib.util.find_spec(library) and importlib.import_module(look).is_available():
+            return True
+    return False
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
+    if item.get_closest_marker("gpu") is not None and not cuda_is_there():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Path:
+    """The mpirun of the environment; MPI is an optional dependency of the package, and so of its tests."""
+    found = Path(sys.executable).parent / "mpirun"
+    if not found.exists():
+        pytest.skip(f"no mpirun beside {sys.executable}: pip install 'qcomp[mpi]'")
+    return found
+
+
 @pytest.fixture
-def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
+def mpirun(launcher: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run ``python *args`` on n ranks: ``mpirun(n, ["-c", code], timeout=60.0, check=True)``.
 
     A job that does not end in time is killed and fails the test, and so does a non-zero exit unless check is
     false. Returns the completed process with the ranks' joint stdout and stderr.
     """
-    launcher = Path(sys.executable).parent / "mpirun"
-    if not launcher.exists():
-        pytest.skip(f"no mpirun beside {sys.executable}: pip install 'qcomp[mpi]'")
 
     def run_ranks(
         n: int, args: Sequence[str | Path], *, timeout: float = 60.0, check: bool = True

@@ -1,7 +1,7 @@
 """The two verbs of a communicator, which differ in what goes to whom and share how it gets there."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from qcomp.core.transport import AllToAll, Exchange
@@ -35,6 +35,8 @@ class Verbs(ABC):
     rank: int
     size: int
     host: str
+    on_init: Callable[[Any, Sequence[Array]], None] | None = None
+    """What `Optimizer.init` calls with the optimizer and the parameters, once the ranks have agreed on them."""
 
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:

@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 from qcomp.core.arrays import Array
 from qcomp.core.optimizers import Optimizer
@@ -17,7 +18,13 @@ from qcomp.planning.units import show_bandwidth, show_seconds
 __all__ = ["watch"]
 
 
-def watch(comm: Transport, measured: Measured) -> None:
+class _Watchable(Transport, Protocol):
+    """A communicator that has a place for what watches it, as those of `qcomp.comm` do."""
+
+    on_init: Callable[[Any, Sequence[Array]], None] | None
+
+
+def watch(comm: _Watchable, measured: Measured) -> None:
     """Let optimizers warn, when they start on this communicator, if they will be slower than plain training.
 
     Parameters
@@ -50,7 +57,7 @@ def watch(comm: Transport, measured: Measured) -> None:
     cluster = measured.cluster
     if cluster is not None and comm.size > 1:
         watch_here = _Watch(replace(cluster, ranks=comm.size), measured.machine, comm.rank)
-        comm.on_init = watch_here  # type: ignore[attr-defined]
+        comm.on_init = watch_here
 
 
 class _Watch:

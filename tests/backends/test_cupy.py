@@ -50,10 +50,15 @@ emulator = _load_emulator()
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory):
-    """The kernels as a shared library; the workers of one test run share it."""
+def compiler():
+    """The C++ compiler of the emulation, which no Python package brings along."""
     if emulator.COMPILER is None:
         pytest.skip("no g++, which the emulation of CUDA needs")
+
+
+@pytest.fixture(scope="session")
+def emulated_library(compiler, tmp_path_factory):
+    """The kernels as a shared library; the workers of one test run share it."""
     return emulator.build(tmp_path_factory.getbasetemp().parent)
 
 
@@ -98,14 +103,10 @@ class Device:
 
     def __init__(self):
         self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-        try:
-            self.cupy.cuda.runtime.getDeviceCount()
-        except self.cupy.cuda.runtime.CUDARuntimeError as error:
-            pytest.skip(f"no CUDA device: {error}")
 
     def array(self, values, shift=0):
         if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
-            pytest.skip("this CuPy has no bfloat16")
+            pytest.skip("this CuPy has no bfloat16")  # it came with CuPy 14; 13 is supported too
         whole = self.cupy.empty(values.size + shift, dtype=values.dtype)
         whole[shift:].set(values)
         return whole[shift:]
@@ -188,9 +189,7 @@ def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
         assert found == all_of(Pure(), compressor, x, old, x)
 
 
-def test_the_emulation_finds_a_missing_barrier(tmp_path):
-    if emulator.COMPILER is None:
-        pytest.skip("no g++, which the emulation of CUDA needs")
+def test_the_emulation_finds_a_missing_barrier(compiler, tmp_path):
     code = emulator.translation_unit(["sign_encode_float32"])
     calls = re.compile(r"^( +)__sync(threads|warp)\(\);", flags=re.MULTILINE)
     assert len(calls.findall(code)) == 4
@@ -465,6 +464,7 @@ def compile_to_ptx(name):
         nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
         program = nvrtc.createProgram(sources.source(name), f"{name}.cu", [], [])
     except (ImportError, RuntimeError) as error:
+        # It is hundreds of megabytes that only `make test-gpu` installs; the emulation runs the same source without.
         pytest.skip(f"no NVRTC, which comes with CuPy and nvidia-cuda-nvrtc: {error}")
     try:
         nvrtc.compileProgram(program, [*AS_CUPY_COMPILES, "--gpu-architecture=compute_80"])

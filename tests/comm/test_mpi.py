@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -427,10 +426,7 @@ def test_exit_codes_without_trouble(mpirun):
     ],
     ids=["computing", "in an exchange", "in the farewell"],
 )
-def test_control_c_ends_all_ranks_quietly(body):
-    launcher = Path(sys.executable).parent / "mpirun"
-    if not launcher.exists():
-        pytest.skip(f"no mpirun beside {sys.executable}")
+def test_control_c_ends_all_ranks_quietly(launcher, body):
     with subprocess.Popen(
         [str(launcher), "-n", "2", sys.executable, *script(f"say('ready')\n{body}")],
         stdout=subprocess.PIPE,
@@ -771,9 +767,6 @@ except ValueError as error:
 @pytest.mark.parametrize("aware", ["", "0"], ids=["as_mpi_says", "staged"])
 def test_buffers_of_a_gpu_over_mpi(mpirun, monkeypatch, library, aware):
     pytest.importorskip(library)
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     monkeypatch.setenv("QCOMP_CUDA_AWARE_MPI", aware)
     put = {
         "cupy": "import cupy\nput = lambda size, value: cupy.full(size, value, dtype=cupy.uint8)\n",

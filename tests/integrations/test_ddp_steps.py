@@ -57,9 +57,6 @@ def test_a_step_is_that_of_the_optimizer_on_all_gradients(said, name):
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (1, "nccl")])
 @pytest.mark.parametrize("name", ["onebit_adam", "qadam", "draws"])
 def test_on_a_gpu_as_well(said, name, ranks, backend):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     stages = said(ranks, compared(name), device="cuda", backend=backend)
     assert stages == [["compressed"]] * ranks
 

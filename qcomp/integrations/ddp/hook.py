@@ -121,8 +121,8 @@ class HookState:
         return {"mean": self._mean, "nonfinite": self.nonfinite, "saved": saved}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["mean"], state["nonfinite"])  # type: ignore[misc]
-        self._saved = state["saved"]
+        self._mean, self.nonfinite, self._saved = state["mean"], state["nonfinite"], state["saved"]
+        self._step = None
 
 
 def compress_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
