@@ -12,6 +12,7 @@ from typing import Any
 from array_api_compat import array_namespace, device, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import chosen
 
 __all__ = [
     "LIMIT",
@@ -233,7 +234,10 @@ def is_mutable(x: Array) -> bool:
 
 def empty_like(x: Array) -> Array | None:
     """Return a buffer of the shape and dtype of x, None in a library whose arrays cannot be written to."""
-    buffer = array_namespace(x).empty_like(x)
+    kernels = chosen(x)
+    buffer = None if kernels is None else kernels.empty_like(x)
+    if buffer is None:
+        buffer = array_namespace(x).empty_like(x)
     return buffer if is_mutable(buffer) else None
 
 

@@ -204,7 +204,7 @@ class Compressor(ABC):
             If the payload is of another compressor or another number of elements, or cannot be one.
         """
         own = self.for_shape(tuple(like.shape))
-        own._require_own(payload, like, "like")
+        own.require_own(payload, like, "like")
         if out is not None:
             require_like(out, like)
         return primitives.decode(own, payload, like, out=out)
@@ -220,10 +220,10 @@ class Compressor(ABC):
             Of as many elements as the payload has.
         """
         own = self.for_shape(tuple(total.shape))
-        own._require_own(payload, total, "total")
+        own.require_own(payload, total, "total")
         return primitives.decode(own, payload, total, out=total, accumulate=True)
 
-    def _require_own(self, payload: Payload, like: Array, argument: str) -> None:
+    def require_own(self, payload: Payload, like: Array, argument: str) -> None:
         """Raise `PayloadError` unless this compressor makes such payloads of arrays like this one."""
         if payload.compressor != self.spec:
             raise PayloadError(

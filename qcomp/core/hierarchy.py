@@ -181,14 +181,8 @@ class Hierarchy:
         messages, blamed = self._unseal(codec, [arrived[rank] for rank in team], [own] * len(team), lane)
         answered = self._refusals(codec, [own])
         if not blamed:
-            averages = codec.average(codec.open(messages, [own] * len(team), None), own)
-            # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
-            served = tuple(
-                Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own)
-            )
-            answered = codec.of_averages(averages, own).encode(
-                [served], averages, server, self.key.at(hop=_SERVER), donate=True
-            )
+            opened = codec.open(messages, [own] * len(team), None)
+            answered = codec.encode_average(opened, own, server, self.key.at(hop=_SERVER))
         sealed = self._seal(answered.messages[0], blamed)
         arrived = yield self._exchange(
             dict.fromkeys(team, sealed),

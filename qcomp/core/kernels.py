@@ -6,7 +6,7 @@ has no kernel for, by compressor, dtype or library, is done by the pure version,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -23,6 +23,7 @@ __all__ = [
     "Coders",
     "Encoded",
     "KernelSet",
+    "Partial",
     "StepNumbers",
     "choose_coders_with",
     "choose_with",
@@ -113,6 +114,28 @@ class KernelSet(Protocol):
         """
         ...
 
+    def empty_like(self, x: Array) -> Array | None:
+        """Return a buffer of the shape and dtype of x with anything in it, which can be written to."""
+        ...
+
+    def average(self, compressor: Compressor, payloads: Sequence[Array], like: Array) -> Array | None:
+        """Return the mean of what payloads of the shape and dtype of ``like`` decompress to, added in their order."""
+        ...
+
+    def compress_mean(
+        self,
+        compressor: Compressor,
+        payloads: Sequence[Array],
+        like: Array,
+        residual: Array | None,
+        key: Key | None,
+    ) -> Encoded | None:
+        """Compress that mean, plus the residual if there is one, which is not written to.
+
+        A set that finds a value out of range before it returns returns None: the pure version then says so.
+        """
+        ...
+
     def finish_mean(self, total: Array, count: int) -> Array | None:
         """Return a sum over ranks divided by their number, in its buffer if that can be written to."""
         ...
@@ -127,6 +150,29 @@ class KernelSet(Protocol):
         The masked momentum may take the buffer of m.
         """
         ...
+
+
+class Partial:
+    """Base of sets that leave these to the pure version, which calls the other kernels one after the other."""
+
+    def empty_like(self, x: Array) -> Array | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def average(self, compressor: Compressor, payloads: Sequence[Array], like: Array) -> Array | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def compress_mean(
+        self,
+        compressor: Compressor,  # noqa: ARG002
+        payloads: Sequence[Array],  # noqa: ARG002
+        like: Array,  # noqa: ARG002
+        residual: Array | None,  # noqa: ARG002
+        key: Key | None,  # noqa: ARG002
+    ) -> Encoded | None:
+        """Return None."""
+        return None
 
 
 class Coders(NamedTuple):

@@ -1,6 +1,6 @@
 """Messages of a compressed mean: the payloads of several segments and a verdict, in one buffer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from qcomp.core import primitives
@@ -166,17 +166,43 @@ class SegmentCodec:
 
     def average(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero."""
-        return [primitives.finish_mean(values, len(payloads)) for values in self.total(payloads, chunk)]
+        return [primitives.average(*of_segment) for of_segment in self._by_segment(payloads, chunk)]
 
     def total(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
         """Return the sum over ranks of the segments of a chunk, added in rank order."""
-        total = self.decode(payloads[0], chunk, [empty_like(self._like(segment)) for segment in chunk])
-        for of_rank in payloads[1:]:
-            total = [
-                self.compressors[segment.tensor].add(payload, t)
-                for segment, payload, t in zip(chunk, of_rank, total, strict=True)
-            ]
-        return total
+        return [primitives.add_up(*of_segment) for of_segment in self._by_segment(payloads, chunk)]
+
+    def encode_average(
+        self, payloads: Sequence[Sequence[Payload]], chunk: Chunk, residuals: Sequence[Array], key: Key
+    ) -> Encoded:
+        """Compress what `average` returns, with feedback if there is a residual for each segment."""
+        parts, flags, news = [], [], []
+        try:
+            for index, (compressor, of_ranks, like) in enumerate(self._by_segment(payloads, chunk)):
+                encoded = primitives.compress_mean(
+                    compressor,
+                    of_ranks,
+                    like,
+                    residuals[index] if residuals else None,
+                    key.at(bucket=key.bucket + chunk[index].bucket),
+                )
+                parts.append(encoded.data)
+                news += [] if encoded.residual is None else [encoded.residual]
+                flags += [] if encoded.refused is None else [encoded.refused]
+        except NonFiniteError as error:
+            return Encoded((self.refusal(chunk),), (), error)
+        return Encoded((self._join([*parts, self._verdict(flags)]),), tuple(news), None)
+
+    def _by_segment(
+        self, payloads: Sequence[Sequence[Payload]], chunk: Chunk
+    ) -> Iterator[tuple[Compressor, list[Payload], Array]]:
+        """Yield of each segment its compressor, the payload of each rank, and an array like it."""
+        for index, segment in enumerate(chunk):
+            compressor, like = self.compressors[segment.tensor], self._like(segment)
+            of_ranks = [of_rank[index] for of_rank in payloads]
+            for payload in of_ranks:
+                compressor.require_own(payload, like, "like")
+            yield compressor, of_ranks, like
 
     def _like(self, segment: Segment) -> Array:
         return self.tensors[segment.tensor][segment.start : segment.stop]

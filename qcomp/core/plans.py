@@ -67,12 +67,8 @@ def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
         chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
     )
     arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
-    averages = codec.average(codec.open(arrived, [own] * state.size, worker.error), own)
-    # The averages are tensors of their own now, whole but numbered by the buckets of the segments.
-    served = tuple(Segment(index, 0, segment.size, segment.bucket) for index, segment in enumerate(own))
-    server = codec.of_averages(averages, own).encode(
-        [served], averages, state.server, how.key.at(hop=_SERVER), donate=True
-    )
+    opened = codec.open(arrived, [own] * state.size, worker.error)
+    server = codec.encode_average(opened, own, state.server, how.key.at(hop=_SERVER))
     arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
     opened = codec.open(arrived, chunks, server.error)
     new_state = state._replace(worker=worker.residuals, server=server.residuals)

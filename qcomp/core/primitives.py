@@ -1,7 +1,8 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
-`encode` and `decode` with a compressor (and feedback), `finish_mean` over ranks, `momentum` and `frozen_step` of the
-frozen-variance optimizers. All else in the core is made of these, or runs once a step on small arrays.
+`encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
+these and of `finish_mean`, `momentum` and `frozen_step` of the frozen-variance optimizers. All else in the core is made
+of these, or runs once a step on small arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from qcomp.core.arrays import (
     compute_dtype_name,
     divide,
     dtype_name,
+    empty_like,
     flush,
     is_mutable,
     require_below,
@@ -28,12 +30,17 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
 
 if TYPE_CHECKING:
-    from qcomp.core.compressor import Compressor
+    from collections.abc import Sequence
+
+    from qcomp.core.compressor import Coder, Compressor
     from qcomp.core.payload import Payload
     from qcomp.core.random import Key
 
 __all__ = [
     "adam_step",
+    "add_up",
+    "average",
+    "compress_mean",
     "decode",
     "encode",
     "finish_mean",
@@ -91,12 +98,7 @@ def encode(
     coder = compressor.coder
     if coder is not None:
         plain = encode(coder.plain, x, residual, key, out=out, limit=limit, blend=blend)
-        data = plain.data
-        if plain.refused is not None and int(plain.refused[0]):
-            data = array_namespace(data).zeros_like(
-                data
-            )  # what was refused means nothing, and may not be codes
-        return plain._replace(data=coder.shorten(data, math.prod(x.shape)))
+        return _shortened(coder, plain, math.prod(x.shape))
     kernels = chosen(x)
     if kernels is not None:
         encoded = kernels.encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
@@ -121,6 +123,13 @@ def encode(
     decoded = xp.reshape(compressor.decode(spec.split(data), values.shape[0], values.dtype), x.shape)
     lost = flush(compensated - decoded)
     return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), None)
+
+
+def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:
+    data = plain.data
+    if plain.refused is not None and int(plain.refused[0]):
+        data = array_namespace(data).zeros_like(data)  # what was refused means nothing, and may not be codes
+    return plain._replace(data=coder.shorten(data, size))
 
 
 def require_accepted(compressor: Compressor, encoded: Encoded) -> None:
@@ -158,9 +167,7 @@ def decode(
     """
     coder = compressor.coder
     if coder is not None:
-        data = coder.restore(payload.data, payload.size)
-        plain = replace(payload, compressor=coder.plain.spec, data=data)
-        return decode(coder.plain, plain, like, out=out, accumulate=accumulate)
+        return decode(coder.plain, _restored(coder, payload), like, out=out, accumulate=accumulate)
     xp = array_namespace(like)
     kernels = chosen(like)
     if kernels is not None:
@@ -178,6 +185,11 @@ def decode(
     return _deliver(result, out, accumulate=accumulate)
 
 
+def _restored(coder: Coder, payload: Payload) -> Payload:
+    data = coder.restore(payload.data, payload.size)
+    return replace(payload, compressor=coder.plain.spec, data=data)
+
+
 def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
     """Return a result as `decode` is asked to."""
     if out is None:
@@ -186,6 +198,80 @@ def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
         result = out + result
         return write_into(out, result) if is_mutable(out) else result
     return write_into(out, result)
+
+
+def add_up(compressor: Compressor, payloads: Sequence[Payload], like: Array) -> Array:
+    """Return the sum of what payloads, whose sizes have been checked, decompress to, added in their order."""
+    total = decode(compressor, payloads[0], like, out=empty_like(like))
+    for payload in payloads[1:]:
+        total = decode(compressor, payload, total, out=total, accumulate=True)
+    return total
+
+
+def average(compressor: Compressor, payloads: Sequence[Payload], like: Array) -> Array:
+    """Return the mean of what payloads decompress to: `finish_mean` of `add_up`.
+
+    Parameters
+    ----------
+    compressor : Compressor
+    payloads : sequence of Payload
+        One of each rank, of sizes that have been checked.
+    like : array
+        Gives the shape, the dtype and the device of the result.
+    """
+    coder = compressor.coder
+    if coder is not None:
+        return average(coder.plain, [_restored(coder, payload) for payload in payloads], like)
+    kernels = chosen(like)
+    if kernels is not None:
+        mean = kernels.average(compressor, [payload.data for payload in payloads], like)
+        if mean is not None:
+            return mean
+    return finish_mean(add_up(compressor, payloads, like), len(payloads))
+
+
+def compress_mean(
+    compressor: Compressor,
+    payloads: Sequence[Payload],
+    like: Array,
+    residual: Array | None,
+    key: Key | None,
+) -> Encoded:
+    """Compress the mean of what payloads decompress to, plus the residual if there is one: `encode` of `average`.
+
+    Parameters
+    ----------
+    compressor, payloads, like
+        See `average`.
+    residual : array or None
+        Of the shape and dtype of ``like``; it is not written to.
+    key : Key or None
+        For compressors that draw.
+
+    Returns
+    -------
+    Encoded
+        See `encode`.
+
+    Raises
+    ------
+    NonFiniteError
+        If values out of range were found before this returned.
+    """
+    coder = compressor.coder
+    if coder is not None:
+        restored = [_restored(coder, payload) for payload in payloads]
+        plain = compress_mean(coder.plain, restored, like, residual, key)
+        return _shortened(coder, plain, math.prod(like.shape))
+    kernels = chosen(like)
+    if kernels is not None:
+        data = [payload.data for payload in payloads]
+        encoded = kernels.compress_mean(compressor, data, like, residual, key)
+        if encoded is not None:
+            return encoded
+    mean = average(compressor, payloads, like)
+    out = mean if residual is not None and is_mutable(mean) else None
+    return encode(compressor, mean, residual, key, out=out)
 
 
 def finish_mean(total: Array, count: int) -> Array:

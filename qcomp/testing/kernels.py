@@ -56,6 +56,10 @@ class _Results(NamedTuple):
     added: bytes
     payload_of_momentum: bytes
     residual_of_momentum: bytes
+    mean: bytes
+    payload_of_mean: bytes
+    payload_of_mean_with_feedback: bytes
+    residual_of_mean: bytes
 
 
 class _Case(NamedTuple):
@@ -81,10 +85,10 @@ def check_kernels(
     """Check that a set of kernels returns the same bytes as the pure version.
 
     Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
-    and the sum with another one; the end of a mean over ranks, the momentum, and the step with a frozen variance:
-    equal to the last bit, for sizes at which tails and padding show, for values with zeros, subnormals, ties and
-    huge magnitudes, in every dtype that is computed in float32. A vector that the pure version refuses is refused,
-    and a donated residual is then as it was.
+    and the sum with another one; the mean of three payloads, compressed or not; the end of a mean over ranks, the
+    momentum, and the step with a frozen variance: equal to the last bit, for sizes at which tails and padding show, for
+    values with zeros, subnormals, ties and huge magnitudes, in every dtype that is computed in float32. A vector that
+    the pure version refuses is refused, and a donated residual is then as it was.
 
     Parameters
     ----------
@@ -182,8 +186,20 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
         last = encoded.residual
         mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, 0.9, 0.7))
         primitives.require_accepted(compressor, mixed)
+        three = [compressor.payload(m, sent) for sent in (plain.data, mixed.data, encoded.data)]
+        mean = primitives.average(compressor, three, m)
+        means = [primitives.compress_mean(compressor, three, m, r, key) for r in (None, m)]
+        for of_mean in means:
+            primitives.require_accepted(compressor, of_mean)
     parts = (plain.data, encoded.data, last, decoded, written, added, mixed.data, mixed.residual)
+    parts += (mean, means[0].data, means[1].data, means[1].residual)
     return _Results(*(to_numpy(part).tobytes() for part in parts))
+
+
+def _compress_mean_of(compressor: Compressor, x: Any, residual: Any) -> None:
+    sent = compressor.compress(x, key=Key())
+    of_mean = primitives.compress_mean(compressor, [sent, sent], x, residual, Key())
+    primitives.require_accepted(compressor, of_mean)
 
 
 def _compare_updates(kernels: KernelSet, xp: Namespace, size: int, seed: int) -> None:
@@ -209,6 +225,7 @@ def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor,
     calls: tuple[tuple[str, Callable[[Any, Any], object]], ...] = (
         ("compressed", lambda x, _: compressor.compress(x, key=Key())),
         ("with feedback", lambda x, r: feedback.compress(compressor, x, r, key=Key(), donate=True)),
+        ("owed by a server", lambda x, r: _compress_mean_of(compressor, r, x)),
     )
     for position, (what, call) in product((0, size // 2, size - 1), calls):
         x = vector("gaussian", size, 0)

@@ -14,7 +14,7 @@ from qcomp.testing.kernels import COMPRESSORS
 
 pytest.importorskip("numba")
 
-from qcomp.backends.numba_cpu import minmax, qsgd_decoder, sign
+from qcomp.backends.numba_cpu import codec
 from qcomp.backends.numba_cpu.kernel_set import KERNELS, NumbaKernels
 from qcomp.core import primitives
 
@@ -50,8 +50,7 @@ def test_arrays_of_other_libraries_are_left_to_the_pure_version():
 )
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
     """As if small ones were large: at every alignment, with a tail."""
-    for module in (sign, qsgd_decoder, minmax):
-        monkeypatch.setattr(module, "pays", lambda size: True)
+    monkeypatch.setattr(codec, "pays", lambda size: True)
     x = vector("wide", 1001, 0)
     payload = compressor.compress(x, key=qcomp.Key())
     expected = compressor.decompress(payload, like=x)
@@ -180,6 +179,24 @@ class Broken(NumbaKernels):
             accumulate = False
         return super().decode(compressor, data, like, out=out, accumulate=accumulate)
 
+    def average(self, compressor, payloads, like):
+        if self.fault == "leaves out a rank":
+            payloads = payloads[:-1]
+        if self.fault == "adds in another order":
+            payloads = payloads[::-1]
+        return super().average(compressor, payloads, like)
+
+    def compress_mean(self, compressor, payloads, like, residual, key):
+        if self.fault == "forgets the residual of a server" and residual is not None:
+            residual = np.zeros_like(residual)
+        if self.fault == "writes over the residual of a server" and residual is not None:
+            encoded = super().compress_mean(compressor, payloads, like, residual, key)
+            residual[...] = 0
+            return encoded
+        if self.fault == "compresses another rank's mean":
+            return super().compress_mean(compressor, payloads[1:], like, residual, key)
+        return super().compress_mean(compressor, payloads, like, residual, key)
+
     def finish_mean(self, total, count):
         return super().finish_mean(total, count + (self.fault == "counts one rank too many"))
 
@@ -205,6 +222,11 @@ class Broken(NumbaKernels):
         "takes the gradient for the momentum",
         "adds where it should write",
         "writes where it should add",
+        "leaves out a rank",
+        "adds in another order",
+        "compresses another rank's mean",
+        "forgets the residual of a server",
+        "writes over the residual of a server",
         "counts one rank too many",
         "does not clip",
         "lets the weights be",

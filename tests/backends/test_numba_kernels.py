@@ -51,27 +51,29 @@ class Case:
     compressor: Any
 
     def encode(self, x, residual, data, out, **options):
+        return kernels.encode(self.encoder(x, data), residual, out, **options)
+
+    def encoder(self, x, data):
         c = self.compressor
         if c.name == "sign":
-            return kernels.sign_encode(x, residual, c.bucket_size, c.scale, data, out, **options)
+            return kernels.sign_encoder(x, c.bucket_size, c.scale, data)
         if c.name == "minmax":
-            return kernels.minmax_encode(x, residual, c.bucket_size, data, out, **options)
+            return kernels.minmax_encoder(x, c.bucket_size, data)
         words, (c, held) = fold_key(KEY, like=x), self.unwrapped()
         stream = words, KEY.hop, KEY.bucket
-        return kernels.qsgd_encode(
-            x, residual, c.levels, c.bucket_size, c.norm, *stream, data, out, held=held, **options
-        )
+        return kernels.qsgd_encoder(x, c.levels, c.bucket_size, c.norm, *stream, data, held=held)
 
     def decode(self, data, out, *, accumulate=False):
+        return kernels.decode(self.decoder(data, out), accumulate=accumulate)
+
+    def decoder(self, data, out):
         c = self.compressor
         if c.name == "sign":
-            return kernels.sign_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+            return kernels.sign_decoder(data, c.bucket_size, out)
         if c.name == "minmax":
-            return kernels.minmax_decode(data, out.size, c.bucket_size, out, accumulate=accumulate)
+            return kernels.minmax_decoder(data, c.bucket_size, out)
         c, held = self.unwrapped()
-        return kernels.qsgd_decode(
-            data, out.size, c.levels, c.bucket_size, out, accumulate=accumulate, held=held
-        )
+        return kernels.qsgd_decoder(data, c.levels, c.bucket_size, out, held=held)
 
     @property
     def bucket(self):

@@ -231,14 +231,12 @@ class TestSumIdentity:
         check_sum_identity(lockstep, CompressedMean(qcomp.compressor(spec), topology=topology), size)
 
     def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
-        encode = SegmentCodec.encode
+        encode = SegmentCodec.encode_average
 
-        def forgetful(self, chunks, tensors, residuals, key, **options):
-            if key.hop:
-                residuals = tuple(0 * r for r in residuals)
-            return encode(self, chunks, tensors, residuals, key, **options)
+        def forgetful(self, payloads, chunk, residuals, key):
+            return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key)
 
-        monkeypatch.setattr(SegmentCodec, "encode", forgetful)
+        monkeypatch.setattr(SegmentCodec, "encode_average", forgetful)
         with pytest.raises(AssertionError):
             check_sum_identity(lockstep, CompressedMean(qcomp.ScaledSign(bucket_size=16)), 2)
 

@@ -303,14 +303,12 @@ class TestSumIdentity:
         check_sum_identity(lockstep, hierarchical(qcomp.compressor(spec)), nodes)
 
     def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
-        encode = SegmentCodec.encode
+        encode = SegmentCodec.encode_average
 
-        def forgetful(self, chunks, tensors, residuals, key, **options):
-            if key.hop:
-                residuals = tuple(0 * r for r in residuals)
-            return encode(self, chunks, tensors, residuals, key, **options)
+        def forgetful(self, payloads, chunk, residuals, key):
+            return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key)
 
-        monkeypatch.setattr(SegmentCodec, "encode", forgetful)
+        monkeypatch.setattr(SegmentCodec, "encode_average", forgetful)
         with pytest.raises(AssertionError):
             check_sum_identity(lockstep, SIGN, WORLDS["3 and 2"])
 
@@ -571,7 +569,7 @@ class TestNonFinite:
             def decode(self, *args, **options):
                 return None
 
-            finish_mean = momentum = frozen_step = decode
+            empty_like = average = compress_mean = finish_mean = momentum = frozen_step = decode
 
         values = [inputs(rank, 0) for rank in range(5)]
         expected, states = average(lockstep, SIGN, values, start(SIGN, values[0], WORLDS["3 and 2"]))

@@ -14,7 +14,7 @@ from qcomp.core.buckets import bucket_count, padded_size
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
-from qcomp.core.kernels import Blend, Encoded, StepNumbers
+from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["CudaKernels", "Launch", "Runtime"]
@@ -65,7 +65,7 @@ class Runtime(Protocol):
         ...
 
 
-class CudaKernels:
+class CudaKernels(Partial):
     """The kernels of this package on C-contiguous arrays of float32, float16 or bfloat16 of a runtime.
 
     Parameters

@@ -13,7 +13,7 @@ from qcomp.backends.jax_xla.programs import arguments_of, decoder, drawer, encod
 from qcomp.core.arrays import compute_dtype_name, dtype_name, is_traced
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded, StepNumbers
+from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced
 
 __all__ = ["KERNELS", "JaxKernels"]
@@ -23,7 +23,7 @@ Array = Any
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class JaxKernels:
+class JaxKernels(Partial):
     """Compiled primitives for concrete JAX arrays, on the device that they are on.
 
     What is being traced is left to the pure version, which becomes a part of the caller's program. JAX arrays cannot

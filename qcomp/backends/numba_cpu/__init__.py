@@ -5,26 +5,31 @@ All take flat, C-contiguous, aligned float32 arrays, and uint8 payloads at any a
 """
 
 from qcomp.backends.numba_cpu.adam import frozen_adam_step
-from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
-from qcomp.backends.numba_cpu.qsgd import qsgd_encode
-from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decode
-from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
+from qcomp.backends.numba_cpu.codec import decode, encode
+from qcomp.backends.numba_cpu.memory import release_memory
+from qcomp.backends.numba_cpu.minmax import minmax_decoder, minmax_encoder
+from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
+from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
+from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.threads import default_threads, get_num_threads, set_num_threads
 from qcomp.backends.numba_cpu.vectors import finish_mean, largest, largest_sum, momentum
 
 __all__ = [
+    "decode",
     "default_threads",
+    "encode",
     "finish_mean",
     "frozen_adam_step",
     "get_num_threads",
     "largest",
     "largest_sum",
-    "minmax_decode",
-    "minmax_encode",
+    "minmax_decoder",
+    "minmax_encoder",
     "momentum",
-    "qsgd_decode",
-    "qsgd_encode",
+    "qsgd_decoder",
+    "qsgd_encoder",
+    "release_memory",
     "set_num_threads",
-    "sign_decode",
-    "sign_encode",
+    "sign_decoder",
+    "sign_encoder",
 ]

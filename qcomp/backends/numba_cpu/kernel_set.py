@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,14 @@ from array_api_compat import array_namespace, is_torch_array
 from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import frozen_adam_step
+from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, decode, encode
 from qcomp.backends.numba_cpu.jit import Bytes, Floats
-from qcomp.backends.numba_cpu.layout import Mix
-from qcomp.backends.numba_cpu.minmax import minmax_decode, minmax_encode
-from qcomp.backends.numba_cpu.qsgd import qsgd_encode
-from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decode
-from qcomp.backends.numba_cpu.sign import sign_decode, sign_encode
+from qcomp.backends.numba_cpu.means import average, compress_mean
+from qcomp.backends.numba_cpu.memory import empty
+from qcomp.backends.numba_cpu.minmax import minmax_decoder, minmax_encoder
+from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
+from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
+from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.arrays import dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
@@ -57,25 +59,26 @@ class NumbaKernels:
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x plus the residual; None if there is no kernel, or if a value is out of range."""
-        encoder = _encoder_of(compressor, key)
         values, old = _values(to_compute_dtype(x)), None if residual is None else _values(residual)
         m = None if blend is None else _values(blend.m)
         if (
-            encoder is None
-            or values is None
+            values is None
             or (residual is not None and old is None)
             or (blend is not None and (m is None or out is x))
         ):
             return None
         mixed = None if blend is None or m is None else (m, blend.beta1, (1 - blend.beta1) * blend.scale)
+        data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
+        encoder = _encoder(compressor, values, key, data, mixed)
+        if encoder is None:
+            return None
         new = None
         if old is not None:  # the kernels tell by identity what shares memory
             shared = old if out is residual else values if out is x else None
-            new = np.empty_like(old) if out is None else _values(out) if shared is None else shared
+            new = empty(old.shape) if out is None else _values(out) if shared is None else shared
             if new is None or not new.flags.writeable:
                 return None
-        data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
-        if encoder(compressor, values, old, key, data, new, limit, mixed) is None:
+        if encode(encoder, old, new, limit=limit) is None:
             if out is not x:
                 return None  # the pure version says so
             return Encoded(_as_array_of(x, data), out, _as_array_of(x, np.ones(1, dtype=np.uint8)))
@@ -88,20 +91,55 @@ class NumbaKernels:
         self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to, in ``out`` if that is given."""
-        decoder = _DECODERS.get(type(compressor))
-        if decoder is None or dtype_name(like.dtype) != "float32":
+        if dtype_name(like.dtype) != "float32":
             return None
-        target = out
-        if (
-            target is None
-        ):  # of NumPy also for torch: it asks the system for large pages, which halves the time
-            target = _as_array_of(like, np.empty(tuple(like.shape), dtype=np.float32))
+        target = _empty(like) if out is None else out
         values = _values(target)
         if values is None or not values.flags.writeable:
             return None
-        how = {"accumulate": accumulate, "in_use": out is not None}
-        done = decoder(compressor, data.numpy() if is_torch_array(data) else data, values, how)
-        return target if done else None
+        decoder = _decoder(compressor, data, values)
+        if decoder is None:
+            return None
+        decode(decoder, accumulate=accumulate)
+        return target
+
+    def empty_like(self, x: Array) -> Array | None:
+        """Return room for an array like x on memory that was used before, if it is computed in float32."""
+        return _empty(x) if dtype_name(x.dtype) == "float32" else None
+
+    def average(self, compressor: Compressor, payloads: Sequence[Array], like: Array) -> Array | None:
+        """Return the mean of what payloads decompress to, a block at a time."""
+        if dtype_name(like.dtype) != "float32":
+            return None
+        mean = _empty(like)
+        values = _values(mean)
+        assert values is not None
+        decoders = _decoders(compressor, payloads, values)
+        if decoders is None:
+            return None
+        average(decoders)
+        return mean
+
+    def compress_mean(
+        self,
+        compressor: Compressor,
+        payloads: Sequence[Array],
+        like: Array,
+        residual: Array | None,
+        key: Key | None,
+    ) -> Encoded | None:
+        """Compress the mean of what payloads decompress to, a block at a time; None if a value is out of range."""
+        old = None if residual is None else _values(residual)
+        if dtype_name(like.dtype) != "float32" or (residual is not None and old is None):
+            return None
+        mean = _empty(like)
+        values = _values(mean)
+        assert values is not None
+        data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
+        encoder, decoders = _encoder(compressor, values, key, data), _decoders(compressor, payloads, values)
+        if encoder is None or decoders is None or not compress_mean(decoders, encoder, old):
+            return None
+        return Encoded(_as_array_of(like, data), None if residual is None else mean, None)
 
     def finish_mean(self, total: Array, count: int) -> Array | None:
         """Divide a sum over ranks by their number, in place."""
@@ -116,7 +154,7 @@ class NumbaKernels:
         old, gradient = _values(m), _values(g)
         if old is None or gradient is None:
             return None
-        mixed = np.empty_like(old)
+        mixed = empty(old.shape)
         momentum(old, gradient, beta1, scale, mixed)
         return _as_array_of(m, mixed.reshape(m.shape))
 
@@ -125,7 +163,7 @@ class NumbaKernels:
         old, mean, variance = _values(p), _values(m), _values(v)
         if old is None or mean is None or variance is None or not mean.flags.writeable:
             return None
-        moved = np.empty_like(old)
+        moved = empty(old.shape)
         frozen_adam_step(
             old,
             mean,
@@ -145,6 +183,10 @@ def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
     return array_namespace(x).asarray(values) if is_torch_array(x) else values
 
 
+def _empty(like: Array) -> Array:
+    return _as_array_of(like, empty(tuple(like.shape)))
+
+
 def _values(x: Array) -> Floats | None:
     """Return an array as a flat NumPy array on the same memory, None if that is not possible."""
     if is_torch_array(x):
@@ -154,87 +196,6 @@ def _values(x: Array) -> Floats | None:
     if not isinstance(x, np.ndarray) or x.dtype != np.float32 or not x.flags.c_contiguous:
         return None
     return x.reshape(-1)
-
-
-_Encoder = Callable[
-    [Any, Floats, Floats | None, Key | None, Bytes, Floats | None, float | None, Mix | None], float | None
-]
-"""``encoder(compressor, x, residual, key, data, new residual, limit, blend)``; None if a value is out of range."""
-_Decoder = Callable[[Any, Bytes, Floats, dict[str, bool]], bool]
-"""``decoder(compressor, data, out, options of the kernel)`` returns whether there is a kernel."""
-
-
-def _encoder_of(compressor: Compressor, key: Key | None) -> _Encoder | None:
-    """Return the encoder for a compressor, None if there is none that would draw as the pure version does now."""
-    encoder = _ENCODERS.get(type(compressor))
-    if encoder is _encode_qsgd and (_unwrapped(compressor) is None or key is None or draws_are_replaced()):
-        return None
-    return encoder
-
-
-def _encode_sign(
-    c: ScaledSign,
-    x: Floats,
-    old: Floats | None,
-    key: Key | None,  # noqa: ARG001 - draws nothing
-    data: Bytes,
-    new: Floats | None,
-    limit: float | None,
-    blend: Mix | None,
-) -> float | None:
-    return sign_encode(x, old, c.bucket_size, c.scale, data, new, limit=limit, blend=blend)
-
-
-def _decode_sign(c: ScaledSign, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
-    sign_decode(data, out.size, c.bucket_size, out, **how)
-    return True
-
-
-def _encode_minmax(
-    c: MinMaxUInt8,
-    x: Floats,
-    old: Floats | None,
-    key: Key | None,  # noqa: ARG001 - draws nothing
-    data: Bytes,
-    new: Floats | None,
-    limit: float | None,
-    blend: Mix | None,
-) -> float | None:
-    return minmax_encode(x, old, c.bucket_size, data, new, limit=limit, blend=blend)
-
-
-def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
-    minmax_decode(data, out.size, c.bucket_size, out, **how)
-    return True
-
-
-def _encode_qsgd(
-    c: Compressor,
-    x: Floats,
-    old: Floats | None,
-    key: Key | None,
-    data: Bytes,
-    new: Floats | None,
-    limit: float | None,
-    blend: Mix | None,
-) -> float | None:
-    inside = _unwrapped(c)
-    assert inside is not None
-    assert key is not None
-    inner, factor, held = inside
-    options = inner.levels, inner.bucket_size, inner.norm
-    stream = fold_key(key, like=x), key.hop, key.bucket
-    return qsgd_encode(
-        x, old, *options, *stream, data, new, limit=limit, blend=blend, factor=factor, held=held
-    )
-
-
-def _decode_qsgd(c: Compressor, data: Bytes, out: Floats, how: dict[str, bool]) -> bool:
-    inside = _unwrapped(c)
-    if inside is not None:
-        inner, factor, held = inside
-        qsgd_decode(data, out.size, inner.levels, inner.bucket_size, out, factor=factor, held=held, **how)
-    return inside is not None
 
 
 def _unwrapped(c: Compressor) -> tuple[QSGD, float | None, int | None] | None:
@@ -247,7 +208,48 @@ def _unwrapped(c: Compressor) -> tuple[QSGD, float | None, int | None] | None:
     return (c, factor, held) if isinstance(c, QSGD) and type(c) in (QSGD, WideQSGD) else None
 
 
-_ENCODERS: dict[type[Compressor], _Encoder] = {
+def _encode_sign(c: ScaledSign, x: Floats, key: Key | None, data: Bytes, blend: Mix | None) -> Encoder | None:  # noqa: ARG001 - draws nothing
+    return sign_encoder(x, c.bucket_size, c.scale, data, blend)
+
+
+def _encode_minmax(
+    c: MinMaxUInt8,
+    x: Floats,
+    key: Key | None,  # noqa: ARG001 - draws nothing
+    data: Bytes,
+    blend: Mix | None,
+) -> Encoder | None:
+    return minmax_encoder(x, c.bucket_size, data, blend)
+
+
+def _encode_qsgd(c: Compressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None) -> Encoder | None:
+    """Return None also where the pure version would now draw in another way."""
+    inside = _unwrapped(c)
+    if inside is None or key is None or draws_are_replaced():
+        return None
+    inner, factor, held = inside
+    options = inner.levels, inner.bucket_size, inner.norm
+    stream = fold_key(key, like=x), key.hop, key.bucket
+    return qsgd_encoder(x, *options, *stream, data, blend, factor=factor, held=held)
+
+
+def _decode_sign(c: ScaledSign, data: Bytes, out: Floats) -> Decoder | None:
+    return sign_decoder(data, c.bucket_size, out)
+
+
+def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats) -> Decoder | None:
+    return minmax_decoder(data, c.bucket_size, out)
+
+
+def _decode_qsgd(c: Compressor, data: Bytes, out: Floats) -> Decoder | None:
+    inside = _unwrapped(c)
+    if inside is None:
+        return None
+    inner, factor, held = inside
+    return qsgd_decoder(data, inner.levels, inner.bucket_size, out, factor=factor, held=held)
+
+
+_ENCODERS: dict[type[Compressor], Callable[[Any, Floats, Key | None, Bytes, Mix | None], Encoder | None]] = {
     ScaledSign: _encode_sign,
     MinMaxUInt8: _encode_minmax,
     QSGD: _encode_qsgd,
@@ -255,8 +257,8 @@ _ENCODERS: dict[type[Compressor], _Encoder] = {
     Scaled: _encode_qsgd,
     WholeFields: _encode_qsgd,
 }
-"""By exact type: a subclass may compress in another way."""
-_DECODERS: dict[type[Compressor], _Decoder] = {
+"""By exact type: a subclass may compress in another way. From compressor, x, key, payload and blend."""
+_DECODERS: dict[type[Compressor], Callable[[Any, Bytes, Floats], Decoder | None]] = {
     ScaledSign: _decode_sign,
     MinMaxUInt8: _decode_minmax,
     QSGD: _decode_qsgd,
@@ -264,3 +266,20 @@ _DECODERS: dict[type[Compressor], _Decoder] = {
     Scaled: _decode_qsgd,
     WholeFields: _decode_qsgd,
 }
+
+
+def _encoder(
+    c: Compressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None = None
+) -> Encoder | None:
+    make = _ENCODERS.get(type(c))
+    return None if make is None else make(c, x, key, data, blend)
+
+
+def _decoders(c: Compressor, payloads: Sequence[Array], out: Floats) -> list[Decoder] | None:
+    made = [_decoder(c, data, out) for data in payloads]
+    return None if None in made else [decoder for decoder in made if decoder is not None]
+
+
+def _decoder(c: Compressor, data: Array, out: Floats) -> Decoder | None:
+    make = _DECODERS.get(type(c))
+    return None if make is None else make(c, data.numpy() if is_torch_array(data) else data, out)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, mix
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import Mix, code_bytes, encode, mix
+from qcomp.backends.numba_cpu.layout import code_bytes
 from qcomp.backends.numba_cpu.primitives import (
     ROUND,
     ZERO,
@@ -30,37 +30,22 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
 )
 from qcomp.backends.numba_cpu.qsgd import round_up_step
-from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
-from qcomp.core.buckets import bucket_count
+from qcomp.backends.numba_cpu.stream import finish_streams, stream
 
-__all__ = ["minmax_decode", "minmax_encode"]
+__all__ = ["minmax_decoder", "minmax_encoder"]
 
 
-def minmax_encode(
-    x: Floats,
-    residual: Floats | None,
-    bucket_size: int,
-    data_out: Bytes,
-    residual_out: Floats | None,
-    *,
-    limit: float | None = None,
-    blend: Mix | None = None,
-) -> float | None:
-    """Compress x plus the residual to eight bits an element, and put what that lost into the new residual.
+def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | None = None) -> Encoder:
+    """Return what compresses an array to eight bits an element.
 
     Parameters
     ----------
-    x, residual, bucket_size, data_out, residual_out, limit, blend
-        See `qcomp.backends.numba_cpu.sign.sign_encode`.
-
-    Returns
-    -------
-    float or None
-        See `qcomp.backends.numba_cpu.sign.sign_encode`.
+    x, bucket_size, data_out, blend
+        See `qcomp.backends.numba_cpu.sign.sign_encoder`.
     """
     m, keep, new = mix(blend)
 
-    def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
         scratch = np.empty(bucket_size, dtype=np.float32)
         result: tuple[int, int] = _encode(
             x, old, out, mode, m, keep, new, bucket_size, first, last, data_out, scratch
@@ -68,40 +53,24 @@ def minmax_encode(
         return result
 
     # What rounding to float32 loses of a base far from zero can exceed a step, but not the range of the bucket.
-    return encode(
-        work, x, residual, residual_out, bucket_size, limit, blended=blend is not None, largest_error=1024.0
-    )
+    return Encoder(run, x, bucket_size, largest_error=1024.0, blended=blend is not None)
 
 
-def minmax_decode(
-    data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False, in_use: bool = True
-) -> None:
-    """Decompress eight bits an element into a buffer, or add them to it.
+def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
+    """Return what decompresses a payload of eight bits an element.
 
     Parameters
     ----------
-    data : array of uint8, shape (nbytes,)
-        A payload.
-    size : int
-        Number of elements.
-    bucket_size : int
-        Elements that share a range.
-    out : array of float32, shape (size,)
-        Gets the values, or is added to.
-    accumulate : bool
-        Whether to add.
-    in_use : bool
-        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
+    data, bucket_size, out
+        See `qcomp.backends.numba_cpu.sign.sign_decoder`.
     """
-    streams = in_use and not accumulate and pays(size)
+    codes_end = code_bytes(out.size, bucket_size, 8)
 
-    def work(first: int, last: int) -> None:
+    def run(accumulate: bool, streams: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(
-            data, bucket_size, code_bytes(size, bucket_size, 8), out, accumulate, streams, first, last, beside
-        )
+        _decode(data, bucket_size, codes_end, out, accumulate, streams, first, last, beside)
 
-    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+    return Decoder(run, out, bucket_size)
 
 
 @inline

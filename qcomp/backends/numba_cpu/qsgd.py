@@ -16,9 +16,9 @@ from typing import Literal
 
 import numpy as np
 
+from qcomp.backends.numba_cpu.codec import Encoder, Mix, mix
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import Mix, encode, mix
 from qcomp.backends.numba_cpu.packing import empty_codes, pack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
@@ -41,16 +41,15 @@ from qcomp.backends.numba_cpu.primitives import (
 )
 from qcomp.backends.numba_cpu.qsgd_decoder import scaled
 
-__all__ = ["qsgd_encode", "round_up_step"]
+__all__ = ["qsgd_encoder", "round_up_step"]
 
 BATCH = 1 << 9
 """Elements that are worked on at a time, in whole buckets if these are small. Loops get long enough; and memory that is
 read in pieces of no more than a page keeps coming during the arithmetic."""
 
 
-def qsgd_encode(
+def qsgd_encoder(
     x: Floats,
-    residual: Floats | None,
     levels: int,
     bucket_size: int,
     norm: Literal["max", "l2"],
@@ -58,19 +57,17 @@ def qsgd_encode(
     hop: int,
     first_bucket: int,
     data_out: Bytes,
-    residual_out: Floats | None,
-    *,
-    limit: float | None = None,
     blend: Mix | None = None,
+    *,
     factor: float | None = None,
     held: int | None = None,
-) -> float | None:
-    """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
+) -> Encoder:
+    """Return what compresses an array to levels and steps.
 
     Parameters
     ----------
-    x, residual, bucket_size, data_out, residual_out, limit, blend
-        See `qcomp.backends.numba_cpu.sign.sign_encode`.
+    x, bucket_size, data_out, blend
+        See `qcomp.backends.numba_cpu.sign.sign_encoder`.
     levels : int
         Levels above zero, 1 to 32767.
     norm : {"max", "l2"}
@@ -84,20 +81,14 @@ def qsgd_encode(
         on it.
     held : int, optional
         The elements that a bucket is filled with, the rest being zeros, as in `qcomp.WholeFields`; all by default.
-
-    Returns
-    -------
-    float or None
-        See `qcomp.backends.numba_cpu.sign.sign_encode`.
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
-    held = held or bucket_size
+    filled = held or bucket_size
     k0, k1 = key
     kernel = _encode if bits <= 8 else _encode_wide
-
     m, keep, new = mix(blend)
 
-    def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
         room = max(bucket_size, BATCH)
         codes = empty_codes(room, bits)
         scratch = np.empty(3 * room, dtype=np.float32)
@@ -110,7 +101,7 @@ def qsgd_encode(
             keep,
             new,
             bucket_size,
-            held,
+            filled,
             levels,
             bits,
             l2,
@@ -129,16 +120,7 @@ def qsgd_encode(
 
     # An element is rounded to one of its two neighbours, and then loses 1 - factor of that.
     largest_error = 1.0 if factor is None else 1.0 + levels * (1 - factor)
-    return encode(
-        work,
-        x,
-        residual,
-        residual_out,
-        held,
-        limit,
-        blended=blend is not None,
-        largest_error=largest_error,
-    )
+    return Encoder(run, x, filled, largest_error, blended=blend is not None)
 
 
 @inline

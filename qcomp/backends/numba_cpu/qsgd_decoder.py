@@ -7,62 +7,48 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.codec import Decoder
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import code_bytes
 from qcomp.backends.numba_cpu.packing import empty_codes, unpack
 from qcomp.backends.numba_cpu.primitives import F, U, as_bits, as_float, bucket_length, flush, load_scale
-from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
-from qcomp.core.buckets import bucket_count
+from qcomp.backends.numba_cpu.stream import finish_streams, stream
 
-__all__ = ["qsgd_decode", "scaled"]
+__all__ = ["qsgd_decoder", "scaled"]
 
 
-def qsgd_decode(
+def qsgd_decoder(
     data: Bytes,
-    size: int,
     levels: int,
     bucket_size: int,
     out: Floats,
     *,
-    accumulate: bool = False,
-    in_use: bool = True,
     factor: float | None = None,
     held: int | None = None,
-) -> None:
-    """Decompress levels and steps into a buffer, or add them to it.
+) -> Decoder:
+    """Return what decompresses a payload of levels and steps.
 
     Parameters
     ----------
-    data : array of uint8, shape (nbytes,)
-        A payload.
-    size : int
-        Number of elements.
+    data, out
+        See `qcomp.backends.numba_cpu.sign.sign_decoder`.
     levels, bucket_size : int
         Those of the encoder.
-    out : array of float32, shape (size,)
-        Gets the values, or is added to.
-    accumulate : bool
-        Whether to add.
-    in_use : bool
-        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
     factor, held : optional
-        See `qcomp.backends.numba_cpu.qsgd.qsgd_encode`.
+        See `qcomp.backends.numba_cpu.qsgd.qsgd_encoder`.
     """
-    bits, held = levels.bit_length() + 1, held or bucket_size
-    full, rest = divmod(size, held)
+    bits, filled = levels.bit_length() + 1, held or bucket_size
+    full, rest = divmod(out.size, filled)
+    codes_end = code_bytes(full * bucket_size + rest, bucket_size, bits)
     kernel = _decode if bits <= 8 else _decode_wide
 
-    streams = in_use and not accumulate and pays(size)
-
-    def work(first: int, last: int) -> None:
+    def run(accumulate: bool, streams: bool, first: int, last: int) -> None:
         codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        codes_end = code_bytes(full * bucket_size + rest, bucket_size, bits)
         kernel(
             data,
             bucket_size,
-            held,
+            filled,
             bits,
             codes_end,
             out,
@@ -75,7 +61,7 @@ def qsgd_decode(
             F(factor or 0),
         )
 
-    threads.run(work, bucket_count(size, held), held)
+    return Decoder(run, out, filled)
 
 
 @inline

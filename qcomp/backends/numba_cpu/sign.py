@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, mix
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import Mix, code_bytes, encode, mix
+from qcomp.backends.numba_cpu.layout import code_bytes
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     SIGN,
@@ -35,105 +35,60 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
     tree_sum,
 )
-from qcomp.backends.numba_cpu.stream import finish_streams, pays, stream
-from qcomp.core.buckets import bucket_count
+from qcomp.backends.numba_cpu.stream import finish_streams, stream
 
-__all__ = ["sign_decode", "sign_encode"]
+__all__ = ["sign_decoder", "sign_encoder"]
 
 
-def sign_encode(
-    x: Floats,
-    residual: Floats | None,
-    bucket_size: int,
-    scale: Literal["l1", "rms"],
-    data_out: Bytes,
-    residual_out: Floats | None,
-    *,
-    limit: float | None = None,
-    blend: Mix | None = None,
-) -> float | None:
-    """Compress x plus the residual to signs and scales, and put what that lost into the new residual.
+def sign_encoder(
+    x: Floats, bucket_size: int, scale: Literal["l1", "rms"], data_out: Bytes, blend: Mix | None = None
+) -> Encoder:
+    """Return what compresses an array to signs and scales.
 
     Parameters
     ----------
     x : array of float32, shape (n,)
-    residual : array of float32, shape (n,), or None
-        None compresses x alone.
     bucket_size : int
         Elements that share a scale.
     scale : {"l1", "rms"}
         See `qcomp.ScaledSign`.
     data_out : array of uint8, shape (nbytes,)
         For the payload; all of it is written.
-    residual_out : array of float32, shape (n,), or None
-        For the new residual: the residual itself, x, an array that shares memory with neither, or None if it is None.
-    limit : float, optional
-        The caller's word that no ``|x_i| + |residual_i|`` is larger; NaN and infinity promise nothing. It matters only
-        if the residual is donated: below 2**99 it spares an extra pass that reads x and the residual.
-
-    blend : tuple of (array of float32, shape (n,), and two float), optional
-        m, keep and new: compress keep * m + new * x instead of x. Not with x as ``residual_out``.
-
-    Returns
-    -------
-    float or None
-        A limit on the magnitudes of the new residual, loose, for the next call's ``limit``; None if x plus the
-        residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a residual that is donated
-        is as it was, unless ``limit`` was false; an x that is donated is lost.
+    blend : Mix, optional
+        What to blend x into first.
     """
-    rms = scale == "rms"
-
     m, keep, new = mix(blend)
 
-    def work(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
         scratch = np.empty(2 * bucket_size, dtype=np.float32)
         result: tuple[int, int] = _encode(
-            x, old, out, mode, m, keep, new, bucket_size, rms, first, last, data_out, scratch
+            x, old, out, mode, m, keep, new, bucket_size, scale == "rms", first, last, data_out, scratch
         )
         return result
 
     # Magnitudes add up to no less than the largest of them, in float32 too.
-    return encode(
-        work,
-        x,
-        residual,
-        residual_out,
-        bucket_size,
-        limit,
-        blended=blend is not None,
-        largest_error=2.0 * bucket_size,
-    )
+    return Encoder(run, x, bucket_size, largest_error=2.0 * bucket_size, blended=blend is not None)
 
 
-def sign_decode(
-    data: Bytes, size: int, bucket_size: int, out: Floats, *, accumulate: bool = False, in_use: bool = True
-) -> None:
-    """Decompress signs and scales into a buffer, or add them to it.
+def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
+    """Return what decompresses a payload of signs and scales.
 
     Parameters
     ----------
     data : array of uint8, shape (nbytes,)
-        A payload.
-    size : int
-        Number of elements.
+        The payload, at any address.
     bucket_size : int
         Elements that share a scale.
-    out : array of float32, shape (size,)
+    out : array of float32, shape (n,)
         Gets the values, or is added to.
-    accumulate : bool
-        Whether to add.
-    in_use : bool
-        Whether the buffer's memory has been touched before. What the system has just handed out is in the caches.
     """
-    streams = in_use and not accumulate and pays(size)
+    codes_end = code_bytes(out.size, bucket_size, 1)
 
-    def work(first: int, last: int) -> None:
+    def run(accumulate: bool, streams: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(
-            data, bucket_size, code_bytes(size, bucket_size, 1), out, accumulate, streams, first, last, beside
-        )
+        _decode(data, bucket_size, codes_end, out, accumulate, streams, first, last, beside)
 
-    threads.run(work, bucket_count(size, bucket_size), bucket_size)
+    return Decoder(run, out, bucket_size)
 
 
 @inline

@@ -14,7 +14,7 @@ from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
 from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, flush, largest_bits
 
-__all__ = ["finish_mean", "largest", "largest_sum", "momentum"]
+__all__ = ["finish_mean", "finish_run", "largest", "largest_sum", "momentum"]
 
 _RUN = 1 << 12
 """Elements that a thread's share is a multiple of."""
@@ -70,7 +70,7 @@ def finish_mean(total: Floats, count: int) -> float:
     """
 
     def work(a: int, b: int) -> float:
-        result: float = _finish_mean(total, F(count), a * _RUN, b * _RUN)
+        result: float = finish_run(total, F(count), a * _RUN, b * _RUN)
         return result
 
     return _maximum(threads.run(work, -(-total.size // _RUN), _RUN))
@@ -136,7 +136,8 @@ def _divide(values: Floats, count: np.float32) -> np.uint32:
 
 
 @kernel("float32(f32, float32, int64, int64)")
-def _finish_mean(total: Floats, count: np.float32, first: int, last: int) -> np.float32:
+def finish_run(total: Floats, count: np.float32, first: int, last: int) -> np.float32:
+    """Do what `finish_mean` does, for some of the elements."""
     return as_float(_divide(total[first:last], count))
 
 

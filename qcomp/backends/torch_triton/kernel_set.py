@@ -16,7 +16,7 @@ from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, moment
 from qcomp.core.arrays import LIMIT
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded, StepNumbers
+from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "TritonKernels"]
@@ -30,7 +30,7 @@ _SAFE = LIMIT / 2
 """Rounding cannot bring what is below this to the limit."""
 
 
-class TritonKernels:
+class TritonKernels(Partial):
     """Kernels for contiguous torch tensors on CUDA and ROCm devices, of a dtype that is computed in float32.
 
     For `ScaledSign`, `QSGD`, `MinMaxUInt8` and a scaled `QSGD`, with buckets of up to 32768 elements. One launch each,

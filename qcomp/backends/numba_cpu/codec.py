@@ -1,0 +1,127 @@
+"""What the kernels of all families are to their callers: encoders and decoders of runs of buckets."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from qcomp.backends.numba_cpu import threads
+from qcomp.backends.numba_cpu.jit import Floats
+from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL, OVER_INPUT
+from qcomp.backends.numba_cpu.stream import pays
+from qcomp.backends.numba_cpu.vectors import largest_sum
+from qcomp.core.arrays import LIMIT
+from qcomp.core.buckets import bucket_count
+
+__all__ = ["EMPTY", "Decoder", "Encoder", "Mix", "decode", "encode", "mix"]
+
+EMPTY: Floats = np.empty(0, dtype=np.float32)
+"""Stands for an array that there is none of."""
+
+Mix = tuple[Floats, float, float]
+"""m, keep and new: keep * m + new * x is what is compressed, m of the shape of x."""
+
+_SAFE = LIMIT / 2
+"""Rounding cannot bring what is below this to the limit."""
+_TINY = 2.0**-126
+
+
+class Encoder(NamedTuple):
+    """Compresses the buckets of an array, of which it is made, into a payload."""
+
+    run: Callable[[Floats, Floats, int, int, int], tuple[int, int]]
+    """``run(residual, out, mode, first, last)`` does a run of buckets; the modes are those of
+    `qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1, and the bits
+    of the largest scale."""
+    x: Floats
+    bucket_size: int
+    """Elements of x in a bucket."""
+    largest_error: float
+    """No element of the new residual is larger than so many times the largest scale, or 2**-126 if that is larger."""
+    blended: bool
+    """Whether it is not x that is compressed, but what x is blended into."""
+
+
+class Decoder(NamedTuple):
+    """Decompresses the buckets of a payload into an array, for which it is made."""
+
+    run: Callable[[bool, bool, int, int], None]
+    """``run(accumulate, streams, first, last)`` does a run of buckets: adds them to the array, or writes them, if asked
+    to past the caches."""
+    out: Floats
+    bucket_size: int
+    """Elements of the array in a bucket."""
+
+
+def encode(
+    encoder: Encoder, residual: Floats | None, residual_out: Floats | None, *, limit: float | None = None
+) -> float | None:
+    """Compress x plus the residual, and put what that lost into the new residual.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        Of an array x of float32, shape (n,).
+    residual : array of float32, shape (n,), or None
+        None compresses x alone.
+    residual_out : array of float32, shape (n,), or None
+        For the new residual: the residual itself, x unless it is blended, an array that shares memory with neither, or
+        None if the residual is None.
+    limit : float, optional
+        The caller's word that no ``|x_i| + |residual_i|`` is larger; NaN and infinity promise nothing. It matters only
+        if the residual is donated: below 2**99 it spares an extra pass that reads x and the residual.
+
+    Returns
+    -------
+    float or None
+        A limit on the magnitudes of the new residual, loose, for the next call's ``limit``; None if x plus the
+        residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a residual that is donated
+        is as it was, unless ``limit`` was false; an x that is donated is lost.
+    """
+    if residual is None or residual_out is None:
+        old, new, mode = EMPTY, EMPTY, NO_RESIDUAL
+    elif residual_out is encoder.x:
+        assert not encoder.blended
+        old, new, mode = residual, residual_out, OVER_INPUT
+    elif residual_out is not residual:
+        old, new, mode = residual, residual_out, FRESH
+    else:
+        if limit is None and not encoder.blended:
+            limit = largest_sum(encoder.x, residual)
+        if limit is None or not limit < _SAFE:  # also for a NaN
+            # Something may be too large: find out beside the residual, which must then stay as it is.
+            beside = np.empty_like(residual)
+            rest = encode(encoder, residual, beside)
+            if rest is not None:
+                residual[...] = beside
+            return rest
+        old, new, mode = residual, residual, IN_PLACE
+    results = threads.run(
+        lambda first, last: encoder.run(old, new, mode, first, last),
+        bucket_count(encoder.x.size, encoder.bucket_size),
+        encoder.bucket_size,
+    )
+    if any(failed >= 0 for failed, _ in results):
+        return None
+    scale: float = struct.unpack("<f", struct.pack("<I", max(bits for _, bits in results)))[0]
+    return encoder.largest_error * max(scale, _TINY)
+
+
+def decode(decoder: Decoder, *, accumulate: bool = False) -> None:
+    """Decompress a payload into an array, or add it to what is there."""
+    streams = not accumulate and pays(decoder.out.size)
+    threads.run(
+        lambda first, last: decoder.run(accumulate, streams, first, last),
+        bucket_count(decoder.out.size, decoder.bucket_size),
+        decoder.bucket_size,
+    )
+
+
+def mix(blend: Mix | None) -> tuple[Floats, np.float32, np.float32]:
+    """Return a mix as the kernels take it: an empty m for none."""
+    if blend is None:
+        return EMPTY, np.float32(0), np.float32(0)
+    return blend[0], np.float32(blend[1]), np.float32(blend[2])
