@@ -19,7 +19,16 @@ from qcomp.core.chunks import Segment
 from qcomp.core.messages import SegmentCodec
 from qcomp.core.payload import Payload
 
-__all__ = ["as_list", "assemble", "cut_like", "decode_all", "flattened", "shaped_like", "zeros_for"]
+__all__ = [
+    "as_list",
+    "assemble",
+    "cut_like",
+    "decode_all",
+    "flattened",
+    "room_for",
+    "shaped_like",
+    "zeros_for",
+]
 
 
 def as_list(x: Array | Sequence[Array]) -> list[Array]:
@@ -50,16 +59,19 @@ def zeros_for(tensor: Array, size: int) -> Array:
     return xp.zeros((size,), dtype=dtype, device=device(tensor))
 
 
+def room_for(flat: Sequence[Array], *, overwrite: bool) -> list[Array | None]:
+    """Return a buffer for each tensor, which may be its own; None where arrays are immutable."""
+    return [t if overwrite and is_mutable(t) else empty_like(t) for t in flat]
+
+
 def decode_all(
     codec: SegmentCodec,
     payloads: Sequence[Sequence[Payload]],
     chunks: Sequence[Sequence[Segment]],
     flat: Sequence[Array],
-    *,
-    overwrite: bool = False,
+    means: Sequence[Array | None],
 ) -> list[Array]:
-    """Return the tensors of which these are the payloads; if asked to, in the buffers of ``flat``."""
-    means = [t if overwrite and is_mutable(t) else empty_like(t) for t in flat]
+    """Return the tensors of which these are the payloads, in buffers where they are given."""
     values = []
     for of_chunk, chunk in zip(payloads, chunks, strict=True):
         buffers = [_part(means[segment.tensor], segment) for segment in chunk]

@@ -1,9 +1,9 @@
 """The compressed mean over ranks as pure stages, in each of the topologies of `qcomp.core.plans`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from qcomp.core import feedback, primitives
 from qcomp.core.arrays import (
@@ -25,10 +25,20 @@ from qcomp.core.lengths import announce_lengths
 from qcomp.core.nodes import learn_nodes
 from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, kept_in, nodes_of
 from qcomp.core.random import Key
+from qcomp.core.rounds import Rounds, count_rounds, cut_rounds
 from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
-from qcomp.core.transport import Stages, Transport, drive
+from qcomp.core.transport import Stages, Transport, drive, pipeline
 
-__all__ = ["CompressedMean", "MeanState", "Worker"]
+__all__ = ["CompressedMean", "MeanState", "Running", "Worker"]
+
+
+class Running(NamedTuple):
+    """A mean that has been started."""
+
+    rounds: Sequence[Stages[Any]]
+    """Computations in stages that do not depend on each other, see `pipeline`."""
+    finish: Callable[[Sequence[Any]], tuple[Any, MeanState]]
+    """Returns the means and the new state from the results of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +90,6 @@ class CompressedMean:
     [0.5, 0.5]
     """
 
-    grouped: ClassVar[bool] = True
-    """Whether a large mean may be sent in groups of tensors, see `GroupedMean`."""
     kinds: ClassVar[tuple[str, str]] = ("worker_residual", "server_residual")
     """How checkpoints call what a state holds as ``worker`` and as ``server``."""
 
@@ -227,7 +235,6 @@ class CompressedMean:
         key: Key | None = None,
         donate: bool = False,
         blends: Sequence[Blend] = (),
-        chunks: Sequence[tuple[Segment, ...]] = (),
         overwrite: bool = False,
     ) -> Stages[tuple[Any, MeanState]]:
         """Average x over the ranks, as a generator of pure stages.
@@ -247,8 +254,6 @@ class CompressedMean:
             copy of x, what its node sends, and the sum.
         blends : sequence of Blend
             One for each array of x, to average the momenta that the arrays are blended into, on the way.
-        chunks : sequence of sequences of Segment
-            What each rank serves, for a part of the arrays of a larger mean; by default x is cut evenly.
         overwrite : bool
             Whether the means may take the place of x, which saves memory and time; they do where that is possible. x is
             only written to when all has arrived.
@@ -256,7 +261,8 @@ class CompressedMean:
         Yields
         ------
         AllToAll or AllGather
-            What to exchange; send back the list of the buffers that arrived.
+            What to exchange; send back the list of the buffers that arrived. Of 32 MiB and more, in two phases or by
+            all-gather, those of several rounds: see `qcomp.core.rounds`.
 
         Returns
         -------
@@ -269,10 +275,27 @@ class CompressedMean:
         NonFiniteError
             On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
         """
+        running = self.start(x, state, key=key, donate=donate, blends=blends, overwrite=overwrite)
+        return running.finish((yield from pipeline(running.rounds)))
+
+    def start(
+        self,
+        x: Any,
+        state: MeanState,
+        *,
+        key: Key | None = None,
+        donate: bool = False,
+        blends: Sequence[Blend] = (),
+        overwrite: bool = False,
+        at_once: bool = False,
+    ) -> Running:
+        """Return the rounds of a mean, each of them in stages, for who runs them with those of others.
+
+        With ``at_once`` there is only one. See `stages` for the rest.
+        """
         if self.topology == "auto":
-            chosen = replace(self, topology=state.topology)
-            return (
-                yield from chosen.stages(x, state, key=key, donate=donate, blends=blends, overwrite=overwrite)
+            return replace(self, topology=state.topology).start(
+                x, state, key=key, donate=donate, blends=blends, overwrite=overwrite, at_once=at_once
             )
         tensors = [detached(t) for t in as_list(x)]
         drawing = [c.spec for c in self.compressors if c.traits.random]
@@ -280,7 +303,7 @@ class CompressedMean:
             raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
         if self._is_one_node(state.size, state.nodes):
             exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
-            return (yield from exact.stages(x, state, donate=donate, blends=blends))
+            return exact.start(x, state, donate=donate, blends=blends, at_once=at_once)
         if self._keeps_residuals:
             self._require_own(state, tensors)
         if overwrite and (donate or blends):
@@ -298,17 +321,36 @@ class CompressedMean:
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
             blends = ()
         compressors = self.compressors_of([tuple(t.shape) for t in tensors])
-        if self.lossless:
+        in_one = at_once or overwrite or self.topology not in ("two_phase", "all_gather")
+        count = 1 if in_one else count_rounds(flat)
+        joined = self.lossless and count == 1
+        if joined:
             flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
-        how = Worker(compressors, own_key, donate and not blends, blends, chunks, overwrite and not donate)
-        running = self._plan(flat, state, how)
+        how = Worker(compressors, own_key, donate and not blends, blends, (), overwrite and not donate)
+        rounds = None
+        if count == 1:
+            running = [self._plan(flat, state, how)]
+        else:
+            rounds = self._in_rounds(count, flat, state, how)
+            running = rounds.computations(self._plan)
         if any(c.variable_length for c in compressors):
-            running = announce_lengths(running, state.rank)
-        means, new_state = yield from running
-        shaped = shaped_like(cut_like(means[0], tensors) if self.lossless else means, targets)
-        return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
+            running = [announce_lengths(stages, state.rank) for stages in running]
+
+        def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
+            means, new_state = results[0] if rounds is None else rounds.joined(results)
+            shaped = shaped_like(cut_like(means[0], tensors) if joined else means, targets)
+            return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
+
+        return Running(running, finish)
+
+    def _in_rounds(self, count: int, flat: Sequence[Array], state: MeanState, how: Worker) -> Rounds:
+        sizes = [f.shape[0] for f in flat]
+        chunks = cut_for(how.compressors, sizes, state.size if self.topology == "two_phase" else 1)
+        rounds = cut_rounds(chunks, [c.traits.bucket_size for c in how.compressors], count)
+        kept = self.parts(state.shapes, rank=state.rank, size=state.size) if state.worker else ((), ())
+        return Rounds(flat, state, how, rounds, kept)
 
     @property
     def _keeps_residuals(self) -> bool:

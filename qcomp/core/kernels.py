@@ -118,8 +118,13 @@ class KernelSet(Protocol):
         """Return a buffer of the shape and dtype of x with anything in it, which can be written to."""
         ...
 
-    def average(self, compressor: Compressor, payloads: Sequence[Array], like: Array) -> Array | None:
-        """Return the mean of what payloads of the shape and dtype of ``like`` decompress to, added in their order."""
+    def average(
+        self, compressor: Compressor, payloads: Sequence[Array], like: Array, *, out: Array | None
+    ) -> Array | None:
+        """Return the mean of what payloads of the shape and dtype of ``like`` decompress to, added in their order.
+
+        In ``out`` if that is given.
+        """
         ...
 
     def compress_mean(
@@ -129,8 +134,12 @@ class KernelSet(Protocol):
         like: Array,
         residual: Array | None,
         key: Key | None,
+        *,
+        out: Array | None,
     ) -> Encoded | None:
         """Compress that mean, plus the residual if there is one, which is not written to.
+
+        The new residual goes into ``out`` if that is given, which shares memory with nothing else.
 
         A set that finds a value out of range before it returns returns None: the pure version then says so.
         """
@@ -159,7 +168,14 @@ class Partial:
         """Return None."""
         return None
 
-    def average(self, compressor: Compressor, payloads: Sequence[Array], like: Array) -> Array | None:  # noqa: ARG002
+    def average(
+        self,
+        compressor: Compressor,  # noqa: ARG002
+        payloads: Sequence[Array],  # noqa: ARG002
+        like: Array,  # noqa: ARG002
+        *,
+        out: Array | None,  # noqa: ARG002
+    ) -> Array | None:
         """Return None."""
         return None
 
@@ -170,6 +186,8 @@ class Partial:
         like: Array,  # noqa: ARG002
         residual: Array | None,  # noqa: ARG002
         key: Key | None,  # noqa: ARG002
+        *,
+        out: Array | None,  # noqa: ARG002
     ) -> Encoded | None:
         """Return None."""
         return None

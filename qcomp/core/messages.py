@@ -87,16 +87,21 @@ class SegmentCodec:
         *,
         donate: bool,
         blends: Sequence[Blend] = (),
+        into: Sequence[Array | None] = (),
     ) -> Encoded:
         """Compress all chunks of these tensors, with feedback if there are residuals.
 
         The chunks cover the tensors, each in order. With ``donate`` the new residuals take the buffers of the tensors,
         whose values are lost then; the old residuals are never written to, so that they are still there when any
-        rank refuses. With ``blends``, the momentum that each tensor is blended into is what is compressed.
+        rank refuses. With ``blends``, the momentum that each tensor is blended into is what is compressed. ``into`` may
+        have a buffer for the new residual of each tensor; they are not looked at with ``donate``.
         """
         parts: list[list[Array]] = [[] for _ in chunks]
         flags: list[Array] = []
-        news = [_NewResidual(t, r, donate=donate) for t, r in zip(tensors, residuals, strict=False)]
+        buffers = into or [None] * len(tensors)
+        news = [
+            _NewResidual(t, r, b, donate=donate) for t, r, b in zip(tensors, residuals, buffers, strict=False)
+        ]
         try:
             for index, chunk in enumerate(chunks):
                 for segment in chunk:
@@ -120,9 +125,9 @@ class SegmentCodec:
             return Encoded(tuple(self.refusal(chunk) for chunk in chunks), (), error)
         verdict = self._verdict(flags)
         messages = []
-        for buffers in parts:
-            messages.append(self._join([*buffers, verdict]))
-            buffers.clear()  # a message is a copy: half of the memory, as they go
+        for payloads in parts:
+            messages.append(self._join([*payloads, verdict]))
+            payloads.clear()  # a message is a copy: half of the memory, as they go
         return Encoded(tuple(messages), tuple(new.whole() for new in news), None)
 
     def open(
@@ -164,19 +169,39 @@ class SegmentCodec:
             for payload, segment, buffer in zip(payloads, chunk, buffers, strict=True)
         ]
 
-    def average(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
-        """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero."""
-        return [primitives.average(*of_segment) for of_segment in self._by_segment(payloads, chunk)]
+    def average(
+        self, payloads: Sequence[Sequence[Payload]], chunk: Chunk, *, into: Sequence[Array | None] = ()
+    ) -> list[Array]:
+        """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero.
+
+        In the buffers of ``into``, one for each segment, if they are given.
+        """
+        buffers = into or [None] * len(chunk)
+        segments = self._by_segment(payloads, chunk)
+        return [
+            primitives.average(*of_segment, out=out)
+            for of_segment, out in zip(segments, buffers, strict=True)
+        ]
 
     def total(self, payloads: Sequence[Sequence[Payload]], chunk: Chunk) -> list[Array]:
         """Return the sum over ranks of the segments of a chunk, added in rank order."""
         return [primitives.add_up(*of_segment) for of_segment in self._by_segment(payloads, chunk)]
 
     def encode_average(
-        self, payloads: Sequence[Sequence[Payload]], chunk: Chunk, residuals: Sequence[Array], key: Key
+        self,
+        payloads: Sequence[Sequence[Payload]],
+        chunk: Chunk,
+        residuals: Sequence[Array],
+        key: Key,
+        *,
+        into: Sequence[Array | None] = (),
     ) -> Encoded:
-        """Compress what `average` returns, with feedback if there is a residual for each segment."""
+        """Compress what `average` returns, with feedback if there is a residual for each segment.
+
+        The new residuals are in the buffers of ``into``, if they are given.
+        """
         parts, flags, news = [], [], []
+        buffers = into or [None] * len(chunk)
         try:
             for index, (compressor, of_ranks, like) in enumerate(self._by_segment(payloads, chunk)):
                 encoded = primitives.compress_mean(
@@ -185,6 +210,7 @@ class SegmentCodec:
                     like,
                     residuals[index] if residuals else None,
                     key.at(bucket=key.bucket + chunk[index].bucket),
+                    out=buffers[index],
                 )
                 parts.append(encoded.data)
                 news += [] if encoded.residual is None else [encoded.residual]
@@ -260,11 +286,11 @@ class SegmentCodec:
 class _NewResidual:
     """The new residual of a tensor: a buffer that is filled part by part, or parts where arrays are immutable."""
 
-    def __init__(self, tensor: Array, old: Array, *, donate: bool) -> None:
+    def __init__(self, tensor: Array, old: Array, buffer: Array | None, *, donate: bool) -> None:
         self.old = old
         self.parts: list[Array] = []
         self.given = tensor if donate and is_mutable(tensor) else None
-        self.made = empty_like(old) if self.given is None else None
+        self.made = None if self.given is not None else empty_like(old) if buffer is None else buffer
 
     def buffer(self, part: slice, values: Array) -> Array | None:
         """Return where the next part goes: ``values``, which is that part of the tensor, if that was given."""

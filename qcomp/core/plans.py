@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from qcomp.core.arrays import Array
-from qcomp.core.assembly import assemble, decode_all
+from qcomp.core.assembly import assemble, decode_all, room_for
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.hierarchy import Hierarchy
 from qcomp.core.kernels import Blend
 from qcomp.core.lanes import Lanes
-from qcomp.core.messages import SegmentCodec
+from qcomp.core.messages import Encoded, SegmentCodec
 from qcomp.core.nodes import Nodes
 from qcomp.core.random import Key
 from qcomp.core.ring import Ring, kept
 from qcomp.core.topologies import Topology
 from qcomp.core.transport import AllGather, AllToAll, Stages
 
-__all__ = ["PLANS", "MeanState", "Worker", "cut_for", "kept_in", "nodes_of"]
+__all__ = ["PLANS", "Averaged", "Into", "MeanState", "Worker", "cut_for", "kept_in", "nodes_of"]
 
 _WORKER, _SERVER = 0, 1
 
@@ -40,6 +40,17 @@ class MeanState(NamedTuple):
     """In which these residuals are kept, never "auto" after `CompressedMean.init`."""
 
 
+class Into(NamedTuple):
+    """Buffers for what a mean makes anew, each empty if it finds its own; None where arrays are immutable."""
+
+    worker: Sequence[Array | None] = ()
+    """For the worker residual of each tensor."""
+    server: Sequence[Array | None] = ()
+    """For the server residual of each segment of this rank's chunk."""
+    means: Sequence[Array | None] = ()
+    """For the mean of each tensor."""
+
+
 class Worker(NamedTuple):
     """How a worker compresses what it has."""
 
@@ -52,6 +63,7 @@ class Worker(NamedTuple):
     """The segments of each rank's chunk, of a mean that is a part of another."""
     overwrite: bool = False
     """Whether the means may take the buffers of the tensors."""
+    into: Into = Into()
 
 
 Averaged = Stages[tuple[list[Array], MeanState]]
@@ -63,28 +75,41 @@ def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     codec = SegmentCodec(how.compressors, flat)
     chunks = how.chunks or cut_for(how.compressors, _sizes(flat), state.size)
     own = chunks[state.rank]
-    worker = codec.encode(
-        chunks, flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
-    )
+    worker = _encode(codec, chunks, flat, state, how)
     arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
     opened = codec.open(arrived, [own] * state.size, worker.error)
-    server = codec.encode_average(opened, own, state.server, how.key.at(hop=_SERVER))
+    server = codec.encode_average(opened, own, state.server, how.key.at(hop=_SERVER), into=how.into.server)
     arrived = yield AllGather(server.messages[0], tuple(map(codec.message_size, chunks)))
     opened = codec.open(arrived, chunks, server.error)
     new_state = state._replace(worker=worker.residuals, server=server.residuals)
-    return decode_all(codec, opened, chunks, flat, overwrite=how.overwrite), new_state
+    means = how.into.means or room_for(flat, overwrite=how.overwrite)
+    return decode_all(codec, opened, chunks, flat, means), new_state
 
 
 def all_gather(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Send everything to all."""
     codec = SegmentCodec(how.compressors, flat)
     (whole,) = how.chunks or cut_for(how.compressors, _sizes(flat), 1)
-    worker = codec.encode(
-        [whole], flat, state.worker, how.key.at(hop=_WORKER), donate=how.donate, blends=how.blends
-    )
+    worker = _encode(codec, [whole], flat, state, how)
     arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
-    means = codec.average(codec.open(arrived, [whole] * state.size, worker.error), whole)
+    opened = codec.open(arrived, [whole] * state.size, worker.error)
+    means = codec.average(opened, whole, into=how.into.means)
     return assemble([whole], [means], flat), state._replace(worker=worker.residuals)
+
+
+def _encode(
+    codec: SegmentCodec, chunks: Sequence[Sequence[Segment]], flat: list[Array], state: MeanState, how: Worker
+) -> Encoded:
+    key = how.key.at(hop=_WORKER)
+    return codec.encode(
+        [tuple(chunk) for chunk in chunks],
+        flat,
+        state.worker,
+        key,
+        donate=how.donate,
+        blends=how.blends,
+        into=how.into.worker,
+    )
 
 
 def hierarchical(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
@@ -92,7 +117,8 @@ def hierarchical(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     hierarchy = Hierarchy(how.compressors, flat, nodes_of(state.size, state.nodes), how.key)
     received = yield from hierarchy.stages(state.worker, state.server)
     codec = SegmentCodec(how.compressors, flat)
-    means = decode_all(codec, received.payloads, received.chunks, flat, overwrite=how.overwrite)
+    room = room_for(flat, overwrite=how.overwrite)
+    means = decode_all(codec, received.payloads, received.chunks, flat, room)
     return means, state._replace(worker=received.worker, server=received.server)
 
 
@@ -100,7 +126,8 @@ def around(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Add up around a ring, and send the means around it."""
     ring = Ring(how.compressors, flat, state.size, how.key)
     received = yield from ring.stages(state.worker, state.server)
-    means = decode_all(ring.codec, received.payloads, received.chunks, flat, overwrite=how.overwrite)
+    room = room_for(flat, overwrite=how.overwrite)
+    means = decode_all(ring.codec, received.payloads, received.chunks, flat, room)
     return means, state._replace(worker=received.worker, server=received.server)
 
 

@@ -200,15 +200,19 @@ def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
     return write_into(out, result)
 
 
-def add_up(compressor: Compressor, payloads: Sequence[Payload], like: Array) -> Array:
+def add_up(
+    compressor: Compressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
+) -> Array:
     """Return the sum of what payloads, whose sizes have been checked, decompress to, added in their order."""
-    total = decode(compressor, payloads[0], like, out=empty_like(like))
+    total = decode(compressor, payloads[0], like, out=empty_like(like) if out is None else out)
     for payload in payloads[1:]:
         total = decode(compressor, payload, total, out=total, accumulate=True)
     return total
 
 
-def average(compressor: Compressor, payloads: Sequence[Payload], like: Array) -> Array:
+def average(
+    compressor: Compressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
+) -> Array:
     """Return the mean of what payloads decompress to: `finish_mean` of `add_up`.
 
     Parameters
@@ -218,16 +222,19 @@ def average(compressor: Compressor, payloads: Sequence[Payload], like: Array) ->
         One of each rank, of sizes that have been checked.
     like : array
         Gives the shape, the dtype and the device of the result.
+    out : array, optional
+        A buffer for the result.
     """
     coder = compressor.coder
     if coder is not None:
-        return average(coder.plain, [_restored(coder, payload) for payload in payloads], like)
+        return average(coder.plain, [_restored(coder, payload) for payload in payloads], like, out=out)
     kernels = chosen(like)
     if kernels is not None:
-        mean = kernels.average(compressor, [payload.data for payload in payloads], like)
+        mean = kernels.average(compressor, [payload.data for payload in payloads], like, out=out)
         if mean is not None:
             return mean
-    return finish_mean(add_up(compressor, payloads, like), len(payloads))
+    mean = finish_mean(add_up(compressor, payloads, like, out=out), len(payloads))
+    return mean if out is None or mean is out else write_into(out, mean)
 
 
 def compress_mean(
@@ -236,6 +243,8 @@ def compress_mean(
     like: Array,
     residual: Array | None,
     key: Key | None,
+    *,
+    out: Array | None = None,
 ) -> Encoded:
     """Compress the mean of what payloads decompress to, plus the residual if there is one: `encode` of `average`.
 
@@ -247,6 +256,8 @@ def compress_mean(
         Of the shape and dtype of ``like``; it is not written to.
     key : Key or None
         For compressors that draw.
+    out : array, optional
+        A buffer for the new residual.
 
     Returns
     -------
@@ -261,17 +272,18 @@ def compress_mean(
     coder = compressor.coder
     if coder is not None:
         restored = [_restored(coder, payload) for payload in payloads]
-        plain = compress_mean(coder.plain, restored, like, residual, key)
+        plain = compress_mean(coder.plain, restored, like, residual, key, out=out)
         return _shortened(coder, plain, math.prod(like.shape))
     kernels = chosen(like)
     if kernels is not None:
         data = [payload.data for payload in payloads]
-        encoded = kernels.compress_mean(compressor, data, like, residual, key)
+        encoded = kernels.compress_mean(compressor, data, like, residual, key, out=out)
         if encoded is not None:
             return encoded
-    mean = average(compressor, payloads, like)
-    out = mean if residual is not None and is_mutable(mean) else None
-    return encode(compressor, mean, residual, key, out=out)
+    mean = average(compressor, payloads, like, out=out)
+    return encode(
+        compressor, mean, residual, key, out=mean if residual is not None and is_mutable(mean) else None
+    )
 
 
 def finish_mean(total: Array, count: int) -> Array:

@@ -4,13 +4,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from qcomp.core.chunks import Segment, cut
-from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.exchange import CompressedMean, MeanState, Running
 from qcomp.core.kernels import Blend
 from qcomp.core.random import Key
-from qcomp.core.transport import Stages, fuse
+from qcomp.core.transport import fuse
 
 __all__ = ["TensorwiseMean"]
 
@@ -48,7 +48,6 @@ class TensorwiseMean(CompressedMean):
     (((16,),), ((8,),))
     """
 
-    grouped: ClassVar[bool] = False  # who asks for it groups the tensors himself
     numbers: Sequence[int] = ()
 
     def bucket_numbers(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -113,7 +112,7 @@ class TensorwiseMean(CompressedMean):
             shapes=tuple(shape for state in states for shape in state.shapes),
         )
 
-    def stages(
+    def start(
         self,
         x: Any,
         state: MeanState,
@@ -121,37 +120,41 @@ class TensorwiseMean(CompressedMean):
         key: Key | None = None,
         donate: bool = False,
         blends: Sequence[Blend] = (),
-        chunks: Sequence[tuple[Segment, ...]] = (),
         overwrite: bool = False,
-    ) -> Stages[tuple[Any, MeanState]]:
-        """Average x over the ranks, as a generator of pure stages; see `CompressedMean.stages`."""
-        if chunks:
-            raise ValueError(f"chunks is {chunks}; expected none: every tensor is cut by itself")
+        at_once: bool = True,  # noqa: ARG002 - who asks for it groups the tensors himself
+    ) -> Running:
+        """Return the one round of this mean; see `CompressedMean.start`."""
         if self.topology == "auto":
-            chosen = replace(self, topology=state.topology)
-            return (
-                yield from chosen.stages(x, state, key=key, donate=donate, blends=blends, overwrite=overwrite)
+            return replace(self, topology=state.topology).start(
+                x, state, key=key, donate=donate, blends=blends, overwrite=overwrite
             )
         tensors = list(x) if isinstance(x, list | tuple) else [x]
         singles = self._singles(len(tensors))
         numbers = self.numbers or self.bucket_numbers([tuple(t.shape) for t in tensors])
-        results = yield from fuse(
-            [
-                single.stages(
-                    [t],
-                    own,
-                    key=None if key is None else key.at(bucket=number),
-                    donate=donate,
-                    blends=blends[i : i + 1],
-                    overwrite=overwrite,
-                )
-                for i, (single, t, own, number) in enumerate(
-                    zip(singles, tensors, self.split(state, len(tensors)), numbers, strict=True)
-                )
-            ]
-        )
-        means = [mean for (mean,), _ in results]
-        return (means if isinstance(x, list | tuple) else means[0]), self.join([kept for _, kept in results])
+        each = [
+            single.start(
+                [t],
+                own,
+                key=None if key is None else key.at(bucket=number),
+                donate=donate,
+                blends=blends[i : i + 1],
+                overwrite=overwrite,
+                at_once=True,
+            )
+            for i, (single, t, own, number) in enumerate(
+                zip(singles, tensors, self.split(state, len(tensors)), numbers, strict=True)
+            )
+        ]
+
+        def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
+            means, states = [], []
+            for running, result in zip(each, results[0], strict=True):
+                (mean,), kept = running.finish([result])
+                means.append(mean)
+                states.append(kept)
+            return (means if isinstance(x, list | tuple) else means[0]), self.join(states)
+
+        return Running([fuse([running.rounds[0] for running in each])], finish)
 
     def _singles(self, count: int) -> list[CompressedMean]:
         """Return the mean of each of so many tensors."""

@@ -191,8 +191,8 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
         means = [primitives.compress_mean(compressor, three, m, r, key) for r in (None, m)]
         for of_mean in means:
             primitives.require_accepted(compressor, of_mean)
-    parts = (plain.data, encoded.data, last, decoded, written, added, mixed.data, mixed.residual)
-    parts += (mean, means[0].data, means[1].data, means[1].residual)
+    parts = [plain.data, encoded.data, last, decoded, written, added, mixed.data, mixed.residual]
+    parts += [mean, means[0].data, means[1].data, means[1].residual]
     return _Results(*(to_numpy(part).tobytes() for part in parts))
 
 

@@ -179,23 +179,23 @@ class Broken(NumbaKernels):
             accumulate = False
         return super().decode(compressor, data, like, out=out, accumulate=accumulate)
 
-    def average(self, compressor, payloads, like):
+    def average(self, compressor, payloads, like, **options):
         if self.fault == "leaves out a rank":
             payloads = payloads[:-1]
         if self.fault == "adds in another order":
             payloads = payloads[::-1]
-        return super().average(compressor, payloads, like)
+        return super().average(compressor, payloads, like, **options)
 
-    def compress_mean(self, compressor, payloads, like, residual, key):
+    def compress_mean(self, compressor, payloads, like, residual, key, **options):
         if self.fault == "forgets the residual of a server" and residual is not None:
             residual = np.zeros_like(residual)
         if self.fault == "writes over the residual of a server" and residual is not None:
-            encoded = super().compress_mean(compressor, payloads, like, residual, key)
+            encoded = super().compress_mean(compressor, payloads, like, residual, key, **options)
             residual[...] = 0
             return encoded
         if self.fault == "compresses another rank's mean":
-            return super().compress_mean(compressor, payloads[1:], like, residual, key)
-        return super().compress_mean(compressor, payloads, like, residual, key)
+            return super().compress_mean(compressor, payloads[1:], like, residual, key, **options)
+        return super().compress_mean(compressor, payloads, like, residual, key, **options)
 
     def finish_mean(self, total, count):
         return super().finish_mean(total, count + (self.fault == "counts one rank too many"))

@@ -3,14 +3,14 @@
 import pytest
 
 import qcomp
-from qcomp.core import grouping
+from qcomp.core import rounds
 
 TRAINING = """
 import hashlib
 import warnings
 import numpy as np
 import qcomp
-from qcomp.core import grouping
+from qcomp.core import rounds
 
 warnings.filterwarnings("ignore", "the variance is frozen after")
 sign, exact = qcomp.ScaledSign(bucket_size=8), qcomp.ExactBelow(30)
@@ -62,33 +62,33 @@ dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world
 comm = qcomp.comm.TorchCommunicator(timeout=30)
 """
 
-IN_GROUPS = """
-grouping.GROUP_BYTES = 256
+IN_ROUNDS = """
+rounds.ROUND_BYTES = 256
 started = []
 if comm.size > 1:
     start = type(comm).start
     type(comm).start = lambda self, request: started.append(request) or start(self, request)
 line = train(comm)
-assert comm.size == 1 or len(started) > 50  # else nothing was in groups
+assert comm.size == 1 or len(started) > 50  # else nothing was in rounds
 print(line, flush=True)
 """
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_groups_over_threads_mpi_and_gloo_give_the_bits_of_one_message(n, mpirun, torch_ranks, monkeypatch):
+def test_rounds_over_threads_mpi_and_gloo_give_the_bits_of_one_message(n, mpirun, torch_ranks, monkeypatch):
     scope = {}
     exec(TRAINING, scope)
     fused = qcomp.comm.run_local(n, scope["train"])
-    monkeypatch.setattr(grouping, "GROUP_BYTES", 256)
+    monkeypatch.setattr(rounds, "ROUND_BYTES", 256)
     assert qcomp.comm.run_local(n, scope["train"]) == fused
-    over_mpi = mpirun(n, ["-c", TRAINING + MPI + IN_GROUPS])
+    over_mpi = mpirun(n, ["-c", TRAINING + MPI + IN_ROUNDS])
     assert sorted(over_mpi.stdout.splitlines()) == fused
-    over_gloo = torch_ranks(n, TRAINING + GLOO + IN_GROUPS)
+    over_gloo = torch_ranks(n, TRAINING + GLOO + IN_ROUNDS)
     assert [rank.out.splitlines() for rank in over_gloo] == [[line] for line in fused]
 
 
 REFUSED = """
-grouping.GROUP_BYTES = 256
+rounds.ROUND_BYTES = 256
 opt, params = optimizers[1], [np.ones(shape, dtype=np.float32) for shape in shapes]
 state = opt.init(params, comm)
 params, state = opt.step(params, gradient(comm.rank, 0), state, comm)
@@ -109,7 +109,7 @@ print(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest(), flush=T
 
 
 @pytest.mark.parametrize("transport", ["mpi", "gloo"])
-def test_a_refusal_in_any_group_reaches_all_ranks_and_the_next_step_works(transport, mpirun, torch_ranks):
+def test_a_refusal_in_any_round_reaches_all_ranks_and_the_next_step_works(transport, mpirun, torch_ranks):
     code = TRAINING + {"mpi": MPI, "gloo": GLOO}[transport] + REFUSED
     if transport == "mpi":
         lines = mpirun(3, ["-c", code]).stdout.splitlines()
@@ -120,11 +120,11 @@ def test_a_refusal_in_any_group_reaches_all_ranks_and_the_next_step_works(transp
 
 
 LEFT = """
-grouping.GROUP_BYTES = 256
+rounds.ROUND_BYTES = 256
 opt, params = optimizers[1], [np.ones(shape, dtype=np.float32) for shape in shapes]
 state = opt.init(params, comm)
 if comm.rank == 1:
-    # Fails after its first group was sent, as for want of memory.
+    # Fails after its first round was sent, as for want of memory.
     start, comm.start = comm.start, None
     def fail(request):
         if comm.bytes_sent > sent:

@@ -233,8 +233,8 @@ class TestSumIdentity:
     def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
         encode = SegmentCodec.encode_average
 
-        def forgetful(self, payloads, chunk, residuals, key):
-            return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key)
+        def forgetful(self, payloads, chunk, residuals, key, **options):
+            return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key, **options)
 
         monkeypatch.setattr(SegmentCodec, "encode_average", forgetful)
         with pytest.raises(AssertionError):

@@ -91,12 +91,10 @@ class NumbaKernels:
         self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to, in ``out`` if that is given."""
-        if dtype_name(like.dtype) != "float32":
+        room = _room(like, out)
+        if room is None:
             return None
-        target = _empty(like) if out is None else out
-        values = _values(target)
-        if values is None or not values.flags.writeable:
-            return None
+        target, values = room
         decoder = _decoder(compressor, data, values)
         if decoder is None:
             return None
@@ -107,13 +105,14 @@ class NumbaKernels:
         """Return room for an array like x on memory that was used before, if it is computed in float32."""
         return _empty(x) if dtype_name(x.dtype) == "float32" else None
 
-    def average(self, compressor: Compressor, payloads: Sequence[Array], like: Array) -> Array | None:
+    def average(
+        self, compressor: Compressor, payloads: Sequence[Array], like: Array, *, out: Array | None
+    ) -> Array | None:
         """Return the mean of what payloads decompress to, a block at a time."""
-        if dtype_name(like.dtype) != "float32":
+        room = _room(like, out)
+        if room is None:
             return None
-        mean = _empty(like)
-        values = _values(mean)
-        assert values is not None
+        mean, values = room
         decoders = _decoders(compressor, payloads, values)
         if decoders is None:
             return None
@@ -127,19 +126,20 @@ class NumbaKernels:
         like: Array,
         residual: Array | None,
         key: Key | None,
+        *,
+        out: Array | None,
     ) -> Encoded | None:
         """Compress the mean of what payloads decompress to, a block at a time; None if a value is out of range."""
         old = None if residual is None else _values(residual)
-        if dtype_name(like.dtype) != "float32" or (residual is not None and old is None):
+        room = _room(like, out)
+        if room is None or (residual is not None and old is None):
             return None
-        mean = _empty(like)
-        values = _values(mean)
-        assert values is not None
+        rest, values = room
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
         encoder, decoders = _encoder(compressor, values, key, data), _decoders(compressor, payloads, values)
         if encoder is None or decoders is None or not compress_mean(decoders, encoder, old):
             return None
-        return Encoded(_as_array_of(like, data), None if residual is None else mean, None)
+        return Encoded(_as_array_of(like, data), None if residual is None else rest, None)
 
     def finish_mean(self, total: Array, count: int) -> Array | None:
         """Divide a sum over ranks by their number, in place."""
@@ -185,6 +185,15 @@ def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
 
 def _empty(like: Array) -> Array:
     return _as_array_of(like, empty(tuple(like.shape)))
+
+
+def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
+    """Return an array for a result, and it as a flat NumPy array; None if the kernels cannot write to it."""
+    if dtype_name(like.dtype) != "float32":
+        return None
+    target = _empty(like) if out is None else out
+    values = _values(target)
+    return None if values is None or not values.flags.writeable else (target, values)
 
 
 def _values(x: Array) -> Floats | None:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 from qcomp.core.arrays import Array
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.exchange import CompressedMean, MeanState
-from qcomp.core.grouping import GroupedMean
 from qcomp.core.kernels import Blend
 from qcomp.core.random import Key
 from qcomp.core.transport import Stages, fuse, pipeline
@@ -55,13 +54,12 @@ class Average(NamedTuple):
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.
 
-        One message a peer and phase. Of large parts one for each group of tensors, see `GroupedMean`.
+        One message a peer and phase. Of large parts one for each round, see `qcomp.core.rounds`.
         """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)
-        grouped = [
-            GroupedMean(
-                p.mean,
+        running = [
+            p.mean.start(
                 p.values,
                 p.state,
                 key=p.key,
@@ -71,16 +69,15 @@ class Average(NamedTuple):
             )
             for p in self.parts
         ]
-        computations = [means.computations() for means in grouped]
         rounds = [
-            fuse([of_part[index] for of_part in computations if index < len(of_part)])
-            for index in range(max(map(len, computations)))
+            fuse([part.rounds[index] for part in running if index < len(part.rounds)])
+            for index in range(max(len(part.rounds) for part in running))
         ]
         answers = list(map(iter, (yield from pipeline(rounds))))
         values: dict[int, Array] = {}
         exchange = self.exchange
-        for part, means_of, of_part in zip(self.parts, grouped, computations, strict=True):
-            means, state = means_of.joined([next(of_round) for of_round in answers[: len(of_part)]])
+        for part, started in zip(self.parts, running, strict=True):
+            means, state = started.finish([next(of_round) for of_round in answers[: len(started.rounds)]])
             values.update(zip(part.tensors, means, strict=True))
             if part.state is self.exchange:
                 exchange = state

@@ -1,0 +1,398 @@
+"""Large means in rounds: the same bits as in one, and no more messages than rounds."""
+
+import random
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core import rounds
+from qcomp.core.chunks import cut
+from qcomp.core.exchange import CompressedMean
+from qcomp.core.kernels import Blend
+from qcomp.core.rounds import Rounds, cut_rounds
+from qcomp.core.transport import AllGather, drive, pipeline
+
+SHAPES = [(11, 3), (8, 8), (0, 4), (13, 10), (5, 5), (1, 3), (257, 1), (8, 5), (8, 9)]
+BYTES = 256
+"""Of a round, in these tests: 64 float32."""
+
+
+@pytest.fixture
+def small_rounds(monkeypatch):
+    monkeypatch.setattr(rounds, "ROUND_BYTES", BYTES)
+
+
+# --- what is in a round ----------------------------------------------------------------------------------------------
+
+
+def test_rounds_hold_every_bucket_once_in_order_with_its_number():
+    draw = random.Random(0)
+    for _ in range(300):
+        sizes = [draw.choice([0, 1, 7, 50, 100, 1000]) for _ in range(draw.randint(1, 8))]
+        lengths = [draw.choice([1, 8, 9, 64]) for _ in sizes]
+        chunks = cut(sizes, lengths, draw.randint(1, 4))
+        found = cut_rounds(chunks, lengths, draw.randint(1, 9))
+        for rank, chunk in enumerate(chunks):
+            in_order = sorted(
+                (s for of_round in found for s in of_round[rank]), key=lambda s: (s.tensor, s.start)
+            )
+            rest = {s.tensor: s for s in chunk}
+            for s in in_order:
+                whole = rest[s.tensor]
+                assert s.size > 0
+                assert (s.start, s.bucket) == (whole.start, whole.bucket)
+                assert (s.stop - whole.start) % lengths[s.tensor] == 0 or s.stop == whole.stop
+                number = whole.bucket + -(-s.size // lengths[s.tensor])
+                rest[s.tensor] = whole._replace(start=s.stop, bucket=number)
+            assert all(s.size == 0 for s in rest.values())
+
+
+def test_rounds_are_of_the_same_length_but_for_a_bucket():
+    chunks = cut([5000, 3, 0, 700, 9000], [8, 16, 8, 32, 8], 3)
+    for count in (2, 5, 16):
+        found = cut_rounds(chunks, [8, 16, 8, 32, 8], count)
+        for rank, chunk in enumerate(chunks):
+            even = sum(s.size for s in chunk) / count
+            # Each of its two ends is moved by less than the largest bucket, and so is that of the tail of a tensor.
+            assert all(abs(sum(s.size for s in of_round[rank]) - even) <= 2 * 32 for of_round in found)
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+COMPRESSORS = {
+    "sign": qcomp.ScaledSign(bucket_size=8),
+    "qsgd": qcomp.QSGD(levels=7, bucket_size=16),
+    "elias": qcomp.QSGD(levels=7, bucket_size=16, coding="elias"),
+    "onebit_sgd": qcomp.OneBitSGD(),
+    "minmax": qcomp.MinMaxUInt8(bucket_size=32),
+    "topk": qcomp.TopK(k=2, bucket_size=8),
+    "scaled": qcomp.Scaled(qcomp.RandK(k=2, bucket_size=8)),
+    "identity": qcomp.Identity(),
+}
+COMMON = {"learning_rate": 0.01, "exact": qcomp.ExactBelow(30)}
+POLICY = qcomp.ByName({"[13]": COMPRESSORS["topk"], "*": COMPRESSORS["sign"]})
+OPTIMIZERS = {
+    "adam": qcomp.Adam(learning_rate=0.01),
+    "onebit_adam": qcomp.OneBitAdam(freeze=1, **COMMON),
+    "onebit_adam_all_gather": qcomp.OneBitAdam(freeze=1, topology="all_gather", **COMMON),
+    "onebit_adam_hierarchical": qcomp.OneBitAdam(freeze=1, topology="hierarchical", **COMMON),
+    "qadam": qcomp.QAdam(freeze=1, clip_norm=1.0, **COMMON),
+    "onebit_lamb": qcomp.OneBitLamb(freeze=1, **COMMON),
+    "zero_one_adam": qcomp.ZeroOneAdam(freeze=2, sync_steps=qcomp.LocalSteps(2, 2), **COMMON),
+    "sgd": qcomp.CompressedSGD(compressor=COMPRESSORS["elias"], feedback=False, **COMMON),
+    "sgd_sign": qcomp.CompressedSGD(compressor=COMPRESSORS["sign"], **COMMON),
+    "sgd_by_name": qcomp.CompressedSGD(compressor=COMPRESSORS["sign"], compressors=POLICY, **COMMON),
+    "ef21": qcomp.EF21SGD(compressor=COMPRESSORS["scaled"], eta=0.5, **COMMON),
+}
+
+
+def gradient(rank, step, shapes=SHAPES):
+    rng = np.random.default_rng([3, rank, step])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def leaves(value):
+    """Every array and number within a value, as bytes."""
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [np.asarray(value).tobytes() if hasattr(value, "shape") else repr(value).encode()]
+
+
+def train(opt, n, steps=4):
+    def rank_main(comm):
+        params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
+        state = opt.init(params, comm)
+        for step in range(steps):
+            params, state = opt.step(params, gradient(comm.rank, step), state, comm)
+        return leaves([params, state])
+
+    return qcomp.comm.run_local(n, rank_main)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_in_rounds_is_bit_for_bit_the_fused_one(name, n, monkeypatch):
+    fused = train(OPTIMIZERS[name], n)
+    monkeypatch.setattr(rounds, "ROUND_BYTES", BYTES)
+    assert train(OPTIMIZERS[name], n) == fused
+
+
+def test_every_optimizer_that_compresses_is_among_them():
+    from qcomp.core.optimizers.compression import CompressingOptimizer
+
+    def below(kind):
+        return {kind} | {c for child in kind.__subclasses__() for c in below(child)}
+
+    public = {kind for kind in below(CompressingOptimizer) if getattr(qcomp, kind.__name__, None) is kind}
+    assert public == {type(opt) for opt in OPTIMIZERS.values()} - {qcomp.Adam} | {qcomp.QSVRG} & public
+
+
+def means_of(mean, n, runner, *, steps=2, shapes=SHAPES, library=None):
+    put = (lambda x: x) if library is None else library.array
+
+    def rank_main(comm):
+        xs = [[put(x) for x in gradient(comm.rank, step, shapes)] for step in range(steps)]
+        state = mean.init(xs[0], comm)
+        found = []
+        for step, x in enumerate(xs):
+            means, state = runner(mean, x, state, qcomp.Key(seed=5, step=step), comm)
+            found += [np.asarray(m).tobytes() for m in means]
+        return found + [np.asarray(r).tobytes() for r in (*state.worker, *state.server)]
+
+    return qcomp.comm.run_local(n, rank_main)
+
+
+def in_rounds(mean, x, state, key, comm, **how):
+    running = mean.start(x, state, key=key, **how)
+    assert len(running.rounds) > 3
+    return running.finish(drive(pipeline(running.rounds), comm))
+
+
+def at_once(mean, x, state, key, comm, **how):
+    running = mean.start(x, state, key=key, at_once=True, **how)
+    assert len(running.rounds) == 1
+    return running.finish(drive(pipeline(running.rounds), comm))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_compressor_draws_and_keeps_what_it_does_in_the_whole(name, topology, n, small_rounds):
+    for feedback in (True, False):
+        if feedback and name in ("qsgd", "elias"):
+            continue  # no contraction
+        mean = CompressedMean(COMPRESSORS[name], topology=topology, feedback=feedback)
+        for shapes in (SHAPES, [(100, 15)]):
+            assert means_of(mean, n, in_rounds, shapes=shapes) == means_of(mean, n, at_once, shapes=shapes)
+
+
+def test_every_library_gives_the_same(library, small_rounds):
+    shapes = [(200,), (0,), (3, 51)]
+    mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
+    found = means_of(mean, 2, in_rounds, steps=2, shapes=shapes, library=library)
+    assert found == means_of(mean, 2, at_once, steps=2, shapes=shapes)
+
+
+@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+def test_buffers_are_used_as_in_the_whole(topology, small_rounds):
+    """The residual in the buffer of x, the mean in one buffer: nothing is put together from copies."""
+    mean = CompressedMean(qcomp.ScaledSign(bucket_size=8), topology=topology)
+
+    def rank_main(comm):
+        found = []
+        for donate in (False, True):
+            x = gradient(comm.rank, 0, [(700,)])[0]
+            before = x.copy()
+            state = mean.init(x, comm)
+            result, after = in_rounds(mean, x, state, None, comm, donate=donate)
+            assert np.shares_memory(after.worker[0], x) == donate
+            assert donate or x.tobytes() == before.tobytes()
+            assert all(
+                r.base is None or r.base.size == r.size for r in (result, *after.worker, *after.server)
+            )
+            assert not np.shares_memory(result, x)
+            assert all((r == 0).all() for r in (*state.worker, *state.server))
+            found.append([result.tobytes(), *(r.tobytes() for r in (*after.worker, *after.server))])
+        return found[0] == found[1]
+
+    assert all(qcomp.comm.run_local(2, rank_main))
+
+
+def test_what_may_be_overwritten_is_so_only_when_all_has_arrived(small_rounds):
+    mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
+    x = gradient(0, 0, [(700,)])[0]
+    state = mean.zeros([x], rank=0, size=1)
+    assert len(mean.start(x, state, overwrite=True).rounds) == 1
+
+
+def test_a_mean_that_is_called_is_in_rounds_too(small_rounds):
+    mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
+
+    def called(mean, x, state, key, comm):
+        return mean(x, state, comm, key=key)
+
+    assert means_of(mean, 3, called) == means_of(mean, 3, at_once)
+    found = []
+    x = gradient(0, 0)
+    stages = mean.stages(x, mean.zeros(x, rank=0, size=1))
+    request = next(stages)
+    while len(found) < 4:
+        found.append(request.later)
+        request = stages.send([request.send if isinstance(request, AllGather) else request.send[0]])
+    assert all(found)
+
+
+def test_half_precision_is_cut_like_the_values_it_is_computed_in(small_rounds):
+    mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
+
+    def halves(runner):
+        def rank_main(comm):
+            x = [g.astype(np.float16) for g in gradient(comm.rank, 0)]
+            means, state = runner(mean, x, mean.init(x, comm), None, comm)
+            return [m.tobytes() for m in means] + [r.tobytes() for r in (*state.worker, *state.server)]
+
+        return qcomp.comm.run_local(2, rank_main)
+
+    assert halves(in_rounds) == halves(at_once)
+
+
+def test_momenta_are_blended_in_the_rounds(small_rounds):
+    mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
+
+    def blended(runner):
+        def rank_main(comm):
+            x = gradient(comm.rank, 0)
+            blends = [Blend(m, 0.9, 0.5) for m in gradient(7, 0)]
+            means, state = runner(mean, x, mean.init(x, comm), None, comm, blends=blends)
+            return [m.tobytes() for m in means] + [r.tobytes() for r in (*state.worker, *state.server)]
+
+        return qcomp.comm.run_local(2, rank_main)
+
+    assert blended(in_rounds) == blended(at_once)
+
+
+@pytest.mark.parametrize("fault", ["numbers", "residuals", "order"])
+def test_rounds_that_go_wrong_are_noticed(fault, small_rounds, monkeypatch):
+    compressor = COMPRESSORS["qsgd" if fault == "numbers" else "sign"]
+    mean = CompressedMean(compressor, feedback=fault != "numbers")
+    expected = means_of(mean, 2, at_once)
+    assert means_of(mean, 2, in_rounds) == expected
+    if fault == "numbers":
+        right = rounds.cut_rounds
+
+        def renumbered(chunks, bucket_sizes, count):
+            return [
+                tuple(tuple(s._replace(bucket=0) for s in chunk) for chunk in of_round)
+                for of_round in right(chunks, bucket_sizes, count)
+            ]
+
+        monkeypatch.setattr("qcomp.core.exchange.cut_rounds", renumbered)
+    if fault == "residuals":
+        monkeypatch.setattr(
+            rounds._Wholes,
+            "parts",
+            lambda self, segments: tuple(0 * p for p in self._parts(self._arrays, segments)),
+        )
+    if fault == "order":
+        joined = Rounds.joined
+        monkeypatch.setattr(Rounds, "joined", lambda self, results: joined(self, [*results[1:], results[0]]))
+    try:
+        found = means_of(mean, 2, in_rounds)
+    except Exception:  # parts that do not fit
+        found = None
+    assert found != expected
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def requests_of(opt):
+    """What a step of the only rank wants to exchange."""
+    params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
+    state = opt.start(params, tuple(map(str, range(len(params)))), 0, 1)
+    stages, found, arrived = opt.stages(params, gradient(0, 0), state), [], None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration:
+            return found
+        found.append(request)
+        arrived = [request.send if isinstance(request, AllGather) else request.send[0]]
+
+
+def test_a_small_model_sends_what_it_always_did():
+    opt = OPTIMIZERS["sgd_sign"]
+    found = requests_of(opt)
+    assert [type(r).__name__ for r in found] == ["AllToAll", "AllGather"]
+    assert not any(r.later for r in found)
+
+
+def test_a_large_one_sends_a_message_a_round_and_phase(small_rounds):
+    opt = OPTIMIZERS["sgd_sign"]
+    found = requests_of(opt)
+    count = len(found) // 2
+    compressed = sum(int(np.prod(s)) for s in SHAPES if np.prod(s) >= 30)
+    assert count == 4 * compressed // BYTES > 3
+    assert [type(r).__name__ for r in found] == ["AllToAll"] * count + ["AllGather"] * count
+    assert all(r.later for r in found)
+
+
+def test_what_rounds_send_is_what_one_message_holds_but_for_verdicts_and_padding(small_rounds, monkeypatch):
+    opt = OPTIMIZERS["sgd_sign"]
+
+    def sent():
+        def rank_main(comm):
+            params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
+            state = opt.init(params, comm)
+            before = comm.bytes_sent
+            opt.step(params, gradient(comm.rank, 0), state, comm)
+            return comm.bytes_sent - before
+
+        return qcomp.comm.run_local(2, rank_main)
+
+    further = len(requests_of(opt)) // 2 - 1
+    in_rounds = sent()
+    monkeypatch.setattr(rounds, "ROUND_BYTES", 1 << 20)
+    for whole, pieces in zip(sent(), in_rounds, strict=True):
+        # In each phase a verdict of 8 bytes for each further message, and of each cut payload less than 12 of padding.
+        assert 2 * 8 * further <= pieces - whole < 2 * (8 + 12) * further
+
+
+def test_the_first_rounds_carry_the_exact_tensors_along(small_rounds):
+    opt = OPTIMIZERS["sgd_sign"]
+    params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
+    state = opt.start(params, tuple(map(str, range(len(params)))), 0, 1)
+    exact, compressed = opt.prepare(gradient(0, 0), state).parts
+    counts = [len(p.mean.start(p.values, p.state, key=p.key).rounds) for p in (exact, compressed)]
+    assert counts[0] == 1 < counts[1]
+    assert len(requests_of(opt)) == 2 * counts[1]
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", range(len(SHAPES)))
+def test_a_value_out_of_range_in_any_round_is_an_error_on_all_ranks_and_touches_nothing(tensor, small_rounds):
+    if not np.prod(SHAPES[tensor]):
+        pytest.skip("an empty tensor has no value")
+    opt = OPTIMIZERS["sgd_sign"]
+
+    def rank_main(comm):
+        params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
+        state = opt.init(params, comm)
+        params, state = opt.step(params, gradient(comm.rank, 0), state, comm)
+        before = leaves([params, state])
+        bad = gradient(comm.rank, 1)
+        if comm.rank == 1:
+            bad[tensor].flat[-1] = np.nan
+        with pytest.raises(qcomp.NonFiniteError, match="a value on rank 1 is not finite"):
+            opt.step(params, bad, state, comm)
+        untouched = leaves([params, state]) == before
+        params, state = opt.step(
+            params, gradient(comm.rank, 1), state, comm
+        )  # and the communicator still works
+        return untouched, leaves(params)
+
+    (first, params), (second, others), (third, last) = qcomp.comm.run_local(3, rank_main)
+    assert all((first, second, third))
+    assert params == others == last
+
+
+def test_what_does_not_fit_is_refused_as_ever(small_rounds):
+    mean = CompressedMean(COMPRESSORS["sign"])
+    comm = qcomp.comm.LocalCommunicator.alone()
+    x = gradient(0, 0)
+    state = mean.init(x, comm)
+    with pytest.raises(ValueError, match=r"x has arrays of .* elements; state is for"):
+        mean.start(x[1:], state)
+
+
+def test_tensors_of_several_dtypes_are_one_round(small_rounds):
+    mean = CompressedMean(COMPRESSORS["sign"])
+    x = gradient(0, 0)
+    mixed = [x[0].astype(np.float64), *x[1:]]
+    state = mean.zeros(mixed, rank=0, size=1)
+    assert len(mean.start(mixed, state).rounds) == 1
