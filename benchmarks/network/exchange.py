@@ -34,10 +34,11 @@ class Exchanges:
         values = np.random.default_rng(comm.rank).standard_normal(elements, dtype=np.float32)
         self.comm = comm
         self.source: Any = import_module("torch").from_numpy(values) if arrays == "torch" else values
-        self.own: Any = self.source + 0
+        # A gradient that is given away holds the residual afterwards: the next one needs a buffer of its own.
+        self.buffers_of_gradients: list[Any] = [self.source + 0, self.source + 0]
         self.mean = qcomp.CompressedMean(COMPRESSOR)
-        self.state = self.mean.init(self.own, comm)
-        self.segments = [sum(s.size for s in chunk) for chunk in self.mean.segments([self.own], comm.size)]
+        self.state = self.mean.init(self.source, comm)
+        self.segments = [sum(s.size for s in chunk) for chunk in self.mean.segments([self.source], comm.size)]
         self.shares = [COMPRESSOR.payload_spec(size).nbytes for size in self.segments]
         self.buffers = [from_host_bytes(bytes(share), self.source) for share in self.shares]
         self.step = 0
@@ -54,12 +55,13 @@ class Exchanges:
 
     def whole(self) -> Callable[[], object]:
         """Return what averages a gradient, which is there anew."""
-        self.own[:] = self.source
         self.step += 1
+        own = self.buffers_of_gradients[self.step % 2]
+        own[:] = self.source
         key = qcomp.Key(step=self.step, rank=self.comm.rank)
 
         def run() -> None:
-            _, self.state = self.mean(self.own, self.state, self.comm, key=key, donate=True)
+            _, self.state = self.mean(own, self.state, self.comm, key=key, donate=True)
 
         return run
 
