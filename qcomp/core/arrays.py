@@ -9,7 +9,8 @@ import sys
 from functools import cache
 from typing import Any
 
-from array_api_compat import array_namespace, device, is_torch_array
+import array_api_compat
+from array_api_compat import device, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import chosen
@@ -55,6 +56,20 @@ _ITEMSIZE = {"uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, 
 
 if sys.byteorder != "little":
     raise ImportError(f"qcomp's wire format is little-endian; this machine is {sys.byteorder}-endian")
+
+
+_namespaces: dict[type, Namespace] = {}
+
+
+def array_namespace(*arrays: Array) -> Namespace:
+    """Return the library of arrays, as array-api-compat does, which takes longer than all else in a small call."""
+    kinds = set(map(type, arrays))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        return array_api_compat.array_namespace(*arrays)
+    if kind not in _namespaces:
+        _namespaces[kind] = array_api_compat.array_namespace(*arrays)
+    return _namespaces[kind]
 
 
 def dtype_name(dtype: Any) -> str:

@@ -1,6 +1,7 @@
 """How the tensors of a compressed mean are cut into one chunk for every rank: pure integers."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from qcomp.core.buckets import bucket_count
@@ -41,7 +42,12 @@ def cut(
     ((Segment(tensor=0, start=0, stop=16, bucket=0),), (Segment(tensor=0, start=16, stop=20, bucket=2), \
 Segment(tensor=1, start=0, stop=8, bucket=3)))
     """
-    lengths = [bucket_size] * len(sizes) if isinstance(bucket_size, int) else list(bucket_size)
+    lengths = (bucket_size,) * len(sizes) if isinstance(bucket_size, int) else tuple(bucket_size)
+    return _cut(tuple(sizes), lengths, count)
+
+
+@lru_cache(maxsize=4096)  # a step cuts the same tensors as the step before
+def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> tuple[tuple[Segment, ...], ...]:
     counts = [bucket_count(size, length) for size, length in zip(sizes, lengths, strict=True)]
     per_chunk = max(1, -(-sum(counts) // count))
     chunks: list[list[Segment]] = [[] for _ in range(count)]

@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 import qcomp
 from qcomp.core.optimizers.average import EXACT
 from qcomp.integrations import ddp
+from qcomp.integrations.ddp import buckets as cut_buckets
 
+cut_buckets.PART_BYTES = 12000  # where there are few buckets, they are exchanged in parts
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the variance is frozen after")
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

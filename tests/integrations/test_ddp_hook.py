@@ -66,11 +66,11 @@ broken = {broken!r}
 compressor = qcomp.ScaledSign(bucket_size=64)
 if broken == "draws by bucket":
     compressor = qcomp.QSGD(levels=7, bucket_size=128)
-    def ignoring(self, *args, plain=buckets.TensorwiseMean.stages, **how):
+    def ignoring(self, *args, plain=buckets.TensorwiseMean.start, **how):
         return plain(dataclasses.replace(self, numbers=()), *args, **how)
-    buckets.TensorwiseMean.stages = ignoring
+    buckets.TensorwiseMean.start = ignoring
 elif broken == "chunks by bucket":
-    buckets.TensorwiseMean.stages = qcomp.CompressedMean.stages
+    buckets.TensorwiseMean.start = qcomp.CompressedMean.start
 else:
     def shuffled(self, exchange, tensors, plain=buckets.BucketedStep._split):
         own = plain(self, exchange, tensors)
@@ -386,3 +386,32 @@ assert same([p.detach() for p in model.parameters()], [p.detach() for p in again
 say(resumed.state.step, resumed.state.stage)
 """
     assert said(2, body) == [["7 compressed"]] * 2
+
+
+def test_a_large_bucket_is_exchanged_in_parts(said):
+    """All of its parts are under way before the first is waited for; a value that is not finite spoils the bucket."""
+    body = """
+started = []
+start = type(comm).start
+type(comm).start = lambda self, request: started.append(type(request).__name__) or start(self, request)
+model = wrapped(10**6)
+state, averaged = ddp.hook(
+    qcomp.ScaledSign(bucket_size=64), model, exact=None, exact_iterations=0, nonfinite="propagate"
+)
+model.register_comm_hook(state, averaged)
+for step in range(3):
+    started.clear()
+    loss(model, step).backward()
+    model.zero_grad()
+say(" ".join(started))
+for spoiled in range(5):
+    handle = list(model.parameters())[spoiled].register_hook(lambda g: g * float("inf") if me else g)
+    loss(model, 3).backward()
+    handle.remove()
+    say(all(p.grad.isnan().all().item() for p in model.parameters()), state.skipped == spoiled + 1)
+    model.zero_grad()
+loss(model, 4).backward()
+say(all(p.grad.isfinite().all().item() for p in model.parameters()))
+"""
+    expected = ["AllToAll AllToAll AllGather AllGather", *["True True"] * 5, "True"]
+    assert said(2, body) == [expected] * 2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, is_torch_array
+from array_api_compat import is_torch_array
 from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import frozen_adam_step
@@ -19,7 +19,7 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
-from qcomp.core.arrays import dtype_name, to_compute_dtype
+from qcomp.core.arrays import array_namespace, dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD

@@ -21,21 +21,40 @@ from qcomp.core.transport import Stages
 from qcomp.integrations.ddp.conveyor import Conveyor, Job
 from qcomp.integrations.ddp.stream import SideStream
 
-__all__ = ["Bucket", "BucketedStep"]
+__all__ = ["Bucket", "BucketedStep", "Part"]
+
+PART_BYTES = 8 << 20
+"""The least bytes of gradients that are exchanged by themselves, while the next are compressed."""
 
 
 @dataclass(eq=False)
-class Bucket:
-    """Some of a model's tensors, and what has become of them in this step."""
+class Part:
+    """Some tensors of a bucket, and what has become of them in this step."""
 
     tensors: tuple[int, ...]
     """Their numbers among the parameters, in rising order."""
     gradients: tuple[Any, ...]
+    means: Means | None = None
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some of a model's tensors."""
+
+    parts: tuple[Part, ...]
     buffer: Any
     last: bool
     future: Any
-    means: Means | None = None
-    over: bool = False
+    refused: bool = False
+    """Whether a value on some rank was not finite."""
+    error: BaseException | None = None
+    """What else went wrong."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more becomes of it."""
+        return all(part.over for part in self.parts)
 
 
 class BucketedStep:
@@ -97,8 +116,8 @@ class BucketedStep:
         ----------
         bucket : torch.distributed.GradBucket
         deliver : callable
-            Is given the bucket when it is over, with means unless a value was not finite; what it raises, the backward
-            pass raises. Called in the conveyor's thread.
+            Is given the bucket when it is over, with means of all its parts unless a value was not finite; what it
+            raises, the backward pass raises. Called in the conveyor's thread.
 
         Returns
         -------
@@ -114,18 +133,20 @@ class BucketedStep:
             zip((self._number[id(p)] for p in bucket.parameters()), bucket.gradients(), strict=True),
             key=lambda pair: pair[0],
         )
-        numbers, gradients = zip(*pairs, strict=True)
-        record = Bucket(numbers, gradients, bucket.buffer(), bucket.is_last(), self._stream.future())
+        record = Bucket(_parts(pairs), bucket.buffer(), bucket.is_last(), self._stream.future())
         self._buckets.append(record)
-        self._conveyor.put(
-            Job(
-                self._stages(record),
-                done=partial(self._over, record, deliver),
-                failed=partial(self._over, record, deliver),
-                context=partial(self._stream.after, self._stream.mark()),
-                last=record.last,
+        after = self._stream.mark()
+        for part in record.parts:
+            over = partial(self._over, record, part, deliver)
+            self._conveyor.put(
+                Job(
+                    self._stages(part),
+                    done=over,
+                    failed=over,
+                    context=partial(self._stream.after, after),
+                    last=record.last and part is record.parts[-1],
+                )
             )
-        )
         return record.future
 
     def take(self) -> Means:
@@ -135,14 +156,14 @@ class BucketedStep:
         values: dict[int, Any] = {}
         own: dict[int, Any] = {}
         kept: dict[int, MeanState] = {}
-        for bucket in buckets:
-            means = bucket.means
+        for part in (part for bucket in buckets for part in bucket.parts):
+            means = part.means
             assert means is not None
             # What is averaged besides has numbers behind those of the parameters, in the order of these.
-            places = [i + rest for rest in range(0, 2 * count, count) for i in bucket.tensors]
+            places = [i + rest for rest in range(0, 2 * count, count) for i in part.tensors]
             values.update(zip(places, means.values, strict=False))
-            own.update(zip(bucket.tensors, means.own, strict=False))
-            kept.update(self._split(means.exchange, bucket.tensors))
+            own.update(zip(part.tensors, means.own, strict=False))
+            kept.update(self._split(means.exchange, part.tensors))
         exchange = TensorwiseMean.join([kept[i] for i in sorted(kept)]) if kept else self.state.exchange
         in_order = (tuple(found[i] for i in sorted(found)) for found in (values, own))
         means = Means(next(in_order), exchange, next(in_order))
@@ -154,27 +175,35 @@ class BucketedStep:
         self._buckets, self.refusal = [], None
 
     def _over(
-        self, bucket: Bucket, deliver: Callable[[Bucket], None], outcome: Means | BaseException
+        self,
+        bucket: Bucket,
+        part: Part,
+        deliver: Callable[[Bucket], None],
+        outcome: Means | BaseException,
     ) -> None:
-        bucket.over = True
+        if isinstance(outcome, NonFiniteError):
+            self.refusal = self.refusal or outcome
+            bucket.refused = True
+        elif isinstance(outcome, BaseException):
+            bucket.error = bucket.error or outcome
+        else:
+            part.means = outcome
+        part.over = True
+        if not bucket.over:
+            return
         try:
-            if isinstance(outcome, NonFiniteError):
-                self.refusal = self.refusal or outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                bucket.means = outcome
+            if bucket.error is not None:
+                raise bucket.error
             deliver(bucket)
         except BaseException as error:
             bucket.future.set_exception(error)
         else:
             bucket.future.set_result(bucket.buffer)
 
-    def _stages(self, bucket: Bucket) -> Stages[Means]:
-        """Ask the optimizer what it wants of a bucket's gradients, and average that."""
-        part = self._part(bucket.tensors)
-        average: Average = self.optimizer.prepare(list(bucket.gradients), part)
-        numbers = tuple(self._draws[self._compressed[i]] for i in self._exchanged(bucket.tensors))
+    def _stages(self, part: Part) -> Stages[Means]:
+        """Ask the optimizer what it wants of these gradients, and average that."""
+        average: Average = self.optimizer.prepare(list(part.gradients), self._part(part.tensors))
+        numbers = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.tensors))
         parts = tuple(
             p._replace(mean=replace(p.mean, numbers=numbers)) if isinstance(p.mean, TensorwiseMean) else p
             for p in average.parts
@@ -207,7 +236,7 @@ class BucketedStep:
         )
 
     def _split(self, exchange: MeanState, tensors: Sequence[int]) -> dict[int, MeanState]:
-        """Return the residuals of each tensor of a bucket, if any are kept."""
+        """Return the residuals of each of some tensors, if any are kept."""
         exchanged = self._exchanged(tensors)
         if not exchange.worker:
             return {}
@@ -221,6 +250,21 @@ class BucketedStep:
         mean = self.optimizer.mean_of(state)
         assert isinstance(mean, TensorwiseMean)
         return mean
+
+
+def _parts(pairs: Sequence[tuple[int, Any]]) -> tuple[Part, ...]:
+    """Cut numbers and gradients of tensors into parts of at least `PART_BYTES`; a tensor is never cut."""
+    parts: list[list[tuple[int, Any]]] = [[]]
+    filled = 0
+    for number, gradient in pairs:
+        if filled >= PART_BYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append((number, gradient))
+        filled += gradient.nbytes
+    return tuple(
+        Part(tuple(number for number, _ in part), tuple(gradient for _, gradient in part)) for part in parts
+    )
 
 
 def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:

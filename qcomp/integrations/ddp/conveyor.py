@@ -35,7 +35,8 @@ class Conveyor:
     """Carries jobs, in the order in which they come, each a stage behind the next.
 
     When a job comes, its first exchange is started, and then each job before it is moved one exchange further, the
-    oldest first. So while the bytes of one are under way another one encodes. The order in which exchanges are
+    oldest first; after the last one in the same order, until all are over. So while the bytes of one are under way
+    another one encodes. The order in which exchanges are
     started follows from the order of the jobs alone and not from when bytes arrive: it is the same on all ranks.
 
     A value that is not finite fails its job, on all ranks in the same stage. Any other error is of this rank alone, or
@@ -64,13 +65,14 @@ class Conveyor:
     def _run(self) -> None:
         while True:
             job = self._queue.get()
-            older = list(self._under_way)
+            turn = (job, *self._under_way)
             self._under_way.append(job)
-            for each in (job, *older):
+            for each in turn:
                 self._advance(each)
             while job.last and self._under_way:
-                for each in list(self._under_way):
-                    self._advance(each)
+                for each in turn:  # so each time the one whose bytes have been on their way for longest
+                    if each in self._under_way:
+                        self._advance(each)
 
     def _advance(self, job: Job) -> None:
         """Move a job to its next exchange, or to its end."""

@@ -12,7 +12,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.packing import ExactBelow, ExactPolicy
 from qcomp.core.policies import CompressorPolicy
 from qcomp.core.topologies import Topology
-from qcomp.integrations.ddp.buckets import Bucket, BucketedStep
+from qcomp.integrations.ddp.buckets import Bucket, BucketedStep, Part
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 
 __all__ = ["HookState", "compress_gradients", "hook"]
@@ -94,11 +94,9 @@ class HookState:
     def _deliver(self, bucket: Bucket) -> None:
         step = self._running
         try:
-            if bucket.means is not None:
-                for gradient, mean in zip(bucket.gradients, bucket.means.values, strict=True):
-                    if mean.data_ptr() != gradient.data_ptr():
-                        gradient.copy_(mean)
-                bucket.means = bucket.means._replace(values=(), own=())
+            if not bucket.refused:
+                for part in bucket.parts:
+                    self._put(part)
             elif self.nonfinite == "propagate":
                 bucket.buffer.fill_(torch.nan)
             else:
@@ -107,6 +105,14 @@ class HookState:
         finally:
             if step.is_complete:
                 self._commit(step)
+
+    @staticmethod
+    def _put(part: Part) -> None:
+        assert part.means is not None
+        for gradient, mean in zip(part.gradients, part.means.values, strict=True):
+            if mean.data_ptr() != gradient.data_ptr():
+                gradient.copy_(mean)
+        part.means = part.means._replace(values=(), own=())
 
     @staticmethod
     def _commit(step: BucketedStep) -> None:
@@ -192,11 +198,11 @@ def hook(
     Notes
     -----
     A bucket sends what `qcomp.CompressedMean` sends for its tensors, and up to 16 bytes more for each of them, peer and
-    phase. Its exchange is started when the bucket is full, in a thread that compresses, waits and decompresses beside
-    the backward pass. The residuals are kept by the names of the parameters and do not depend on the buckets, which
-    DistributedDataParallel changes after its first iteration and a restart changes back. The means are those of a
-    `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech 2014 (feedback); Li et
-    al., VLDB 2020 (buckets).
+    phase. Its exchange is started when the bucket is full, in parts of 8 MiB and more, in a thread that compresses,
+    waits and decompresses beside the backward pass. The residuals are kept by the names of the parameters and do not
+    depend on the buckets, which DistributedDataParallel changes after its first iteration and a restart changes back.
+    The means are those of a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech
+    2014 (feedback); Li et al., VLDB 2020 (buckets).
 
     Examples
     --------
