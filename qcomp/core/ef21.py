@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, array_namespace, flush
+from qcomp.core.arrays import Array, empty_like, flush, write_into
 from qcomp.core.chunks import Segment, cut
 from qcomp.core.costs import Link
 from qcomp.core.exchange import CompressedMean, MeanState, Worker
@@ -108,6 +108,14 @@ class EF21Mean(CompressedMean):
         for segment, change, mean in zip(whole, own, codec.average(payloads, whole), strict=True):
             worker[segment.tensor] = flush(worker[segment.tensor] + change)
             server[segment.tensor] = flush(server[segment.tensor] + mean)
+        into = how.into
+        new_state = state._replace(worker=_put(worker, into.worker), server=_put(server, into.server))
         # Copies: what the caller does with the answer is no matter of the state.
-        means = [array_namespace(g).asarray(g, copy=True) for g in server]
-        return means, state._replace(worker=tuple(worker), server=tuple(server))
+        copies = into.means or [empty_like(g) for g in server]
+        return list(_put(server, copies)), new_state
+
+
+def _put(values: Sequence[Array], places: Sequence[Array | None]) -> tuple[Array, ...]:
+    """Return values in the places that there are for them."""
+    pairs = zip(values, places or [None] * len(values), strict=True)
+    return tuple(x if place is None else write_into(place, x) for x, place in pairs)

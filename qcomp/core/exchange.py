@@ -25,7 +25,7 @@ from qcomp.core.lengths import announce_lengths
 from qcomp.core.nodes import learn_nodes
 from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, kept_in, nodes_of
 from qcomp.core.random import Key
-from qcomp.core.rounds import Rounds, count_rounds, cut_rounds
+from qcomp.core.rounds import count_rounds, in_rounds
 from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
 from qcomp.core.transport import Stages, Transport, drive, pipeline
 
@@ -329,28 +329,18 @@ class CompressedMean:
             compressors = compressors[:1]
         own_key = (key or Key())._replace(rank=state.rank)
         how = Worker(compressors, own_key, donate and not blends, blends, (), overwrite and not donate)
-        rounds = None
-        if count == 1:
-            running = [self._plan(flat, state, how)]
-        else:
-            rounds = self._in_rounds(count, flat, state, how)
-            running = rounds.computations(self._plan)
+        kept = self.parts(state.shapes, rank=state.rank, size=state.size) if state.worker else ((), ())
+        servers = state.size if self.topology == "two_phase" else 1
+        rounds, join_rounds = in_rounds(count, flat, state, how, plan=self._plan, servers=servers, kept=kept)
         if any(c.variable_length for c in compressors):
-            running = [announce_lengths(stages, state.rank) for stages in running]
+            rounds = [announce_lengths(stages, state.rank) for stages in rounds]
 
         def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
-            means, new_state = results[0] if rounds is None else rounds.joined(results)
+            means, new_state = join_rounds(results)
             shaped = shaped_like(cut_like(means[0], tensors) if joined else means, targets)
             return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
 
-        return Running(running, finish)
-
-    def _in_rounds(self, count: int, flat: Sequence[Array], state: MeanState, how: Worker) -> Rounds:
-        sizes = [f.shape[0] for f in flat]
-        chunks = cut_for(how.compressors, sizes, state.size if self.topology == "two_phase" else 1)
-        rounds = cut_rounds(chunks, [c.traits.bucket_size for c in how.compressors], count)
-        kept = self.parts(state.shapes, rank=state.rank, size=state.size) if state.worker else ((), ())
-        return Rounds(flat, state, how, rounds, kept)
+        return Running(rounds, finish)
 
     @property
     def _keeps_residuals(self) -> bool:

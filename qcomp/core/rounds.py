@@ -5,14 +5,47 @@ from collections.abc import Callable, Sequence
 
 from qcomp.core.arrays import Array, concat, dtype_name, empty_like, is_mutable, itemsize
 from qcomp.core.chunks import Segment
-from qcomp.core.plans import Averaged, Into, MeanState, Worker
+from qcomp.core.plans import Averaged, Into, MeanState, Worker, cut_for
 
-__all__ = ["ROUND_BYTES", "Rounds", "count_rounds", "cut_rounds"]
+__all__ = ["ROUND_BYTES", "Rounds", "count_rounds", "cut_rounds", "in_rounds"]
 
 ROUND_BYTES = 16 << 20
 """The least bytes of values in a round: compressing so many takes much longer than starting an exchange."""
 
 Chunk = tuple[Segment, ...]
+Plan = Callable[[list[Array], MeanState, Worker], Averaged]
+Result = tuple[list[Array], MeanState]
+
+
+def in_rounds(
+    count: int,
+    flat: list[Array],
+    state: MeanState,
+    how: Worker,
+    *,
+    plan: Plan,
+    servers: int,
+    kept: tuple[Sequence[Segment], Sequence[Segment]],
+) -> tuple[list[Averaged], Callable[[Sequence[Result]], Result]]:
+    """Return the mean of flat tensors as so many computations, and what makes one result of theirs.
+
+    Parameters
+    ----------
+    count, flat, state, how
+        Of the whole mean.
+    plan : callable
+        What averages.
+    servers : int
+        The number of chunks that the whole mean has.
+    kept : pair of sequences of Segment
+        What the residuals of the state are of, see `CompressedMean.parts`; nothing if there are none.
+    """
+    if count == 1:
+        return [plan(flat, state, how)], lambda results: results[0]
+    chunks = cut_for(how.compressors, [x.shape[0] for x in flat], servers)
+    cut_chunks = cut_rounds(chunks, [c.traits.bucket_size for c in how.compressors], count)
+    rounds = Rounds(flat, state, how, cut_chunks, kept)
+    return rounds.computations(plan), rounds.joined
 
 
 def count_rounds(flat: Sequence[Array]) -> int:
@@ -104,7 +137,7 @@ class Rounds:
         self._server = _Wholes(state.server, kept[1])
         self._means = _Wholes(flat, whole)
 
-    def computations(self, plan: Callable[[list[Array], MeanState, Worker], Averaged]) -> list[Averaged]:
+    def computations(self, plan: Plan) -> list[Averaged]:
         """Return the mean of each round, as stages."""
         return [plan(*self._round(chunks)) for chunks in self.rounds]
 
@@ -133,7 +166,7 @@ class Rounds:
             ),
         )
 
-    def joined(self, results: Sequence[tuple[list[Array], MeanState]]) -> tuple[list[Array], MeanState]:
+    def joined(self, results: Sequence[Result]) -> Result:
         """Return the means of the tensors and the new state, from what the computations returned."""
         means, states = zip(*results, strict=True)
         worker = self._worker.joined([state.worker for state in states])
@@ -187,9 +220,8 @@ class _Wholes:
         """Return the new arrays: the buffers if all their parts are where they belong, and else copies."""
         found: list[list[tuple[int, Array, bool]]] = [[] for _ in self._arrays]
         for (segments, places), values in zip(self._rounds, results, strict=True):
-            for segment, place, value in zip(
-                segments, places, values, strict=False
-            ):  # no values without feedback
+            # Without feedback there are no values.
+            for segment, place, value in zip(segments, places, values, strict=False):
                 found[self._number[segment.tensor]].append((segment.start, value, value is place))
         new = []
         for old, buffer, parts in zip(self._arrays, self._buffers, found, strict=True):

@@ -269,7 +269,7 @@ def test_rounds_that_go_wrong_are_noticed(fault, small_rounds, monkeypatch):
                 for of_round in right(chunks, bucket_sizes, count)
             ]
 
-        monkeypatch.setattr("qcomp.core.exchange.cut_rounds", renumbered)
+        monkeypatch.setattr(rounds, "cut_rounds", renumbered)
     if fault == "residuals":
         monkeypatch.setattr(
             rounds._Wholes,
