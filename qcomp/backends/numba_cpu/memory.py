@@ -7,6 +7,7 @@ nobody refers to any more is kept for the next one who asks for as much, up to a
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from threading import Lock
@@ -93,7 +94,7 @@ if hasattr(os, "register_at_fork"):
 
 def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Return an array of float32 of this shape with anything in it, on memory that was used before if there is some."""
-    nbytes = 4 * int(np.prod(shape, dtype=np.int64))
+    nbytes = 4 * math.prod(shape)
     if nbytes < _LARGE:
         return np.empty(shape, dtype=np.float32)
     return _stock.take(nbytes).view(np.float32).reshape(shape)
