@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
     add("--links", nargs="+", choices=LINKS, default=list(LINKS), metavar="LINK", help=default)
     add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help=default)
     add("--rounds", type=int, help="of every measurement, at least 2 (default: what each needs)")
-    add("--steps", type=int, default=200, help=f"of the language model {default}")
+    add("--steps", type=int, default=600, help=f"of the language model {default}")
     add("--page", action="store_true", help="only draw and write the tables, from the files")
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 2:
