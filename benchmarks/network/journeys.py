@@ -69,8 +69,9 @@ def blocks(results: Results) -> dict[str, str]:
     journeys, times = _journeys(results), _times(results)
     if not journeys or not times:
         return {"loss": NOTHING, "check": NOTHING}
+    stricter = {target(journeys, near): near for near in NEAR}  # of two that wait for the same loss
     return {
-        "loss": "\n\n".join(_table(journeys, times, near) for near in NEAR),
+        "loss": "\n\n".join(_table(journeys, times, near) for near in stricter.values()),
         "check": _checked(results, times) or NOTHING,
     }
 
