@@ -1,44 +1,27 @@
 """The compressed mean over ranks as pure stages, in each of the topologies of `qcomp.core.plans`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from qcomp.core import feedback, primitives
-from qcomp.core.arrays import (
-    Array,
-    array_namespace,
-    compute_dtype_name,
-    concat,
-    detached,
-    dtype_name,
-)
-from qcomp.core.assembly import as_list, cut_like, flattened, shaped_like, zeros_for
+from qcomp.core import feedback
+from qcomp.core.arrays import Array, compute_dtype_name, detached, dtype_name
+from qcomp.core.assembly import as_list, zeros_for
 from qcomp.core.chunks import Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.costs import Link
 from qcomp.core.handshake import handshake
 from qcomp.core.kernels import Blend
-from qcomp.core.lengths import announce_lengths
 from qcomp.core.nodes import learn_nodes
 from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, kept_in, nodes_of
 from qcomp.core.random import Key
-from qcomp.core.rounds import count_rounds, in_rounds
+from qcomp.core.running import Running, Terms, run
 from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
 from qcomp.core.transport import Stages, Transport, drive, pipeline
 
-__all__ = ["CompressedMean", "MeanState", "Running", "Worker"]
-
-
-class Running(NamedTuple):
-    """A mean that has been started."""
-
-    rounds: Sequence[Stages[Any]]
-    """Computations in stages that do not depend on each other, see `pipeline`."""
-    finish: Callable[[Sequence[Any]], tuple[Any, MeanState]]
-    """Returns the means and the new state from the results of the rounds."""
+__all__ = ["CompressedMean", "MeanState", "Worker"]
 
 
 @dataclass(frozen=True)
@@ -275,72 +258,45 @@ class CompressedMean:
         NonFiniteError
             On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
         """
-        running = self.start(x, state, key=key, donate=donate, blends=blends, overwrite=overwrite)
+        running = self.start(x, state, Terms(key, donate, blends, overwrite))
         return running.finish((yield from pipeline(running.rounds)))
 
-    def start(
-        self,
-        x: Any,
-        state: MeanState,
-        *,
-        key: Key | None = None,
-        donate: bool = False,
-        blends: Sequence[Blend] = (),
-        overwrite: bool = False,
-        at_once: bool = False,
-    ) -> Running:
+    def start(self, x: Any, state: MeanState, terms: Terms) -> Running:
         """Return the rounds of a mean, each of them in stages, for who runs them with those of others.
 
-        With ``at_once`` there is only one. See `stages` for the rest.
+        See `stages` for the rest.
         """
         if self.topology == "auto":
-            return replace(self, topology=state.topology).start(
-                x, state, key=key, donate=donate, blends=blends, overwrite=overwrite, at_once=at_once
-            )
+            return replace(self, topology=state.topology).start(x, state, terms)
         tensors = [detached(t) for t in as_list(x)]
         drawing = [c.spec for c in self.compressors if c.traits.random]
-        if drawing and key is None:
+        if drawing and terms.key is None:
             raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
         if self._is_one_node(state.size, state.nodes):
             exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
-            return exact.start(x, state, donate=donate, blends=blends, at_once=at_once)
+            return exact.start(x, state, terms._replace(overwrite=False))
         if self._keeps_residuals:
             self._require_own(state, tensors)
-        if overwrite and (donate or blends):
+        if terms.overwrite and (terms.donate or terms.blends):
             raise ValueError(
                 "overwrite is True; expected False with donate or blends: x is used up for another purpose"
             )
-        flat = flattened(tensors)
-        # What was converted is a copy, and nobody else's.
-        donate = donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
-        if blends and len(blends) != len(tensors):
-            raise ValueError(f"blends has {len(blends)} entries; x has {len(tensors)} arrays")
-        targets = [b.m for b in blends] or tensors  # of half-precision gradients, the momenta are float32
-        blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in blends]
-        if blends and (self.lossless or self.topology in ("hierarchical", "ring")):
-            flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
-            blends = ()
+        if terms.blends and len(terms.blends) != len(tensors):
+            raise ValueError(f"blends has {len(terms.blends)} entries; x has {len(tensors)} arrays")
         compressors = self.compressors_of([tuple(t.shape) for t in tensors])
-        in_one = at_once or overwrite or self.topology not in ("two_phase", "all_gather")
-        count = 1 if in_one else count_rounds(flat)
-        joined = self.lossless and count == 1
-        if joined:
-            flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
-            compressors = compressors[:1]
-        own_key = (key or Key())._replace(rank=state.rank)
-        how = Worker(compressors, own_key, donate and not blends, blends, (), overwrite and not donate)
-        kept = self.parts(state.shapes, rank=state.rank, size=state.size) if state.worker else ((), ())
-        servers = state.size if self.topology == "two_phase" else 1
-        rounds, join_rounds = in_rounds(count, flat, state, how, plan=self._plan, servers=servers, kept=kept)
-        if any(c.variable_length for c in compressors):
-            rounds = [announce_lengths(stages, state.rank) for stages in rounds]
-
-        def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
-            means, new_state = join_rounds(results)
-            shaped = shaped_like(cut_like(means[0], tensors) if joined else means, targets)
-            return (shaped if isinstance(x, list | tuple) else shaped[0]), new_state
-
-        return Running(rounds, finish)
+        kept: tuple[Sequence[Segment], Sequence[Segment]] = ((), ())
+        if state.worker and self.topology in ("two_phase", "all_gather"):
+            kept = self.parts(state.shapes, rank=state.rank, size=state.size)
+        running = run(
+            tensors,
+            state,
+            terms,
+            topology=self.topology,
+            compressors=compressors,
+            plan=self._plan,
+            kept=kept,
+        )
+        return running if isinstance(x, list | tuple) else _single(running)
 
     @property
     def _keeps_residuals(self) -> bool:
@@ -359,3 +315,13 @@ class CompressedMean:
     ) -> Stages[tuple[list[Array], MeanState]]:
         """Average flat tensors over the ranks."""
         return PLANS[self.topology](flat, state, how)
+
+
+def _single(running: Running) -> Running:
+    """Return the mean of one tensor that was not in a list."""
+
+    def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
+        (mean,), state = running.finish(results)
+        return mean, state
+
+    return running._replace(finish=finish)

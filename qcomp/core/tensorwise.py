@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qcomp.core.chunks import Segment, cut
-from qcomp.core.exchange import CompressedMean, MeanState, Running
-from qcomp.core.kernels import Blend
-from qcomp.core.random import Key
+from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.running import Running, Terms
 from qcomp.core.transport import fuse
 
 __all__ = ["TensorwiseMean"]
@@ -112,39 +111,21 @@ class TensorwiseMean(CompressedMean):
             shapes=tuple(shape for state in states for shape in state.shapes),
         )
 
-    def start(
-        self,
-        x: Any,
-        state: MeanState,
-        *,
-        key: Key | None = None,
-        donate: bool = False,
-        blends: Sequence[Blend] = (),
-        overwrite: bool = False,
-        at_once: bool = True,  # noqa: ARG002 - who asks for it groups the tensors himself
-    ) -> Running:
+    def start(self, x: Any, state: MeanState, terms: Terms) -> Running:
         """Return the one round of this mean; see `CompressedMean.start`."""
         if self.topology == "auto":
-            return replace(self, topology=state.topology).start(
-                x, state, key=key, donate=donate, blends=blends, overwrite=overwrite
-            )
+            return replace(self, topology=state.topology).start(x, state, terms)
         tensors = list(x) if isinstance(x, list | tuple) else [x]
-        singles = self._singles(len(tensors))
         numbers = self.numbers or self.bucket_numbers([tuple(t.shape) for t in tensors])
-        each = [
-            single.start(
-                [t],
-                own,
+        states, key = self.split(state, len(tensors)), terms.key
+        each = []
+        for i, (single, number) in enumerate(zip(self._singles(len(tensors)), numbers, strict=True)):
+            own_terms = terms._replace(
                 key=None if key is None else key.at(bucket=number),
-                donate=donate,
-                blends=blends[i : i + 1],
-                overwrite=overwrite,
+                blends=terms.blends[i : i + 1],
                 at_once=True,
             )
-            for i, (single, t, own, number) in enumerate(
-                zip(singles, tensors, self.split(state, len(tensors)), numbers, strict=True)
-            )
-        ]
+            each.append(single.start([tensors[i]], states[i], own_terms))
 
         def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
             means, states = [], []

@@ -7,6 +7,7 @@ from qcomp.core.compressors.identity import Identity
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.kernels import Blend
 from qcomp.core.random import Key
+from qcomp.core.running import Terms
 from qcomp.core.transport import Stages, fuse, pipeline
 
 __all__ = ["EXACT", "Average", "Means", "Part"]
@@ -62,10 +63,7 @@ class Average(NamedTuple):
             p.mean.start(
                 p.values,
                 p.state,
-                key=p.key,
-                donate=not (p.blends or self.own or self.overwrite),
-                blends=p.blends,
-                overwrite=self.overwrite,
+                Terms(p.key, not (p.blends or self.own or self.overwrite), p.blends, self.overwrite),
             )
             for p in self.parts
         ]
