@@ -38,7 +38,7 @@ class Method:
     register: Callable[[DistributedDataParallel, Any], None] | None = None
     """Gives a model on a process group its hook; None for none."""
     compressor: str | None = None
-    """The spec of what qcomp compresses with."""
+    """The spec of what qcomp compresses with, in the topology that it chooses itself."""
     rank: int | None = None
     """Of PowerSGD."""
     adam: CompressingOptimizer | None = None
@@ -91,7 +91,7 @@ METHODS = {
         "qcomp 1-bit Adam, after the freeze",
         "#7a4fa3",
         compressor=SIGN,
-        adam=qcomp.OneBitAdam(learning_rate=SLOW, freeze=FREEZE),
+        adam=qcomp.OneBitAdam(learning_rate=SLOW, freeze=FREEZE, topology="auto"),
     ),
 }
 

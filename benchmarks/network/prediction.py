@@ -13,11 +13,9 @@ __all__ = ["Choice", "choice", "predicted"]
 
 NEIGHBOURS = {"powersgd1": COMPUTE, "powersgd2": COMPUTE, "onebit_adam": "sign"}
 """What a method is like but for computation of its own, which the model does not know and a run without links shows."""
-ADVISED = {"none": Method("ring"), "fp16": Method("ring", half=True)} | {
-    name: Method("two_phase", qcomp.compressor(METHODS[name].compressor or ""))
-    for name in ("sign", "qsgd4", "minmax8")
-}
-"""What the advisor chooses from."""
+PLAIN = {"none": Method("ring"), "fp16": Method("ring", half=True)}
+HOOKS = ("sign", "qsgd4", "minmax8")
+"""With `PLAIN`, what the advisor chooses from."""
 
 
 def predicted(
@@ -58,10 +56,16 @@ def predicted(
         overlap_compressed=True,
         exact=size.exact,
     )
-    way = Method("ring", half=method == "fp16")
-    if chosen.compressor is not None:
-        way = Method("two_phase", qcomp.compressor(chosen.compressor))
-    return step_time(job, measured.cluster, measured.machine, way).seconds
+    way = PLAIN["none"] if chosen.compressor is None else _compressed(chosen.compressor, run)
+    return step_time(job, measured.cluster, measured.machine, PLAIN.get(method, way)).seconds
+
+
+def _compressed(spec: str, run: Run) -> Method:
+    """Return how a compressor averages the tensors of a model, which the hook chooses."""
+    compressor = qcomp.compressor(spec)
+    mean = qcomp.CompressedMean(compressor, "auto", feedback=False).chosen(run.shapes, run.ranks)
+    assert mean.topology != "auto"  # it has chosen
+    return Method(mean.topology, compressor)
 
 
 class Choice(NamedTuple):
@@ -79,7 +83,8 @@ def choice(run: Run, measured: Measured) -> Choice:
     assert measured.cluster is not None  # there are ranks
     size = volume("sign", run.shapes)
     job = Job(size.exact + size.compressed, run.compute, exact=size.exact)
-    methods = {ADVISED[name]: name for name in ADVISED if name in run.methods}
+    hooks = {name: _compressed(METHODS[name].compressor or "", run) for name in HOOKS}
+    methods = {way: name for name, way in (PLAIN | hooks).items() if name in run.methods}
     advice = advise(job, measured.cluster, measured.machine, methods=list(methods))
     recommended = methods[advice.best.time.method]
     best = min((name for name in run.averaging if name != recommended), key=run.seconds)

@@ -25,7 +25,7 @@ class Volume(NamedTuple):
     """All-reduces that PowerSGD makes one after the other; 1 for others."""
 
     def sent(self, ranks: int) -> float:
-        """Return the bytes that a rank sends, by a ring or in two phases."""
+        """Return the bytes that a rank sends, by a ring or in two phases; between two ranks also by all-gather."""
         return 2 * (ranks - 1) / ranks * self.payload
 
 

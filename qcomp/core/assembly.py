@@ -25,6 +25,7 @@ __all__ = [
     "cut_like",
     "decode_all",
     "flattened",
+    "places_in",
     "room_for",
     "shaped_like",
     "zeros_for",
@@ -72,22 +73,29 @@ def decode_all(
     means: Sequence[Array | None],
 ) -> list[Array]:
     """Return the tensors of which these are the payloads, in buffers where they are given."""
-    values = []
-    for of_chunk, chunk in zip(payloads, chunks, strict=True):
-        buffers = [_part(means[segment.tensor], segment) for segment in chunk]
-        values.append(codec.decode(of_chunk, tuple(chunk), buffers))
-    filled = [mean for mean in means if mean is not None]
-    return filled if len(filled) == len(flat) else assemble(chunks, values, flat)
+    values = [
+        codec.decode(of_chunk, tuple(chunk), places_in(means, chunk))
+        for of_chunk, chunk in zip(payloads, chunks, strict=True)
+    ]
+    return assemble(chunks, values, flat, means)
 
 
-def _part(tensor: Array | None, segment: Segment) -> Array | None:
-    return None if tensor is None else tensor[segment.start : segment.stop]
+def places_in(tensors: Sequence[Array | None], chunk: Sequence[Segment]) -> list[Array | None]:
+    """Return the part of a tensor that each segment of a chunk is, None where there is no tensor."""
+    found = ((tensors[segment.tensor], segment) for segment in chunk)
+    return [None if tensor is None else tensor[s.start : s.stop] for tensor, s in found]
 
 
 def assemble(
-    chunks: Sequence[Sequence[Segment]], values: Sequence[Sequence[Array]], flat: Sequence[Array]
+    chunks: Sequence[Sequence[Segment]],
+    values: Sequence[Sequence[Array]],
+    flat: Sequence[Array],
+    means: Sequence[Array | None],
 ) -> list[Array]:
-    """Return the tensors whose segments these values are."""
+    """Return the tensors whose segments these values are: their buffers, or copies where there are none."""
+    filled = [mean for mean in means if mean is not None]
+    if len(filled) == len(flat):
+        return filled
     parts: list[list[Array]] = [[] for _ in flat]
     for chunk, of_chunk in zip(chunks, values, strict=True):
         for segment, value in zip(chunk, of_chunk, strict=True):

@@ -1,12 +1,12 @@
 """How the tensors of a compressed mean are cut into one chunk for every rank: pure integers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from qcomp.core.buckets import bucket_count
 
-__all__ = ["Segment", "cut", "keep"]
+__all__ = ["Chunks", "Cutter", "Segment", "cut", "cut_each", "keep"]
 
 
 class Segment(NamedTuple):
@@ -27,9 +27,13 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-def cut(
-    sizes: Sequence[int], bucket_size: int | Sequence[int], count: int
-) -> tuple[tuple[Segment, ...], ...]:
+Chunks = tuple[tuple[Segment, ...], ...]
+"""The segments of each chunk, in the order of the tensors."""
+Cutter = Callable[[Sequence[int], Sequence[int], int], Chunks]
+"""What `cut` is: from the sizes of tensors, their bucket sizes and the number of chunks."""
+
+
+def cut(sizes: Sequence[int], bucket_size: int | Sequence[int], count: int) -> Chunks:
     """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
 
     A bucket never crosses a tensor's boundary; the last chunks are shorter or empty where it does not divide. The
@@ -47,7 +51,7 @@ Segment(tensor=1, start=0, stop=8, bucket=3)))
 
 
 @lru_cache(maxsize=4096)  # a step cuts the same tensors as the step before
-def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> tuple[tuple[Segment, ...], ...]:
+def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> Chunks:
     counts = [bucket_count(size, length) for size, length in zip(sizes, lengths, strict=True)]
     per_chunk = max(1, -(-sum(counts) // count))
     chunks: list[list[Segment]] = [[] for _ in range(count)]
@@ -67,7 +71,34 @@ def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> tuple[
     return tuple(tuple(chunk) for chunk in chunks)
 
 
-def keep(chunks: Sequence[Sequence[Segment]], tensors: Sequence[int]) -> tuple[tuple[Segment, ...], ...]:
+def cut_each(
+    sizes: Sequence[int], bucket_sizes: Sequence[int], count: int, *, numbers: Sequence[int]
+) -> Chunks:
+    """Cut every tensor by itself into ``count`` chunks, as `cut` would if there were no other.
+
+    ``numbers`` has the number of the first bucket of each tensor.
+
+    Examples
+    --------
+    >>> cut_each([20, 8], [8, 8], 2, numbers=[0, 3])
+    ((Segment(tensor=0, start=0, stop=16, bucket=0), Segment(tensor=1, start=0, stop=8, bucket=3)), \
+(Segment(tensor=0, start=16, stop=20, bucket=2),))
+    """
+    return _cut_each(tuple(sizes), tuple(bucket_sizes), count, tuple(numbers))
+
+
+@lru_cache(maxsize=4096)
+def _cut_each(
+    sizes: tuple[int, ...], lengths: tuple[int, ...], count: int, numbers: tuple[int, ...]
+) -> Chunks:
+    chunks: list[list[Segment]] = [[] for _ in range(count)]
+    for tensor, (size, length, number) in enumerate(zip(sizes, lengths, numbers, strict=True)):
+        for chunk, own in zip(chunks, cut([size], length, count), strict=True):
+            chunk += [s._replace(tensor=tensor, bucket=number + s.bucket) for s in own]
+    return tuple(map(tuple, chunks))
+
+
+def keep(chunks: Sequence[Sequence[Segment]], tensors: Sequence[int]) -> Chunks:
     """Return what is of some tensors in each chunk; these are numbered anew, in their order here.
 
     Examples

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, empty_like, flush, write_into
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.chunks import Segment
 from qcomp.core.costs import Link
 from qcomp.core.exchange import CompressedMean, MeanState, Worker
 from qcomp.core.messages import SegmentCodec
@@ -98,8 +98,7 @@ class EF21Mean(CompressedMean):
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in pairs]
         changes = [flush(flush(x) - g) for x, g in zip(flat, state.worker, strict=True)]
         codec = SegmentCodec(how.compressors, changes)
-        sizes = [x.shape[0] for x in flat]
-        (whole,) = how.chunks or cut(sizes, [c.traits.bucket_size for c in how.compressors], 1)
+        (whole,) = how.cut_up(flat, 1)
         sent = codec.encode([whole], changes, (), how.key.at(hop=0), donate=False)
         arrived = yield AllGather(sent.messages[0], (codec.message_size(whole),) * state.size)
         payloads = codec.open(arrived, [whole] * state.size, sent.error)

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 from qcomp.core import feedback
 from qcomp.core.arrays import Array, compute_dtype_name, detached, dtype_name
 from qcomp.core.assembly import as_list, zeros_for
-from qcomp.core.chunks import Segment
+from qcomp.core.chunks import Chunks, Cutter, Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.costs import Link
 from qcomp.core.handshake import handshake
 from qcomp.core.kernels import Blend
 from qcomp.core.nodes import learn_nodes
-from qcomp.core.plans import PLANS, MeanState, Worker, cut_for, kept_in, nodes_of
+from qcomp.core.plans import PLANS, MeanState, Worker, kept_in, nodes_of
 from qcomp.core.random import Key
 from qcomp.core.running import Running, Terms, run
 from qcomp.core.topologies import ETHERNET, TOPOLOGIES, Topology, choose_topology
@@ -184,21 +184,24 @@ class CompressedMean:
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
         """Return what a rank's residuals are of: parts of each tensor as worker, and what it is the server of."""
         topology, sizes = self.chosen(shapes, size, nodes).topology, list(map(math.prod, shapes))
-        return kept_in(topology, self.compressors_of(shapes), sizes, rank, nodes_of(size, nodes))
+        compressors, cutter = self.compressors_of(shapes), self.cutter(shapes)
+        return kept_in(topology, compressors, sizes, rank=rank, nodes=nodes_of(size, nodes), cut=cutter)
 
     def _is_one_node(self, size: int, nodes: tuple[int, ...]) -> bool:
         return self.topology == "hierarchical" and nodes_of(size, nodes).count == 1
 
-    def segments(self, tensors: Sequence[Array], size: int) -> tuple[tuple[Segment, ...], ...]:
+    def segments(self, tensors: Sequence[Array], size: int) -> Chunks:
         """Return the segments of each rank's chunk."""
         return self.segments_of_shapes([tuple(t.shape) for t in tensors], size)
 
-    def segments_of_shapes(
-        self, shapes: Sequence[tuple[int, ...]], size: int
-    ) -> tuple[tuple[Segment, ...], ...]:
+    def segments_of_shapes(self, shapes: Sequence[tuple[int, ...]], size: int) -> Chunks:
         """Return the segments of each rank's chunk of tensors of these shapes."""
-        compressors = self.compressors_of(shapes)
-        return cut_for(compressors, list(map(math.prod, shapes)), size)
+        lengths = [c.traits.bucket_size for c in self.compressors_of(shapes)]
+        return self.cutter(shapes)(list(map(math.prod, shapes)), lengths, size)
+
+    def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:  # noqa: ARG002 - for who needs to know them
+        """Return what cuts tensors of these shapes into chunks."""
+        return cut
 
     def __call__(
         self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
@@ -283,7 +286,7 @@ class CompressedMean:
             )
         if terms.blends and len(terms.blends) != len(tensors):
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {len(tensors)} arrays")
-        compressors = self.compressors_of([tuple(t.shape) for t in tensors])
+        shapes = [tuple(t.shape) for t in tensors]
         kept: tuple[Sequence[Segment], Sequence[Segment]] = ((), ())
         if state.worker and self.topology in ("two_phase", "all_gather"):
             kept = self.parts(state.shapes, rank=state.rank, size=state.size)
@@ -292,7 +295,8 @@ class CompressedMean:
             state,
             terms,
             topology=self.topology,
-            compressors=compressors,
+            compressors=self.compressors_of(shapes),
+            cutter=self.cutter(shapes),
             plan=self._plan,
             kept=kept,
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
-from qcomp.core.chunks import Segment
+from qcomp.core.chunks import Cutter, Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError, PayloadError
@@ -87,10 +87,17 @@ class Hierarchy:
     nodes : Nodes
     key : Key
         Of this rank.
+    cut : callable
+        Cuts tensors into chunks.
     """
 
     def __init__(
-        self, compressors: Sequence[Compressor], flat: Sequence[Array], nodes: Nodes, key: Key
+        self,
+        compressors: Sequence[Compressor],
+        flat: Sequence[Array],
+        nodes: Nodes,
+        key: Key,
+        cut: Cutter = cut,
     ) -> None:
         self.compressors = compressors
         self.flat = flat
@@ -101,7 +108,7 @@ class Hierarchy:
         self.members = nodes.members[self.node]
         self.lane = nodes.lane(self.rank)
         self.lanes = Lanes(
-            nodes, tuple(x.shape[0] for x in flat), tuple(c.traits.bucket_size for c in compressors)
+            nodes, tuple(x.shape[0] for x in flat), tuple(c.traits.bucket_size for c in compressors), cut
         )
 
     def stages(self, worker: Sequence[Array], server: Sequence[Array]) -> Stages[Received]:

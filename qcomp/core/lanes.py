@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.chunks import Chunks, Cutter, Segment, cut
 from qcomp.core.nodes import Nodes
 
 __all__ = ["Lanes"]
@@ -18,6 +18,14 @@ class Lanes:
     Rank number l of a node works on lane l; of the others in its lane, one of each node, it serves the chunk that has
     the number of its node. With nodes of one rank there is one lane, and its chunks are those of two phases.
 
+    Parameters
+    ----------
+    nodes : Nodes
+    sizes, bucket_sizes : tuple of int
+        Of each tensor.
+    cut : callable
+        Cuts tensors into chunks.
+
     Examples
     --------
     >>> lanes = Lanes(Nodes((0, 0, 1, 1)), (40, 8), (8, 8))
@@ -28,11 +36,12 @@ class Lanes:
     nodes: Nodes
     sizes: tuple[int, ...]
     bucket_sizes: tuple[int, ...]
+    cut: Cutter = cut
 
     @cached_property
-    def cuts(self) -> tuple[Chunk, ...]:
+    def cuts(self) -> Chunks:
         """The lanes, as segments of the tensors."""
-        return cut(self.sizes, self.bucket_sizes, self.nodes.lanes)
+        return self.cut(self.sizes, self.bucket_sizes, self.nodes.lanes)
 
     def parts(self, lane: int | None) -> list[tuple[int, int]]:
         """Return where the part of each tensor that is in a lane starts and stops; nothing is in no lane."""
@@ -53,7 +62,8 @@ class Lanes:
 
         sizes = [stop - start for start, stop in parts]
         return [
-            tuple(whole(part) for part in chunk) for chunk in cut(sizes, self.bucket_sizes, self.nodes.count)
+            tuple(whole(part) for part in chunk)
+            for chunk in self.cut(sizes, self.bucket_sizes, self.nodes.count)
         ]
 
     def kept(self, rank: int) -> tuple[Chunk, Chunk]:

@@ -1,12 +1,11 @@
 """The ways in which the ranks average: for each topology its exchanges, as pure stages."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from qcomp.core.arrays import Array
-from qcomp.core.assembly import assemble, decode_all, room_for
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.assembly import assemble, decode_all, places_in, room_for
+from qcomp.core.chunks import Chunks, Cutter, Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.hierarchy import Hierarchy
 from qcomp.core.kernels import Blend
@@ -18,7 +17,7 @@ from qcomp.core.ring import Ring, kept
 from qcomp.core.topologies import Topology
 from qcomp.core.transport import AllGather, AllToAll, Stages
 
-__all__ = ["PLANS", "Averaged", "Into", "MeanState", "Worker", "cut_for", "kept_in", "nodes_of"]
+__all__ = ["PLANS", "Averaged", "Into", "MeanState", "Worker", "kept_in", "nodes_of"]
 
 _WORKER, _SERVER = 0, 1
 
@@ -59,11 +58,18 @@ class Worker(NamedTuple):
     key: Key
     donate: bool
     blends: Sequence[Blend]
-    chunks: Sequence[tuple[Segment, ...]] = ()
-    """The segments of each rank's chunk, of a mean that is a part of another."""
+    chunks: Chunks = ()
+    """Of each rank, of a mean that is a part of another."""
     overwrite: bool = False
     """Whether the means may take the buffers of the tensors."""
     into: Into = Into()
+    cut: Cutter = cut
+    """Cuts the tensors, where there are no chunks yet."""
+
+    def cut_up(self, flat: Sequence[Array], count: int) -> Chunks:
+        """Return so many chunks of whole buckets of these tensors."""
+        lengths = [c.traits.bucket_size for c in self.compressors]
+        return self.chunks or self.cut([x.shape[0] for x in flat], lengths, count)
 
 
 Averaged = Stages[tuple[list[Array], MeanState]]
@@ -73,7 +79,7 @@ Averaged = Stages[tuple[list[Array], MeanState]]
 def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Send each chunk to its server, and its average to all."""
     codec = SegmentCodec(how.compressors, flat)
-    chunks = how.chunks or cut_for(how.compressors, _sizes(flat), state.size)
+    chunks = how.cut_up(flat, state.size)
     own = chunks[state.rank]
     worker = _encode(codec, chunks, flat, state, how)
     arrived = yield AllToAll(worker.messages, (codec.message_size(own),) * state.size)
@@ -89,12 +95,13 @@ def two_phase(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
 def all_gather(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Send everything to all."""
     codec = SegmentCodec(how.compressors, flat)
-    (whole,) = how.chunks or cut_for(how.compressors, _sizes(flat), 1)
+    (whole,) = how.cut_up(flat, 1)
     worker = _encode(codec, [whole], flat, state, how)
     arrived = yield AllGather(worker.messages[0], (codec.message_size(whole),) * state.size)
     opened = codec.open(arrived, [whole] * state.size, worker.error)
-    means = codec.average(opened, whole, into=how.into.means)
-    return assemble([whole], [means], flat), state._replace(worker=worker.residuals)
+    means = how.into.means or room_for(flat, overwrite=how.overwrite)
+    values = codec.average(opened, whole, into=places_in(means, whole))
+    return assemble([whole], [values], flat, means), state._replace(worker=worker.residuals)
 
 
 def _encode(
@@ -114,7 +121,7 @@ def _encode(
 
 def hierarchical(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Add up exactly inside each node, and average in two phases between nodes."""
-    hierarchy = Hierarchy(how.compressors, flat, nodes_of(state.size, state.nodes), how.key)
+    hierarchy = Hierarchy(how.compressors, flat, nodes_of(state.size, state.nodes), how.key, how.cut)
     received = yield from hierarchy.stages(state.worker, state.server)
     codec = SegmentCodec(how.compressors, flat)
     room = room_for(flat, overwrite=how.overwrite)
@@ -124,7 +131,7 @@ def hierarchical(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
 
 def around(flat: list[Array], state: MeanState, how: Worker) -> Averaged:
     """Add up around a ring, and send the means around it."""
-    ring = Ring(how.compressors, flat, state.size, how.key)
+    ring = Ring(how.compressors, flat, how.cut_up(flat, state.size), how.key)
     received = yield from ring.stages(state.worker, state.server)
     room = room_for(flat, overwrite=how.overwrite)
     means = decode_all(ring.codec, received.payloads, received.chunks, flat, room)
@@ -140,20 +147,20 @@ PLANS: Mapping[str, Callable[[list[Array], MeanState, Worker], Averaged]] = {
 """By topology: from flat tensors, which may be used up if they were donated."""
 
 
-def cut_for(
-    compressors: Sequence[Compressor], sizes: Sequence[int], count: int
-) -> tuple[tuple[Segment, ...], ...]:
-    """Cut tensors of these sizes into chunks of whole buckets of their compressors."""
-    return cut(sizes, [c.traits.bucket_size for c in compressors], count)
-
-
 def kept_in(
-    topology: str, compressors: Sequence[Compressor], sizes: Sequence[int], rank: int, nodes: Nodes
+    topology: str,
+    compressors: Sequence[Compressor],
+    sizes: Sequence[int],
+    *,
+    rank: int,
+    nodes: Nodes,
+    cut: Cutter,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """Return what a rank's residuals are of in a topology: parts of each tensor as worker, segments as server."""
+    lengths = tuple(c.traits.bucket_size for c in compressors)
     if topology == "hierarchical":
-        return Lanes(nodes, tuple(sizes), tuple(c.traits.bucket_size for c in compressors)).kept(rank)
-    chunks = cut_for(compressors, sizes, len(nodes.of_rank))
+        return Lanes(nodes, tuple(sizes), lengths, cut).kept(rank)
+    chunks = cut(sizes, lengths, len(nodes.of_rank))
     if topology == "ring":
         return kept(chunks, rank, len(sizes))
     whole = tuple(Segment(i, 0, size, 0) for i, size in enumerate(sizes))
@@ -165,7 +172,3 @@ def nodes_of(size: int, nodes: tuple[int, ...]) -> Nodes:
     if nodes and len(nodes) != size:
         raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
     return Nodes(nodes or tuple(range(size)))
-
-
-def _sizes(flat: Sequence[Array]) -> list[int]:
-    return [math.prod(x.shape) for x in flat]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, flush, from_host_bytes
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.chunks import Chunks, Segment
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.hierarchy import Received
@@ -28,6 +28,7 @@ def kept(chunks: Sequence[Chunk], rank: int, tensors: int) -> tuple[Chunk, Chunk
 
     Examples
     --------
+    >>> from qcomp.core.chunks import cut
     >>> worker, server = kept(cut([20, 8], 8, 2), 1, tensors=2)
     >>> worker
     (Segment(tensor=0, start=0, stop=16, bucket=0), Segment(tensor=1, start=0, stop=0, bucket=0))
@@ -57,8 +58,8 @@ class Ring:
         Of each tensor.
     flat : sequence of arrays
         This rank's values, flat, in the dtype in which they are computed. They are not written to.
-    size : int
-        Number of ranks.
+    chunks : sequence of sequences of Segment
+        The chunk of each rank.
     key : Key
         Of this rank. The sums of exchange s draw from hop 2 + s of it, the mean from hop 1.
 
@@ -80,13 +81,15 @@ class Ring:
     well. The sum of values just below 2^100 may be out of range where their mean is not.
     """
 
-    def __init__(self, compressors: Sequence[Compressor], flat: Sequence[Array], size: int, key: Key) -> None:
+    def __init__(
+        self, compressors: Sequence[Compressor], flat: Sequence[Array], chunks: Chunks, key: Key
+    ) -> None:
         self.flat = flat
-        self.size = size
+        self.chunks = chunks
+        self.size = len(chunks)
         self.rank: int = key.rank
         self.key = key
         self.codec = SegmentCodec(compressors, flat)
-        self.chunks = cut([x.shape[0] for x in flat], [c.traits.bucket_size for c in compressors], size)
 
     def stages(self, worker: Sequence[Array], server: Sequence[Array]) -> Stages[Received]:
         """Run the 2 (N - 1) exchanges, with this rank's residuals, which are not written to."""

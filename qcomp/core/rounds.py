@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from qcomp.core.arrays import Array, concat, dtype_name, empty_like, is_mutable, itemsize
 from qcomp.core.chunks import Segment
-from qcomp.core.plans import Averaged, Into, MeanState, Worker, cut_for
+from qcomp.core.plans import Averaged, Into, MeanState, Worker
 
 __all__ = ["ROUND_BYTES", "Rounds", "count_rounds", "cut_rounds", "in_rounds"]
 
@@ -42,8 +42,7 @@ def in_rounds(
     """
     if count == 1:
         return [plan(flat, state, how)], lambda results: results[0]
-    chunks = cut_for(how.compressors, [x.shape[0] for x in flat], servers)
-    cut_chunks = cut_rounds(chunks, [c.traits.bucket_size for c in how.compressors], count)
+    cut_chunks = cut_rounds(how.cut_up(flat, servers), [c.traits.bucket_size for c in how.compressors], count)
     rounds = Rounds(flat, state, how, cut_chunks, kept)
     return rounds.computations(plan), rounds.joined
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, array_namespace, concat
 from qcomp.core.assembly import cut_like, flattened, shaped_like
-from qcomp.core.chunks import Segment
+from qcomp.core.chunks import Cutter, Segment, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import Blend
 from qcomp.core.lengths import announce_lengths
@@ -46,6 +46,7 @@ def run(
     *,
     topology: Topology,
     compressors: Sequence[Compressor],
+    cutter: Cutter,
     plan: Plan,
     kept: tuple[Sequence[Segment], Sequence[Segment]],
 ) -> Running:
@@ -59,6 +60,8 @@ def run(
         How the ranks average.
     compressors : sequence of Compressor
         Of each tensor.
+    cutter : callable
+        Cuts the tensors into chunks.
     kept : pair of sequences of Segment
         What the residuals of the state are of; nothing if there are none.
     """
@@ -76,9 +79,10 @@ def run(
     joined = lossless and count == 1
     if joined:
         flat = [concat(flat)]  # nothing depends on the boundaries, and one vector is faster than many
-        compressors = compressors[:1]
+        compressors, cutter = compressors[:1], cut
     key = (terms.key or Key())._replace(rank=state.rank)
-    how = Worker(compressors, key, donate and not blends, blends, (), terms.overwrite and not donate)
+    overwrite = terms.overwrite and not donate
+    how = Worker(compressors, key, donate and not blends, blends, overwrite=overwrite, cut=cutter)
     servers = state.size if topology == "two_phase" else 1
     rounds, join_rounds = in_rounds(count, flat, state, how, plan=plan, servers=servers, kept=kept)
     if any(c.variable_length for c in compressors):

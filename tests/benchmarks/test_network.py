@@ -119,14 +119,23 @@ def test_the_share_that_overlaps():
 
 
 class TestPrediction:
-    def test_a_ring_and_two_phases_by_hand(self):
+    def test_a_ring_and_an_all_gather_by_hand(self):
         run, measured = run_of({COMPUTE: 0.1, "none": 1.0, "sign": 1.0}), measured_of("1gbit")
         rate = RATES["1gbit"] * tables.PAYLOAD
         assert predicted("none", run, measured, None) == pytest.approx(0.1 + 2e-4 + 4 * SIZE / rate)
         found, speed = volume("sign", SHAPES), CPU.speed(qcomp.ScaledSign())
-        codec = found.compressed * (1.5 * speed.encode + speed.decode + speed.add)
+        codec = found.compressed * (speed.encode + 2 * speed.add)
         payload = qcomp.ScaledSign().payload_spec(found.compressed).nbytes + 4 * found.exact
-        assert predicted("sign", run, measured, None) == pytest.approx(0.1 + codec + 2e-4 + payload / rate)
+        assert predicted("sign", run, measured, None) == pytest.approx(0.1 + codec + 1e-4 + payload / rate)
+
+    def test_four_ranks_have_servers(self):
+        shapes = [(2048, 1024)]  # of smaller models all ranks gather everything
+        run = run_of({COMPUTE: 0.1, "sign": 1.0}, ranks=4, shapes=shapes)
+        measured, speed = measured_of("1gbit", ranks=4), CPU.speed(qcomp.ScaledSign())
+        codec = 2048 * 1024 * (1.25 * speed.encode + speed.decode + speed.add)
+        payload = qcomp.ScaledSign().payload_spec(2048 * 1024).nbytes
+        wire = 2 * 3 * 1e-4 + 1.5 * payload / (RATES["1gbit"] * tables.PAYLOAD)
+        assert predicted("sign", run, measured, None) == pytest.approx(0.1 + codec + wire)
 
     def test_what_a_method_computes_itself_comes_from_ranks_that_train_alone(self):
         run, measured = run_of({COMPUTE: 0.1, "powersgd1": 1.0}), measured_of("100mbit")

@@ -13,7 +13,7 @@ from qcomp.core.optimizers.average import EXACT
 from qcomp.integrations import ddp
 from qcomp.integrations.ddp import buckets as cut_buckets
 
-cut_buckets.PART_BYTES = 12000  # where there are few buckets, they are exchanged in parts
+cut_buckets.PART_BYTES = 8000  # where there are few buckets, they are exchanged in parts
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the variance is frozen after")
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -23,27 +23,30 @@ def begin(mean, model):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "mean", "options"),
+    ("compressor", "mean", "topology", "feedback"),
     [
-        ("qcomp.ScaledSign()", "CompressedMean", ""),
-        ("qcomp.MinMaxUInt8()", "CompressedMean", "feedback=False,"),
-        ("qcomp.QSGD(levels=7, bucket_size=128)", "TensorwiseMean", ""),
-        ("qcomp.QSGD(levels=7, bucket_size=128)", "CompressedMean", "topology='all_gather',"),
+        ("qcomp.ScaledSign()", "CompressedMean", "auto", None),
+        ("qcomp.ScaledSign()", "CompressedMean", "two_phase", None),
+        ("qcomp.MinMaxUInt8()", "CompressedMean", "two_phase", False),
+        ("qcomp.QSGD(levels=7, bucket_size=128)", "TensorwiseMean", "two_phase", None),
+        ("qcomp.QSGD(levels=7, bucket_size=128)", "CompressedMean", "all_gather", None),
     ],
 )
-def test_the_means_are_those_of_the_whole_model_whatever_the_buckets_are(said, compressor, mean, options):
+def test_the_means_are_those_of_the_whole_model_whatever_the_buckets_are(
+    said, compressor, mean, topology, feedback
+):
+    chosen = "QSGD" not in compressor if feedback is None else feedback
     body = f"""
 from qcomp.core.tensorwise import TensorwiseMean
 from qcomp import CompressedMean
 {PLAIN}
 alone = network()
-mean = {mean}({compressor}, {options or f"feedback={'QSGD' not in compressor},"}
-              {"feedback=False" if "topology" in options else ""})
+mean = {mean}({compressor}, topology={topology!r}, feedback={chosen})
 kept = begin(mean, alone)
 models = [wrapped(1), wrapped(4000), wrapped(10**6, gradient_as_bucket_view=False)]
 states = []
 for model in models:
-    state, averaged = ddp.hook({compressor}, model, **options, {options})
+    state, averaged = ddp.hook({compressor}, model, topology={topology!r}, feedback={feedback}, **options)
     model.register_comm_hook(state, averaged)
     states.append(state)
 for step in range(5):
@@ -70,7 +73,7 @@ if broken == "draws by bucket":
         return plain(dataclasses.replace(self, numbers=()), *args, **how)
     buckets.TensorwiseMean.start = ignoring
 elif broken == "chunks by bucket":
-    buckets.TensorwiseMean.start = qcomp.CompressedMean.start
+    buckets.TensorwiseMean.cutter = qcomp.CompressedMean.cutter
 else:
     def shuffled(self, exchange, tensors, plain=buckets.BucketedStep._split):
         own = plain(self, exchange, tensors)
@@ -79,7 +82,10 @@ else:
 different = False
 models = [wrapped(1), wrapped(10**6)]
 for model in models:
-    model.register_comm_hook(*ddp.hook(compressor, model, exact=qcomp.ExactBelow(100), exact_iterations=0))
+    state, averaged = ddp.hook(
+        compressor, model, topology="two_phase", exact=qcomp.ExactBelow(100), exact_iterations=0
+    )
+    model.register_comm_hook(state, averaged)
 try:
     for step in range(4):
         for model in models:
@@ -413,5 +419,5 @@ for spoiled in range(5):
 loss(model, 4).backward()
 say(all(p.grad.isfinite().all().item() for p in model.parameters()))
 """
-    expected = ["AllToAll AllToAll AllGather AllGather", *["True True"] * 5, "True"]
+    expected = ["AllGather AllGather", *["True True"] * 5, "True"]
     assert said(2, body) == [expected] * 2

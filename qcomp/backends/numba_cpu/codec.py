@@ -48,9 +48,10 @@ class Encoder(NamedTuple):
 class Decoder(NamedTuple):
     """Decompresses the buckets of a payload into an array, for which it is made."""
 
-    run: Callable[[bool, bool, int, int], None]
-    """``run(accumulate, streams, first, last)`` does a run of buckets: adds them to the array, or writes them, if asked
-    to past the caches."""
+    run: Callable[[bool, bool, int, int, int], None]
+    """``run(accumulate, streams, ranks, first, last)`` does a run of buckets: adds them to the array, or writes them,
+    past the caches if asked to. Unless ``ranks`` is 0, what is there then is the sum over so many, and becomes the
+    mean."""
     out: Floats
     bucket_size: int
     """Elements of the array in a bucket."""
@@ -114,7 +115,7 @@ def decode(decoder: Decoder, *, accumulate: bool = False) -> None:
     """Decompress a payload into an array, or add it to what is there."""
     streams = not accumulate and pays(decoder.out.size)
     threads.run(
-        lambda first, last: decoder.run(accumulate, streams, first, last),
+        lambda first, last: decoder.run(accumulate, streams, 0, first, last),
         bucket_count(decoder.out.size, decoder.bucket_size),
         decoder.bucket_size,
     )

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.codec import EMPTY, Decoder, Encoder
 from qcomp.backends.numba_cpu.jit import Floats
-from qcomp.backends.numba_cpu.primitives import NO_RESIDUAL, OVER_INPUT, F
-from qcomp.backends.numba_cpu.vectors import finish_run
+from qcomp.backends.numba_cpu.primitives import NO_RESIDUAL, OVER_INPUT
 from qcomp.core.buckets import bucket_count
 
 __all__ = ["average", "compress_mean"]
@@ -74,7 +73,6 @@ def _blocks(first: int, last: int, bucket_size: int) -> Iterator[tuple[int, int]
 
 
 def _average_block(decoders: Sequence[Decoder], first: int, last: int) -> None:
+    ranks = len(decoders)
     for rank, decoder in enumerate(decoders):
-        decoder.run(rank > 0, False, first, last)
-    out, bucket_size = decoders[0].out, decoders[0].bucket_size
-    finish_run(out, F(len(decoders)), first * bucket_size, last * bucket_size)
+        decoder.run(rank > 0, False, ranks if rank == ranks - 1 else 0, first, last)

@@ -23,6 +23,7 @@ from qcomp.backends.numba_cpu.primitives import (
     as_bits,
     as_float,
     bucket_length,
+    finish,
     flush,
     load,
     load_scale,
@@ -66,9 +67,9 @@ def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
     """
     codes_end = code_bytes(out.size, bucket_size, 8)
 
-    def run(accumulate: bool, streams: bool, first: int, last: int) -> None:
+    def run(accumulate: bool, streams: bool, ranks: int, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(data, bucket_size, codes_end, out, accumulate, streams, first, last, beside)
+        _decode(data, bucket_size, codes_end, out, accumulate, streams, F(ranks), first, last, beside)
 
     return Decoder(run, out, bucket_size)
 
@@ -170,7 +171,7 @@ def _accumulate(codes: Bytes, base: np.float32, step: np.float32, out: Floats) -
         out[i] += base + F(np.int32(codes[i])) * step
 
 
-@kernel("void(u8_in, int64, int64, f32, boolean, boolean, int64, int64, f32)")
+@kernel("void(u8_in, int64, int64, f32, boolean, boolean, float32, int64, int64, f32)")
 def _decode(
     data: Bytes,
     bucket_size: int,
@@ -178,6 +179,7 @@ def _decode(
     out: Floats,
     accumulate: bool,
     streams: bool,
+    ranks: np.float32,
     first: int,
     last: int,
     beside: Floats,
@@ -196,5 +198,7 @@ def _decode(
             stream(out[start:stop], beside)
         else:
             _write(data[start:stop], base, step, out[start:stop])
+        if ranks > ZERO:
+            finish(out[start:stop], ranks)
     if streams:
         finish_streams()

@@ -37,24 +37,25 @@ def pack(codes: Codes, bits: int, data: Bytes) -> None:
 @inline
 def unpack(data: Bytes, bits: int, codes: Codes) -> None:
     """Unpack bytes into codes, one to a byte or to two, the inverse of `pack`."""
-    per_byte = 8 // bits if bits in (2, 4, 8) else 0
-    if per_byte:
-        for part in range(per_byte):
-            target = codes[part * data.size : (part + 1) * data.size]
-            _split(data, B(part * bits), B((1 << bits) - 1), target)
-        return
-    width = codes.size // 8
-    for part in range(8):
-        target = codes[part * width : (part + 1) * width]
-        target[:] = B(0)
-        for plane in range(bits):
-            _collect(data[plane * width : (plane + 1) * width], part, plane, target)
+    if bits == 8:
+        _copy(data, codes)
+    elif bits == 4:
+        _split2(data, codes)
+    elif bits == 2:
+        _split4(data, codes)
+    else:
+        width = codes.size // 8
+        for part in range(8):
+            target = codes[part * width : (part + 1) * width]
+            target[:] = B(0)
+            for plane in range(bits):
+                _collect(data[plane * width : (plane + 1) * width], part, plane, target)
 
 
 @inline
-def _copy(codes: Codes, data: Bytes) -> None:
-    for j in range(data.size):
-        data[j] = codes[j]
+def _copy(source: Codes, target: Codes) -> None:
+    for j in range(target.size):
+        target[j] = source[j]
 
 
 @inline
@@ -74,6 +75,26 @@ def _join4(codes: Codes, data: Bytes) -> None:
 
 
 @inline
+def _split2(data: Bytes, codes: Codes) -> None:
+    lower = codes[: data.size]
+    upper = codes[data.size :]
+    for j in range(data.size):
+        lower[j] = data[j] & B(15)
+        upper[j] = data[j] >> B(4)
+
+
+@inline
+def _split4(data: Bytes, codes: Codes) -> None:
+    width = data.size
+    c0, c1, c2, c3 = codes[:width], codes[width : 2 * width], codes[2 * width : 3 * width], codes[3 * width :]
+    for j in range(width):
+        c0[j] = data[j] & B(3)
+        c1[j] = data[j] >> B(2) & B(3)
+        c2[j] = data[j] >> B(4) & B(3)
+        c3[j] = data[j] >> B(6)
+
+
+@inline
 def _collect(source: Codes, come: int, go: int, target: Codes) -> None:
     """Put bit ``come`` of every source element into bit ``go`` of the target.
 
@@ -82,9 +103,3 @@ def _collect(source: Codes, come: int, go: int, target: Codes) -> None:
     from_bit, to_bit, none = source.dtype.type(1 << come), target.dtype.type(1 << go), target.dtype.type(0)
     for j in range(target.size):
         target[j] |= to_bit if source[j] & from_bit else none
-
-
-@inline
-def _split(data: Bytes, shift: np.uint8, mask: np.uint8, codes: Codes) -> None:
-    for j in range(codes.size):
-        codes[j] = data[j] >> shift & mask

@@ -25,6 +25,7 @@ __all__ = [
     "as_bits",
     "as_float",
     "bucket_length",
+    "finish",
     "flush",
     "largest_bits",
     "load",
@@ -73,6 +74,20 @@ def as_float(bits: np.uint32) -> np.float32:
 def flush(x: np.float32) -> np.float32:
     """Return x, or +0 for what is below 2**-126 in magnitude; NaN stays NaN."""
     return ZERO if abs(x) < TINY else x
+
+
+@inline
+def finish(values: Floats, ranks: np.float32) -> None:
+    """Divide sums by the number of ranks; below 2**-126 the mean is +0."""
+    if as_bits(ranks) & U(0x7FFFFF) == U(
+        0
+    ):  # a power of two: multiplying rounds alike, and takes a fifth of the time
+        inverse = F(1) / ranks
+        for i in range(values.size):
+            values[i] = flush(values[i] * inverse)
+    else:
+        for i in range(values.size):
+            values[i] = flush(values[i] / ranks)
 
 
 @inline

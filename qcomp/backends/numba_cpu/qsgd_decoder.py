@@ -11,7 +11,16 @@ from qcomp.backends.numba_cpu.codec import Decoder
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, borrow, inline, kernel
 from qcomp.backends.numba_cpu.layout import code_bytes
 from qcomp.backends.numba_cpu.packing import empty_codes, unpack
-from qcomp.backends.numba_cpu.primitives import F, U, as_bits, as_float, bucket_length, flush, load_scale
+from qcomp.backends.numba_cpu.primitives import (
+    F,
+    U,
+    as_bits,
+    as_float,
+    bucket_length,
+    finish,
+    flush,
+    load_scale,
+)
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 
 __all__ = ["qsgd_decoder", "scaled"]
@@ -42,7 +51,7 @@ def qsgd_decoder(
     codes_end = code_bytes(full * bucket_size + rest, bucket_size, bits)
     kernel = _decode if bits <= 8 else _decode_wide
 
-    def run(accumulate: bool, streams: bool, first: int, last: int) -> None:
+    def run(accumulate: bool, streams: bool, ranks: int, first: int, last: int) -> None:
         codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
         kernel(
@@ -54,6 +63,7 @@ def qsgd_decoder(
             out,
             accumulate,
             streams,
+            F(ranks),
             first,
             last,
             codes,
@@ -111,6 +121,7 @@ def _decode_buckets(
     out: Floats,
     accumulate: bool,
     streams: bool,
+    ranks: np.float32,
     first: int,
     last: int,
     codes: Codes,
@@ -141,13 +152,15 @@ def _decode_buckets(
             _write_scaled(part, sign, step, values, factor)
         if streams:
             stream(out[start:stop], beside)
+        elif ranks > F(0):
+            finish(values, ranks)
     if streams:
         finish_streams()
 
 
 _decode, _decode_wide = (
     kernel(
-        f"void(u8_in, int64, int64, int64, int64, f32, boolean, boolean, int64, int64, {codes}, f32, float32)"
+        f"void(u8_in, int64, int64, int64, int64, f32, boolean, boolean, float32, int64, int64, {codes}, f32, float32)"
     )(_decode_buckets)
     for codes in ("u8", "u16")
 )

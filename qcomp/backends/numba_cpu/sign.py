@@ -21,11 +21,13 @@ from qcomp.backends.numba_cpu.layout import code_bytes
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     SIGN,
+    ZERO,
     F,
     U,
     as_bits,
     as_float,
     bucket_length,
+    finish,
     flush,
     largest_bits,
     load,
@@ -84,9 +86,9 @@ def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
     """
     codes_end = code_bytes(out.size, bucket_size, 1)
 
-    def run(accumulate: bool, streams: bool, first: int, last: int) -> None:
+    def run(accumulate: bool, streams: bool, ranks: int, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(data, bucket_size, codes_end, out, accumulate, streams, first, last, beside)
+        _decode(data, bucket_size, codes_end, out, accumulate, streams, F(ranks), first, last, beside)
 
     return Decoder(run, out, bucket_size)
 
@@ -188,21 +190,24 @@ def _encode(
     return -1, int(largest_scale)
 
 
-@inline
-def _write(codes: Bytes, plane: np.uint32, scale: np.float32, out: Floats) -> None:
-    scale_bits = as_bits(scale)
-    for j in range(out.size):
-        out[j] = as_float(scale_bits ^ (U(codes[j]) >> plane & U(1)) << U(31))
+# A choice between two values, of which vector units have one for every lane: shifts of bytes numba does in 64 bits.
 
 
 @inline
-def _accumulate(codes: Bytes, plane: np.uint32, scale: np.float32, out: Floats) -> None:
-    scale_bits = as_bits(scale)
+def _write(codes: Bytes, bit: np.uint8, scale: np.float32, out: Floats) -> None:
+    negative = as_float(as_bits(scale) ^ SIGN)
     for j in range(out.size):
-        out[j] += as_float(scale_bits ^ (U(codes[j]) >> plane & U(1)) << U(31))
+        out[j] = negative if codes[j] & bit else scale
 
 
-@kernel("void(u8_in, int64, int64, f32, boolean, boolean, int64, int64, f32)")
+@inline
+def _accumulate(codes: Bytes, bit: np.uint8, scale: np.float32, out: Floats) -> None:
+    negative = as_float(as_bits(scale) ^ SIGN)
+    for j in range(out.size):
+        out[j] += negative if codes[j] & bit else scale
+
+
+@kernel("void(u8_in, int64, int64, f32, boolean, boolean, float32, int64, int64, f32)")
 def _decode(
     data: Bytes,
     bucket_size: int,
@@ -210,6 +215,7 @@ def _decode(
     out: Floats,
     accumulate: bool,
     streams: bool,
+    ranks: np.float32,
     first: int,
     last: int,
     beside: Floats,
@@ -223,15 +229,17 @@ def _decode(
         codes = data[start // 8 : start // 8 + width]
         scale = load_scale(data, scales + 4 * bucket)
         for plane in range(8):
-            a = start + plane * width
+            a, bit = start + plane * width, np.uint8(1 << plane)
             values = out[min(a, stop) : min(a + width, stop)]
             if accumulate:
-                _accumulate(codes, U(plane), scale, values)
+                _accumulate(codes, bit, scale, values)
             elif streams:
-                _write(codes, U(plane), scale, beside[plane * width : (plane + 1) * width])
+                _write(codes, bit, scale, beside[plane * width : (plane + 1) * width])
             else:
-                _write(codes, U(plane), scale, values)
+                _write(codes, bit, scale, values)
         if streams:
             stream(out[start:stop], beside)
+        elif ranks > ZERO:
+            finish(out[start:stop], ranks)
     if streams:
         finish_streams()

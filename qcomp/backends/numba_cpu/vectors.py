@@ -12,9 +12,9 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
-from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, flush, largest_bits
+from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, largest_bits
 
-__all__ = ["finish_mean", "finish_run", "largest", "largest_sum", "momentum"]
+__all__ = ["finish_mean", "largest", "largest_sum", "momentum"]
 
 _RUN = 1 << 12
 """Elements that a thread's share is a multiple of."""
@@ -70,7 +70,7 @@ def finish_mean(total: Floats, count: int) -> float:
     """
 
     def work(a: int, b: int) -> float:
-        result: float = finish_run(total, F(count), a * _RUN, b * _RUN)
+        result: float = _finish(total, F(count), a * _RUN, b * _RUN)
         return result
 
     return _maximum(threads.run(work, -(-total.size // _RUN), _RUN))
@@ -125,20 +125,16 @@ def _largest_sum(x: Floats, y: Floats, first: int, last: int) -> np.float32:
     return as_float(_largest_sum_bits(x[first:last], y[first:last]))
 
 
-@inline
-def _divide(values: Floats, count: np.float32) -> np.uint32:
-    bits = np.int32(0)
-    for i in range(values.size):
-        value = flush(values[i] / count)
-        values[i] = value
-        bits = max(bits, np.int32(as_bits(value) & _MAGNITUDE))
-    return np.uint32(bits)
-
-
 @kernel("float32(f32, float32, int64, int64)")
-def finish_run(total: Floats, count: np.float32, first: int, last: int) -> np.float32:
-    """Do what `finish_mean` does, for some of the elements."""
-    return as_float(_divide(total[first:last], count))
+def _finish(total: Floats, count: np.float32, first: int, last: int) -> np.float32:
+    largest = np.uint32(0)
+    for start in range(
+        first, min(last, total.size), _RUN
+    ):  # what fits into the first-level cache, for two passes
+        part = total[start : min(start + _RUN, last)]
+        finish(part, count)
+        largest = max(largest, largest_bits(part))
+    return as_float(np.uint32(largest))
 
 
 @inline

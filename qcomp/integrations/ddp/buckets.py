@@ -255,13 +255,14 @@ class BucketedStep:
 def _parts(pairs: Sequence[tuple[int, Any]]) -> tuple[Part, ...]:
     """Cut numbers and gradients of tensors into parts of at least `PART_BYTES`; a tensor is never cut."""
     parts: list[list[tuple[int, Any]]] = [[]]
-    filled = 0
+    filled, left = 0, sum(gradient.nbytes for _, gradient in pairs)
     for number, gradient in pairs:
-        if filled >= PART_BYTES:
+        if filled >= PART_BYTES <= left:
             parts.append([])
             filled = 0
         parts[-1].append((number, gradient))
         filled += gradient.nbytes
+        left -= gradient.nbytes
     return tuple(
         Part(tuple(number for number, _ in part), tuple(gradient for _, gradient in part)) for part in parts
     )

@@ -153,7 +153,7 @@ def hook(
     model: Any,
     *,
     feedback: bool | None = None,
-    topology: Topology = "two_phase",
+    topology: Topology = "auto",
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     exact_iterations: int = 2,
@@ -173,8 +173,10 @@ def hook(
         Of parameters in float32, float16, bfloat16 or float64, on a CPU or a GPU.
     feedback : bool, optional
         Whether what compression loses is added to the next gradient; by default unless the compressor is unbiased.
-    topology, exact, compressors, seed
-        See `qcomp.CompressedMean` and `qcomp.OneBitAdam`.
+    topology : {"auto", "two_phase", "all_gather", "hierarchical", "ring"}
+        See `qcomp.CompressedMean`: by default what its formulas take for the fastest, with two ranks all-gather.
+    exact, compressors, seed
+        See `qcomp.OneBitAdam`.
     exact_iterations : int
         Backward passes before the first that is compressed: the first gradients are the largest.
     nonfinite : {"raise", "propagate"}
@@ -197,12 +199,11 @@ def hook(
 
     Notes
     -----
-    A bucket sends what `qcomp.CompressedMean` sends for its tensors, and up to 16 bytes more for each of them, peer and
-    phase. Its exchange is started when the bucket is full, in parts of 8 MiB and more, in a thread that compresses,
-    waits and decompresses beside the backward pass. The residuals are kept by the names of the parameters and do not
-    depend on the buckets, which DistributedDataParallel changes after its first iteration and a restart changes back.
-    The means are those of a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech
-    2014 (feedback); Li et al., VLDB 2020 (buckets).
+    A bucket sends what `qcomp.CompressedMean` sends for its tensors. Its exchange is started when the bucket is full,
+    in parts of 8 MiB and more, in a thread that compresses, waits and decompresses beside the backward pass. The
+    residuals are kept by the names of the parameters and do not depend on the buckets, which DistributedDataParallel
+    changes after its first iteration and a restart changes back. The means are those of a `qcomp.CompressedMean` of
+    the whole model, bit for bit. Source: Seide et al., Interspeech 2014 (feedback); Li et al., VLDB 2020 (buckets).
 
     Examples
     --------
