@@ -1,7 +1,7 @@
 """One process of the exchange benchmark: the 1-bit payloads of a gradient of 100 MB, over gloo or MPI.
 
-Started on every rank by network_times.py. Timed are the two exchanges of the payloads alone, and the whole mean, which
-encodes and decodes too, in turn.
+Started on every rank by network_times.py. Timed are the exchanges of the payloads alone, and the whole mean, which
+encodes and decodes too, in turn; both in the topology that the mean chooses.
 """
 
 import argparse
@@ -36,22 +36,27 @@ class Exchanges:
         self.source: Any = import_module("torch").from_numpy(values) if arrays == "torch" else values
         # A gradient that is given away holds the residual afterwards: the next one needs a buffer of its own.
         self.buffers_of_gradients: list[Any] = [self.source + 0, self.source + 0]
-        self.mean = qcomp.CompressedMean(COMPRESSOR)
+        self.mean = qcomp.CompressedMean(COMPRESSOR, "auto")
         self.state = self.mean.init(self.source, comm)
-        self.segments = [sum(s.size for s in chunk) for chunk in self.mean.segments([self.source], comm.size)]
-        self.shares = [COMPRESSOR.payload_spec(size).nbytes for size in self.segments]
+        self.in_two_phases = self.state.topology == "two_phase"
+        chunks = self.mean.segments([self.source], comm.size if self.in_two_phases else 1)
+        sizes = [sum(segment.size for segment in chunk) for chunk in chunks]
+        self.shares = [COMPRESSOR.payload_spec(size).nbytes for size in sizes]
         self.buffers = [from_host_bytes(bytes(share), self.source) for share in self.shares]
         self.step = 0
 
     def exchange(self) -> Callable[[], object]:
-        """Return what sends payloads of the right lengths in two phases."""
-        comm, own = self.comm, self.shares[self.comm.rank]
+        """Return what sends payloads of the right lengths."""
+        comm = self.comm
 
-        def run() -> None:
-            comm.all_to_all(self.buffers, [own] * comm.size)
+        def two_phases() -> None:
+            comm.all_to_all(self.buffers, [self.shares[comm.rank]] * comm.size)
             comm.all_gather(self.buffers[comm.rank], self.shares)
 
-        return run
+        def gather() -> None:
+            comm.all_gather(self.buffers[0], self.shares * comm.size)
+
+        return two_phases if self.in_two_phases else gather
 
     def whole(self) -> Callable[[], object]:
         """Return what averages a gradient, which is there anew."""
