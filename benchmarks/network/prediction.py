@@ -44,10 +44,12 @@ def predicted(
         own = solo.seconds(method) - solo.seconds(NEIGHBOURS[method])
     size, chosen = volume(method, run.shapes), METHODS[method]
     share, pieces = 0.0, size.exchanges
-    if overlapped and chosen.rank is None:
-        if solo is None:
-            return None
+    if chosen.rank is None and solo is not None:
         share, pieces = overlap(solo.ready)
+    if not overlapped:
+        share = 0.0
+    elif solo is None and chosen.rank is None:
+        return None
     job = Job(
         params=size.exact + size.compressed,
         compute=max(0.0, run.compute + own),
@@ -55,6 +57,7 @@ def predicted(
         buckets=pieces,
         overlap_compressed=True,
         exact=size.exact,
+        tensors=max(1, size.tensors),
     )
     way = PLAIN["none"] if chosen.compressor is None else _compressed(chosen.compressor, run)
     return step_time(job, measured.cluster, measured.machine, PLAIN.get(method, way)).seconds
@@ -82,7 +85,7 @@ def choice(run: Run, measured: Measured) -> Choice:
     """Return what the advisor recommends, given compute alone, the link and the speeds."""
     assert measured.cluster is not None  # there are ranks
     size = volume("sign", run.shapes)
-    job = Job(size.exact + size.compressed, run.compute, exact=size.exact)
+    job = Job(size.exact + size.compressed, run.compute, exact=size.exact, tensors=size.tensors)
     hooks = {name: _compressed(METHODS[name].compressor or "", run) for name in HOOKS}
     methods = {way: name for name, way in (PLAIN | hooks).items() if name in run.methods}
     advice = advise(job, measured.cluster, measured.machine, methods=list(methods))

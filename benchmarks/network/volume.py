@@ -21,6 +21,8 @@ class Volume(NamedTuple):
     """Elements that are compressed."""
     payload: int
     """Bytes of both as a rank's payload."""
+    tensors: int
+    """Tensors that are compressed."""
     exchanges: int
     """All-reduces that PowerSGD makes one after the other; 1 for others."""
 
@@ -33,12 +35,12 @@ def volume(method: str, shapes: Sequence[Shape]) -> Volume:
     """Return what a step of a method averages."""
     chosen, total = METHODS[method], sum(map(math.prod, shapes))
     if method == COMPUTE:
-        return Volume(0, 0, 0, 0)
+        return Volume(0, 0, 0, 0, 0)
     if chosen.rank is not None:
         elements = sum(_factors(shape, chosen.rank) for shape in shapes)
-        return Volume(elements, 0, 4 * elements, 3)
+        return Volume(elements, 0, 4 * elements, 0, 3)
     if chosen.compressor is None:
-        return Volume(total, 0, (2 if method == "fp16" else 4) * total, 1)
+        return Volume(total, 0, (2 if method == "fp16" else 4) * total, 0, 1)
     tensors = [qcomp.Tensor(str(i), shape, math.prod(shape)) for i, shape in enumerate(shapes)]
     exact = qcomp.ExactBelow()(tensors)
     compressor = qcomp.compressor(chosen.compressor)
@@ -47,7 +49,7 @@ def volume(method: str, shapes: Sequence[Shape]) -> Volume:
         for t, e in zip(tensors, exact, strict=True)
     )
     kept = sum(t.size for t, e in zip(tensors, exact, strict=True) if e)
-    return Volume(kept, total - kept, payload, 1)
+    return Volume(kept, total - kept, payload, len(shapes) - sum(exact), 1)
 
 
 def _factors(shape: Shape, rank: int) -> int:

@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--exact", type=_unit(count), default=0, help="parameters in tensors that stay exact (default: 0)"
     )
+    job.add_argument(
+        "--tensors", type=_unit(count), default=1, help="in how many the parameters are (default: 1)"
+    )
     job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap as well")
     job.add_argument(
         "--warmup", type=float, default=0.0, help="share of exact steps in a run that compresses"
@@ -144,6 +147,7 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> str:
         options.buckets,
         options.overlap_compressed,
         options.exact,
+        options.tensors,
     )
     cluster = _cluster(options, None if measured is None else measured.cluster)
     machine = CPU if measured is None else measured.machine
@@ -245,6 +249,10 @@ def _found(measured: Measured) -> str:
                 f"{cluster.link.streams:.2g} ranks of a node have that at once; "
                 f"inside a node: {show_bandwidth(cluster.inside.bandwidth)}"
             )
+        lines.append(
+            f"calls: {show_seconds(measured.machine.call)} an exchange, "
+            f"{show_seconds(measured.machine.tensor)} a tensor"
+        )
     for spec, speed in measured.machine.speeds.items():
         of_each = {"encode": speed.encode, "decode": speed.decode, "decode and add": speed.add}
         rates = ", ".join(f"{name} {4e-9 / value:.3g} GB/s" for name, value in of_each.items())

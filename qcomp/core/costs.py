@@ -131,6 +131,8 @@ class Load(NamedTuple):
     """Seconds an element: copy float32."""
     exact: int = 0
     """How many of the elements are not compressed; they take no time but on the wire."""
+    call: float = 0.0
+    """Seconds an exchange: what starting it and putting its messages together takes, whatever is in them."""
 
     @property
     def packed(self) -> int:
@@ -142,7 +144,7 @@ class Cost(NamedTuple):
     """What a rank spends on a mean."""
 
     codec: float
-    """Seconds of encoding and decoding."""
+    """Seconds of encoding and decoding, and of calls."""
     wire: float
     """Seconds of sending."""
     sent: float
@@ -169,7 +171,7 @@ def cost(topology: str, load: Load, cluster: Cluster) -> Cost:
 
 def _two_phase(load: Load, cluster: Cluster) -> Cost:
     n, share = cluster.ranks, load.payload / cluster.ranks
-    codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode)
+    codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode) + 2 * load.call
     wire = 2 * to_all(share, cluster) + _announcements(load, 2, cluster)
     return Cost(codec, wire, 2 * (n - 1) * share)
 
@@ -177,17 +179,19 @@ def _two_phase(load: Load, cluster: Cluster) -> Cost:
 def _all_gather(load: Load, cluster: Cluster) -> Cost:
     n = cluster.ranks
     wire = to_all(load.payload, cluster) + _announcements(load, 1, cluster)
-    return Cost(load.packed * (load.encode + n * load.add), wire, (n - 1) * load.payload)
+    codec = load.packed * (load.encode + n * load.add) + load.call
+    return Cost(codec, wire, (n - 1) * load.payload)
 
 
 def _hierarchical(load: Load, cluster: Cluster) -> Cost:
     lanes, nodes, copy = cluster.ranks_per_node, cluster.nodes, load.copy
     if nodes == 1:
-        return _two_phase(Load(load.size, _EXACT * load.size, False, copy, copy, copy, copy), cluster)
+        exact_load = Load(load.size, _EXACT * load.size, False, copy, copy, copy, copy, call=load.call)
+        return _two_phase(exact_load, cluster)
     if lanes == 1:
         return _two_phase(load, cluster)
     exact, lane = _EXACT * load.size / lanes, load.payload / lanes
-    codec = 2 * load.size * copy  # packed, and added up over the node
+    codec = 2 * load.size * copy + 4 * load.call  # packed, and added up over the node
     codec += load.packed * (load.encode * (1 + 1 / nodes) / lanes + load.add / lanes + load.decode)
     wire = _inside(exact, cluster) + _inside(lane, cluster)
     wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
@@ -200,6 +204,7 @@ def _ring(load: Load, cluster: Cluster) -> Cost:
     sent = 2 * (n - 1) / n * load.payload
     # What arrives is added to a copy of a rank's own part.
     codec = load.packed * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
+    codec += 2 * (n - 1) * load.call
     return Cost(codec, around(sent, cluster) + _announcements(load, 2 * (n - 1), cluster), sent)
 
 

@@ -37,6 +37,9 @@ class Job:
     exact : int
         How many of the parameters are in tensors that stay exact, small ones, norms and biases; they are sent with
         the compressed ones, as float32.
+    tensors : int
+        In how many tensors those are that are compressed. Where it was measured what each one takes whatever its size,
+        that counts.
     """
 
     params: int
@@ -46,6 +49,7 @@ class Job:
     buckets: int = 1
     overlap_compressed: bool = False
     exact: int = 0
+    tensors: int = 1
 
     def __post_init__(self) -> None:
         _require("params", self.params, self.params >= 1, "at least 1")
@@ -53,4 +57,5 @@ class Job:
         _require("gradient_bytes", self.gradient_bytes, self.gradient_bytes in (2, 4), "2 or 4")
         _require("exact", self.exact, 0 <= self.exact <= self.params, f"0 to {self.params}, all parameters")
         _require("overlap", self.overlap, 0 <= self.overlap <= 1, "a share from 0 to 1")
+        _require("tensors", self.tensors, self.tensors >= 1, "at least 1")
         _require("buckets", self.buckets, self.buckets >= 1, "at least 1")

@@ -48,6 +48,11 @@ class Machine:
     speeds : mapping of str to Speed
         Of compressors, by their spec strings. Another compressor of the same name has the speed of the one whose
         payload is nearest in length; what is uncompressed is copied.
+    call : float
+        Seconds that each exchange of a compressed mean takes whatever its size: Python, threads, waiting for ranks that
+        were not there yet. Unless measured it is not counted.
+    tensor : float
+        Seconds that each tensor of a compressed mean takes whatever its size.
 
     Examples
     --------
@@ -59,10 +64,13 @@ class Machine:
     source: str
     copy: float
     speeds: Mapping[str, Speed] = field(default_factory=dict)
+    call: float = 0.0
+    tensor: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.copy >= 0:
-            raise ValueError(f"copy is {self.copy!r}; expected seconds an element, at least 0")
+        for name, unit in (("copy", " an element"), ("call", ""), ("tensor", "")):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected seconds{unit}, at least 0")
 
     def speed(self, compressor: Compressor) -> Speed:
         """Return the speed of a compressor.

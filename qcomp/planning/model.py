@@ -72,7 +72,7 @@ class StepTime(NamedTuple):
     compute: float
     """Of it, what is there without communication."""
     codec: float
-    """Seconds that encoding and decoding take."""
+    """Seconds that encoding and decoding take, and calls."""
     wire: float
     """Seconds that the exchanges take, of which some may be hidden behind the computation."""
     sent: float
@@ -109,6 +109,8 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
         pattern = {"ring": _ring, "tree": _tree}[method.topology]
         one = pattern(size, job, cluster, machine, method)
     codec, wire, sent = (buckets * value for value in one)
+    if method.compressor is not None:
+        codec += job.tensors * machine.tensor
     # Pieces become ready at equal distances; the last one, or all of them in a queue, are sent after that.
     hidden = overlap * job.compute
     sending = max(hidden / buckets + wire, hidden + wire / buckets)
@@ -120,7 +122,15 @@ def _load(size: int, job: Job, compressor: Compressor, machine: Machine) -> Load
     parts = ((compressor, size - exact), (Identity(), exact))
     payload = sum(c.payload_spec(elements).nbytes for c, elements in parts if elements)
     return Load(
-        size, payload, compressor.variable_length, speed.encode, speed.decode, speed.add, machine.copy, exact
+        size,
+        payload,
+        compressor.variable_length,
+        speed.encode,
+        speed.decode,
+        speed.add,
+        machine.copy,
+        exact,
+        machine.call,
     )
 
 

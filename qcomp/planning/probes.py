@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from qcomp.core import feedback
 from qcomp.core.arrays import Array, array_namespace
 from qcomp.core.compressor import Compressor
+from qcomp.core.costs import Cluster, Load, cost
+from qcomp.core.exchange import CompressedMean
 from qcomp.core.random import Key
 from qcomp.core.transport import Transport
 from qcomp.planning.machine import Machine, Speed
@@ -14,6 +16,11 @@ from qcomp.planning.measurement import Measured
 from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network
 
 __all__ = ["measure", "measure_speed", "measure_step"]
+
+_FEW = 64
+"""Elements of tensors that take the time of calls alone."""
+_MANY = 17
+"""How many of these are averaged together, beside one."""
 
 
 def measure_speed(
@@ -93,14 +100,15 @@ def measure(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Measured:
-    """Measure links, compressors and a step. Collective; all ranks return the same, which is of the slowest.
+    """Measure links, calls, compressors and a step. Collective; all ranks return the same, which is of the slowest.
 
     Parameters
     ----------
     comm : Communicator
         With one rank there is no link to measure.
     compressors : sequence of Compressor
-        Whose speeds are measured, all ranks at once, as in a step.
+        Whose speeds are measured, all ranks at once, as in a step. The first one also averages small tensors, whose
+        time is that of calls.
     like : array
         See `measure_speed`.
     step : callable, optional
@@ -117,13 +125,19 @@ def measure(
         figures += [speed.encode, speed.decode, speed.add]
     if step is not None:
         figures.append(measure_step(step, rounds=rounds, clock=clock))
-    slowest = [max(values) for values in zip(*agreed(comm, figures, like), strict=True)]
+    cluster = None if network is None else network.cluster
+    if cluster is not None and compressors:
+        calls = _measure_calls(comm, compressors[0], cluster, like=like, rounds=rounds, clock=clock)
+    else:
+        calls = 0.0, 0.0  # nothing is exchanged
+    figures = [*calls, *figures]
+    call, tensor, *slowest = (max(values) for values in zip(*agreed(comm, figures, like), strict=True))
     compute = slowest.pop() if step is not None else None
     speeds = {c.spec: Speed(*slowest[1 + 3 * i : 4 + 3 * i]) for i, c in enumerate(compressors)}
     source = f"measured on the slowest of {comm.size} ranks, vectors of {like.shape[0]} elements"
     return Measured(
-        None if network is None else network.cluster,
-        Machine(source, slowest[0], speeds),
+        cluster,
+        Machine(source, slowest[0], speeds, call, tensor),
         compute,
         {} if network is None else network.spreads,
     )
@@ -136,6 +150,28 @@ def _measure_copy(like: Array, rounds: int, clock: Clock) -> float:
         _wait_for(array_namespace(like).asarray(like, copy=True))
         times.append((clock() - start) / int(like.shape[0]))
     return statistics.median(times[1:])
+
+
+def _measure_calls(
+    comm: Transport, compressor: Compressor, cluster: Cluster, *, like: Array, rounds: int, clock: Clock
+) -> tuple[float, float]:
+    """Return the seconds of an exchange and of a tensor, from means in two phases of one and of many small tensors."""
+    mean = CompressedMean(compressor, feedback=not compressor.traits.unbiased)
+
+    def seconds(tensors: int) -> float:
+        x = [like[:_FEW]] * tensors
+        state, times = mean.init(x, comm), []
+        for _ in range(rounds + 1):
+            start = clock()
+            means, state = mean(x, state, comm, key=Key(rank=comm.rank))
+            _wait_for(means[-1])
+            times.append(clock() - start)
+        return statistics.median(times[1:])
+
+    one = seconds(1)
+    tensor = max(0.0, (seconds(_MANY) - one) / (_MANY - 1))
+    nothing = Load(0, 0, variable_length=False, encode=0.0, decode=0.0, add=0.0, copy=0.0)
+    return max(0.0, (one - tensor - cost("two_phase", nothing, cluster).wire) / 2), tensor
 
 
 def _wait_for(x: Array) -> None:

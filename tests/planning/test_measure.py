@@ -8,8 +8,19 @@ import pytest
 
 import qcomp
 from qcomp.comm import run_local
-from qcomp.planning import CPU, Cluster, Link, Measured, measure, measure_network, measure_speed, measure_step
+from qcomp.planning import (
+    CPU,
+    Cluster,
+    Link,
+    Measured,
+    measure,
+    measure_network,
+    measure_speed,
+    measure_step,
+    probes,
+)
 
+SIGN = qcomp.ScaledSign()
 LIKE = np.ones(64, dtype=np.float32)
 TRUE = {"latency": 2e-3, "bandwidth": 3e6, "per_message": 5e-4}
 
@@ -101,6 +112,42 @@ def test_a_step_is_timed_without_its_first_call():
     calls = []
     assert measure_step(lambda: calls.append(1), rounds=3, clock=Ticking()) == 4.0  # looks 2, 4, 6
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_small_means_take_beside_their_messages_is_that_of_calls(simulated, monkeypatch, n):
+    """On rank 0 each of two exchanges takes 7 ms, and a tensor 2 ms."""
+
+    class Mean:
+        def __init__(self, compressor, *, feedback):
+            assert feedback == (compressor.name == "sign")
+
+        def init(self, x, comm):
+            return None
+
+        def __call__(self, x, state, comm, *, key):
+            wire = 2 * (TRUE["latency"] + (n - 2) * TRUE["per_message"])
+            comm.now += wire + (2 * 0.007 + 0.002 * len(x)) / (1 + comm.rank)
+            return x, state
+
+    monkeypatch.setattr(probes, "CompressedMean", Mean)
+
+    def rank_main(comm):
+        network = simulated(comm, **TRUE)
+        return measure(network, [SIGN], like=LIKE, size=60_000, rounds=3, clock=network.clock).machine
+
+    machines = run_local(n, rank_main, hosts=list("abc")[:n])
+    assert all(machine == machines[0] for machine in machines)
+    expected = (0.007, 0.002) if n > 1 else (0.0, 0.0)
+    assert (machines[0].call, machines[0].tensor) == pytest.approx(expected, rel=1e-6)
+
+
+def test_means_of_this_package_take_time(simulated):
+    def rank_main(comm):
+        return measure(comm, [SIGN], like=LIKE, size=1000, rounds=2).machine
+
+    for machine in run_local(2, rank_main, hosts=["a", "b"]):
+        assert machine.tensor > 0
 
 
 def test_all_ranks_agree_on_the_slowest(simulated, tmp_path):

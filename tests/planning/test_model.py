@@ -106,6 +106,17 @@ class TestIdentities:
             4 + 3 / 4 * (8 + 1) + 2
         )
 
+    @pytest.mark.parametrize(
+        ("topology", "exchanges"), [("two_phase", 2), ("all_gather", 1), ("ring", 14), ("hierarchical", 4)]
+    )
+    def test_calls_are_counted_for_each_exchange_of_each_piece(self, topology, exchanges):
+        machine = Machine("made up", 0.0, {SIGN.spec: Speed(0.0, 0.0, 0.0)}, call=0.5, tensor=0.25)
+        cluster = Cluster(8, Link(math.inf, latency=0.0), ranks_per_node=2)
+        job = Job(SIZE, 0.0, overlap=0.5, buckets=3, overlap_compressed=True, tensors=7)
+        found = step_time(job, cluster, machine, Method(topology, SIGN))
+        assert found.codec == 3 * exchanges * 0.5 + 7 * 0.25
+        assert step_time(job, cluster, machine, Method("ring")).codec == 0.0
+
     def test_directions_that_share_the_link_take_twice_as_long(self):
         both, shared = (
             cost(Method("ring"), cluster=Cluster(8, replace(BARE, duplex=d))) for d in (True, False)
@@ -302,6 +313,9 @@ class TestMachine:
         (lambda: Job(1, 1.0, gradient_bytes=3), "gradient_bytes is 3"),
         (lambda: Job(1, 1.0, overlap=1.5), "overlap is 1.5"),
         (lambda: Job(1, 1.0, buckets=0), "buckets is 0"),
+        (lambda: Job(1, 1.0, tensors=0), "tensors is 0"),
+        (lambda: Machine("", 1.0, call=-1.0), "call is -1.0; expected seconds, at least 0"),
+        (lambda: Machine("", 1.0, tensor=float("nan")), "tensor is nan"),
         (lambda: Method("tree", SIGN), "expected none with tree"),
         (lambda: Method("two_phase"), "expected a qcomp.Compressor with two_phase"),
         (lambda: Method("star"), "topology is 'star'"),

@@ -1,6 +1,7 @@
 """``qcomp plan``: what it prints, what it writes, and how it refuses."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -54,12 +55,14 @@ class TestPredicting:
     def test_measured_figures_are_taken_where_no_others_are_given(self, capsys, tmp_path):
         path = tmp_path / "measured.json"
         cluster = Cluster(4, Link(1e8, 1e-4, streams=2.0, per_message=1e-5), ranks_per_node=2)
-        Measured(cluster, CPU, 0.25).save(path)
-        given = ["plan", "--params", "25M", "--measured", str(path)]
-        assert printed(capsys, *given) == advise(Job(25_000_000, 0.25), cluster).text + "\n"
+        machine = replace(CPU, call=1e-3, tensor=1e-4)
+        Measured(cluster, machine, 0.25).save(path)
+        given = ["plan", "--params", "25M", "--tensors", "200", "--measured", str(path)]
+        expected = advise(Job(25_000_000, 0.25, tensors=200), cluster, machine)
+        assert printed(capsys, *given) == expected.text + "\n"
         more = printed(capsys, *given, "--ranks", "64", "--compute-ms", "100")
         larger = Cluster(64, cluster.link, ranks_per_node=2)
-        assert more == advise(Job(25_000_000, 0.1), larger).text + "\n"
+        assert more == advise(Job(25_000_000, 0.1, tensors=200), larger, machine).text + "\n"
 
     def test_a_picture(self, capsys, tmp_path):
         pytest.importorskip("matplotlib")
