@@ -57,6 +57,7 @@ class _Results(NamedTuple):
     payload_of_momentum: bytes
     residual_of_momentum: bytes
     mean: bytes
+    mean_of_two: bytes
     payload_of_mean: bytes
     payload_of_mean_with_feedback: bytes
     residual_of_mean: bytes
@@ -85,10 +86,10 @@ def check_kernels(
     """Check that a set of kernels returns the same bytes as the pure version.
 
     Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
-    and the sum with another one; the mean of three payloads, compressed or not; the end of a mean over ranks, the
-    momentum, and the step with a frozen variance: equal to the last bit, for sizes at which tails and padding show, for
-    values with zeros, subnormals, ties and huge magnitudes, in every dtype that is computed in float32. A vector that
-    the pure version refuses is refused, and a donated residual is then as it was.
+    and the sum with another one; the mean of two and of three payloads, compressed or not; the end of a mean over
+    ranks, the momentum, and the step with a frozen variance: equal to the last bit, for sizes at which tails and
+    padding show, for values with zeros, subnormals, ties and huge magnitudes, in every dtype that is computed in
+    float32. A vector that the pure version refuses is refused, and a donated residual is then as it was.
 
     Parameters
     ----------
@@ -187,12 +188,13 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
         mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, 0.9, 0.7))
         primitives.require_accepted(compressor, mixed)
         three = [compressor.payload(m, sent) for sent in (plain.data, mixed.data, encoded.data)]
-        mean = primitives.average(compressor, three, m)
+        # Dividing by two may be multiplying, dividing by three may not.
+        averages = [primitives.average(compressor, several, m) for several in (three, three[:2])]
         means = [primitives.compress_mean(compressor, three, m, r, key) for r in (None, m)]
         for of_mean in means:
             primitives.require_accepted(compressor, of_mean)
     parts = [plain.data, encoded.data, last, decoded, written, added, mixed.data, mixed.residual]
-    parts += [mean, means[0].data, means[1].data, means[1].residual]
+    parts += [*averages, means[0].data, means[1].data, means[1].residual]
     return _Results(*(to_numpy(part).tobytes() for part in parts))
 
 
@@ -210,12 +212,13 @@ def _compare_updates(kernels: KernelSet, xp: Namespace, size: int, seed: int) ->
         results = []
         for chosen in (None, kernels):
             with use_kernels(chosen):
+                halves = primitives.finish_mean(to_library(xp, wide), 2)
                 mean = primitives.finish_mean(to_library(xp, wide), 3)
                 m = primitives.momentum(mean, to_library(xp, g), 0.9, 0.7)
                 numbers = StepNumbers(rate=1e-3, correction=0.19, eps=1e-8, weight_decay=decay)
                 p, masked = primitives.frozen_step(to_library(xp, g), m, to_library(xp, v), numbers)
-            results.append([to_numpy(part).tobytes() for part in (mean, masked, p)])
-        for name, a, b in zip(("mean", "momentum", "parameters"), *results, strict=True):
+            results.append([to_numpy(part).tobytes() for part in (halves, mean, masked, p)])
+        for name, a, b in zip(("mean of two", "mean", "momentum", "parameters"), *results, strict=True):
             assert a == b, f"{name} of {size} elements"
 
 

@@ -184,7 +184,12 @@ class Broken(NumbaKernels):
             payloads = payloads[:-1]
         if self.fault == "adds in another order":
             payloads = payloads[::-1]
-        return super().average(compressor, payloads, like, **options)
+        mean = super().average(compressor, payloads, like, **options)
+        if self.fault == "multiplies by the reciprocal":
+            mean[:] = mean * np.float32(len(payloads)) * np.float32(1 / len(payloads))
+        if self.fault == "halves wrongly" and len(payloads) == 2:
+            mean[:] = mean * np.float32(0.5)
+        return mean
 
     def compress_mean(self, compressor, payloads, like, residual, key, **options):
         if self.fault == "forgets the residual of a server" and residual is not None:
@@ -224,6 +229,8 @@ class Broken(NumbaKernels):
         "writes where it should add",
         "leaves out a rank",
         "adds in another order",
+        "multiplies by the reciprocal",
+        "halves wrongly",
         "compresses another rank's mean",
         "forgets the residual of a server",
         "writes over the residual of a server",

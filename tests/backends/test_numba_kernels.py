@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import qcomp
-from qcomp.core import feedback
+from qcomp.core import feedback, primitives
 from qcomp.core.arrays import divide, flush
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import StepNumbers
@@ -305,6 +305,20 @@ def test_mean_over_ranks(count):
     limit = kernels.finish_mean(total, count)
     same(total, expected)
     assert limit == np.max(np.abs(total))
+
+
+@pytest.mark.parametrize("family", ["tiny", "wide"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_an_average_is_divided_as_a_sum_is(count, family):
+    """By a power of two it is multiplied, which rounds alike, also into and out of what counts as zero."""
+    compressor = qcomp.MinMaxUInt8(bucket_size=64)
+    xs = [vector(family, 5000, rank) for rank in range(count)]
+    xs[0][:64] = F(2.0**-126) * (1 + np.arange(64, dtype=F) / 64)  # halves of it are subnormal, and zero
+    payloads = [compressor.compress(x) for x in xs]
+    with qcomp.backends.use("pure"):
+        expected = primitives.average(compressor, payloads, xs[0])
+    with qcomp.backends.use("numba"):
+        same(primitives.average(compressor, payloads, xs[0]), expected)
 
 
 @given(vectors((0, 1, 9, 4095, 4097)), st.data())
