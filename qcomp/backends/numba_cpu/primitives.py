@@ -78,10 +78,11 @@ def flush(x: np.float32) -> np.float32:
 
 @inline
 def finish(values: Floats, ranks: np.float32) -> None:
-    """Divide sums by the number of ranks; below 2**-126 the mean is +0."""
-    if as_bits(ranks) & U(0x7FFFFF) == U(
-        0
-    ):  # a power of two: multiplying rounds alike, and takes a fifth of the time
+    """Divide sums by the number of ranks; below 2**-126 the mean is +0.
+
+    Multiplying by the inverse of a power of two rounds alike, and is faster.
+    """
+    if as_bits(ranks) & U(0x7FFFFF) == U(0):
         inverse = F(1) / ranks
         for i in range(values.size):
             values[i] = flush(values[i] * inverse)

@@ -128,9 +128,8 @@ def _largest_sum(x: Floats, y: Floats, first: int, last: int) -> np.float32:
 @kernel("float32(f32, float32, int64, int64)")
 def _finish(total: Floats, count: np.float32, first: int, last: int) -> np.float32:
     largest = np.uint32(0)
-    for start in range(
-        first, min(last, total.size), _RUN
-    ):  # what fits into the first-level cache, for two passes
+    # Two passes over what fits into the first-level cache.
+    for start in range(first, min(last, total.size), _RUN):
         part = total[start : min(start + _RUN, last)]
         finish(part, count)
         largest = max(largest, largest_bits(part))
