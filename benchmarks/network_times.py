@@ -24,7 +24,7 @@ from network.shaped import NetworkError, require_rights
 from tqdm import tqdm
 
 PARTS = ("matrix", "links", "exchange", "loss")
-ROUNDS = {"100mbit": 5, "1gbit": 10, "10gbit": 30, "loopback": 30, SOLO: 10}
+ROUNDS = {"100mbit": 5, "1gbit": 30, "10gbit": 30, "loopback": 30, SOLO: 10}
 TIMED = {"100mbit": 4, "1gbit": 8}
 """Rounds of the steps that losses are made of."""
 ALONE = ("compute", "powersgd1", "powersgd2", "sign", "onebit_adam")
