@@ -12,11 +12,11 @@ demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers 
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
 test: $(INSTALLED)  ## Run all tests that need no GPU.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not peers"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers"
 
 test-gpu: $(INSTALLED)  ## Run the tests of kernels, communicators and examples that need a CUDA device; without one they say so.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
-	$(BIN)/python -m pytest -m gpu tests/backends tests/comm tests/examples tests/integrations
+	$(BIN)/python -m pytest -m "gpu or nvrtc" tests/backends tests/comm tests/examples tests/integrations
 
 test-peers:  ## Compare the compat mode with DeepSpeed itself, in an environment of its own.
 	$(PYTHON) -m venv $(PEERS)

@@ -35,15 +35,15 @@ def cuda_is_there() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
+        # `make test` leaves them out; who asks for them, by `make test-gpu` or pytest alone, is told what is missing.
         pytest.skip("no CUDA device")
 
 
 @pytest.fixture(scope="session")
 def launcher() -> Path:
-    """The mpirun of the environment; MPI is an optional dependency of the package, and so of its tests."""
+    """The mpirun of the environment, which qcomp[dev] brings along."""
     found = Path(sys.executable).parent / "mpirun"
-    if not found.exists():
-        pytest.skip(f"no mpirun beside {sys.executable}: pip install 'qcomp[mpi]'")
+    assert found.exists(), f"no mpirun beside {sys.executable}: pip install 'qcomp[mpi]'"
     return found
 
 
@@ -243,8 +243,6 @@ class ForkServer:
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory):
     pytest.importorskip("torch")
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork on this system")
     server = ForkServer(tmp_path_factory.mktemp("ranks"))
     yield server
     server.process.stdin.close()
