@@ -478,11 +478,12 @@ class TestNetwork:
         )
         return done.stdout
 
-    def test_nodes_have_names_addresses_and_rates(self, network):
+    def test_nodes_have_names_addresses_rates_and_settings(self, network):
         for node in range(2):
             assert self.on(network, node, "hostname") == f"node{node}\n"
             assert shaped.address(node) in self.on(network, node, "ip", "address", "show", "eth0")
             assert "rate 100Mbit" in self.on(network, node, "tc", "qdisc", "show", "dev", "eth0")
+            assert self.on(network, node, "cat", "/proc/sys/net/ipv4/tcp_slow_start_after_idle") == "0\n"
         shaped.limit(network, 2, None)
         assert "rate" not in self.on(network, 0, "tc", "qdisc", "show", "dev", "eth0")
         assert self.on(network, 0, "echo", "two words; $HOME 'x'") == "two words; $HOME 'x'\n"
