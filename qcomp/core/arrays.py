@@ -63,13 +63,13 @@ _namespaces: dict[type, Namespace] = {}
 
 def array_namespace(*arrays: Array) -> Namespace:
     """Return the library of arrays, as array-api-compat does, which takes longer than all else in a small call."""
-    kinds = set(map(type, arrays))
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if kind is None:
+    kind = type(arrays[0])
+    if len(arrays) > 1 and any(type(x) is not kind for x in arrays):
         return array_api_compat.array_namespace(*arrays)
-    if kind not in _namespaces:
-        _namespaces[kind] = array_api_compat.array_namespace(*arrays)
-    return _namespaces[kind]
+    found = _namespaces.get(kind)
+    if found is None:
+        found = _namespaces[kind] = array_api_compat.array_namespace(*arrays)
+    return found
 
 
 def dtype_name(dtype: Any) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from qcomp.core import feedback
@@ -287,9 +288,6 @@ class CompressedMean:
         if terms.blends and len(terms.blends) != len(tensors):
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {len(tensors)} arrays")
         shapes = [tuple(t.shape) for t in tensors]
-        kept: tuple[Sequence[Segment], Sequence[Segment]] = ((), ())
-        if state.worker and self.topology in ("two_phase", "all_gather"):
-            kept = self.parts(state.shapes, rank=state.rank, size=state.size)
         running = run(
             tensors,
             state,
@@ -298,7 +296,7 @@ class CompressedMean:
             compressors=self.compressors_of(shapes),
             cutter=self.cutter(shapes),
             plan=self._plan,
-            kept=kept,
+            kept=partial(self.parts, state.shapes, rank=state.rank, size=state.size),
         )
         return running if isinstance(x, list | tuple) else _single(running)
 

@@ -7,13 +7,14 @@ from qcomp.core.arrays import Array, concat, dtype_name, empty_like, is_mutable,
 from qcomp.core.chunks import Segment
 from qcomp.core.plans import Averaged, Into, MeanState, Worker
 
-__all__ = ["ROUND_BYTES", "Rounds", "count_rounds", "cut_rounds", "in_rounds"]
+__all__ = ["ROUND_BYTES", "Kept", "Rounds", "count_rounds", "cut_rounds", "in_rounds"]
 
 ROUND_BYTES = 16 << 20
 """The least bytes of values in a round: compressing so many takes much longer than starting an exchange."""
 
 Chunk = tuple[Segment, ...]
 Plan = Callable[[list[Array], MeanState, Worker], Averaged]
+Kept = Callable[[], tuple[Sequence[Segment], Sequence[Segment]]]
 Result = tuple[list[Array], MeanState]
 
 
@@ -25,7 +26,7 @@ def in_rounds(
     *,
     plan: Plan,
     servers: int,
-    kept: tuple[Sequence[Segment], Sequence[Segment]],
+    kept: Kept,
 ) -> tuple[list[Averaged], Callable[[Sequence[Result]], Result]]:
     """Return the mean of flat tensors as so many computations, and what makes one result of theirs.
 
@@ -37,13 +38,13 @@ def in_rounds(
         What averages.
     servers : int
         The number of chunks that the whole mean has.
-    kept : pair of sequences of Segment
-        What the residuals of the state are of, see `CompressedMean.parts`; nothing if there are none.
+    kept : callable
+        Returns what the residuals of the state are of, see `CompressedMean.parts`; asked if there are any.
     """
     if count == 1:
         return [plan(flat, state, how)], lambda results: results[0]
     cut_chunks = cut_rounds(how.cut_up(flat, servers), [c.traits.bucket_size for c in how.compressors], count)
-    rounds = Rounds(flat, state, how, cut_chunks, kept)
+    rounds = Rounds(flat, state, how, cut_chunks, kept() if state.worker else ((), ()))
     return rounds.computations(plan), rounds.joined
 
 

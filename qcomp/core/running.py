@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 from qcomp.core import primitives
 from qcomp.core.arrays import Array, array_namespace, concat
 from qcomp.core.assembly import cut_like, flattened, shaped_like
-from qcomp.core.chunks import Cutter, Segment, cut
+from qcomp.core.chunks import Cutter, cut
 from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import Blend
 from qcomp.core.lengths import announce_lengths
 from qcomp.core.plans import MeanState, Worker
 from qcomp.core.random import Key
-from qcomp.core.rounds import Plan, count_rounds, in_rounds
+from qcomp.core.rounds import Kept, Plan, count_rounds, in_rounds
 from qcomp.core.topologies import Topology
 from qcomp.core.transport import Stages
 
@@ -48,7 +48,7 @@ def run(
     compressors: Sequence[Compressor],
     cutter: Cutter,
     plan: Plan,
-    kept: tuple[Sequence[Segment], Sequence[Segment]],
+    kept: Kept,
 ) -> Running:
     """Start to average tensors.
 
@@ -62,8 +62,8 @@ def run(
         Of each tensor.
     cutter : callable
         Cuts the tensors into chunks.
-    kept : pair of sequences of Segment
-        What the residuals of the state are of; nothing if there are none.
+    kept : callable
+        Returns what the residuals of the state are of, see `CompressedMean.parts`.
     """
     lossless = all(c.traits.lossless for c in compressors)
     flat = flattened(tensors)
