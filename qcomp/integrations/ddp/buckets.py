@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -98,6 +99,8 @@ class BucketedStep:
         self._draws = self._mean_of(self.state).bucket_numbers(shapes) if shapes else ()
         # A tensor's number among those that are compressed.
         self._compressed = [sum(not exact for exact in self.state.exact[:i]) for i in range(len(self.params))]
+        # The residuals of a state, and those of each tensor in it, which takes time to find out.
+        self._known: tuple[MeanState | None, Sequence[MeanState]] = (None, ())
         self._conveyor = Conveyor(self.comm)
         self._stream = SideStream(self.params[0].device)
         self._buckets: list[Bucket] = []
@@ -135,18 +138,12 @@ class BucketedStep:
         )
         record = Bucket(_parts(pairs), bucket.buffer(), bucket.is_last(), self._stream.future())
         self._buckets.append(record)
-        after = self._stream.mark()
+        context = partial(self._stream.after, self._stream.mark())
+        jobs = []
         for part in record.parts:
             over = partial(self._over, record, part, deliver)
-            self._conveyor.put(
-                Job(
-                    self._stages(part),
-                    done=over,
-                    failed=over,
-                    context=partial(self._stream.after, after),
-                    last=record.last and part is record.parts[-1],
-                )
-            )
+            jobs.append(Job(self._stages(part), done=over, failed=over, context=context))
+        self._conveyor.put(jobs, last=record.last)
         return record.future
 
     def take(self) -> Means:
@@ -164,7 +161,11 @@ class BucketedStep:
             values.update(zip(places, means.values, strict=False))
             own.update(zip(part.tensors, means.own, strict=False))
             kept.update(self._split(means.exchange, part.tensors))
-        exchange = TensorwiseMean.join([kept[i] for i in sorted(kept)]) if kept else self.state.exchange
+        exchange = self.state.exchange
+        if kept:
+            residuals = [kept[i] for i in sorted(kept)]
+            exchange = TensorwiseMean.join(residuals)
+            self._known = exchange, residuals
         in_order = (tuple(found[i] for i in sorted(found)) for found in (values, own))
         means = Means(next(in_order), exchange, next(in_order))
         self._stream.hand_over([*means.values, *means.own, *exchange.worker, *exchange.server])
@@ -220,8 +221,8 @@ class BucketedStep:
         exchanged = self._exchanged(tensors)
         exchange = state.exchange
         if exchange.worker:
-            states = self._mean_of(state).split(exchange, len(self._draws))
-            chosen = [states[self._compressed[i]] for i in exchanged]
+            residuals = self._residuals()
+            chosen = [residuals[self._compressed[i]] for i in exchanged]
             empty = exchange._replace(worker=(), server=(), shapes=())
             exchange = TensorwiseMean.join(chosen) if chosen else empty
         compressors = state.compressors
@@ -235,13 +236,27 @@ class BucketedStep:
             compressors=tuple(compressors[self._compressed[i]] for i in exchanged) if compressors else (),
         )
 
+    def _residuals(self) -> Sequence[MeanState]:
+        """Return the residuals of each tensor that is compressed."""
+        exchange, residuals = self._known
+        if exchange is not self.state.exchange:  # others than those of the last step
+            exchange = self.state.exchange
+            residuals = self._mean_of(self.state).split(exchange, len(self._draws))
+            self._known = exchange, residuals
+        return residuals
+
     def _split(self, exchange: MeanState, tensors: Sequence[int]) -> dict[int, MeanState]:
-        """Return the residuals of each of some tensors, if any are kept."""
-        exchanged = self._exchanged(tensors)
+        """Return the new residuals of each of some tensors, if any are kept; there are as many as of the old."""
         if not exchange.worker:
             return {}
-        mean = self._mean_of(self._part(tensors))
-        return dict(zip(exchanged, mean.split(exchange, len(exchanged)), strict=True))
+        worker, server, residuals = iter(exchange.worker), iter(exchange.server), self._residuals()
+        return {
+            i: old._replace(
+                worker=tuple(islice(worker, len(old.worker))), server=tuple(islice(server, len(old.server)))
+            )
+            for i in self._exchanged(tensors)
+            for old in [residuals[self._compressed[i]]]
+        }
 
     def _exchanged(self, tensors: Sequence[int]) -> list[int]:
         return [i for i in tensors if not self.state.exact[i]]

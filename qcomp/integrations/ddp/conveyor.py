@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -26,17 +26,15 @@ class Job:
     failed: Callable[[BaseException], None]
     context: Callable[[], AbstractContextManager[Any]]
     """Entered whenever the job is worked on."""
-    last: bool
-    """Whether no other job comes before this one is done."""
     pending: Pending | None = field(default=None, init=False)
 
 
 class Conveyor:
     """Carries jobs, in the order in which they come, each a stage behind the next.
 
-    When a job comes, its first exchange is started, and then each job before it is moved one exchange further, the
-    oldest first; after the last one in the same order, until all are over. So while the bytes of one are under way
-    another one encodes. The order in which exchanges are
+    When jobs come, their first exchanges are started, and then each job before them is moved one exchange further, the
+    oldest first; after the last ones in the same order, until all are over. So while the bytes of some are under way
+    others encode, and what was received early is decoded while the last bytes travel. The order in which exchanges are
     started follows from the order of the jobs alone and not from when bytes arrive: it is the same on all ranks.
 
     A value that is not finite fails its job, on all ranks in the same stage. Any other error is of this rank alone, or
@@ -50,29 +48,29 @@ class Conveyor:
 
     def __init__(self, comm: Verbs) -> None:
         self._comm = comm
-        self._queue: SimpleQueue[Job] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Sequence[Job], bool]] = SimpleQueue()
         self._under_way: deque[Job] = deque()
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def put(self, job: Job) -> None:
-        """Take over a job; returns at once."""
+    def put(self, jobs: Sequence[Job], *, last: bool) -> None:
+        """Take over some jobs; returns at once. After the ``last`` ones no other comes before these are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qcomp-ddp", daemon=True)
             self._thread.start()
-        self._queue.put(job)
+        self._queue.put((jobs, last))
 
     def _run(self) -> None:
         while True:
-            job = self._queue.get()
-            turn = (job, *self._under_way)
-            self._under_way.append(job)
-            for each in turn:
-                self._advance(each)
-            while job.last and self._under_way:
-                for each in turn:  # so each time the one whose bytes have been on their way for longest
-                    if each in self._under_way:
-                        self._advance(each)
+            jobs, last = self._queue.get()
+            turn = (*jobs, *self._under_way)
+            self._under_way.extend(jobs)
+            for job in turn:
+                self._advance(job)
+            while last and self._under_way:
+                for job in turn:  # so each time the one whose bytes have been on their way for longest
+                    if job in self._under_way:
+                        self._advance(job)
 
     def _advance(self, job: Job) -> None:
         """Move a job to its next exchange, or to its end."""

@@ -1,0 +1,100 @@
+"""The order in which a conveyor carries what it is given: the same on all ranks, whatever the time that it takes."""
+
+import contextlib
+import threading
+
+import pytest
+
+from qcomp.core.errors import CommunicatorError, NonFiniteError
+from qcomp.integrations.ddp.conveyor import Conveyor, Job
+
+PATIENCE = 60
+
+
+class Communicator:
+    """Answers every exchange with its name when it is waited for."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, request):
+        self.events.append(f"start {request}")
+        return Pending(self, request)
+
+
+class Pending:
+    def __init__(self, comm, request):
+        self.comm = comm
+        self.request = request
+
+    def wait(self):
+        self.comm.events.append(f"wait {self.request}")
+        return self.request
+
+
+@pytest.fixture
+def carry():
+    """Return what carries batches of jobs, each by name and number of exchanges, and returns events and results."""
+
+    def run(*batches, spoiled=None, error=None):
+        comm, results, over = Communicator(), {}, threading.Semaphore(0)
+
+        def stages(name, exchanges):
+            for number in range(exchanges):
+                if f"{name}{number}" == spoiled:
+                    raise error
+                assert (yield f"{name}{number}") == f"{name}{number}"
+            return name
+
+        def job(name, exchanges):
+            def end(result):
+                results[name] = result
+                over.release()
+
+            return Job(stages(name, exchanges), done=end, failed=end, context=contextlib.nullcontext)
+
+        conveyor = Conveyor(comm)
+        for number, batch in enumerate(batches, start=1):
+            conveyor.put([job(name, exchanges) for name, exchanges in batch], last=number == len(batches))
+        for batch in batches:
+            for _ in batch:
+                assert over.acquire(timeout=PATIENCE)
+        return comm.events, results
+
+    return run
+
+
+def moves(text):
+    """Return events from ``"a0 -b0"``: the start of a0, the wait for b0."""
+    return [f"wait {word[1:]}" if word.startswith("-") else f"start {word}" for word in text.split()]
+
+
+def test_all_of_a_batch_is_started_before_anything_is_waited_for(carry):
+    events, results = carry([("a", 1), ("b", 1), ("c", 1)], [("d", 1)])
+    assert events == moves("a0 b0 c0 d0 -a0 -b0 -c0 -d0")
+    assert results == {name: name for name in "abcd"}
+
+
+def test_jobs_before_a_batch_move_on_by_one_exchange(carry):
+    events, _ = carry([("a", 2), ("b", 2)], [("c", 2)], [("d", 2)])
+    assert events == moves("a0 b0 c0 -a0 a1 -b0 b1 d0 -a1 -b1 -c0 c1 -d0 d1 -c1 -d1")
+
+
+def test_exchanges_of_several_numbers(carry):
+    events, _ = carry([("a", 3), ("b", 1), ("c", 0)])
+    assert events == moves("a0 b0 -a0 a1 -b0 -a1 a2 -a2")
+
+
+def test_a_value_that_is_not_finite_fails_its_job_alone(carry):
+    error = NonFiniteError("a value")
+    _, results = carry([("a", 2), ("b", 2)], [("c", 2)], spoiled="a1", error=error)
+    assert results == {"a": error, "b": "b", "c": "c"}
+
+
+def test_any_other_error_fails_all_that_come(carry):
+    error = ValueError("of this rank alone")
+    events, results = carry([("a", 2), ("b", 2)], [("c", 2)], spoiled="b0", error=error)
+    assert results["b"] is error
+    assert all(isinstance(results[name], CommunicatorError) for name in "ac")
+    assert all(results[name].__cause__ is error for name in "ac")
+    assert events == moves("a0")
