@@ -120,14 +120,15 @@ class TorchExchange:
 
     def _complete(self) -> list[Array]:
         self._deadline = time.monotonic() + self._comm.timeout
+        # One's own share is a copy too, made while the others' come: nothing that arrives shares memory with what was
+        # sent.
+        own = {self._comm.rank: self._tensors[self._comm.rank].clone()}
         self._read_headers()
         self._wait_for("only a part came from", self._receiving.items())
         self._wait_for("what was sent was not taken by", self._sending)
         for work in self._on_device:
             work.wait()  # the current stream waits, not this thread
-        own = self._comm.rank
-        # One's own share is a copy too: nothing that arrives shares memory with what was sent.
-        received = self._received | {own: self._tensors[own].clone()}
+        received = self._received | own
         return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
 
     def _read_headers(self) -> None:

@@ -49,11 +49,16 @@ def in_rounds(
 
 
 def count_rounds(flat: Sequence[Array]) -> int:
-    """Return in how many rounds tensors are averaged: one if they are small, or of several dtypes."""
+    """Return in how many rounds tensors are averaged: one if they are small, or of several dtypes.
+
+    Two of `ROUND_BYTES` and more, and more of twice as many: the second round hides half of what encoding takes, each
+    further one less, and the messages of a round take the same time each.
+    """
     if len({x.dtype for x in flat}) != 1:
         return 1
     nbytes: int = itemsize(dtype_name(flat[0].dtype)) * sum(math.prod(x.shape) for x in flat)
-    return max(1, nbytes // ROUND_BYTES)
+    rounds = nbytes // ROUND_BYTES
+    return max(1, min(2, rounds), rounds // 2)
 
 
 def cut_rounds(chunks: Sequence[Chunk], bucket_sizes: Sequence[int], count: int) -> list[tuple[Chunk, ...]]:

@@ -10,13 +10,13 @@ from qcomp.core import rounds
 from qcomp.core.chunks import cut
 from qcomp.core.exchange import CompressedMean
 from qcomp.core.kernels import Blend
-from qcomp.core.rounds import Rounds, cut_rounds
+from qcomp.core.rounds import Rounds, count_rounds, cut_rounds
 from qcomp.core.running import Terms
 from qcomp.core.transport import AllGather, drive, pipeline
 
 SHAPES = [(11, 3), (8, 8), (0, 4), (13, 10), (5, 5), (1, 3), (257, 1), (8, 5), (8, 9)]
-BYTES = 256
-"""Of a round, in these tests: 64 float32."""
+BYTES = 128
+"""Of the shortest round, in these tests: 32 float32."""
 
 
 @pytest.fixture
@@ -47,6 +47,15 @@ def test_rounds_hold_every_bucket_once_in_order_with_its_number():
                 number = whole.bucket + -(-s.size // lengths[s.tensor])
                 rest[s.tensor] = whole._replace(start=s.stop, bucket=number)
             assert all(s.size == 0 for s in rest.values())
+
+
+@pytest.mark.parametrize(
+    ("elements", "count"), [(0, 1), (63, 1), (64, 2), (191, 2), (192, 3), (640, 10), (703, 10), (704, 11)]
+)
+def test_there_are_two_short_rounds_and_more_only_of_twice_that(small_rounds, elements, count):
+    x = np.zeros(elements, dtype=np.float32)
+    assert count_rounds([x]) == count_rounds([x[:5], x[5:]]) == count
+    assert count_rounds([x, np.zeros(elements)]) == 1
 
 
 def test_rounds_are_of_the_same_length_but_for_a_bucket():
@@ -316,7 +325,7 @@ def test_a_large_one_sends_a_message_a_round_and_phase(small_rounds):
     found = requests_of(opt)
     count = len(found) // 2
     compressed = sum(int(np.prod(s)) for s in SHAPES if np.prod(s) >= 30)
-    assert count == 4 * compressed // BYTES > 3
+    assert count == 4 * compressed // (2 * BYTES) > 3
     assert [type(r).__name__ for r in found] == ["AllToAll"] * count + ["AllGather"] * count
     assert all(r.later for r in found)
 
