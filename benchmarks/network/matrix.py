@@ -7,6 +7,7 @@ compared with what the same machine did in the same seconds.
 import argparse
 import json
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,8 +79,9 @@ class Field:
         samples: dict[str, list[tuple[float, float]]] = {method: [] for method in self.trainees}
         for number in tqdm(range(count), desc=title, unit="round", disable=dist.get_rank() != 0):
             order = list(self.trainees)
-            turn = number % len(order)
-            for method in order[turn:] + order[:turn]:  # none always follows the same one
+            # Alike on all ranks, and none always after the same one, which leaves it the memory in the same disorder.
+            random.Random(number).shuffle(order)
+            for method in order:
                 samples[method].append(self.step(method))
         return {method: samples[method] for method in self.trainees}
 
