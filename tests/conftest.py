@@ -35,8 +35,9 @@ def cuda_is_there() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
-        # `make test` leaves them out; who asks for them, by `make test-gpu` or pytest alone, is told what is missing.
-        pytest.skip("no CUDA device")
+        pytest.skip(
+            "no CUDA device: `make test` leaves this out, `make test-gpu` is for machines that have one"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -53,8 +53,9 @@ emulator = _load_emulator()
 def compiler():
     """The C++ compiler of the emulation, which no Python package brings along."""
     if emulator.COMPILER is None:
-        # The tests promise to need Python and make alone; a GPU runs the same kernels without a C++ compiler.
-        pytest.skip("no g++, which the emulation of CUDA needs")
+        pytest.skip(
+            "no g++, which emulates CUDA: the tests need Python and make alone, and a GPU needs no g++"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +108,9 @@ class Device:
 
     def array(self, values, shift=0):
         if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
-            # It came with CuPy 14, and qcomp supports 13 too: there are no such arrays to be right about.
-            pytest.skip("this CuPy has no bfloat16")
+            pytest.skip(
+                "bfloat16 came with CuPy 14: in the 13 that is here there are no such arrays to compress"
+            )
         whole = self.cupy.empty(values.size + shift, dtype=values.dtype)
         whole[shift:].set(values)
         return whole[shift:]

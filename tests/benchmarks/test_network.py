@@ -459,8 +459,9 @@ def allowed():
         with shaped.shaped_network(1, None):
             pass
     except shaped.NetworkError as error:
-        # What a container forbids no test can mend; the shaped network is of the benchmark, not of the package.
-        pytest.skip(str(error))
+        pytest.skip(
+            f"the benchmark's network needs root and a kernel that allows it, the package does not: {error}"
+        )
 
 
 @pytest.fixture
