@@ -8,6 +8,7 @@ for the length, and then padding in every bucket.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from qcomp.core.arrays import Array, array_namespace, concat, device
@@ -64,6 +65,7 @@ def tail_length(count: int) -> int:
     return max(8, 1 << (count - 1).bit_length())
 
 
+@lru_cache(1024)  # asked for by every call of a kernel
 def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> int:
     """Return the number of elements with all padding."""
     return sum(block.rows * block.length for block in blocks(size, bucket_size, length_of))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from qcomp.core.arrays import Array, array_namespace
@@ -39,7 +40,7 @@ class Identity(Compressor):
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout: the values."""
-        return PayloadSpec((Field("values", dtype, size),))
+        return _layout(size, dtype)
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:  # noqa: ARG002
         """Return the values."""
@@ -48,3 +49,8 @@ class Identity(Compressor):
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:  # noqa: ARG002
         """Return the values."""
         return array_namespace(parts["values"]).astype(parts["values"], dtype, copy=False)
+
+
+@lru_cache(1024)  # a step asks for the layout of each small tensor several times
+def _layout(size: int, dtype: str) -> PayloadSpec:
+    return PayloadSpec((Field("values", dtype, size),))
