@@ -119,15 +119,18 @@ class TorchCommunicator(Verbs):
         return f"TorchCommunicator(rank={self.rank}, size={self.size})"
 
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        return self._start(verb, send, receive).wait()
+        return self._begin(verb, send, receive, in_turn=True).wait()
 
     def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
+        return self._begin(verb, send, receive, in_turn=False)
+
+    def _begin(self, verb: str, send: Sequence[Array], receive: Sequence[int], *, in_turn: bool) -> Pending:
         stage = self._to_device if self._device is not None else _to_host
         tensors, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=stage)
         self.require_open(verb)
         exchange = TorchExchange(self, verb, send, tensors, sizes, on_device=self._device is not None)
         with self.closing_on_failure(verb, exchange):
-            exchange.start()
+            exchange.start(in_turn=in_turn)
         self.bytes_sent += sum(tensors[peer].shape[0] for peer in exchange.peers)
         return exchange
 

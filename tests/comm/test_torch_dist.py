@@ -145,6 +145,46 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_long_payloads_go_to_one_peer_after_the_other(said, n):
+    body = """
+peers = [(me + k) % n for k in range(1, n)]
+sizes = [[65_536 + 1000 * s + r if (s, r) != (1, 0) else 0 for r in range(n)] for s in range(n)]
+post, wait_for_these = comm.post_send, module.TorchExchange._wait_for
+events = []
+
+def post_send(tensor, peer, tag):
+    if tag > 1:
+        events.append(("to", peer))
+    return post(tensor, peer, tag)
+
+def waited(self, trouble, pending):
+    works = list(pending)
+    wait_for_these(self, trouble, works)
+    if trouble.startswith("only a part"):
+        events.extend(("from", peer) for peer, _ in works)
+
+comm.post_send, module.TorchExchange._wait_for = post_send, waited
+for start in (False, True):
+    events.clear()
+    send = [np.full(sizes[me][r], 10 * me + r, dtype=np.uint8) for r in range(n)]
+    expected = [sizes[r][me] for r in range(n)]
+    request = AllToAll(tuple(send), tuple(expected))
+    received = comm.start(request).wait() if start else comm.all_to_all(send, expected)
+    assert all(np.array_equal(received[r], np.full(expected[r], 10 * r + me)) for r in range(n))
+    to, by = [("to", r) for r in peers], [("from", r) for r in reversed(peers)]
+    in_turn = [event for pair in zip(to, by) for event in pair]
+    there = {("to", r) for r in peers if sizes[me][r]} | {("from", r) for r in peers if sizes[r][me]}
+    if start:
+        sent = [event for event in to if event in there]
+        assert events[: len(sent)] == sent, events
+    else:
+        assert events == [event for event in in_turn if event in there], events
+say("ok")
+"""
+    assert said(n, "import qcomp.comm.torch_exchange as module\n" + body) == [["ok"]] * n
+
+
 def test_several_exchanges_are_under_way_at_once_and_waited_for_in_any_order(said):
     body = """
 sizes = (5, 300_001, 0, 5)
