@@ -19,16 +19,16 @@ from network.launch import LINKS, RankError, launch
 from network.methods import METHODS
 from network.models import MODELS
 from network.recipes import RECIPES
-from network.results import SOLO, Results
+from network.results import Results
 from network.shaped import NetworkError, require_rights
 from tqdm import tqdm
 
 PARTS = ("matrix", "links", "exchange", "loss")
-ROUNDS = {"100mbit": 5, "1gbit": 30, "10gbit": 30, "loopback": 30, SOLO: 10}
+ROUNDS = {"100mbit": 5, "1gbit": 20, "10gbit": 30, "loopback": 30}
 TIMED = {"100mbit": 4, "1gbit": 8}
 """Rounds of the steps that losses are made of."""
-ALONE = ("compute", "powersgd1", "powersgd2", "sign", "onebit_adam")
-"""What is timed without a link, because the cost model does not know it."""
+ALONE = ("powersgd1", "powersgd2", "sign", "onebit_adam")
+"""With what every rank trains for itself too, because the cost model does not know what these compute themselves."""
 FAST_WITH_FOUR = "mlp"
 """The model that four ranks train on fast links too, where the processor decides and two cores say little."""
 LINK_ROUNDS, EXCHANGE_ROUNDS = 7, 9
@@ -103,18 +103,17 @@ def parse() -> argparse.Namespace:
 
 
 def matrix(options: argparse.Namespace, results: Results) -> Iterator[Task]:
-    """Return the steps of all methods, with all limited links in one process, and what needs no link."""
+    """Return the steps of all methods; those that the cost model is judged by are in one process."""
     for ranks in options.ranks:
         for model in options.models:
             usual = [link for link in options.links if ranks == 2 or model == FAST_WITH_FOUR or link in TIMED]
-            limited = [link for link in usual if link != "loopback"]
-            for links in (limited, ["loopback"] if "loopback" in usual else [], [SOLO]):
-                paths = {link: results.run_path(model, ranks, link) for link in links}
-                wanted = [link for link in links if not paths[link].exists()]
-                methods = [m for m in options.methods if links != [SOLO] or m in ALONE]
+            for links in (TIMED, ["10gbit"], ["loopback"]):
+                paths = {link: results.run_path(model, ranks, link) for link in links if link in usual}
+                wanted = [link for link in paths if not paths[link].exists()]
                 if wanted:
                     rounds = [str(options.rounds or ROUNDS[link]) for link in wanted]
-                    program = ["-m", "network.matrix", "--model", model, "--methods", *methods]
+                    program = ["-m", "network.matrix", "--model", model, "--methods", *options.methods]
+                    program += ["--alone", *(m for m in options.methods if m in ALONE and links is TIMED)]
                     program += ["--links", *wanted, "--rounds", *rounds]
                     name = f"{model}, {ranks} ranks: {', '.join(wanted)}"
                     files = [paths[link] for link in wanted]

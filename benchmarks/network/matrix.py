@@ -1,6 +1,6 @@
 """One process of the matrix: all methods in turn, step by step, on one link after the other.
 
-Started on every rank by network_times.py. A step of every method follows on a step of the one before, so that each is
+Started on every rank by network_times.py. A turn of every method follows on a turn of the one before, so that each is
 compared with what the same machine did in the same seconds.
 """
 
@@ -24,27 +24,43 @@ from tqdm import tqdm
 from network.launch import RATES
 from network.methods import COMPUTE, METHODS, Trainee, parameter_shapes
 from network.models import MODELS
-from network.results import SOLO
 from network.shaped import VARIABLE, limit, transmitted
 from network.timeline import readiness
 from network.volume import volume
 
-WARM = 4
-"""Steps of each method that are not timed: DDP makes its buckets anew, some methods begin with exact steps."""
+READY_ROUNDS = 10
+"""Steps in which it is measured when gradients are ready."""
+WARM = 2
+"""Turns of each method that are not counted: DDP makes its buckets anew, some methods begin with exact steps."""
+ALONE = " alone"
+"""After the name of a method with which every rank trains for itself."""
 PATIENCE = timedelta(seconds=120)
 """After which a method whose ranks have lost each other has failed."""
 
 
 class Field:
-    """The methods that still run."""
+    """The methods that still run.
 
-    def __init__(self, model: str, methods: Sequence[str], interface: str, *, solo: bool = False) -> None:
+    Parameters
+    ----------
+    model : str
+    methods : sequence of str
+    interface : str
+        Whose counter has the bytes.
+    alone : sequence of str
+        Methods with which every rank trains for itself too.
+    """
+
+    def __init__(self, model: str, methods: Sequence[str], interface: str, alone: Sequence[str] = ()) -> None:
         self.interface = interface
         self.failures: dict[str, str] = {}
         self.trainees: dict[str, Trainee] = {}
         for method in methods:
             with self._recorded(method):
-                self.trainees[method] = Trainee(method, MODELS[model], _group(solo=solo))
+                self.trainees[method] = Trainee(method, MODELS[model], _group(solo=False))
+        for method in alone:
+            with self._recorded(method + ALONE):
+                self.trainees[method + ALONE] = Trainee(method, MODELS[model], _group(solo=True))
 
     @contextmanager
     def _recorded(self, method: str) -> Iterator[None]:
@@ -74,15 +90,24 @@ class Field:
             seconds = time.perf_counter() - start
         return seconds, float(transmitted(self.interface) - before)
 
+    def turn(self, method: str) -> tuple[float, float]:
+        """Return the seconds and the bytes of the second of two steps on this rank.
+
+        In training, too, the step before is of the same method. After seconds of others' steps, one that frees and
+        takes memory finds that the system has taken it back meanwhile, and pays for that.
+        """
+        self.step(method)
+        return self.step(method) if method in self.trainees else (0.0, 0.0)
+
     def rounds(self, count: int, title: str) -> dict[str, list[tuple[float, float]]]:
-        """Return what each step of each method took on this rank."""
+        """Return what each turn of each method took on this rank."""
         samples: dict[str, list[tuple[float, float]]] = {method: [] for method in self.trainees}
         for number in tqdm(range(count), desc=title, unit="round", disable=dist.get_rank() != 0):
             order = list(self.trainees)
             # Alike on all ranks, and none always after the same one, which leaves it the memory in the same disorder.
             random.Random(number).shuffle(order)
             for method in order:
-                samples[method].append(self.step(method))
+                samples[method].append(self.turn(method))
         return {method: samples[method] for method in self.trainees}
 
 
@@ -122,6 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), required=True)
+    parser.add_argument(
+        "--alone", nargs="*", choices=list(METHODS), default=[], help="of which this is timed too"
+    )
     parser.add_argument("--links", nargs="+", required=True)
     parser.add_argument("--rounds", nargs="+", type=int, required=True, help="on each of the links")
     parser.add_argument("--out", nargs="+", type=Path, required=True, help="a file for each of the links")
@@ -129,20 +157,20 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    alone = options.links == ["loopback"]
-    solo = options.links == [SOLO]
-    field = Field(options.model, options.methods, "lo" if alone else "eth0", solo=solo)
+    on_one_node = options.links == ["loopback"]
+    field = Field(options.model, options.methods, "lo" if on_one_node else "eth0", options.alone)
     field.rounds(WARM, "warm-up, no limit")
-    ready = readiness(MODELS[options.model], _group(solo=True), options.rounds[0]) if solo else []
+    ready = readiness(MODELS[options.model], _group(solo=True), READY_ROUNDS) if options.alone else []
     shapes = parameter_shapes(MODELS[options.model].make())
     for link, rounds, path in zip(options.links, options.rounds, options.out, strict=True):
         if rank == 0 and link in RATES:
             limit(os.environ[VARIABLE], ranks, link)
         dist.barrier()
         samples = field.rounds(rounds, f"{options.model}, {ranks} ranks, {link}")
-        results = summary(samples, ranks if alone else 1)
+        results = summary(samples, ranks if on_one_node else 1)
+        alone = {m: results.pop(m + ALONE) for m in options.alone if m + ALONE in results}
         for method, result in results.items():
-            result["predicted_bytes"] = 0 if solo else round(volume(method, shapes).sent(ranks))
+            result["predicted_bytes"] = round(volume(method, shapes).sent(ranks))
         if rank == 0:
             document = {
                 "model": options.model,
@@ -153,6 +181,7 @@ def main() -> None:
                 "shapes": shapes,
                 "methods": results,
                 "failures": field.failures,
+                "alone": alone,
                 "ready": ready,
             }
             path.write_text(json.dumps(document) + "\n")

@@ -12,26 +12,25 @@ from qcomp.planning import Job, Measured, Method, advise, step_time
 __all__ = ["Choice", "choice", "predicted"]
 
 NEIGHBOURS = {"powersgd1": COMPUTE, "powersgd2": COMPUTE, "onebit_adam": "sign"}
-"""What a method is like but for computation of its own, which the model does not know and a run without links shows."""
+"""What a method is like but for computation of its own, which the model does not know.
+
+Steps in which every rank trains for itself show it.
+"""
 PLAIN = {"none": Method("ring"), "fp16": Method("ring", half=True)}
 HOOKS = ("sign", "qsgd4", "minmax8")
 """With `PLAIN`, what the advisor chooses from."""
 
 
-def predicted(
-    method: str, run: Run, measured: Measured, solo: Run | None, *, overlapped: bool = False
-) -> float | None:
+def predicted(method: str, run: Run, measured: Measured, *, overlapped: bool = False) -> float | None:
     """Return the seconds of a step by the cost model; None if something it needs was not measured.
 
     Parameters
     ----------
     method : str
     run : Run
-        Its compute alone and its shapes count, nothing else.
+        Its steps without messages and its shapes count, nothing else.
     measured : Measured
         Of the same ranks and link.
-    solo : Run or None
-        The same model and ranks, every rank training for itself.
     overlapped : bool
         Whether what is sent while gradients are still computed takes no time of its own, as if nothing that sends
         needed the processor that computes. PowerSGD, in one bucket, never does that.
@@ -39,16 +38,17 @@ def predicted(
     assert measured.cluster is not None  # there are ranks
     own = 0.0
     if method in NEIGHBOURS:
-        if solo is None or not {method, NEIGHBOURS[method]} <= solo.methods.keys():
+        neighbour = NEIGHBOURS[method]
+        if not {method, neighbour} <= run.alone.keys() | {COMPUTE}:
             return None
-        own = solo.seconds(method) - solo.seconds(NEIGHBOURS[method])
+        own = run.seconds(method, alone=True) - run.seconds(neighbour, alone=True)
     size, chosen = volume(method, run.shapes), METHODS[method]
     share, pieces = 0.0, size.exchanges
-    if chosen.rank is None and solo is not None:
-        share, pieces = overlap(solo.ready)
+    if chosen.rank is None and run.ready:
+        share, pieces = overlap(run.ready)
     if not overlapped:
         share = 0.0
-    elif solo is None and chosen.rank is None:
+    elif not run.ready and chosen.rank is None:
         return None
     job = Job(
         params=size.exact + size.compressed,

@@ -10,10 +10,7 @@ from network.launch import LINKS
 from network.methods import COMPUTE
 from qcomp.planning import Measured
 
-__all__ = ["SOLO", "Results", "Run"]
-
-SOLO = "solo"
-"""In place of a link: every rank trains for itself, all at once, which shows what a method computes itself."""
+__all__ = ["Results", "Run"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +25,16 @@ class Run:
     shapes: list[tuple[int, ...]]
     methods: dict[str, dict[str, Any]]
     failures: dict[str, str]
+    alone: dict[str, dict[str, Any]]
+    """What some of them take when every rank trains for itself, in the same rounds; empty where no model needs it."""
     ready: list[float]
-    """When each bucket of gradients is there, as shares of a step; of a run without links only."""
+    """When each bucket of gradients is there, as shares of a step without messages; with `alone` only."""
 
-    def seconds(self, method: str) -> float:
-        """Return the median of a step."""
-        return float(self.methods[method]["seconds"]["median"])
+    def seconds(self, method: str, *, alone: bool = False) -> float:
+        """Return the median of a step, or of one in which every rank trains for itself."""
+        if method == COMPUTE or not alone:
+            return float(self.methods[method]["seconds"]["median"])
+        return float(self.alone[method]["seconds"]["median"])
 
     @property
     def compute(self) -> float:
@@ -79,11 +80,6 @@ class Results:
         found = [_run(path) for path in (self.folder / "runs").glob("*.json")]
         chosen = [run for run in found if run.link in links]
         return sorted(chosen, key=lambda run: (run.ranks, run.model, links.index(run.link)))
-
-    def solo(self, run: Run) -> Run | None:
-        """Return what the methods of a run take when every rank trains for itself, if that was measured."""
-        path = self.run_path(run.model, run.ranks, SOLO)
-        return _run(path) if path.exists() else None
 
     def measured(self, run: Run) -> Measured | None:
         """Return what was measured of a run's link for the cost model, if that was done."""

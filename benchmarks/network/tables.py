@@ -48,9 +48,10 @@ def steps(runs: Sequence[Run]) -> str:
         counts = ", ".join(f"{run.rounds} on {NAMES[run.link]}" for run in columns)
         machine = ", ".join(f"{key} {value}" for key, value in columns[0].machine.items())
         failures = "".join(
-            f"\n\n**{METHODS[m].label} failed on {NAMES[run.link]}**: {error}"
+            f"\n\n**{METHODS[m].label} failed on {NAMES[run.link]}**: {run.failures[m]}"
             for run in columns
-            for m, error in run.failures.items()
+            for m in METHODS
+            if m in run.failures
         )
         title = f"**{MODELS[name].label}, {ranks} ranks.** Steps: {counts}; {machine}."
         parts.append(f"{title}\n\n{page.table(head, rows)}{failures}")
@@ -152,7 +153,7 @@ def model(results: Results, runs: Sequence[Run]) -> str:
                 f"{1e3 * run.seconds(method):.0f}",
             ]
             for overlapped, found in errors.items():
-                guess = predicted(method, run, measured, results.solo(run), overlapped=overlapped)
+                guess = predicted(method, run, measured, overlapped=overlapped)
                 if guess is None:
                     row += ["", ""]
                     continue

@@ -21,7 +21,7 @@ from network.methods import COMPUTE, METHODS
 from network.models import MODELS
 from network.prediction import choice, predicted
 from network.recipes import RECIPES, SETTLED
-from network.results import SOLO, Results, Run
+from network.results import Results, Run
 from network.timeline import overlap, readiness
 from network.volume import volume
 
@@ -34,7 +34,9 @@ SIZE = 256 * 128 + 256 + 100 * 256 + 8 * 16
 MACHINE = {"cores": 2}
 
 
-def run_of(seconds, *, model="mlp", ranks=2, link="1gbit", shapes=SHAPES, failures=None, ready=()):
+def run_of(
+    seconds, *, model="mlp", ranks=2, link="1gbit", shapes=SHAPES, failures=None, alone=None, ready=()
+):
     methods = {
         name: {
             "seconds": {"median": value, "quartiles": [value, value]},
@@ -44,7 +46,8 @@ def run_of(seconds, *, model="mlp", ranks=2, link="1gbit", shapes=SHAPES, failur
         }
         for name, value in seconds.items()
     }
-    return Run(model, ranks, link, 2, MACHINE, shapes, methods, failures or {}, list(ready))
+    by_themselves = {name: {"seconds": {"median": value}} for name, value in (alone or {}).items()}
+    return Run(model, ranks, link, 2, MACHINE, shapes, methods, failures or {}, by_themselves, list(ready))
 
 
 def save(results, run):
@@ -122,11 +125,11 @@ class TestPrediction:
     def test_a_ring_and_an_all_gather_by_hand(self):
         run, measured = run_of({COMPUTE: 0.1, "none": 1.0, "sign": 1.0}), measured_of("1gbit")
         rate = RATES["1gbit"] * tables.PAYLOAD
-        assert predicted("none", run, measured, None) == pytest.approx(0.1 + 2e-4 + 4 * SIZE / rate)
+        assert predicted("none", run, measured) == pytest.approx(0.1 + 2e-4 + 4 * SIZE / rate)
         found, speed = volume("sign", SHAPES), CPU.speed(qcomp.ScaledSign())
         codec = found.compressed * (speed.encode + 2 * speed.add)
         payload = qcomp.ScaledSign().payload_spec(found.compressed).nbytes + 4 * found.exact
-        assert predicted("sign", run, measured, None) == pytest.approx(0.1 + codec + 1e-4 + payload / rate)
+        assert predicted("sign", run, measured) == pytest.approx(0.1 + codec + 1e-4 + payload / rate)
 
     def test_four_ranks_have_servers(self):
         shapes = [(2048, 1024)]  # of smaller models all ranks gather everything
@@ -135,36 +138,33 @@ class TestPrediction:
         codec = 2048 * 1024 * (1.25 * speed.encode + speed.decode + speed.add)
         payload = qcomp.ScaledSign().payload_spec(2048 * 1024).nbytes
         wire = 2 * 3 * 1e-4 + 1.5 * payload / (RATES["1gbit"] * tables.PAYLOAD)
-        assert predicted("sign", run, measured, None) == pytest.approx(0.1 + codec + wire)
+        assert predicted("sign", run, measured) == pytest.approx(0.1 + codec + wire)
 
     def test_what_a_method_computes_itself_comes_from_ranks_that_train_alone(self):
-        run, measured = run_of({COMPUTE: 0.1, "powersgd1": 1.0}), measured_of("100mbit")
-        alone = {COMPUTE: 0.2, "powersgd1": 0.25, "sign": 0.3, "onebit_adam": 0.31}
-        solo = run_of(alone, link=SOLO)
-        assert predicted("powersgd1", run, measured, None) is None
+        seconds, measured = {COMPUTE: 0.1, "powersgd1": 1.0}, measured_of("100mbit")
+        run = run_of(seconds, alone={"powersgd1": 0.15, "sign": 0.3, "onebit_adam": 0.31})
+        assert predicted("powersgd1", run_of(seconds), measured) is None
         elements = volume("powersgd1", SHAPES).exact
         wire = 3 * 2e-4 + 4 * elements / (RATES["100mbit"] * tables.PAYLOAD)
-        assert predicted("powersgd1", run, measured, solo) == pytest.approx(0.15 + wire, rel=1e-3)
-        sign = predicted("sign", run, measured, None)
-        assert predicted("onebit_adam", run, measured, solo) == pytest.approx(sign + 0.01)
+        assert predicted("powersgd1", run, measured) == pytest.approx(0.15 + wire, rel=1e-3)
+        sign = predicted("sign", run, measured)
+        assert predicted("onebit_adam", run, measured) == pytest.approx(sign + 0.01)
 
     def test_with_overlap_one_piece_is_sent_after_the_backward_pass_if_the_link_is_fast(self):
-        run, measured = run_of({COMPUTE: 0.1, "none": 1.0}), measured_of("1gbit")
-        solo = run_of({COMPUTE: 0.1}, link=SOLO, ready=[0.4, 0.6])
-        assert predicted("none", run, measured, None, overlapped=True) is None
+        seconds, measured = {COMPUTE: 0.1, "none": 1.0}, measured_of("1gbit")
+        run = run_of(seconds, ready=[0.4, 0.6])
+        assert predicted("none", run_of(seconds), measured, overlapped=True) is None
         piece = 2e-4 + 4 * SIZE / 2 / (RATES["1gbit"] * tables.PAYLOAD)
-        assert predicted("none", run, measured, solo, overlapped=True) == pytest.approx(0.1 + piece)
+        assert predicted("none", run, measured, overlapped=True) == pytest.approx(0.1 + piece)
         # On a slow one the first piece is sent when it is ready, and then the others.
         slow = 2 * 2e-4 + 4 * SIZE / (RATES["100mbit"] * tables.PAYLOAD)
-        found = predicted("none", run, measured_of("100mbit"), solo, overlapped=True)
+        found = predicted("none", run, measured_of("100mbit"), overlapped=True)
         assert found == pytest.approx(max(0.1 + slow / 2, 0.06 + 0.02 + slow))
 
     def test_power_sgd_has_one_bucket_and_no_overlap(self):
         seconds = {COMPUTE: 0.1, "powersgd1": 0.2}
-        solo = run_of(seconds, link=SOLO, ready=[0.4, 0.6])
-        both = [
-            predicted("powersgd1", run_of(seconds), measured_of("1gbit"), solo, overlapped=o) for o in (0, 1)
-        ]
+        run = run_of(seconds, alone={"powersgd1": 0.2}, ready=[0.4, 0.6])
+        both = [predicted("powersgd1", run, measured_of("1gbit"), overlapped=o) for o in (0, 1)]
         assert both[0] == both[1]
 
     def test_the_choice_is_compared_with_the_best_of_the_others(self):
@@ -212,6 +212,18 @@ class TestMatrix:
         assert found[COMPUTE]["bytes"] == 0
         assert found["sign"]["seconds"]["median"] > 0
 
+    def test_ranks_train_for_themselves_too(self, alone, tiny):
+        field = Field("mlp", [COMPUTE, "sign"], "lo", ["sign"])
+        samples = field.rounds(2, "test")
+        assert list(samples) == [COMPUTE, "sign", "sign alone"]
+        assert not field.failures
+
+    def test_the_second_of_two_steps_counts(self, alone, tiny):
+        field = Field("mlp", [COMPUTE], "lo")
+        done = []
+        field.step = lambda method: (done.append(method), (float(len(done)), 0.0))[1]
+        assert field.rounds(3, "test") == {COMPUTE: [(2.0, 0.0), (4.0, 0.0), (6.0, 0.0)]}
+
     def test_every_method_trains(self, alone, tiny):
         before = [p.detach() for p in tiny.make().parameters()]
         with warnings.catch_warnings():
@@ -233,10 +245,10 @@ class TestTables:
     def results(self, tmp_path):
         results = Results(tmp_path)
         seconds = {m: 0.1 * (i + 1) for i, m in enumerate(METHODS)}
-        save(results, run_of(seconds, failures={}))
+        times = {"alone": seconds, "ready": [0.4, 0.8]}
+        save(results, run_of(seconds, **times))
         without = {m: s for m, s in seconds.items() if m != "powersgd1"}
-        save(results, run_of(without, link="100mbit", failures={"powersgd1": "RuntimeError: lost"}))
-        save(results, run_of(seconds, link=SOLO, ready=[0.4, 0.8]))
+        save(results, run_of(without, link="100mbit", failures={"powersgd1": "RuntimeError: lost"}, **times))
         for link in ("100mbit", "1gbit"):
             path = results.link_path(2, link)
             path.parent.mkdir(exist_ok=True)
@@ -368,7 +380,7 @@ class TestTasks:
         tasks = network_times.matrix(
             self.options(monkeypatch, "--models", "mlp", "--ranks", "2"), Results(tmp_path)
         )
-        assert [(t.link, len(t.files)) for t in tasks] == [(None, 3), ("loopback", 1), (None, 1)]
+        assert [(t.link, len(t.files)) for t in tasks] == [(None, 2), (None, 1), ("loopback", 1)]
 
     def test_one_round_has_no_quartiles(self, monkeypatch, capsys):
         with pytest.raises(SystemExit):
