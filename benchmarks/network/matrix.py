@@ -148,7 +148,11 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), required=True)
     parser.add_argument(
-        "--alone", nargs="*", choices=list(METHODS), default=[], help="of which this is timed too"
+        "--alone",
+        nargs="*",
+        choices=list(METHODS),
+        default=[],
+        help="with which ranks train for themselves too",
     )
     parser.add_argument("--links", nargs="+", required=True)
     parser.add_argument("--rounds", nargs="+", type=int, required=True, help="on each of the links")
