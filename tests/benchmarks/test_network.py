@@ -13,7 +13,7 @@ import network_times
 import page
 import pytest
 import torch
-from network import bars, journeys, shaped, tables
+from network import bars, journeys, matrix, shaped, tables
 from network.journeys import Journey
 from network.launch import LINKS, RATES
 from network.matrix import Field, summary
@@ -212,10 +212,13 @@ class TestMatrix:
         assert found[COMPUTE]["bytes"] == 0
         assert found["sign"]["seconds"]["median"] > 0
 
-    def test_ranks_train_for_themselves_too(self, alone, tiny):
+    def test_ranks_train_for_themselves_too(self, alone, tiny, monkeypatch):
+        groups, of_ranks = [], matrix._group
+        monkeypatch.setattr(matrix, "_group", lambda *, solo: groups.append(solo) or of_ranks(solo=solo))
         field = Field("mlp", [COMPUTE, "sign"], "lo", ["sign"])
         samples = field.rounds(2, "test")
         assert list(samples) == [COMPUTE, "sign", "sign alone"]
+        assert groups == [False, False, True]
         assert not field.failures
 
     def test_the_second_of_two_steps_counts(self, alone, tiny):
