@@ -75,8 +75,8 @@ if broken == "draws by bucket":
 elif broken == "chunks by bucket":
     buckets.TensorwiseMean.cutter = qcomp.CompressedMean.cutter
 else:
-    def shuffled(self, exchange, tensors, plain=buckets.BucketedStep._split):
-        own = plain(self, exchange, tensors)
+    def shuffled(self, exchange, part, plain=buckets.BucketedStep._split):
+        own = plain(self, exchange, part)
         return dict(zip(own, list(own.values())[::-1]))
     buckets.BucketedStep._split = shuffled
 different = False
@@ -122,8 +122,8 @@ model.register_comm_hook(state, averaged)
 over.set()
 model(torch.randn(3, 64)).sum().backward()  # after it, the buckets are what they stay
 over.clear()
-plain = state._deliver
-state._deliver = lambda bucket: (plain(bucket), over.set())
+plain = state._step._deliver
+state._step._deliver = lambda bucket: (plain(bucket), over.set())
 model(torch.randn(3, 64)).sum().backward()
 say(state.iterations)
 """
@@ -231,16 +231,26 @@ say(state.iterations, state.skipped)
 
 
 def test_by_default_what_is_not_finite_raises_on_all_ranks(said):
+    """`backward()` raises the error that is promised, naming parameter and rank; training can go on after it."""
     body = """
 model = wrapped()
-state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None)
+state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None, exact_iterations=1)
 model.register_comm_hook(state, averaged)
-try:
-    (loss(model, 0) * (float("nan") if me == 0 else 1.0)).backward()
-except Exception as error:
-    say("not finite" in str(error), state.iterations, state.skipped)
+for step in range(4):
+    total = loss(model, step)
+    if step in (0, 2) and me == 0:
+        total = total + float("nan") * list(model.parameters())[2].sum()
+    try:
+        total.backward()
+    except qcomp.NonFiniteError as error:
+        say(step, error, all(p.grad is None for p in model.parameters()))
+    model.zero_grad()
+say(state.iterations, state.skipped)
 """
-    assert said(2, body) == [["True 0 1"]] * 2
+    message = (
+        "{} the gradient of '2.weight' on rank 0 is not finite, or too large to compress, in step {} True"
+    )
+    assert said(2, body) == [[message.format(0, 1), message.format(2, 2), "2 2"]] * 2
 
 
 def test_gradients_are_accumulated_and_some_may_be_missing(said):
@@ -294,10 +304,39 @@ if me == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     loss(model, 2).backward()
-except Exception as error:
-    say("rank 1" in str(error))
+except qcomp.CommunicatorError as error:
+    say("rank 1" in str(error), all(p.grad is None for p in model.parameters()))
+try:
+    loss(model, 3).backward()
+except qcomp.CommunicatorError as error:
+    say("an exchange failed before" in str(error))
 """
-    assert said(2, body, check=False) == [["True"], []]
+    assert said(2, body, check=False) == [["True True", "True"], []]
+
+
+def test_a_dead_rank_ends_the_backward_pass_of_an_overlapped_optimizer(said):
+    body = """
+import signal
+model = wrapped()
+optimizer = ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=0.1, freeze=1, exact=None))
+for step in range(2):
+    loss(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    loss(model, 2).backward()
+except qcomp.CommunicatorError as error:
+    say("rank 1" in str(error))
+try:
+    optimizer.step()
+except RuntimeError as error:
+    say(error)
+"""
+    (first, second), _ = said(2, body, check=False)
+    assert first == "True"
+    assert second.startswith("step was called without a whole backward pass")
 
 
 @pytest.mark.parametrize(
@@ -316,16 +355,17 @@ except Exception as error:
             "exact_iterations is -1; expected an",
         ),
         (
-            "ddp.OverlappedOptimizer(wrapped(), qcomp.OneBitAdam(learning_rate=0.1, freeze=9, clip_norm=1.0))",
-            "clip_norm is 1.0; expected None",
-        ),
-        (
             "ddp.OverlappedOptimizer(wrapped(), qcomp.OneBitAdam(learning_rate=0.1, freeze=9,"
             " watch=qcomp.VarianceWatch()))",
             "watch is VarianceWatch(",
         ),
         ("ddp.OverlappedOptimizer(wrapped(), qcomp.EF21SGD(learning_rate=0.1))", "optimizer is a EF21SGD"),
         ("ddp.OverlappedOptimizer(wrapped(), qcomp.Adam(learning_rate=0.1))", "expected one that compresses"),
+        (
+            "ddp.hook(qcomp.ScaledSign(), DistributedDataParallel(torch.nn.Embedding(9, 4, sparse=True)))",
+            "the layer '' has sparse gradients, which cannot be compressed: make it with sparse=False",
+        ),
+        ("thawed()", "the parameter '2.weight' requires a gradient now, but did not when"),
         ("stepped().step()", "step was called without a whole backward pass"),
         ("twice()", "a backward pass begins, and the one before"),
     ],
@@ -334,6 +374,13 @@ def test_wrong_use_says_what_is_wrong(said, call, message):
     body = f"""
 def stepped():
     return ddp.OverlappedOptimizer(wrapped(), qcomp.QAdam(learning_rate=0.1, freeze=99, exact=None))
+def thawed():
+    net = network()
+    net[2].weight.requires_grad_(False)
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), model, exact=None))
+    net[2].weight.requires_grad_(True)
+    loss(model, 0).backward()
 def twice():
     model = wrapped()
     optimizer = ddp.OverlappedOptimizer(model, qcomp.QAdam(learning_rate=0.1, freeze=99, exact=None))
@@ -443,3 +490,27 @@ again = [pass_of(step) for step in (2, 3)]
 say(all(map(same, first, again)))
 """
     assert said(2, body) == [["True"]] * 2
+
+
+def test_parameters_that_are_to_be_ignored_are(said):
+    body = """
+net = network()
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
+for overlapped in (True, False):
+    model = DistributedDataParallel(copy.deepcopy(net))
+    if overlapped:
+        optimizer = ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=0.1, freeze=1, exact=None))
+    else:
+        state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None, exact_iterations=0)
+        model.register_comm_hook(state, averaged)
+    for step in range(3):
+        loss(model, step).backward()
+        if overlapped:
+            before = model.module[2].weight.detach().clone()
+            optimizer.step()
+            assert torch.equal(before, model.module[2].weight)
+        model.zero_grad()
+    names = optimizer.state.names if overlapped else state._step.params.names
+    say("2.weight" in names, len(names))
+"""
+    assert said(2, body) == [["False 4"] * 2] * 2

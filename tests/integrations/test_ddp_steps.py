@@ -2,48 +2,9 @@
 
 import pytest
 
+from tests.integrations.cases import OPTIMIZERS, SERVERS_DRAW
+
 pytest.importorskip("torch")
-
-OPTIMIZERS = {
-    "onebit_adam": "qcomp.OneBitAdam(learning_rate=0.01, freeze=3, exact=policy)",
-    "onebit_adam, coupled decay, groups": (
-        "qcomp.OneBitAdam(learning_rate=lambda step: 0.01 / (step + 1), freeze=2, weight_decay=0.1, exact=policy,"
-        " decoupled_weight_decay=False, groups=[qcomp.Group('0.*', learning_rate_factor=0.5)])"
-    ),
-    "onebit_adam, freezes itself": (
-        "qcomp.OneBitAdam(learning_rate=0.01, freeze=qcomp.VarianceStable(threshold=0.2), betas=(0.9, 0.7),"
-        " exact=policy)"
-    ),
-    "qadam": "qcomp.QAdam(learning_rate=0.01, freeze=3, exact=policy)",
-    "draws": (
-        "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128), exact=policy)"
-    ),
-    "rescaled": (
-        "qcomp.CompressedSGD(learning_rate=lambda step: 0.01 / (step + 1), compressor=qcomp.TopK(),"
-        " rescale_feedback=True, exact=None)"
-    ),
-    "by name": (
-        "qcomp.CompressedSGD(learning_rate=0.01, exact=policy, compressors=qcomp.ByName("
-        "{'0.*': qcomp.ScaledSign(), '*': qcomp.QSGD(levels=7, bucket_size=64)}))"
-    ),
-    "all_gather": (
-        "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128), feedback=False,"
-        " topology='all_gather', exact=policy)"
-    ),
-    "coded": (
-        "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128, coding='elias'),"
-        " exact=policy)"
-    ),
-    "hierarchical": "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, topology='hierarchical')",
-    "zero_one_adam": (
-        "qcomp.ZeroOneAdam(learning_rate=0.01, variance_steps=qcomp.DoublingIntervals(1), exact=policy)"
-    ),
-    "onebit_lamb": "qcomp.OneBitLamb(learning_rate=0.01, freeze=3, exact=policy)",
-}
-
-
-SERVERS_DRAW = ("draws", "by name", "coded")
-"""Which rank is the server of a bucket, and so whose draws it gets, depends on how tensors are cut for the ranks."""
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

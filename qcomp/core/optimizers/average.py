@@ -51,6 +51,8 @@ class Average(NamedTuple):
     means, and nothing is sent."""
     overwrite: bool = False
     """Whether the means may take the place of the values, see `CompressedMean.stages`."""
+    of_gradients: bool = False
+    """Whether gradients are averaged: a caller may change their means, for instance clip them, before `apply`."""
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.

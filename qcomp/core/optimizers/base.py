@@ -16,6 +16,7 @@ from qcomp.core.optimizers.agreement import choices, facts
 from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.resuming import resume
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.patterns import require_matches
@@ -192,11 +193,11 @@ class Optimizer(ABC):
                 f"params has {[tuple(p.shape) for p in tensors]}"
             )
         try:
-            scale = 1.0 if self.clip_norm is None else (yield from self._clip_scale(gradients, state))
+            scale = 1.0 if self.clip_norm is None else (yield from self.clip_scale(gradients, state))
             means = yield from self.prepare(gradients, state, scale=scale).stages()
-        except NonFiniteError:
-            if self.nonfinite == "raise":
-                raise
+        except NonFiniteError as error:
+            if self.nonfinite == "raise":  # which gradients it is about, no rank knows of the others
+                raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return params, state._replace(skipped=state.skipped + 1)
         new_params, new_state = self.apply(tensors, means, state)
         return (new_params if isinstance(params, list | tuple) else new_params[0]), new_state
@@ -279,7 +280,7 @@ class Optimizer(ABC):
             params[0],
         )
 
-    def _clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
+    def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
         """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks."""
         assert self.clip_norm is not None
         return clip_scale(self.clip_norm, grads, state.size)

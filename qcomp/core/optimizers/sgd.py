@@ -69,7 +69,8 @@ class CompressedSGD(CompressingOptimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the compressed mean of the gradients."""
-        return self._average([to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")], state)
+        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        return self._average(scaled, state)._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update the momentum with the mean gradient, and the parameters with it."""

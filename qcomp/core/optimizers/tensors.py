@@ -8,6 +8,7 @@ from qcomp.core.arrays import (
     array_namespace,
     compute_dtype_name,
     detached,
+    device,
     dtype_name,
     to_compute_dtype,
 )
@@ -28,8 +29,13 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
 
 
 def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
-    """Return zeros of the shapes of these tensors, in the dtype in which they are computed."""
-    return tuple(array_namespace(t).zeros_like(to_compute_dtype(t)) for t in tensors)
+    """Return zeros of the shapes of these tensors, in C order and in the dtype in which they are computed."""
+    zeros = []
+    for t in tensors:
+        xp = array_namespace(t)
+        dtype = getattr(xp, compute_dtype_name(dtype_name(t.dtype)))
+        zeros.append(xp.zeros(tuple(t.shape), dtype=dtype, device=device(t)))
+    return tuple(zeros)
 
 
 def update(param: Array, change: Array) -> Array:

@@ -250,10 +250,10 @@ class ZeroOneAdam(LocalAdam):
             state = self.enter(state, "compressed")
         return state
 
-    def _clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
+    def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
         """Return the factor of `Optimizer`; in a step that sends nothing, that of this rank's own norm."""
         if any(self._plan(state)):
-            return (yield from super()._clip_scale(grads, state))
+            return (yield from super().clip_scale(grads, state))
         assert self.clip_norm is not None
         norm = math.sqrt(math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads))
         return min(1.0, self.clip_norm / norm) if 0 < norm < math.inf else 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,155 +12,144 @@ import torch
 
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.comm.verbs import Verbs
+from qcomp.core.arrays import host_bytes
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import MeanState
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.state import OptimizerState
 from qcomp.core.tensorwise import TensorwiseMean
-from qcomp.core.transport import Stages
+from qcomp.core.transport import AllGather, Stages, fuse
+from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
 from qcomp.integrations.ddp.conveyor import Conveyor, Job
+from qcomp.integrations.ddp.parameters import AveragedParameters
 from qcomp.integrations.ddp.stream import SideStream
 
-__all__ = ["Bucket", "BucketedStep", "Part"]
+__all__ = ["BucketedStep"]
 
 PART_BYTES = 8 << 20
 """The least bytes of gradients that are exchanged by themselves, while the next are compressed."""
 
-
-@dataclass(eq=False)
-class Part:
-    """Some tensors of a bucket, and what has become of them in this step."""
-
-    tensors: tuple[int, ...]
-    """Their numbers among the parameters, in rising order."""
-    gradients: tuple[Any, ...]
-    means: Means | None = None
-    over: bool = False
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Some of a model's tensors."""
-
-    parts: tuple[Part, ...]
-    buffer: Any
-    last: bool
-    future: Any
-    refused: bool = False
-    """Whether a value on some rank was not finite."""
-    error: BaseException | None = None
-    """What else went wrong."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more becomes of it."""
-        return all(part.over for part in self.parts)
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 class BucketedStep:
     """Averages what an optimizer asks for in each bucket, beside the backward pass, and puts the answers together.
 
     The step is that of the optimizer on all gradients at once, bit for bit, whatever the buckets are, because the
-    optimizer cuts every tensor for the ranks by itself.
+    optimizer cuts every tensor for the ranks by itself. With ``clip_norm`` the exchange begins when the last gradient
+    has come, since all of them make the norm.
 
     Parameters
     ----------
     optimizer : CompressingOptimizer
-        Without ``clip_norm`` and ``watch``: these need all gradients before the first is sent.
     model : torch.nn.parallel.DistributedDataParallel
     comm : Verbs, optional
         By default a `TorchCommunicator` of the model's process group.
+    deliver : callable
+        Is given each bucket when its parts are averaged or have failed, before DistributedDataParallel reads its
+        buffer. Called in the conveyor's thread.
+    finish : callable
+        Is given each backward pass at its end, when DistributedDataParallel has put the gradients in their places.
+        What it raises, the backward pass raises.
+    leaves_out_unused : bool
+        Whether a parameter that no rank used keeps its residuals, where that can happen. Its gradient must then be
+        delivered to nobody.
 
     Attributes
     ----------
     optimizer : CompressingOptimizer
     comm : Verbs
-    names : tuple of str
-        Of the parameters that require a gradient, as in ``model.module``.
-    params : list of torch.nn.Parameter
+    params : AveragedParameters
     state : OptimizerState
         After the last step.
     """
 
-    def __init__(self, optimizer: CompressingOptimizer, model: Any, comm: Verbs | None) -> None:
-        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
-            )
+    def __init__(
+        self,
+        optimizer: CompressingOptimizer,
+        model: Any,
+        comm: Verbs | None,
+        *,
+        deliver: Callable[[Bucket], None],
+        finish: Callable[[BackwardPass], None],
+        leaves_out_unused: bool,
+    ) -> None:
+        self.params = AveragedParameters(model)
         self.optimizer = _separable(optimizer)
         self.comm = TorchCommunicator(model.process_group) if comm is None else comm
-        named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
-        self.names = tuple(name for name, _ in named)
-        self.params: list[Any] = [p for _, p in named]
-        self.state = self.optimizer.init([p.detach() for p in self.params], self.comm, self.names)
-        self._number = {id(p): i for i, p in enumerate(self.params)}
-        shapes = [tuple(p.shape) for p, exact in zip(self.params, self.state.exact, strict=True) if not exact]
+        self._deliver = deliver
+        self._finish = finish
+        self._leaves_out_unused = leaves_out_unused and self.params.some_may_be_unused
+        self.state = self.optimizer.init(self.values(), self.comm, self.params.names)
+        exacts = self.state.exact
+        shapes = [tuple(p.shape) for p, exact in zip(self.params.tensors, exacts, strict=True) if not exact]
         self._draws = self._mean_of(self.state).bucket_numbers(shapes) if shapes else ()
         # A tensor's number among those that are compressed.
-        self._compressed = [sum(not exact for exact in self.state.exact[:i]) for i in range(len(self.params))]
+        self._compressed = [sum(not exact for exact in exacts[:i]) for i in range(len(exacts))]
         # The residuals of a state, and those of each tensor in it, which takes time to find out.
         self._known: tuple[MeanState | None, Sequence[MeanState]] = (None, ())
         self._conveyor = Conveyor(self.comm)
-        self._stream = SideStream(self.params[0].device)
-        self._buckets: list[Bucket] = []
-        self.refusal: NonFiniteError | None = None
-        """The first error of this step about a value that is not finite, on any rank."""
+        self._stream = SideStream(self.params.tensors[0].device)
+        self.running = self._new_pass()
+        """The backward pass that is under way, or the last one until `take` or `discard`."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all buckets of a backward pass have come and are over."""
-        return bool(self._buckets) and self._buckets[-1].last and all(b.over for b in self._buckets)
+    def values(self) -> list[Any]:
+        """Return the parameters outside automatic differentiation."""
+        return [p.detach() for p in self.params.tensors]
 
-    def exchange(self, bucket: Any, deliver: Callable[[Bucket], None]) -> Any:
+    def exchange(self, bucket: Any) -> Any:
         """Start to average a bucket.
 
         Parameters
         ----------
         bucket : torch.distributed.GradBucket
-        deliver : callable
-            Is given the bucket when it is over, with means of all its parts unless a value was not finite; what it
-            raises, the backward pass raises. Called in the conveyor's thread.
 
         Returns
         -------
         torch.futures.Future
             Of the buffer of the bucket.
         """
-        if bucket.index() == 0 and self._buckets:
+        gradients = self.params.gradients_in(bucket)
+        if not self.running.expects([number for number, _ in gradients]):
             raise RuntimeError(
                 "a backward pass begins, and the one before did not come to its end or its gradients were not used by "
                 "a step: call step() after each backward pass, and accumulate gradients in model.no_sync()"
             )
-        pairs = sorted(
-            zip((self._number[id(p)] for p in bucket.parameters()), bucket.gradients(), strict=True),
-            key=lambda pair: pair[0],
-        )
-        record = Bucket(_parts(pairs), bucket.buffer(), bucket.is_last(), self._stream.future())
-        self._buckets.append(record)
-        context = partial(self._stream.after, self._stream.mark())
-        jobs = []
-        for part in record.parts:
-            over = partial(self._over, record, part, deliver)
-            jobs.append(Job(self._stages(part), done=over, failed=over, context=context))
-        self._conveyor.put(jobs, last=record.last)
+        running = self.running
+        record = Bucket(tuple(map(self._part_of, _cut(gradients))), bucket.buffer(), self._stream.future())
+        running.add(record)
+        end = partial(self._end, running)
+        try:
+            # DistributedDataParallel puts the gradients in their places in a callback that it queues later; behind that
+            # is the place of one that is queued when callbacks run already.
+            _engine.queue_callback(lambda: _engine.queue_callback(end))
+        except RuntimeError:
+            running.in_backward = False  # Join runs the hook of a rank that has no inputs any more
+        if self.optimizer.clip_norm is None:
+            self._put([record], scale=1.0)
+        elif running.is_complete:
+            self._put_clipped()
+        if not running.in_backward:
+            end()
         return record.future
 
     def take(self) -> Means:
         """Return what was averaged of all tensors, as `Average.stages` does; the next step can begin."""
-        buckets, self._buckets, self.refusal = self._buckets, [], None
-        count = len(self.params)
+        parts, self.running = self.running.parts, self._new_pass()
+        count = len(self.params.tensors)
         values: dict[int, Any] = {}
         own: dict[int, Any] = {}
         kept: dict[int, MeanState] = {}
-        for part in (part for bucket in buckets for part in bucket.parts):
+        for part in parts:
             means = part.means
             assert means is not None
             # What is averaged besides has numbers behind those of the parameters, in the order of these.
-            places = [i + rest for rest in range(0, 2 * count, count) for i in part.tensors]
+            places = [i + rest for rest in range(0, 2 * count, count) for i in part.numbers]
             values.update(zip(places, means.values, strict=False))
-            own.update(zip(part.tensors, means.own, strict=False))
-            kept.update(self._split(means.exchange, part.tensors))
+            own.update(zip(part.numbers, means.own, strict=False))
+            kept.update(self._split(means.exchange, part))
         exchange = self.state.exchange
         if kept:
             residuals = [kept[i] for i in sorted(kept)]
@@ -173,43 +162,156 @@ class BucketedStep:
 
     def discard(self) -> None:
         """Forget what was averaged; the state stays as it was, and the next step can begin."""
-        self._buckets, self.refusal = [], None
+        self.running = self._new_pass()
 
-    def _over(
-        self,
-        bucket: Bucket,
-        part: Part,
-        deliver: Callable[[Bucket], None],
-        outcome: Means | BaseException,
+    def skip(self) -> None:
+        """Leave this step out, because a value was not finite."""
+        self.discard()
+        self.state = self.state._replace(skipped=self.state.skipped + 1)
+
+    def _new_pass(self) -> BackwardPass:
+        return BackwardPass(len(self.params.tensors))
+
+    def _part_of(self, pairs: Sequence[tuple[int, Any]]) -> Part:
+        numbers, gradients = zip(*pairs, strict=True)
+        # Means may take the place of what is sent. But nobody's gradient must stay as it is.
+        sent = tuple(
+            gradient if self.params.used(number) or not self._leaves_out_unused else gradient.clone()
+            for number, gradient in pairs
+        )
+        return Part(numbers, gradients, sent)
+
+    def _put(self, buckets: Sequence[Bucket], *, scale: float) -> None:
+        """Start to average some buckets."""
+        running = self.running
+        context = partial(self._stream.after, self._stream.mark())
+        jobs = []
+        for bucket in buckets:
+            for part in bucket.parts:
+                over = partial(self._part_is_over, running, bucket, part)
+                jobs.append(Job(self._stages(part, scale), done=over, failed=over, context=context))
+        self._conveyor.put(jobs, last=running.is_complete)
+
+    def _put_clipped(self) -> None:
+        """Start to average all buckets, once the ranks know the norm of all gradients."""
+        running = self.running
+        gradients = [gradient for part in running.parts for gradient in part.gradients]
+
+        def fail(error: BaseException) -> None:
+            for bucket in running.buckets:
+                for part in bucket.parts:
+                    self._part_is_over(running, bucket, part, error)
+
+        self._conveyor.put(
+            [
+                Job(
+                    self.optimizer.clip_scale(gradients, self.state),
+                    done=lambda scale: self._put(running.buckets, scale=scale),
+                    failed=fail,
+                    context=partial(self._stream.after, self._stream.mark()),
+                )
+            ],
+            last=True,
+        )
+
+    def _part_is_over(
+        self, running: BackwardPass, bucket: Bucket, part: Part, outcome: Means | BaseException
     ) -> None:
         if isinstance(outcome, NonFiniteError):
-            self.refusal = self.refusal or outcome
-            bucket.refused = True
+            running.refusal = running.refusal or outcome
+            part.refused = True
         elif isinstance(outcome, BaseException):
-            bucket.error = bucket.error or outcome
+            running.error = running.error or outcome
         else:
             part.means = outcome
         part.over = True
         if not bucket.over:
             return
         try:
-            if bucket.error is not None:
-                raise bucket.error
-            deliver(bucket)
+            if running.error is None:
+                self._deliver(bucket)
         except BaseException as error:
-            bucket.future.set_exception(error)
-        else:
-            bucket.future.set_result(bucket.buffer)
+            running.error = error
+        if running.is_complete and all(b.over for b in running.buckets):
+            self._settle(running)
+        # Errors are raised at the end of the backward pass: the one of a future arrives there as another one.
+        bucket.future.set_result(bucket.buffer)
 
-    def _stages(self, part: Part) -> Stages[Means]:
+    def _settle(self, running: BackwardPass) -> None:
+        """Let the end of the backward pass go on, after the ranks told each other which gradients are not finite."""
+        if running.refusal is None or running.error is not None:
+            running.settle()
+            return
+        refused = {
+            number: gradient
+            for part in running.parts
+            if part.refused
+            for number, gradient in zip(part.numbers, part.gradients, strict=True)
+        }
+        numbers = sorted(refused)
+
+        def told(outcome: NonFiniteError | BaseException) -> None:
+            if isinstance(outcome, NonFiniteError):
+                running.refusal = outcome
+            else:
+                running.error = outcome
+            running.settle()
+
+        stages = name_gradients(
+            running.refusal,
+            [refused[number] for number in numbers],
+            [self.params.names[number] for number in numbers],
+            self.state,
+        )
+        context = partial(self._stream.after, self._stream.mark())
+        self._conveyor.put([Job(stages, done=told, failed=told, context=context)], last=True)
+
+    def _end(self, running: BackwardPass) -> None:
+        """Tell the owner how a backward pass has ended, once all its buckets have come."""
+        if running.ended or not running.is_complete:
+            return
+        running.ended = True
+        running.wait()
+        try:
+            self.params.require_frozen()
+            if running.error is not None:
+                raise running.error
+            self._finish(running)
+        except BaseException:
+            if self.running is running:
+                self.discard()
+            for p in self.params.tensors:  # nobody shall step with what was not averaged
+                p.grad = None
+            raise
+        finally:
+            self.params.forget_uses()
+
+    def _stages(self, part: Part, scale: float) -> Stages[Means]:
         """Ask the optimizer what it wants of these gradients, and average that."""
-        average: Average = self.optimizer.prepare(list(part.gradients), self._part(part.tensors))
-        numbers = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.tensors))
+        average: Average = self.optimizer.prepare(list(part.sent), self._part(part.numbers), scale=scale)
+        draws = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.numbers))
         parts = tuple(
-            p._replace(mean=replace(p.mean, numbers=numbers)) if isinstance(p.mean, TensorwiseMean) else p
+            p._replace(mean=replace(p.mean, numbers=draws)) if isinstance(p.mean, TensorwiseMean) else p
             for p in average.parts
         )
-        return (yield from average._replace(parts=parts).stages())
+        part.of_gradients = average.of_gradients
+        overwrite = average.overwrite or average.of_gradients
+        average = average._replace(parts=parts, overwrite=overwrite)
+        if not self._leaves_out_unused:
+            return (yield from average.stages())
+        results: list[Any] = yield from fuse([average.stages(), self._unused_by_all(part)])
+        means, part.unused = results
+        assert isinstance(means, Means)
+        return means
+
+    def _unused_by_all(self, part: Part) -> Stages[frozenset[int]]:
+        """Return which parameters of a part no rank used; sends a byte for each."""
+        flags = [self.params.used(number) for number in part.numbers]
+        message = torch.tensor(flags, dtype=torch.uint8, device=part.gradients[0].device)
+        arrived = yield AllGather(message, (len(flags),) * self.state.size)
+        of_ranks = list(map(host_bytes, arrived))
+        used = [any(of_tensor) for of_tensor in zip(*of_ranks, strict=True)]
+        return frozenset(number for number, is_used in zip(part.numbers, used, strict=True) if not is_used)
 
     def _part(self, tensors: Sequence[int]) -> OptimizerState:
         """Return the state of some tensors alone."""
@@ -245,18 +347,19 @@ class BucketedStep:
             self._known = exchange, residuals
         return residuals
 
-    def _split(self, exchange: MeanState, tensors: Sequence[int]) -> dict[int, MeanState]:
-        """Return the new residuals of each of some tensors, if any are kept; there are as many as of the old."""
+    def _split(self, exchange: MeanState, part: Part) -> dict[int, MeanState]:
+        """Return the new residuals of each tensor of a part, if any are kept; there are as many as of the old."""
         if not exchange.worker:
             return {}
         worker, server, residuals = iter(exchange.worker), iter(exchange.server), self._residuals()
-        return {
-            i: old._replace(
+        split = {}
+        for i in self._exchanged(part.numbers):
+            old = residuals[self._compressed[i]]
+            new = old._replace(
                 worker=tuple(islice(worker, len(old.worker))), server=tuple(islice(server, len(old.server)))
             )
-            for i in self._exchanged(tensors)
-            for old in [residuals[self._compressed[i]]]
-        }
+            split[i] = old if i in part.unused else new
+        return split
 
     def _exchanged(self, tensors: Sequence[int]) -> list[int]:
         return [i for i in tensors if not self.state.exact[i]]
@@ -267,7 +370,7 @@ class BucketedStep:
         return mean
 
 
-def _parts(pairs: Sequence[tuple[int, Any]]) -> tuple[Part, ...]:
+def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
     """Cut numbers and gradients of tensors into parts of at least `PART_BYTES`; a tensor is never cut."""
     parts: list[list[tuple[int, Any]]] = [[]]
     filled, left = 0, sum(gradient.nbytes for _, gradient in pairs)
@@ -278,9 +381,7 @@ def _parts(pairs: Sequence[tuple[int, Any]]) -> tuple[Part, ...]:
         parts[-1].append((number, gradient))
         filled += gradient.nbytes
         left -= gradient.nbytes
-    return tuple(
-        Part(tuple(number for number, _ in part), tuple(gradient for _, gradient in part)) for part in parts
-    )
+    return parts
 
 
 def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:
@@ -289,12 +390,11 @@ def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:
         raise TypeError(
             f"optimizer is {optimizer!r}; expected one that compresses, such as qcomp.OneBitAdam(...)"
         )
-    for argument in ("clip_norm", "watch"):
-        if getattr(optimizer, argument, None) is not None:
-            raise ValueError(
-                f"{argument} is {getattr(optimizer, argument)!r}; expected None: it needs the gradients of all "
-                "parameters before the first is sent"
-            )
+    watch = getattr(optimizer, "watch", None)
+    if watch is not None:
+        raise ValueError(
+            f"watch is {watch!r}; expected None: it needs the gradients of all parameters before the first is sent"
+        )
     tensorwise = replace(optimizer, tensorwise=True)
     if not isinstance(tensorwise.mean, TensorwiseMean):
         raise TypeError(

@@ -12,7 +12,8 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.packing import ExactBelow, ExactPolicy
 from qcomp.core.policies import CompressorPolicy
 from qcomp.core.topologies import Topology
-from qcomp.integrations.ddp.buckets import Bucket, BucketedStep, Part
+from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
+from qcomp.integrations.ddp.buckets import BucketedStep
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 
 __all__ = ["HookState", "compress_gradients", "hook"]
@@ -54,7 +55,9 @@ class HookState:
         ValueError
             If this is a state that was loaded, of another model, rank or number of ranks.
         """
-        self._step = BucketedStep(self._mean, model, comm)
+        self._step = BucketedStep(
+            self._mean, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=True
+        )
         if self._saved is not None:
             self.load_state_dict(self._saved)
             self._saved = None
@@ -78,8 +81,7 @@ class HookState:
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._running
-        params = [p.detach() for p in step.params]
-        step.state = step.optimizer.load_state_dict(saved, params, step.comm, step.names)
+        step.state = step.optimizer.load_state_dict(saved, step.values(), step.comm, step.params.names)
 
     @property
     def _running(self) -> BucketedStep:
@@ -89,38 +91,27 @@ class HookState:
 
     def exchange(self, bucket: Any) -> Any:
         """Start to average a bucket; see `compress_gradients`."""
-        return self._running.exchange(bucket, self._deliver)
+        return self._running.exchange(bucket)
 
     def _deliver(self, bucket: Bucket) -> None:
+        """Put the means in the places of the gradients."""
+        if not bucket.refused:
+            for part in bucket.parts:
+                put_means(part)
+                assert part.means is not None
+                part.means = part.means._replace(values=(), own=())  # they need memory
+        elif self.nonfinite == "propagate":
+            bucket.buffer.fill_(torch.nan)
+
+    def _finish(self, running: BackwardPass) -> None:
+        """Take over the residuals, or leave the step out."""
         step = self._running
-        try:
-            if not bucket.refused:
-                for part in bucket.parts:
-                    self._put(part)
-            elif self.nonfinite == "propagate":
-                bucket.buffer.fill_(torch.nan)
-            else:
-                assert step.refusal is not None
-                raise step.refusal
-        finally:
-            if step.is_complete:
-                self._commit(step)
-
-    @staticmethod
-    def _put(part: Part) -> None:
-        assert part.means is not None
-        for gradient, mean in zip(part.gradients, part.means.values, strict=True):
-            if mean.data_ptr() != gradient.data_ptr():
-                gradient.copy_(mean)
-        part.means = part.means._replace(values=(), own=())
-
-    @staticmethod
-    def _commit(step: BucketedStep) -> None:
-        if step.refusal is None:
+        if running.refusal is None:
             _, step.state = step.optimizer.apply((), step.take(), step.state)
-        else:
-            step.discard()
-            step.state = step.state._replace(skipped=step.state.skipped + 1)
+            return
+        step.skip()
+        if self.nonfinite == "raise":
+            raise running.refusal
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self._saved if self._step is None else self.state_dict()

@@ -6,16 +6,21 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from qcomp.comm.verbs import Verbs
+from qcomp.core.arrays import to_compute_dtype
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.buckets import Bucket, BucketedStep
+from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
+from qcomp.integrations.ddp.buckets import BucketedStep
+from qcomp.integrations.ddp.witness import Witness
 
 __all__ = ["OverlappedOptimizer"]
 
 
-class OverlappedOptimizer:
+class OverlappedOptimizer(Joinable):
     """1-bit Adam, or another optimizer that compresses, for a model under DistributedDataParallel.
 
     It registers a communication hook: what the optimizer asks for, gradients in the warm-up and momenta later, is
@@ -25,10 +30,11 @@ class OverlappedOptimizer:
     Parameters
     ----------
     model : torch.nn.parallel.DistributedDataParallel
-        Without a communication hook; best with ``gradient_as_bucket_view=True``. Gradients stay this rank's own.
+        Without a communication hook; best with ``gradient_as_bucket_view=True``. A parameter that no rank used in a
+        step has a gradient of zero in it.
     optimizer : CompressingOptimizer
-        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ...; without ``clip_norm`` and ``watch``, which
-        need all gradients before the first is sent.
+        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ...; without ``watch``, which needs all gradients
+        before the first is sent. So does ``clip_norm``: with it, the exchange begins when the last gradient has come.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group.
 
@@ -38,6 +44,16 @@ class OverlappedOptimizer:
         On every rank, if the ranks differ in the optimizer's settings or in the model.
     ValueError
         If the optimizer needs all gradients before it can exchange any.
+
+    Notes
+    -----
+    Where the optimizer averages gradients (in the exact warm-up; always with `qcomp.CompressedSGD`), ``p.grad`` is the
+    mean over the ranks after the backward pass, and `step` uses what it is then: ``clip_grad_norm_`` and the like work
+    as with any optimizer under DistributedDataParallel. Where it averages momenta, ``p.grad`` is this rank's own
+    gradient, which is in the averaged momentum already; `step` raises if it was changed.
+
+    With uneven inputs, list both in ``Join([model, optimizer])``, the model first: a rank without inputs then makes
+    the steps of the others.
 
     Examples
     --------
@@ -55,8 +71,13 @@ class OverlappedOptimizer:
     """
 
     def __init__(self, model: Any, optimizer: CompressingOptimizer, comm: Verbs | None = None) -> None:
-        self._step = BucketedStep(optimizer, model, comm)
-        model.register_comm_hook(self._step, _exchange)
+        super().__init__()
+        self._step = BucketedStep(
+            optimizer, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=False
+        )
+        self._model = model
+        self._witness: Witness | None = None
+        model.register_comm_hook(self, _exchange)
 
     @property
     def state(self) -> OptimizerState:
@@ -72,27 +93,37 @@ class OverlappedOptimizer:
             On every rank, if a gradient on any rank was not finite, unless the optimizer skips such steps. Parameters
             and state are as before.
         RuntimeError
-            If there was no backward pass since the last step, or it did not come to its end.
+            If there was no backward pass since the last step, or it did not come to its end; or if a gradient was
+            changed after its momentum was averaged.
         """
-        step = self._step
-        if not step.is_complete:
-            raise RuntimeError("step was called without a whole backward pass since the last one")
-        refusal = step.refusal
-        if refusal is not None:
-            step.discard()
+        step, running = self._step, self._step.running
+        if not running.ended:
+            raise RuntimeError(
+                "step was called without a whole backward pass since the last one: no averaged gradient of "
+                f"{step.params.named(running.missing)}. If a forward pass does not use all parameters, make "
+                "DistributedDataParallel with find_unused_parameters=True"
+            )
+        if running.refusal is not None:
             if step.optimizer.nonfinite == "raise":
-                raise refusal
-            step.state = step.state._replace(skipped=step.state.skipped + 1)
+                step.discard()
+                raise running.refusal
+            step.skip()
             return
+        gradients = self._gradients_to_use(running)
         with torch.no_grad():
-            params = [p.detach() for p in step.params]
-            moved, step.state = step.optimizer.apply(params, step.take(), step.state)
-            for param, new in zip(params, moved, strict=True):
+            means = step.take()
+            values = list(means.values)
+            for number, gradient in gradients.items():
+                values[number] = to_compute_dtype(gradient)
+            moved, step.state = step.optimizer.apply(
+                step.values(), means._replace(values=tuple(values)), step.state
+            )
+            for param, new in zip(step.params.tensors, moved, strict=True):
                 param.copy_(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as optimizers of torch do."""
-        for param in self._step.params:
+        for param in self._step.params.tensors:
             if param.grad is not None:
                 if set_to_none:
                     param.grad = None
@@ -106,14 +137,119 @@ class OverlappedOptimizer:
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._step
-        params = [p.detach() for p in step.params]
-        step.state = step.optimizer.load_state_dict(saved, params, step.comm, step.names)
+        step.state = step.optimizer.load_state_dict(saved, step.values(), step.comm, step.params.names)
+
+    def exchange(self, bucket: Any) -> Any:
+        """Start to average a bucket; `step` uses it."""
+        joined, own = self._model._join_config, self._join_config
+        if joined.enable and (not own.enable or own.is_first_joinable):
+            raise RuntimeError(
+                "a rank without inputs must make the steps of the others, for which model.join() is not enough: use "
+                "torch.distributed.algorithms.Join([model, optimizer]), with the model first"
+            )
+        return self._step.exchange(bucket)
+
+    def step_if_averaged(self) -> None:
+        """Make a step if a whole backward pass was averaged since the last one."""
+        if self._step.running.ended:
+            self.step()
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Return what makes the steps of a rank that has no inputs any more, for torch's ``Join``."""
+        return _StepsOfOthers(self)
+
+    @property
+    def join_device(self) -> Any:
+        """The device of the model, for torch's ``Join``."""
+        return self._model.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the model, for torch's ``Join``."""
+        return self._model.join_process_group
+
+    def _deliver(self, bucket: Bucket) -> None:
+        """Put means of gradients in their places; means of momenta wait for the step."""
+        for part in bucket.parts:
+            if part.of_gradients and not part.refused:
+                put_means(part)
+
+    def _finish(self, running: BackwardPass) -> None:
+        """Note what the gradients are at the end of the backward pass."""
+        self._witness = None
+        if running.refusal is not None or not running.in_backward:
+            return
+        for part in running.parts:
+            if part.of_gradients:
+                self._fill_in(part)
+        self._witness = Witness([p.grad for p in self._step.params.tensors])
+
+    def _fill_in(self, part: Part) -> None:
+        """Let the gradients of parameters that this rank did not use be the means.
+
+        DistributedDataParallel leaves those alone that no rank used, for which there may be owed something.
+        """
+        params = self._step.params
+        assert part.means is not None
+        for number, mean in zip(part.numbers, part.means.values, strict=False):
+            if not params.used(number):
+                p = params.tensors[number]
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                p.grad.copy_(mean)
+
+    def _gradients_to_use(self, running: BackwardPass) -> dict[int, Any]:
+        """Return the gradients to use in place of the means, because they may have been changed.
+
+        Raises
+        ------
+        RuntimeError
+            If the change would have no effect, because momenta were averaged, or if a gradient is gone.
+        NonFiniteError
+            If a gradient was changed to what is not finite.
+        """
+        if self._witness is None:
+            return {}  # nobody has seen what the others' gradients gave
+        params = self._step.params
+        changed = self._witness.changed([p.grad for p in params.tensors])
+        gone = [number for number in changed if params.tensors[number].grad is None]
+        if gone:
+            raise RuntimeError(
+                f"the gradient of {params.named(gone)} is None: call zero_grad() after step(), not before it"
+            )
+        if changed and not all(part.of_gradients for part in running.parts):
+            raise RuntimeError(
+                f"the gradient of {params.named(changed)} was changed after the backward pass, but its momentum was "
+                f"averaged there already (stage {self.state.stage!r}), so the change would have no effect. To clip, "
+                "pass clip_norm to the optimizer; to scale, scale the loss; to change gradients between backward pass "
+                "and step, compress gradients instead: qcomp.integrations.ddp.hook, or qcomp.CompressedSGD"
+            )
+        bad = [number for number in changed if not params.tensors[number].grad.isfinite().all()]
+        if bad:
+            raise NonFiniteError(
+                f"the gradient of {params.named(bad)} was changed after the backward pass to infinity or NaN"
+            )
+        return {
+            number: params.tensors[number].grad.detach()
+            for part in running.parts
+            if part.of_gradients and part.means is not None
+            for number, mean in zip(part.numbers, part.means.values, strict=False)
+            # A gradient of lower precision is the rounded mean: the step uses that only if it was changed.
+            if number in changed or params.tensors[number].grad.dtype == mean.dtype
+        }
 
 
-def _exchange(state: BucketedStep, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = state.exchange(bucket, _leave)
+class _StepsOfOthers(JoinHook):
+    """What a rank without inputs does after the model has taken part in the averaging of the others."""
+
+    def __init__(self, optimizer: OverlappedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Make the step for which the others have averaged."""
+        self._optimizer.step_if_averaged()
+
+
+def _exchange(state: OverlappedOptimizer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = state.exchange(bucket)
     return future
-
-
-def _leave(bucket: Bucket) -> None:
-    """Leave the gradients as they are; what was averaged waits for the step."""

@@ -1,0 +1,57 @@
+"""Which gradients are not finite, told by every rank to all others once a step was refused."""
+
+import json
+from collections.abc import Sequence
+
+from qcomp.core.arrays import LIMIT, Array, array_namespace, to_compute_dtype
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.handshake import gather_texts
+from qcomp.core.state import OptimizerState
+from qcomp.core.transport import Stages
+
+__all__ = ["name_gradients"]
+
+_NAMED = 3
+
+
+def name_gradients(
+    error: NonFiniteError, grads: Sequence[Array], names: Sequence[str], state: OptimizerState
+) -> Stages[NonFiniteError]:
+    """Return an error that names the gradients and ranks to blame for one that all ranks have.
+
+    Sends 8 bytes and a few names to every other rank.
+
+    Parameters
+    ----------
+    error : NonFiniteError
+        It is returned as it is if all gradients are finite, because something else is too large.
+    grads : sequence of arrays
+        This rank's own.
+    names : sequence of str
+        Of these gradients.
+    state : OptimizerState
+        Before the step.
+    """
+    bad = [name for name, g in zip(names, grads, strict=True) if not _is_fine(g)]
+    texts = yield from gather_texts(json.dumps([bad[:_NAMED], len(bad)]), state.size, grads[0])
+    blamed = [
+        f"{_named(*json.loads(text))} on rank {rank}"
+        for rank, text in enumerate(texts)
+        if json.loads(text)[1]
+    ]
+    if not blamed:
+        return error
+    return NonFiniteError(
+        f"the gradient of {'; of '.join(blamed)} is not finite, or too large to compress, in step {state.step + 1}"
+    )
+
+
+def _is_fine(gradient: Array) -> bool:
+    xp = array_namespace(gradient)
+    values = xp.abs(to_compute_dtype(gradient))
+    return 0 in gradient.shape or float(xp.max(values)) < LIMIT  # NaN, if there is one
+
+
+def _named(first: list[str], count: int) -> str:
+    names = ", ".join(map(repr, first))
+    return f"{names} and {count - len(first)} more" if count > len(first) else names

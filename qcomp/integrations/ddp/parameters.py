@@ -1,0 +1,118 @@
+"""The parameters whose gradients DistributedDataParallel averages, and where their gradients lie in its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["AveragedParameters", "is_dense"]
+
+
+class AveragedParameters:
+    """The parameters of a model whose gradients DistributedDataParallel averages, numbered as in the model.
+
+    Parameters
+    ----------
+    model : torch.nn.parallel.DistributedDataParallel
+
+    Attributes
+    ----------
+    names : tuple of str
+        As in ``model.module``, without those that DistributedDataParallel was told to ignore.
+    tensors : list of torch.nn.Parameter
+    some_may_be_unused : bool
+        Whether a backward pass may leave out parameters, so that `used` is known.
+
+    Raises
+    ------
+    TypeError
+        If the model is not one of DistributedDataParallel.
+    ValueError
+        If a layer has sparse gradients.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
+            )
+        for name, layer in model.module.named_modules():
+            if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse:
+                raise ValueError(
+                    f"the layer {name!r} has sparse gradients, which cannot be compressed: make it with sparse=False"
+                )
+        named = [
+            (name, p)
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and name not in model.parameters_to_ignore
+        ]
+        self.names = tuple(name for name, _ in named)
+        self.tensors: list[Any] = [p for _, p in named]
+        self.some_may_be_unused = bool(model.find_unused_parameters or model.static_graph)
+        self._frozen = [(name, p) for name, p in model.module.named_parameters() if not p.requires_grad]
+        self._number = {id(p): number for number, p in enumerate(self.tensors)}
+        self._used: set[int] = set()
+        if self.some_may_be_unused:
+            for number, p in enumerate(self.tensors):
+                p.register_hook(self._note_use(number))
+
+    def _note_use(self, number: int) -> Any:
+        def note(gradient: Any) -> None:
+            if gradient is not None:
+                self._used.add(number)
+
+        return note
+
+    def used(self, number: int) -> bool:
+        """Return whether this rank has a gradient of a parameter since `forget_uses`, in ``no_sync()`` too."""
+        return not self.some_may_be_unused or number in self._used
+
+    def forget_uses(self) -> None:
+        """Begin to note uses anew, once the gradients are averaged."""
+        self._used.clear()
+
+    def require_frozen(self) -> None:
+        """Raise RuntimeError if a parameter requires a gradient that did not when the model was wrapped."""
+        thawed = [name for name, p in self._frozen if p.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"the parameter {thawed[0]!r} requires a gradient now, but did not when DistributedDataParallel was "
+                "made, which therefore never averages it: wrap the model again"
+            )
+
+    def gradients_in(self, bucket: Any) -> list[tuple[int, Any]]:
+        """Return the number and the gradient of each parameter in a bucket, in the order of their numbers.
+
+        The gradients are views of the bucket's buffer in the shapes of the parameters.
+        """
+        buffer = bucket.buffer()
+        views = [
+            _gradient_view(buffer, p, rows)
+            for p, rows in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
+        numbers = [self._number[id(p)] for p in bucket.parameters()]
+        return sorted(zip(numbers, views, strict=True), key=lambda pair: pair[0])
+
+    def named(self, numbers: Sequence[int]) -> str:
+        """Return the names of the first of some parameters, and how many more there are."""
+        first = ", ".join(repr(self.names[number]) for number in numbers[:3])
+        return f"{first} and {len(numbers) - 3} more" if len(numbers) > 3 else first
+
+
+def is_dense(x: Any) -> bool:
+    """Return whether the elements of a tensor fill its memory, in whatever order, without gaps and overlaps."""
+    # These are the tensors whose strides a new tensor takes over.
+    return bool(torch.empty_like(x, device="meta").stride() == x.stride())
+
+
+def _gradient_view(buffer: Any, parameter: Any, rows: Any) -> Any:
+    """Return where the gradient of a parameter lies in its bucket.
+
+    ``GradBucket.gradients()`` returns ``rows``, which reads the buffer in the C order of the shape. But
+    DistributedDataParallel gives a gradient the strides of its parameter if that is dense, and C order only if not.
+    """
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return rows
+    return buffer.as_strided(parameter.shape, parameter.stride(), rows.storage_offset())
