@@ -49,7 +49,8 @@ def train(rows: Any, labels: Any, comm: qcomp.comm.Communicator) -> Any:
     own_rows, own_labels = rows[comm.rank :: comm.size], labels[comm.rank :: comm.size]
     # The problem is small: without exact=None the default policy would leave all of it uncompressed.
     opt = qcomp.OneBitAdam(learning_rate=0.05, betas=(0.9, 0.97), freeze=WARMUP, exact=None)
-    weights = xp.zeros_like(rows[0])
+    weights = xp.asarray(np.random.default_rng(comm.rank).normal(scale=0.01, size=FEATURES), dtype=xp.float32)
+    weights = qcomp.comm.broadcast(weights, comm)  # all ranks begin with those of rank 0
     state = opt.init(weights, comm)
     for step in range(STEPS):
         batch = np.random.default_rng((comm.rank, step)).integers(len(own_labels), size=BATCH)

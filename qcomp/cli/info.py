@@ -2,27 +2,20 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 from qcomp.backends import explain
 from qcomp.backends.registry import BUILT_IN, UnavailableError, load, names
 from qcomp.core.arrays import Array
 from qcomp.version import __version__
 
-__all__ = ["info"]
+__all__ = ["gather", "info"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-
-
-class _Row(NamedTuple):
-    """A kind of array: what runs for each dtype, and why."""
-
-    arrays: str
-    kernels: tuple[str, ...]
-    reason: str
+_JAX_DEVICE = "its device"
 
 
 def info() -> str:
@@ -33,31 +26,73 @@ def info() -> str:
     >>> print(info())  # doctest: +ELLIPSIS
     qcomp ...
     """
-    setting = os.environ.get("QCOMP_KERNELS")
+    facts = gather()
+    setting = facts["setting"]
+    head = ["arrays", *_DTYPES, ""]
+    rows = [
+        [row["arrays"], *(row["kernels"][name] or "-" for name in _DTYPES), row["reason"]]
+        for row in facts["arrays"]
+    ]
     lines = [
-        f"qcomp {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores",
+        f"qcomp {facts['qcomp']}, Python {facts['python']}, {facts['cores']} cores",
         f"kernels: {setting or 'auto'} (QCOMP_KERNELS is {'set' if setting else 'not set'})",
         "",
-        *_table([_Row("arrays", _DTYPES, ""), *_rows()]),
+        *_table([head, *rows]),
         "",
-        *map(_describe_set, names()),
+        *(f"{kernels['name']}: {kernels['reason']}" for kernels in facts["kernels"]),
     ]
     return "\n".join(lines)
 
 
-def _rows() -> Iterator[_Row]:
-    for library, device, make in _kinds():
-        title = f"{library} on {device}"
+def gather() -> dict[str, Any]:
+    """Return what ``qcomp info --json`` prints.
+
+    Returns
+    -------
+    dict
+        ``qcomp`` and ``python``, versions; ``cores``; ``setting``, what QCOMP_KERNELS is set to, or None; ``arrays``,
+        for each kind of array the ``kernels`` that run for each dtype, None where there are no such arrays, and the
+        ``reason``; ``kernels``, for each set its ``name``, whether it is ``available``, and the ``reason``.
+
+    Examples
+    --------
+    >>> [row["arrays"] for row in gather()["arrays"]][:2]
+    ['numpy on cpu', 'torch on cpu']
+    """
+    kinds = [_Kind(*kind) for kind in _kinds()]
+    missing = {(kind.library, kind.device): kind.missing for kind in kinds if kind.missing is not None}
+    return {
+        "qcomp": __version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "setting": os.environ.get("QCOMP_KERNELS"),
+        "arrays": [kind.row() for kind in kinds],
+        "kernels": [_describe_set(name, missing) for name in names()],
+    }
+
+
+class _Kind:
+    """A kind of array: one for each dtype, or what is missing for them."""
+
+    def __init__(self, library: str, device: str, make: Callable[[str], Array | None]) -> None:
+        self.library, self.device = library, device
+        self.arrays: dict[str, Array | None] = {}
+        self.missing: str | None = None
         try:
-            arrays = {name: make(name) for name in _DTYPES}
+            self.arrays = {name: make(name) for name in _DTYPES}
         except ImportError:
-            yield _Row(title, ("-",) * len(_DTYPES), f"{library} is not installed")
+            self.missing = f"{library} is not installed"
         except Exception as error:  # what a driver raises is its own affair, and the answer
-            yield _Row(title, ("-",) * len(_DTYPES), str(error).partition("\n")[0])
-        else:
-            choices = {name: explain(x) for name, x in arrays.items() if x is not None}
-            found = tuple(choices[name].kernels if name in choices else "-" for name in _DTYPES)
-            yield _Row(title, found, choices["float32"].reason)
+            self.missing = str(error).partition("\n")[0]
+
+    def row(self) -> dict[str, Any]:
+        """Return which kernels run for each dtype, and why."""
+        choices = {name: explain(x) for name, x in self.arrays.items() if x is not None}
+        return {
+            "arrays": f"{self.library} on {self.device}",
+            "kernels": {name: choices[name].kernels if name in choices else None for name in _DTYPES},
+            "reason": self.missing or choices["float32"].reason,
+        }
 
 
 def _kinds() -> Iterator[tuple[str, str, Callable[[str], Array | None]]]:
@@ -66,7 +101,7 @@ def _kinds() -> Iterator[tuple[str, str, Callable[[str], Array | None]]]:
     yield "torch", "cpu", lambda name: _of_torch(name, "cpu")
     yield "torch", "cuda", lambda name: _of_torch(name, "cuda")
     yield "cupy", "cuda", _of_cupy
-    yield "jax", "its device", _of_jax
+    yield "jax", _JAX_DEVICE, _of_jax
 
 
 def _of_numpy(name: str) -> Array | None:
@@ -100,22 +135,32 @@ def _of_jax(name: str) -> Array | None:
     return jax.numpy.zeros(1, dtype=name)
 
 
-def _table(rows: list[_Row]) -> Iterator[str]:
-    cells = [(row.arrays, *row.kernels) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row, texts in zip(rows, cells, strict=True):
-        aligned = "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True))
-        yield f"{aligned}  {row.reason}".rstrip()
+def _table(rows: list[list[str]]) -> Iterator[str]:
+    """Align all columns but the last."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for *cells, reason in rows:
+        aligned = "  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True))
+        yield f"{aligned}  {reason}".rstrip()
 
 
-def _describe_set(name: str) -> str:
+def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    """Say whether a set can run: it is installed, and so is a library with a device whose arrays it is for."""
     if name == "pure":
-        return "pure: the definition, for every array"
+        return {"name": name, "available": True, "reason": "the definition, for every array"}
     try:
         load(name)
     except UnavailableError as error:
-        return f"{name}: not available; {error}"
-    return f"{name}: available{_version_of(name)}"
+        return {"name": name, "available": False, "reason": f"not available; {error}"}
+    lacking = sorted({missing.get(kind, "") for kind in _arrays_of(name)})
+    if lacking and all(lacking):
+        return {"name": name, "available": False, "reason": f"not available; {'; '.join(lacking)}"}
+    return {"name": name, "available": True, "reason": f"available{_version_of(name)}"}
+
+
+def _arrays_of(name: str) -> list[tuple[str, str]]:
+    """Return the libraries and devices, as in `_kinds`, of the arrays that a set is for."""
+    arrays = BUILT_IN[name].arrays if name in BUILT_IN else ()
+    return [(library, _JAX_DEVICE if library == "jax" else device) for library, device in arrays]
 
 
 def _version_of(name: str) -> str:

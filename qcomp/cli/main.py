@@ -1,9 +1,10 @@
 """The arguments of the command ``qcomp``."""
 
 import argparse
+import json
 from collections.abc import Sequence
 
-from qcomp.cli.info import info
+from qcomp.cli.info import gather, info
 from qcomp.cli.plan import add_arguments, plan
 from qcomp.version import __version__
 
@@ -15,12 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="qcomp", description="Compressed communication for training.")
     parser.add_argument("--version", action="version", version=f"qcomp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="print which kernels would run for which array, and why")
+    about = commands.add_parser("info", help="print which kernels would run for which array, and why")
     planning = commands.add_parser("plan", help="predict or measure whether compression will pay")
     add_arguments(planning)
+    for command in (about, planning):
+        command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if options.command == "info":
-        text = info()
+        text = json.dumps(gather(), indent=1) if options.json else info()
     else:
         try:
             text = plan(options)

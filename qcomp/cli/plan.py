@@ -1,6 +1,7 @@
 """``qcomp plan``: whether compression will pay, from figures or from measurements."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from qcomp.core.arrays import Array
 from qcomp.core.compressor import Compressor
 from qcomp.core.registry import compressor
 from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
-from qcomp.planning.advice import methods_of
+from qcomp.planning.advice import Advice, methods_of
 from qcomp.planning.cluster import INSIDE
 from qcomp.planning.picture import draw
 from qcomp.planning.units import bandwidth, count, seconds, show_bandwidth, show_seconds
@@ -108,7 +109,8 @@ def plan(options: argparse.Namespace) -> str:
                     f"--{name} is {getattr(options, name)!r}; expected it together with --measure"
                 )
         measured = None if options.measured is None else Measured.load(options.measured)
-        return _advice(options, measured)
+        advice = _advice(options, measured)
+        return json.dumps(advice.document, indent=1) if options.json else advice.text
     if options.measured is not None:
         raise ValueError("--measure and --measured are both given; expected one")
     rank, measured = _measure(options)
@@ -116,8 +118,12 @@ def plan(options: argparse.Namespace) -> str:
         return ""
     if options.out is not None:
         measured.save(options.out)
+    advised = None if options.params is None else _advice(options, measured)
+    if options.json:
+        document = {"measured": measured.document, "advice": None if advised is None else advised.document}
+        return json.dumps(document, indent=1)
     text = _found(measured)
-    return text if options.params is None else f"{text}\n\n{_advice(options, measured)}"
+    return text if advised is None else f"{text}\n\n{advised.text}"
 
 
 def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -132,7 +138,7 @@ def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse_or_explain
 
 
-def _advice(options: argparse.Namespace, measured: Measured | None) -> str:
+def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
     compute = None if options.compute_ms is None else options.compute_ms / 1e3
     if compute is None and measured is not None:
         compute = measured.compute
@@ -157,7 +163,7 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> str:
     advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup)
     if options.picture is not None:
         draw(advice, options.picture)
-    return advice.text
+    return advice
 
 
 def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qcomp.comm.base import Communicator
+from qcomp.comm.broadcasting import broadcast
 from qcomp.comm.launch import world
 from qcomp.comm.local import LocalCommunicator, run_local
 
@@ -18,6 +19,7 @@ __all__ = [
     "MPICommunicator",
     "NCCLCommunicator",
     "TorchCommunicator",
+    "broadcast",
     "run_local",
     "world",
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qcomp.comm.local import LocalCommunicator
 from qcomp.core.errors import CommunicatorError
+from qcomp.core.warning import warn_caller
 
 if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator
@@ -18,6 +19,8 @@ __all__ = ["world"]
 
 # Where each launcher leaves the number of its processes. srun comes last: it may have started the others.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# What says how many processes there shall be, but does not start them.
+_PLANNED_SIZES = ("SLURM_NTASKS", "WORLD_SIZE")
 
 
 @functools.cache
@@ -47,6 +50,11 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
     CommunicatorError
         If the mpirun of another MPI than mpi4py's started this process, or the other ranks do not come in time.
 
+    Warns
+    -----
+    UserWarning
+        If the environment announces several processes, as a batch job of Slurm does, and no launcher started this one.
+
     Examples
     --------
     >>> world()
@@ -59,6 +67,7 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
         return torch_world(timeout=timeout)
     announced = _mpi_size(environment)
     if announced == 1:
+        _warn_if_alone_among_others(environment)
         return LocalCommunicator.alone()
 
     from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415  (starts MPI)
@@ -81,6 +90,18 @@ def _started_by_torchrun(environment: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment or (
         {"RANK", "MASTER_ADDR"} <= environment.keys() and _mpi_size(environment) == 1
     )
+
+
+def _warn_if_alone_among_others(environment: Mapping[str, str]) -> None:
+    if any(variable in environment for variable in _MPI_SIZES):
+        return  # the launcher has started one process
+    for variable in _PLANNED_SIZES:
+        planned = environment.get(variable, "1")
+        if planned != "1":
+            warn_caller(
+                f"{variable} is {planned}, but no launcher started this process, so it trains alone: start "
+                "the program with srun, mpirun or torchrun"
+            )
 
 
 def _mpi_size(environment: Mapping[str, str]) -> int | None:

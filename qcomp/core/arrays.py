@@ -4,13 +4,14 @@ Everything that depends on the library of an array is in this module; the rest o
 path for NumPy, torch, CuPy, JAX and any other library of the standard.
 """
 
+import hashlib
 import math
 import sys
 from functools import cache
 from typing import Any
 
 import array_api_compat
-from array_api_compat import device, is_torch_array
+from array_api_compat import device, is_array_api_obj, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import chosen
@@ -25,6 +26,7 @@ __all__ = [
     "concat",
     "detached",
     "device",
+    "digest",
     "divide",
     "dtype_name",
     "empty_like",
@@ -35,7 +37,9 @@ __all__ = [
     "is_mutable",
     "is_traced",
     "itemsize",
+    "kind_of_array",
     "require_below",
+    "require_dense",
     "require_like",
     "sqrt",
     "to_compute_dtype",
@@ -52,7 +56,13 @@ TINY = 2.0**-126
 LIMIT = 2.0**100
 """Magnitudes from here on are refused like infinities: below it no sum, range or norm of a bucket overflows."""
 
-_ITEMSIZE = {"uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
+_ITEMSIZE = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
 
 if sys.byteorder != "little":
     raise ImportError(f"qcomp's wire format is little-endian; this machine is {sys.byteorder}-endian")
@@ -70,6 +80,27 @@ def array_namespace(*arrays: Array) -> Namespace:
     if found is None:
         found = _namespaces[kind] = array_api_compat.array_namespace(*arrays)
     return found
+
+
+def require_dense(x: Any, argument: str) -> None:
+    """Raise TypeError unless x is a whole array with a value for each element."""
+    if hasattr(x, "device_mesh") and hasattr(x, "placements"):
+        raise TypeError(
+            f"{argument} is a {kind_of_array(x)}, of which each rank holds a shard; expected whole arrays: average "
+            "sharded models by their own framework, or wrap them in DistributedDataParallel and use "
+            "qcomp.integrations.ddp"
+        )
+    if getattr(x, "is_sparse", False) or getattr(x, "is_sparse_csr", False):
+        raise TypeError(f"{argument} is sparse; expected a dense array, such as {argument}.to_dense()")
+    if not is_array_api_obj(x):
+        raise TypeError(f"{argument} is a {kind_of_array(x)}; expected an array")
+
+
+def kind_of_array(x: Any) -> str:
+    """Return the library and the class of an array, such as ``"torch.Tensor"``."""
+    kind = type(x)
+    library = kind.__module__.partition(".")[0]
+    return kind.__name__ if library == "builtins" else f"{library}.{kind.__name__}"
 
 
 def dtype_name(dtype: Any) -> str:
@@ -156,6 +187,11 @@ def host_bytes(data: Array) -> bytes:
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
     host = (data if to_host is None else to_host()).__array__()
     return bytes(host.tobytes())
+
+
+def digest(x: Array) -> str:
+    """Return 128 bits in hexadecimal digits that are equal for equal elements, of whatever library and layout."""
+    return hashlib.sha256(host_bytes(x)).hexdigest()[:32]
 
 
 def from_host_bytes(data: bytes | bytearray | memoryview, like: Array) -> Array:

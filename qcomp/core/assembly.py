@@ -13,6 +13,7 @@ from qcomp.core.arrays import (
     dtype_name,
     empty_like,
     is_mutable,
+    require_dense,
     to_compute_dtype,
 )
 from qcomp.core.chunks import Segment
@@ -33,10 +34,13 @@ __all__ = [
 
 
 def as_list(x: Array | Sequence[Array]) -> list[Array]:
-    """Return one or several tensors as a list."""
-    tensors = list(x) if isinstance(x, list | tuple) else [x]
+    """Return one or several tensors as a list; raise TypeError unless all are dense arrays."""
+    several = isinstance(x, list | tuple)
+    tensors = list(x) if several else [x]
     if not tensors:
         raise ValueError("x is empty; expected an array or a sequence of at least one")
+    for index, tensor in enumerate(tensors):
+        require_dense(tensor, f"x[{index}]" if several else "x")
     return tensors
 
 

@@ -1,7 +1,7 @@
 """Optimizer state as a flat dict of named arrays and scalars, for any file format."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from qcomp.core.arrays import Array, array_namespace, device, dtype_name, host_bytes
@@ -9,6 +9,7 @@ from qcomp.core.exchange import CompressedMean
 from qcomp.core.state import OptimizerState
 
 __all__ = [
+    "MAKER",
     "NUMBER",
     "SCHEMA",
     "SERVER",
@@ -33,6 +34,9 @@ _SCALARS = ("step", "stage", "rank", "size", "skipped")
 
 TOPOLOGY = "topology"
 """The key of what a mean of topology "auto" has chosen."""
+
+MAKER = "made_by"
+"""The key of what made a state: class and settings of the optimizer, as JSON text."""
 
 NUMBER = "number."
 """Before the names of `OptimizerState.numbers`."""
@@ -164,12 +168,17 @@ def plain(value: Any) -> Any:
 
 def require_schema(saved: Mapping[str, Any]) -> None:
     """Raise ValueError unless this release reads the schema of a dict, and knows its scalars by that."""
-    schema = plain(saved.get("schema", 0))
-    if int(schema) != SCHEMA:
-        raise ValueError(f"the state has schema {schema}; this release reads schema {SCHEMA}")
-    missing = [key for key in sorted(_plain_keys() - {TOPOLOGY}) if key not in saved]
+    missing = [key for key in sorted(_plain_keys() - {MAKER, TOPOLOGY}) if key not in saved]
     if missing:
-        raise ValueError(f"the state lacks {missing}; expected a dict from state_dict")
+        raise ValueError(
+            f"saved has the keys {_some(saved) or 'of nothing'}, but not {_some(missing)}; expected a dict from the "
+            "state_dict of one of qcomp's optimizers"
+        )
+    schema = int(plain(saved["schema"]))
+    if schema != SCHEMA:
+        raise ValueError(
+            f"the state has schema {schema}, the format of another release of qcomp; this one reads schema {SCHEMA}"
+        )
 
 
 def require_keys(present: Any, expected: Any) -> None:
@@ -177,8 +186,12 @@ def require_keys(present: Any, expected: Any) -> None:
     present = {key for key in present if key not in _plain_keys()}
     if present != set(expected):
         missing, unknown = sorted(set(expected) - present), sorted(present - set(expected))
+        found = f"it lacks {_some(missing)}" if missing else ""
+        found += " and " if missing and unknown else ""
+        found += f"it has {_some(unknown)}, which this optimizer does not keep" if unknown else ""
         raise ValueError(
-            f"the state lacks {missing[:5]} and has {unknown[:5]} too many: another model or optimizer"
+            f"the state does not fit: {found}. It was saved by another optimizer, or with another "
+            "model, policy or topology"
         )
 
 
@@ -195,8 +208,15 @@ def require_dtype(dtype: Any, like: Array, key: str) -> None:
         raise ValueError(f"the state has {key} of dtype {dtype}; expected {like.dtype}")
 
 
+def _some(keys: Iterable[str]) -> str:
+    """Name the first of some keys, and say how many more there are."""
+    names = [repr(key) for key in keys]
+    listed = ", ".join(names[:5])
+    return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed
+
+
 def _plain_keys() -> set[str]:
-    return {"schema", "history", TOPOLOGY, *_SCALARS}
+    return {"schema", "history", MAKER, TOPOLOGY, *_SCALARS}
 
 
 def _like(value: Any, like: Array, key: str) -> Array:

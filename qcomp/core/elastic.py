@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import gather_texts
 from qcomp.core.manifest import Entry, Manifest, describe, facts_of, holders, kind_of, require_agreement
 from qcomp.core.transport import AllGather, AllToAll, Stages, join, joined_size, split
+from qcomp.core.warning import warn_caller
 
 __all__ = ["World", "regroup"]
 
@@ -42,6 +42,8 @@ class World(NamedTuple):
     """Returns the arrays that this rank keeps when a stage begins, by key."""
     like: Array
     """Gives the library and the device of what is exchanged."""
+    accept: Callable[[Saved], None]
+    """Raises ValueError for a dict that something else than this optimizer has saved."""
 
     def place(self, key: str) -> tuple[str, int]:
         """Return the tensor that a residual is of, and where in it the residual starts."""
@@ -85,7 +87,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     `CompressedMean` goes on. Sends the facts of each dict as text, 2 (N - 1) / N * 32 bits an element of what is
     averaged and, if a rank has no dict to contribute, what is the same in all dicts from one rank to all.
     """
-    texts = yield from gather_texts(json.dumps(facts_of(saved)), world.size, world.like)
+    texts = yield from gather_texts(json.dumps(facts_of(saved, world.accept)), world.size, world.like)
     old_holders = holders([json.loads(text) for text in texts])
     has = {int(plain(each["rank"])): each for each in saved}
     mine = {old: has[old] for old, holder in enumerate(old_holders) if holder == world.rank}
@@ -154,10 +156,9 @@ def _merge(
     """Return what this rank begins with in a world that is another one."""
     own_kinds = world.own_kinds(manifests[0].scalars["stage"])
     covered = _require_mergeable(manifests, template, world)
-    warnings.warn(
+    warn_caller(
         f"a state of {len(manifests)} ranks goes on with {world.size}, or with other chunks: every rank begins with "
-        "the total of the residuals, so nothing that compression owes is lost, but no run without a stop is the same",
-        stacklevel=6,
+        "the total of the residuals, so nothing that compression owes is lost, but no run without a stop is the same"
     )
     arrays = {}
     for key, entry in manifests[0].but_kinds(WORKER, SERVER, *own_kinds).items():

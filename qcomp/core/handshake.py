@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from qcomp.core.arrays import Array, array_namespace, device, host_bytes
@@ -17,7 +18,13 @@ _ABSENT = object()
 _LONGEST_VALUE = 100
 
 
-def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> None:
+def handshake(
+    comm: Transport,
+    facts: Mapping[str, object],
+    *,
+    like: Array,
+    explain: Mapping[str, Callable[[Sequence[Any]], str | None]] = MappingProxyType({}),
+) -> None:
     """Make sure that all ranks agree about some facts.
 
     Sends 8 bytes and the facts' JSON text to every other rank; the version of qcomp is always among the facts.
@@ -30,6 +37,8 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
         cannot hold counts as its `str`.
     like : array
         Gives the library and the device of the buffers that are exchanged.
+    explain : mapping of str to callable
+        Says what is different about a fact, from what each rank has of it.
 
     Raises
     ------
@@ -54,10 +63,10 @@ def handshake(comm: Transport, facts: Mapping[str, object], *, like: Array) -> N
     if len(set(texts)) == 1:
         return
     held: list[dict[str, object]] = [json.loads(text) for text in texts]
-    differences = [
-        _describe(key, [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held])
-        for key in sorted({key for facts_of_rank in held for key in facts_of_rank})
-    ]
+    differences = []
+    for key in sorted({key for facts_of_rank in held for key in facts_of_rank}):
+        values = [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held]
+        differences.append(explain[key](values) if key in explain else _describe(key, values))
     raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
 
 

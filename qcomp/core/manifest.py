@@ -1,18 +1,15 @@
 """What the ranks tell each other of saved dicts before they go on in another world."""
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qcomp.core.arrays import dtype_name, host_bytes, itemsize
-from qcomp.core.checkpoint import NUMBER, SERVER, WORKER, array_keys, plain, require_schema
+from qcomp.core.arrays import digest, dtype_name, itemsize
+from qcomp.core.checkpoint import MAKER, NUMBER, SERVER, WORKER, array_keys, plain, require_schema
 from qcomp.core.naming import name_ranks
 
 __all__ = ["Entry", "Manifest", "describe", "facts_of", "holders", "kind_of", "require_agreement"]
-
-_DIGEST_DIGITS = 32
 
 
 def kind_of(key: str) -> str:
@@ -49,17 +46,21 @@ class Manifest(NamedTuple):
         return {key: entry for key, entry in self.arrays.items() if kind_of(key) not in kinds}
 
 
-def facts_of(saved: Any) -> Any:
-    """Return the facts of the dicts that a rank has, or a text that says what is wrong with them."""
+def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
+    """Return the facts of the dicts that a rank has, or a text that says what is wrong with them.
+
+    ``accept`` raises for a dict that is not welcome.
+    """
     facts = []
     try:
         for each in saved:
             if not isinstance(each, Mapping):
                 return f"saved has a {type(each).__name__}; expected dicts from state_dict"
             require_schema(each)
+            accept(each)
             place = [int(plain(each[name])) for name in ("rank", "size", "step")]
             facts.append([*place, str(plain(each["stage"]))])
-    except (TypeError, ValueError) as error:  # told to all ranks, instead of leaving them waiting
+    except Exception as error:  # tell all ranks, so that none waits
         return str(error)
     return facts
 
@@ -103,6 +104,7 @@ def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
     """Describe a dict: what must be the same in all dicts by value or digest, the rest by shape."""
     scalars: dict[str, Any] = {key: float(plain(saved[key])) for key in saved if key.startswith(NUMBER)}
     scalars |= {name: int(plain(saved[name])) for name in ("step", "skipped")}
+    scalars |= {MAKER: str(plain(saved[MAKER]))} if MAKER in saved else {}
     scalars |= {
         "stage": str(plain(saved["stage"])),
         "history": [float(value) for value in plain(saved["history"])],
@@ -111,8 +113,7 @@ def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
     for key in array_keys(saved):
         value = saved[key]
         own = kind_of(key) in (WORKER, SERVER, *own_kinds)
-        digest = "" if own else hashlib.sha256(host_bytes(value)).hexdigest()[:_DIGEST_DIGITS]
-        arrays[key] = Entry(tuple(value.shape), dtype_name(value.dtype), digest)
+        arrays[key] = Entry(tuple(value.shape), dtype_name(value.dtype), "" if own else digest(value))
     return Manifest(scalars, arrays)
 
 

@@ -37,6 +37,8 @@ class OptimizerState(NamedTuple):
     """Further numbers by name, the same on all ranks."""
     compressors: tuple[Compressor, ...] = ()
     """What a policy has chosen for each tensor that is not exact; empty if all have the optimizer's compressor."""
+    stream: int = 0
+    """Which random draws are this optimizer's: ``Key.tensor`` of its keys."""
 
     @classmethod
     def first(cls, stage: str, names: tuple[str, ...], rank: int, size: int) -> "OptimizerState":

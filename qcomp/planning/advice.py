@@ -1,15 +1,15 @@
 """Whether to compress, and how: all methods beside the plain ones, and a recommendation."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.planning.cluster import Cluster, Job
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
-from qcomp.planning.units import show_bandwidth, show_bytes, show_seconds
+from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_seconds
 
 __all__ = ["WORTHWHILE", "Advice", "Row", "advise", "methods_of"]
 
@@ -67,6 +67,40 @@ class Advice:
     def text(self) -> str:
         """What `qcomp plan` prints."""
         return "\n".join([*self._question(), "", *self._table(), "", self.reason])
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What `qcomp plan --json` prints: seconds, bytes, bytes a second, and None for infinity.
+
+        A method ``pays_below`` a bandwidth between nodes: 0 on no link, None on any. All-reduces do not have it.
+        """
+        methods = []
+        for row in self.rows:
+            time, method = row.time, row.time.method
+            entry = {
+                "method": method.label,
+                "topology": method.topology,
+                "compressor": None if method.compressor is None else method.compressor.spec,
+                "step": time.seconds,
+                "encode_decode": time.codec,
+                "sending": time.wire,
+                "sent": time.sent,
+                "speedup": row.speedup,
+                "run_speedup": row.run_speedup,
+            }
+            methods.append(
+                finite(entry if row.break_even is None else {**entry, "pays_below": row.break_even})
+            )
+        return {
+            "job": asdict(self.job),
+            "cluster": finite(asdict(self.cluster)),
+            "machine": self.machine.source,
+            "warmup": self.warmup,
+            "methods": methods,
+            "compress": self.compress,
+            "recommended": self.best.time.method.label,
+            "reason": self.reason,
+        }
 
     def _question(self) -> Iterator[str]:
         job, cluster = self.job, self.cluster

@@ -9,6 +9,7 @@ from typing import Any
 
 from qcomp.planning.cluster import Cluster, Link
 from qcomp.planning.machine import Machine, Speed
+from qcomp.planning.units import finite
 
 __all__ = ["Measured"]
 
@@ -36,10 +37,15 @@ class Measured:
     compute: float | None = None
     spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    @property
+    def document(self) -> dict[str, Any]:
+        """What `save` writes, with None for infinity."""
+        document: dict[str, Any] = finite({"format": _FORMAT, **asdict(self)})
+        return document
+
     def save(self, path: str | Path) -> None:
         """Write a file that `load` reads."""
-        document = {"format": _FORMAT, **asdict(self)}
-        Path(path).write_text(json.dumps(_finite(document), indent=1) + "\n")
+        Path(path).write_text(json.dumps(self.document, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Measured":
@@ -62,13 +68,6 @@ class Measured:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not what qcomp plan --measure writes: {error}") from error
-
-
-def _finite(value: Any) -> Any:
-    """Return a document without infinities, which JSON has none of."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    return None if value == math.inf else value
 
 
 def _link(document: Mapping[str, Any]) -> Link:

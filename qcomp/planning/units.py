@@ -1,8 +1,11 @@
 """Numbers with units as people write them: 350M parameters, 10gbit, 25us."""
 
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["bandwidth", "count", "seconds", "show_bandwidth", "show_bytes", "show_seconds"]
+__all__ = ["bandwidth", "count", "finite", "seconds", "show_bandwidth", "show_bytes", "show_seconds"]
 
 _WRITTEN = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-zµ/]*)")
 
@@ -100,3 +103,16 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     name, factor = next(((n, f) for n, f in units if value >= f * 0.9995), units[-1])
     scaled = value / factor
     return f"{scaled:.0f} {name}" if scaled >= 99.95 else f"{scaled:.3g} {name}"
+
+
+def finite(value: Any) -> Any:
+    """Return a document with None for infinity, which JSON has not.
+
+    Examples
+    --------
+    >>> finite({"streams": math.inf, "ranks": 4})
+    {'streams': None, 'ranks': 4}
+    """
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    return None if value == math.inf else value

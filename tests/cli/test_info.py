@@ -1,5 +1,6 @@
 """``qcomp info`` says which kernels run for which array, and why."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,38 @@ def test_says_what_was_asked_for(capsys):
     assert "was asked for; numba would take numpy arrays" in lines(capsys)["numpy on cpu"]
 
 
+def test_a_set_without_arrays_to_run_on_is_not_available(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
+    found = lines(capsys)
+    assert found["cupy on cuda"].endswith("cupy is not installed")
+    assert found["cupy"] == "cupy: not available; cupy is not installed"
+
+
+def test_json_says_the_same(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    text = lines(capsys)
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["qcomp"] == qcomp.__version__
+    rows = {row["arrays"]: row for row in facts["arrays"]}
+    assert rows["numpy on cpu"]["kernels"] == dict.fromkeys(("float32", "float16", "bfloat16"), "numba") | {
+        "float64": "pure"
+    }
+    assert rows["cupy on cuda"]["kernels"]["float32"] is None
+    sets = {kernels["name"]: kernels for kernels in facts["kernels"]}
+    assert sets["numba"]["available"]
+    assert not sets["cupy"]["available"]
+    for name, kernels in sets.items():
+        assert text[name] == f"{name}: {kernels['reason']}"
+
+
 @pytest.mark.parametrize(
-    "command", [[Path(sys.executable).parent / "qcomp"], [sys.executable, "-m", "qcomp.cli"]]
+    "command",
+    [
+        [Path(sys.executable).parent / "qcomp"],
+        [sys.executable, "-m", "qcomp"],
+        [sys.executable, "-m", "qcomp.cli"],
+    ],
 )
 def test_is_installed_as_a_command(command):
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)

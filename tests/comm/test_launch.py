@@ -42,8 +42,7 @@ def run_python(code, *, warnings="error", **environment):
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"},
-        # A batch script runs on one of the nodes that it has; only srun's steps are ranks.
-        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
     ],
     ids=str,
 )
@@ -54,6 +53,25 @@ def test_one_process_is_a_world_of_one(monkeypatch, environment):
     assert isinstance(comm, LocalCommunicator)
     assert (comm.rank, comm.size) == (0, 1)
     assert world() is comm
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        # A batch script runs on one of the nodes that it has; only srun's steps are ranks.
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "0"},
+    ],
+    ids=str,
+)
+def test_a_process_alone_where_several_are_announced_is_a_warning(monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (first, *_) = environment
+    with pytest.warns(UserWarning, match=f"{first} is 2, but no launcher started this process") as warned:
+        assert world().size == 1
+    assert [w.filename for w in warned] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ for tensor in range(len(shapes)):
     try:
         opt.step(params, grads, state, comm)
     except qcomp.NonFiniteError as error:
-        assert shapes[tensor][0] and "a value on rank 1 is not finite" in str(error), error
+        blamed = f"the gradient of '{tensor}' on rank 1 is not finite"
+        assert shapes[tensor][0] and blamed in str(error), error
         assert held(opt, state) == before
 params, state = opt.step(params, gradient(comm.rank, 2), state, comm)
 print(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest(), flush=True)

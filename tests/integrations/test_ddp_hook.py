@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("torch")
 
 PLAIN = """
+from qcomp.core.optimizers.agreement import stream_of
 policy = qcomp.ExactBelow(100)
 options = {"exact": policy, "seed": 5}
 def compressed(mean, model, state, step):
@@ -13,7 +14,8 @@ def compressed(mean, model, state, step):
     own = [g.detach() for g in torch.autograd.grad(loss(model, step), list(model.parameters()))]
     means, _ = EXACT(own, qcomp.MeanState(me, n, (), ()), comm)
     if step >= 2:
-        some, state = mean([own[i] for i in chosen], state, comm, key=qcomp.Key(seed=5, step=step, rank=me))
+        key = qcomp.Key(seed=5, step=step, tensor=stream_of(*zip(*model.named_parameters(), strict=True)), rank=me)
+        some, state = mean([own[i] for i in chosen], state, comm, key=key)
         for i, m in zip(chosen, some, strict=True):
             means[i] = m
     return means, state

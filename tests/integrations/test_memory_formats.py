@@ -98,8 +98,9 @@ for view in (True, False):
         of_mean = mean.init([p.detach().contiguous() for p in model.module.parameters()], comm)
         for step in range(3):
             own = gradients_of(model, step)
-            expected, of_mean = mean(own, of_mean, comm, key=qcomp.Key(seed=3, step=step))
             model(step).backward()
+            key = qcomp.Key(seed=3, step=step, tensor=state._step.state.stream)
+            expected, of_mean = mean(own, of_mean, comm, key=key)
             assert same(expected, gradients(model)), (view, formats, step)
             kept_here = state._step.state.exchange
             assert same(of_mean.worker, kept_here.worker) and same(of_mean.server, kept_here.server)

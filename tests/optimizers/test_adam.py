@@ -316,9 +316,12 @@ class TestArguments:
         opt, comm = qcomp.Adam(learning_rate=0.1), LocalCommunicator.alone()
         x = np.ones((2, 3))
         state = opt.init(x, comm)
-        for bad in (np.ones((3, 2)), [x, x]):
-            with pytest.raises(ValueError, match=r"grads has shapes .*; params has \[\(2, 3\)\]"):
-                opt.step(x, bad, state, comm)
+        with pytest.raises(
+            ValueError, match=r"grads\[0\], the gradient of '0', has shape \(3, 2\); expected \(2, 3\)"
+        ):
+            opt.step(x, np.ones((3, 2)), state, comm)
+        with pytest.raises(ValueError, match="grads has 2 arrays; params has 1"):
+            opt.step(x, [x, x], state, comm)
         with pytest.raises(ValueError, match="params is empty"):
             opt.init([], comm)
         with pytest.raises(

@@ -54,12 +54,12 @@ def spread(saved: list[dict], size: int, how: str) -> list[list[dict]]:
     raise ValueError(how)
 
 
-def load(opt: Any, passed: list, params: list, *, convert: Callable = list) -> list:
+def load(opt: Any, passed: list, params: list, *, convert: Callable = list, strict: bool = True) -> list:
     """The state of each new rank, or what it raised."""
 
     def rank_main(comm):
         try:
-            return opt.load_state_dict(passed[comm.rank], convert(params), comm, NAMES)
+            return opt.load_state_dict(passed[comm.rank], convert(params), comm, NAMES, strict=strict)
         except (ValueError, MismatchError) as error:
             return error
 
@@ -228,7 +228,7 @@ def test_other_chunks_in_a_world_of_the_same_size(grads, old, new, size):
     """Another topology, or other buckets: the residuals are somewhere else, and their total is kept as well."""
     saved, params = saved_by(sgd(topology=old), grads, 2)
     for opt in (sgd(topology=new), sgd(topology=new, compressor=qcomp.ScaledSign(16))):
-        assert_total_is_kept(opt, saved, load(opt, [saved] * size, params), 2.0**-24)
+        assert_total_is_kept(opt, saved, load(opt, [saved] * size, params, strict=False), 2.0**-24)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -453,8 +453,8 @@ class TestErrors:
 
     def test_of_another_model(self, grads):
         saved, params = saved_by(sgd(momentum=0.9), grads, 2)
-        assert "another model or optimizer" in self.error(sgd(), [saved] * 3, params)
-        assert "another model or optimizer" in self.error(one_bit(), [saved] * 3, params)
+        assert "with another model" in self.error(sgd(), [saved] * 3, params)
+        assert "was saved by CompressedSGD; this is OneBitAdam" in self.error(one_bit(), [saved] * 3, params)
         wider = [*params[:1], np.zeros((7, 6), np.float32), *params[2:]]
         message = self.error(sgd(momentum=0.9), [saved] * 3, wider)
         assert "momentum.layer.0/weight of shape (7, 5); expected (7, 6)" in message
@@ -477,11 +477,13 @@ class TestErrors:
         message = self.error(sgd(), [["a file name"], saved], params)
         assert message == "on rank 0: saved has a str; expected dicts from state_dict"
         message = self.error(sgd(), [[{**saved[0], "schema": 2}], saved[1:]], params)
-        assert message == "on rank 0: the state has schema 2; this release reads schema 1"
+        assert message == (
+            "on rank 0: the state has schema 2, the format of another release of qcomp; this one reads schema 1"
+        )
         message = self.error(sgd(), [saved, None], params)
         assert message == "on rank 1: 'NoneType' object is not iterable"
         message = self.error(sgd(), [[], [{"schema": 1}]], params)
-        assert "on rank 1: the state lacks ['history', 'rank'" in message
+        assert "on rank 1: saved has the keys 'schema', but not 'history', 'rank'" in message
 
     def test_a_dict_on_one_rank_and_a_list_on_another(self, grads):
         saved, params = saved_by(sgd(), grads, 2)

@@ -56,6 +56,10 @@ DIFFERENCES = {
         {"opt": replace(BASE, learning_rate=abs)},
         "settings.learning_rate is '0.1' on {}, but 'abs' on {}",
     ),
+    "lambdas": (
+        {"opt": replace(BASE, learning_rate=lambda step: 0.1 / (1 + step))},
+        "rates",
+    ),
     "names": ({"names": ["weight", "b"]}, "names[1] is 'bias' on {}, but 'b' on {}"),
     "shapes": ({"params": [np.zeros((4, 6), np.float32), PARAMS[1]]}, "shapes[0][1] is 5 on {}, but 6 on {}"),
     "dtypes": (
@@ -151,3 +155,69 @@ def test_a_policy_with_an_address_in_its_repr():
         return replace(BASE, exact=Policy(), freeze=Rule()).init(PARAMS, comm, NAMES).step
 
     assert run_local(2, rank_main) == [0, 0]
+
+
+def differing(value: float, index: int = 1) -> list[np.ndarray]:
+    """The parameters with another element in one of them."""
+    params = [p.copy() for p in PARAMS]
+    params[index].flat[-1] = value
+    return params
+
+
+class TestValues:
+    def test_the_first_that_differs_is_named_with_the_ranks(self):
+        raised = start({2: {"params": differing(1.0)}})
+        assert len(set(raised)) == 1
+        assert "the parameter 'bias' has one value on ranks 0 and 1, and others on rank 2" in raised[0]
+        assert "params = qcomp.comm.broadcast(params, comm)" in raised[0]
+        raised = start({0: {"params": differing(1e-38, 0)}, 1: {"params": differing(2.0, 0)}})
+        assert "the parameter 'weight' has one value on rank 0, and others on rank 1; rank 2" in raised[0]
+
+    @pytest.mark.parametrize(
+        "name", ["Adam", "QAdam", "ZeroOneAdam", "OneBitLamb", "CompressedSGD", "EF21SGD", "QSVRG"]
+    )
+    def test_every_optimizer_compares_them(self, name):
+        options = {"learning_rate": 0.1} | ({} if name == "Adam" else {"exact": None})
+        options |= {"freeze": 200} if name in ("QAdam", "OneBitLamb") else {}
+        opt = getattr(qcomp, name)(**options)
+        raised = start({0: {"opt": opt}, 1: {"opt": opt, "params": differing(3.0)}, 2: {"opt": opt}})
+        assert all("the parameter 'bias' has one value on ranks 0 and 2" in text for text in raised)
+
+    def test_equal_values_of_all_libraries_and_layouts_are_equal(self, libraries):
+        values = [np.arange(20, dtype=np.float32).reshape(4, 5), np.linspace(-1, 1, 7, dtype=np.float32)]
+        names = list(libraries)
+        given = {name: [libraries[name].array(v) for v in values] for name in names}
+
+        def rank_main(comm):
+            if comm.rank == len(names):
+                return BASE.init(
+                    [np.asfortranarray(values[0]), np.repeat(values[1], 2)[::2]], comm, NAMES
+                ).step
+            return BASE.init(given[names[comm.rank]], comm, NAMES).step
+
+        assert run_local(len(names) + 1, rank_main, timeout=30) == [0] * (len(names) + 1)
+
+    def test_a_resumed_rank_must_have_them_too(self):
+        def rank_main(comm):
+            params = [p + 1 for p in PARAMS]
+            state = BASE.init(params, comm, NAMES)
+            saved = BASE.state_dict(state)
+            with pytest.raises(MismatchError, match="the parameter 'weight' has one value on rank 0"):
+                BASE.load_state_dict(saved, [p + comm.rank for p in params], comm, NAMES)
+            return BASE.load_state_dict(saved, params, comm, NAMES).step
+
+        assert run_local(2, rank_main) == [0, 0]
+
+    def test_ranks_that_go_on_alone_may_resume_apart(self):
+        opt = qcomp.ZeroOneAdam(learning_rate=0.1, freeze=2, sync_steps=qcomp.LocalSteps(1, 4), exact=None)
+
+        def rank_main(comm):
+            params, state = PARAMS, opt.init(PARAMS, comm, NAMES)
+            while state.stage != "local":
+                grads = [np.full(p.shape, 1.0 + comm.rank, np.float32) for p in PARAMS]
+                params, state = opt.step(params, grads, state, comm)
+            assert opt.load_state_dict(opt.state_dict(state), params, comm, NAMES).stage == "local"
+            return params[0].tobytes()
+
+        first, second = run_local(2, rank_main)
+        assert first != second

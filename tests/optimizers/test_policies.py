@@ -279,7 +279,7 @@ class TestCheckpoint:
         other = sgd(compressors=ByName({"norm": None, "*": TopK(2, 8)}))
 
         def rank_main(comm):
-            return other.load_state_dict(saved, grads(SHAPES, 99, 0), comm, NAMES)
+            return other.load_state_dict(saved, grads(SHAPES, 99, 0), comm, NAMES, strict=False)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

@@ -1,5 +1,6 @@
 """``qcomp plan``: what it prints, what it writes, and how it refuses."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -29,6 +30,21 @@ class TestPredicting:
         assert printed(capsys, *EXAMPLE) == advice.text + "\n"
         for row in advice.rows:
             assert row.time.method.label in advice.text
+
+    def test_json_holds_the_numbers_of_the_text(self, capsys):
+        advice = advise(Job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
+        document = json.loads(printed(capsys, *EXAMPLE, "--json"))
+        assert document["recommended"] == advice.best.time.method.label
+        assert document["reason"] == advice.reason
+        assert document["compress"] is advice.compress
+        assert document["cluster"]["ranks"] == 64
+        assert document["cluster"]["inside"]["streams"] is None  # without end
+        assert [m["step"] for m in document["methods"]] == [row.time.seconds for row in advice.rows]
+        for method, row in zip(document["methods"], advice.rows, strict=True):
+            plain = row.time.method.is_allreduce
+            assert method["compressor"] == (None if plain else row.time.method.compressor.spec)
+            assert ("pays_below" in method) is not plain
+            assert method["sent"] == row.time.sent
 
     def test_every_option_counts(self, capsys):
         options = [
@@ -136,6 +152,14 @@ class TestMeasuring:
     )
     def test_a_step_that_is_not_there(self, capsys, train, step, message):
         assert message in refused(capsys, *self.SMALL, "--step", step)
+
+    def test_json_holds_what_was_measured_and_what_it_advises(self, capsys, train):
+        alone = json.loads(printed(capsys, *self.SMALL, "--step", f"{train}:step", "--json"))
+        assert list(alone["measured"]["machine"]["speeds"]) == [qcomp.ScaledSign().spec]
+        assert alone["advice"] is None
+        asked = ("--params", "1M", "--ranks", "4", "--link", "1gbit", "--json")
+        both = json.loads(printed(capsys, *self.SMALL, "--step", f"{train}:step", *asked))
+        assert both["advice"]["job"]["params"] == 1_000_000
 
     def test_measured_already(self, capsys):
         assert "expected one" in refused(capsys, *self.SMALL, "--measured", "measured.json")

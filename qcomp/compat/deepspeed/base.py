@@ -14,7 +14,8 @@ from qcomp.core.exchange import MeanState
 from qcomp.core.handshake import handshake
 from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.tensors import as_tensors, zeros_like
+from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.optimizers.tensors import as_gradients, as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.transport import Stages, Transport, fuse
 
@@ -92,12 +93,8 @@ class DeepSpeedOptimizer(Optimizer):
 
     def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, for those who move the buffers themselves."""
-        tensors, gradients = as_tensors(params, "params"), as_tensors(grads, "grads")
-        if [tuple(g.shape) for g in gradients] != [tuple(p.shape) for p in tensors]:
-            raise ValueError(
-                f"grads has shapes {[tuple(g.shape) for g in gradients]}; "
-                f"params has {[tuple(p.shape) for p in tensors]}"
-            )
+        tensors = as_tensors(params, "params")
+        gradients = as_gradients(grads, tensors, state.names)
         if state.step == 0:
             return params, state._replace(step=1)
         values = [to_compute_dtype(p) for p in tensors]
@@ -105,9 +102,9 @@ class DeepSpeedOptimizer(Optimizer):
             moved, new_state = yield from self._advance(
                 values, [to_compute_dtype(g) for g in gradients], state
             )
-        except NonFiniteError:
+        except NonFiniteError as error:
             if self.nonfinite == "raise":
-                raise
+                raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return params, state._replace(skipped=state.skipped + 1)
         new_params = [
             array_namespace(p).astype(m, p.dtype, copy=False) for p, m in zip(tensors, moved, strict=True)
@@ -122,6 +119,8 @@ class DeepSpeedOptimizer(Optimizer):
         params: Any,
         comm: Transport,
         names: Sequence[str] | None = None,
+        *,
+        strict: bool = True,
     ) -> OptimizerState:
         """Return the state that `state_dict` has saved, errors included; see `qcomp.Optimizer.load_state_dict`.
 
@@ -143,7 +142,7 @@ class DeepSpeedOptimizer(Optimizer):
                     f"saved is of another number of ranks; expected {comm.size}: the errors belong to the shards "
                     "of these"
                 )
-        return super().load_state_dict(saved, params, comm, names)
+        return super().load_state_dict(saved, params, comm, names, strict=strict)
 
     @abstractmethod
     def _advance(

@@ -51,6 +51,10 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         local = ("momentum", _ACCUMULATOR) if stage == "local" else ()
         return (*super().own_kinds(stage), *local)
 
+    def apart(self, stage: str) -> bool:
+        """Return whether the ranks go on alone."""
+        return stage == "local"
+
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments and errors of zero."""
         state = super().start(params, names, rank, size)

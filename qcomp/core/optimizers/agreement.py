@@ -1,25 +1,60 @@
 """What the ranks of an optimizer must agree on before the first step, in words that are equal where it is."""
 
+import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from qcomp.core.arrays import Array, dtype_name
+from qcomp.core.arrays import Array, digest, dtype_name
 from qcomp.core.compressor import Compressor
+from qcomp.core.naming import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["choices", "facts"]
+__all__ = ["choices", "describe", "digests", "explain_values", "facts", "stream_of"]
+
+_STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
 def facts(optimizer: Any, names: Sequence[str], params: Sequence[Array]) -> dict[str, Any]:
     """Return what an optimizer, a dataclass, was started with."""
     return {
         "optimizer": type(optimizer).__name__,
-        "settings": {f.name: _describe(getattr(optimizer, f.name)) for f in fields(optimizer)},
+        "settings": {f.name: describe(getattr(optimizer, f.name)) for f in fields(optimizer)},
+        "rates": _rates(optimizer.learning_rate),
         "names": list(names),
         "shapes": [list(p.shape) for p in params],
         "dtypes": [dtype_name(p.dtype) for p in params],
     }
+
+
+def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
+    """Return the name of each parameter, and a digest that is equal where it has the same elements, in any library."""
+    return [(name, digest(p)) for name, p in zip(names, params, strict=True)]
+
+
+def explain_values(held: Sequence[Any]) -> str | None:
+    """Say which parameter is the first to differ between the ranks, from the `digests` of each."""
+    if len({len(of_rank) for of_rank in held}) > 1:
+        return None  # they have other parameters, which they are told
+    for of_ranks in zip(*held, strict=True):
+        ranks_of = defaultdict(list)
+        for rank, (_, found) in enumerate(of_ranks):
+            ranks_of[found].append(rank)
+        if len(ranks_of) > 1:
+            name = of_ranks[0][0]
+            groups = [name_ranks(ranks) for ranks in ranks_of.values()]
+            return (
+                f"the parameter {name!r} has one value on {groups[0]}, and others on {'; '.join(groups[1:])}: make "
+                "them alike first, with params = qcomp.comm.broadcast(params, comm)"
+            )
+    return None
+
+
+def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
+    """Return a number by which the draws of this model differ from those of others, the same on all ranks."""
+    shapes = [tuple(p.shape) for p in params]
+    return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 
 
 def choices(state: OptimizerState) -> list[object]:
@@ -30,7 +65,20 @@ def choices(state: OptimizerState) -> list[object]:
     return [None if is_exact else next(compressors).spec for is_exact in state.exact]
 
 
-def _describe(value: object) -> str:
+def _rates(learning_rate: Any) -> list[str]:
+    """Return what a schedule gives at a few steps: its name does not tell one lambda from another."""
+    if not callable(learning_rate):
+        return []
+    rates = []
+    for step in _STEPS:
+        try:
+            rates.append(repr(float(learning_rate(step))))
+        except Exception as error:  # of a schedule that ends before
+            rates.append(type(error).__name__)
+    return rates
+
+
+def describe(value: object) -> str:
     """Describe a setting in words that are equal on ranks with equal settings."""
     if isinstance(value, Compressor):
         return value.spec

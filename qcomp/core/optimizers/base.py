@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from qcomp.core.arrays import Array
-from qcomp.core.checkpoint import TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
+from qcomp.core.checkpoint import MAKER, TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
 from qcomp.core.elastic import World
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
-from qcomp.core.optimizers.agreement import choices, facts
+from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
 from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.makers import maker, require_maker
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.resuming import resume
-from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.optimizers.tensors import as_gradients, as_tensors
 from qcomp.core.patterns import require_matches
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
@@ -26,6 +27,8 @@ from qcomp.core.topologies import TOPOLOGIES, Topology
 from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["Optimizer", "require_rank"]
+
+_EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class Optimizer(ABC):
         The largest global norm sqrt(mean_i |g_i|^2) of the gradients; larger ones are scaled down on all ranks
         by the same factor. Costs an exchange of 8 bytes a step.
     seed : int
-        Of the random draws of the compressor.
+        Of the random draws of the compressor, which also depend on the names and shapes of the parameters. Two
+        optimizers of models that are alike in both, in one job, want different seeds.
     nonfinite : {"raise", "skip"}
         What happens in a step in which a gradient on any rank is infinite or NaN: all ranks raise
         `NonFiniteError`, or all ranks leave the step out and count it. No state is touched either way.
@@ -89,6 +93,10 @@ class Optimizer(ABC):
         """
         return ()
 
+    def apart(self, stage: str) -> bool:  # noqa: ARG002
+        """Return whether the ranks have different parameters in a stage, by design."""
+        return False
+
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins, with residuals of zero."""
         if stage != state.stage:
@@ -128,23 +136,42 @@ class Optimizer(ABC):
         Raises
         ------
         MismatchError
-            On every rank, if the ranks differ in version, optimizer, settings, names or shapes.
+            On every rank, if the ranks differ in version, optimizer, settings, names or shapes, or in the value of a
+            parameter: see `qcomp.comm.broadcast`.
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name.
         """
         tensors = as_tensors(params, "params")
-        names = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
-        if len(set(names)) != len(tensors):
+        names = self._names(names, tensors)
+        return self._begin(tensors, comm, names, values=digests(names, tensors))
+
+    @staticmethod
+    def _names(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
+        """Return the names of parameters, by default their numbers."""
+        chosen = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
+        if len(set(chosen)) != len(tensors) or len(chosen) != len(tensors):
             raise ValueError(
-                f"names has {len(set(names))} different names; params has {len(tensors)} tensors"
+                f"names has {len(set(chosen))} different names; params has {len(tensors)} tensors"
             )
+        return chosen
+
+    def _begin(
+        self,
+        tensors: list[Array],
+        comm: Transport,
+        names: tuple[str, ...],
+        *,
+        values: Sequence[tuple[str, str]] = (),
+    ) -> OptimizerState:
+        """Return what `init` does, after the ranks have compared the digests of the ``values`` of their parameters."""
         state, problem = None, None
         try:
             state = self.start(tensors, names, comm.rank, comm.size)
         except Exception as error:
-            problem = error  # of a policy, perhaps on this rank alone: all are told, and none is left waiting
+            problem = error  # of a policy, perhaps on this rank alone: tell all, so that no rank waits
         compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
-        handshake(comm, facts(self, names, tensors) | {"compressed": compressed}, like=tensors[0])
+        told = facts(self, names, tensors) | {"compressed": compressed, "values": values}
+        handshake(comm, told, like=tensors[0], explain=_EXPLAIN)
         if state is None:
             assert problem is not None
             raise problem
@@ -152,6 +179,7 @@ class Optimizer(ABC):
         on_init = getattr(comm, "on_init", None)  # see qcomp.planning.watch
         if on_init is not None:
             on_init(self, tensors)
+        state = state._replace(stream=stream_of(names, tensors))
         return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(
@@ -186,12 +214,8 @@ class Optimizer(ABC):
 
     def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, for those who move the buffers themselves."""
-        tensors, gradients = as_tensors(params, "params"), as_tensors(grads, "grads")
-        if [tuple(g.shape) for g in gradients] != [tuple(p.shape) for p in tensors]:
-            raise ValueError(
-                f"grads has shapes {[tuple(g.shape) for g in gradients]}; "
-                f"params has {[tuple(p.shape) for p in tensors]}"
-            )
+        tensors = as_tensors(params, "params")
+        gradients = as_gradients(grads, tensors, state.names)
         try:
             scale = 1.0 if self.clip_norm is None else (yield from self.clip_scale(gradients, state))
             means = yield from self.prepare(gradients, state, scale=scale).stages()
@@ -207,7 +231,7 @@ class Optimizer(ABC):
 
         Parameters are named as in `init`. The residuals are this rank's own: every rank keeps its dict.
         """
-        saved = to_state_dict(state, self.mean_of(state))
+        saved = to_state_dict(state, self.mean_of(state)) | {MAKER: maker(self)}
         return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == "auto" else saved
 
     def load_state_dict(
@@ -216,6 +240,8 @@ class Optimizer(ABC):
         params: Any,
         comm: Transport,
         names: Sequence[str] | None = None,
+        *,
+        strict: bool = True,
     ) -> OptimizerState:
         """Return the state that `state_dict` has saved; going on from it is as if there had been no stop.
 
@@ -227,6 +253,9 @@ class Optimizer(ABC):
             one rank, and on some ranks an empty list.
         params, comm, names
             As for `init`.
+        strict : bool
+            Whether the optimizer that saved the state must be of this class, with the same compressors. False also
+            silences the warning about other settings.
 
         Raises
         ------
@@ -234,24 +263,35 @@ class Optimizer(ABC):
             If the dict is of another rank, number of ranks, model or optimizer. On every rank alike, if a sequence of
             dicts is not complete, or not of one job and step.
         MismatchError
-            On the other ranks, if that is so on some; on every rank, if the dicts are of different steps.
+            On the other ranks, if that is so on some; on every rank, if the dicts are of different steps, or a
+            parameter has different values on the ranks.
 
         Warns
         -----
         UserWarning
-            If dicts of another number of ranks were passed, or of ranks with other chunks. Every rank then begins with
-            mean_i e_i + e_s of the old residuals, which keeps the sum identity of `CompressedMean`.
+            If the state was saved with other settings than this optimizer has, naming them. And if dicts of another
+            number of ranks were passed, or of ranks with other chunks. Every rank then begins with mean_i e_i + e_s of
+            the old residuals, which keeps the sum identity of `CompressedMean`.
         """
-        fresh = self.init(params, comm, names)
-        world = self._world(fresh, as_tensors(params, "params"))
+        tensors = as_tensors(params, "params")
+        fresh = self._begin(tensors, comm, self._names(names, tensors))
+
+        def accept(one: Mapping[str, Any]) -> None:
+            if strict:
+                require_maker(one, self)
 
         def load(own: Mapping[str, Any]) -> OptimizerState:
             begun = fresh
             if isinstance(saved, Mapping) and self.mean.topology == "auto" and TOPOLOGY in saved:
-                begun = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, as_tensors(params, "params"))
+                begun = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
+            if isinstance(saved, Mapping):
+                accept(own)
             return from_state_dict(own, lambda stage: self.enter(begun, stage), self.mean_of(begun))
 
-        return resume(saved, world, comm, load)
+        loaded = resume(saved, self._world(fresh, tensors, accept), comm, load)
+        if not self.apart(loaded.stage):
+            handshake(comm, {"values": digests(fresh.names, tensors)}, like=tensors[0], explain=_EXPLAIN)
+        return loaded
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step."""
@@ -269,7 +309,9 @@ class Optimizer(ABC):
             for g in group_of_each(tuple(self.groups), state.names)
         )
 
-    def _world(self, fresh: OptimizerState, params: Sequence[Array]) -> World:
+    def _world(
+        self, fresh: OptimizerState, params: Sequence[Array], accept: Callable[[Mapping[str, Any]], None]
+    ) -> World:
         """Describe where dicts of another world are to go on."""
         return World(
             fresh.rank,
@@ -278,6 +320,7 @@ class Optimizer(ABC):
             {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
             lambda stage: dict(named_arrays(self.enter(fresh, stage), self.mean_of(fresh))),
             params[0],
+            accept,
         )
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
@@ -317,7 +360,7 @@ class Optimizer(ABC):
         return state
 
     def _key(self, state: OptimizerState) -> Key:
-        return Key(seed=self.seed, step=state.step, rank=state.rank)
+        return Key(seed=self.seed, step=state.step, tensor=state.stream, rank=state.rank)
 
 
 def require_rank(state: OptimizerState, comm: Transport) -> None:

@@ -1,7 +1,6 @@
 """What the optimizers with a compressed stage share: how they compress, and which tensors they leave exact."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from qcomp.core.policies import CompressorPolicy
 from qcomp.core.state import OptimizerState
 from qcomp.core.tensorwise import TensorwiseMean
 from qcomp.core.topologies import ETHERNET, Topology
+from qcomp.core.warning import warn_caller
 
 __all__ = ["CompressingOptimizer"]
 
@@ -118,11 +118,10 @@ class CompressingOptimizer(Optimizer):
             policies = f"exact={self.exact!r}" + (
                 f", compressors={self.compressors!r}" if self.compressors else ""
             )
-            warnings.warn(
+            warn_caller(
                 f"{type(self).__name__} compresses nothing: {policies} keeps all {len(params)} tensors "
                 f"exact (the largest has {max(math.prod(p.shape) for p in params)} elements); "
-                "pass exact=None to compress all",
-                stacklevel=4,
+                "pass exact=None to compress all"
             )
         numbers = {**state.numbers, _RATE: 0.0} if self.rescale_feedback else state.numbers
         return state._replace(exact=exact, compressors=compressors, numbers=numbers)

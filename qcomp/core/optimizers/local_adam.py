@@ -29,6 +29,10 @@ class LocalAdam(CompressingOptimizer, Adam):
         """Return what differs between the ranks while they are apart."""
         return ("momentum", "pending") if stage == "local" else ()
 
+    def apart(self, stage: str) -> bool:
+        """Return whether the ranks go on alone."""
+        return stage == "local"
+
     def _local_step(
         self, params: Sequence[Array], momenta: Sequence[Array], state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:

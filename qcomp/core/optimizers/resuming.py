@@ -24,8 +24,8 @@ def resume(
     loaded, problem = None, None
     try:
         loaded = load(own)
-    except ValueError as error:
-        problem = error
+    except Exception as error:
+        problem = error  # perhaps of this rank alone: tell all, so that no rank waits
     verdict = f"of step {loaded.step}, {loaded.stage}, {loaded.exchange.topology}" if loaded else "refused"
     try:
         handshake(comm, {"checkpoint": verdict}, like=world.like)

@@ -1,6 +1,6 @@
 """What all optimizers do with the tensors that they are given."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qcomp.core.arrays import (
@@ -10,22 +10,83 @@ from qcomp.core.arrays import (
     detached,
     device,
     dtype_name,
+    kind_of_array,
+    require_dense,
     to_compute_dtype,
 )
 
-__all__ = ["as_tensors", "update", "zeros_like"]
+__all__ = ["as_gradients", "as_tensors", "update", "zeros_like"]
 
 
 def as_tensors(values: Any, argument: str) -> list[Array]:
-    """Return an array or a sequence of arrays as a list, outside automatic differentiation."""
-    tensors = [detached(v) for v in values] if isinstance(values, list | tuple) else [detached(values)]
+    """Return an array or a sequence of arrays as a list, outside automatic differentiation.
+
+    Raises
+    ------
+    TypeError
+        If a value is no dense array, or they are of several libraries or precisions.
+    ValueError
+        If there is none.
+    """
+    if isinstance(values, Mapping):
+        raise TypeError(
+            f"{argument} is a {type(values).__name__}; expected list({argument}.values()), and names"
+        )
+    several = isinstance(values, list | tuple | Iterator)
+    tensors = list(values) if several else [values]
     if not tensors:
         raise ValueError(f"{argument} is empty; expected an array or a sequence of at least one")
-    array_namespace(*tensors)  # raises unless all are arrays of one library
-    names = {compute_dtype_name(dtype_name(t.dtype), argument=argument) for t in tensors}
+    for index, tensor in enumerate(tensors):
+        require_dense(tensor, f"{argument}[{index}]" if several else argument)
+    libraries = [array_namespace(tensor).__name__ for tensor in tensors]
+    for index, library in enumerate(libraries):
+        if library != libraries[0]:
+            raise TypeError(
+                f"{argument}[0] is a {kind_of_array(tensors[0])}, {argument}[{index}] a "
+                f"{kind_of_array(tensors[index])}; expected arrays of one library"
+            )
+    names = {
+        compute_dtype_name(dtype_name(t.dtype), argument=f"{argument}[{index}]" if several else argument)
+        for index, t in enumerate(tensors)
+    }
     if len(names) > 1:
         raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
-    return tensors
+    return [detached(tensor) for tensor in tensors]
+
+
+def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> list[Array]:
+    """Return the gradients of some parameters as a list, outside automatic differentiation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they are not of the shapes, library and precision of the parameters, naming the first that is not.
+    """
+    given = list(grads) if isinstance(grads, list | tuple | Iterator) else [grads]
+    if len(given) != len(params):
+        raise ValueError(f"grads has {len(given)} arrays; params has {len(params)}")
+    for index, (g, p, name) in enumerate(zip(given, params, names, strict=True)):
+        if g is None:
+            raise ValueError(
+                f"grads[{index}] is None: the parameter {name!r} has no gradient in this step; pass zeros for it, or "
+                "leave a parameter that never has one out of params in init and step"
+            )
+        require_dense(g, f"grads[{index}]")
+        which = f"grads[{index}], the gradient of {name!r},"
+        if tuple(g.shape) != tuple(p.shape):
+            raise ValueError(f"{which} has shape {tuple(g.shape)}; expected {tuple(p.shape)}")
+        if array_namespace(g) is not array_namespace(p):
+            raise TypeError(
+                f"{which} is a {kind_of_array(g)}; expected a {kind_of_array(p)}, as the parameter"
+            )
+        computed = compute_dtype_name(dtype_name(g.dtype), argument=f"grads[{index}]")
+        expected = compute_dtype_name(dtype_name(p.dtype))
+        if computed != expected:
+            raise TypeError(
+                f"{which} has dtype {dtype_name(g.dtype)} and the parameter {dtype_name(p.dtype)}; expected one "
+                f"that is computed in {expected}"
+            )
+    return [detached(g) for g in given]
 
 
 def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:

@@ -212,7 +212,7 @@ class ZeroOneAdam(LocalAdam):
         tensors = as_tensors(params, "params")
         sums = self._average([copy(u) for u in state.arrays["pending"]], state)
         # The next step draws with the key of this number of steps.
-        parts = tuple(part._replace(key=part.key._replace(tensor=1)) for part in sums.parts)
+        parts = tuple(part._replace(key=part.key._replace(tensor=state.stream ^ 1)) for part in sums.parts)
         try:
             means = drive(sums._replace(parts=parts).stages(), comm)
         except NonFiniteError as error:

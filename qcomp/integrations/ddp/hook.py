@@ -78,10 +78,14 @@ class HookState:
         step = self._running
         return step.optimizer.state_dict(step.state)
 
-    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._running
-        step.state = step.optimizer.load_state_dict(saved, step.values(), step.comm, step.params.names)
+        step.state = step.optimizer.load_state_dict(
+            saved, step.values(), step.comm, step.params.names, strict=strict
+        )
 
     @property
     def _running(self) -> BucketedStep:

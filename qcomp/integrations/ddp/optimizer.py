@@ -134,10 +134,14 @@ class OverlappedOptimizer(Joinable):
         """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`."""
         return self._step.optimizer.state_dict(self._step.state)
 
-    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._step
-        step.state = step.optimizer.load_state_dict(saved, step.values(), step.comm, step.params.names)
+        step.state = step.optimizer.load_state_dict(
+            saved, step.values(), step.comm, step.params.names, strict=strict
+        )
 
     def exchange(self, bucket: Any) -> Any:
         """Start to average a bucket; `step` uses it."""

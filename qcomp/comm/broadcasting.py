@@ -1,0 +1,68 @@
+"""The same parameters on all ranks, before they train together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from qcomp.core.arrays import array_namespace, detached, dtype_name
+from qcomp.core.assembly import as_list
+from qcomp.core.broadcast import broadcast_stages
+from qcomp.core.handshake import handshake
+from qcomp.core.transport import Transport, drive
+
+__all__ = ["broadcast"]
+
+Array = Any
+
+
+def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> Any:
+    """Return the arrays of one rank on all ranks, bit for bit.
+
+    Ranks that train together begin with the same parameters; an optimizer's ``init`` raises if they do not.
+
+    Parameters
+    ----------
+    x : array or sequence of arrays
+        Of any supported library and device, and any dtype. On all ranks of the same shapes and dtypes; the
+        libraries may differ. They are not written to.
+    comm : Communicator
+        All its ranks make this call.
+    root : int
+        The rank whose values all ranks get.
+
+    Returns
+    -------
+    array or list of arrays
+        New ones, of the libraries and on the devices of ``x``.
+
+    Raises
+    ------
+    MismatchError
+        On every rank, if the ranks differ in shapes, dtypes or the root.
+    ValueError
+        If the root is no rank, or ``x`` is empty.
+
+    Notes
+    -----
+    The root sends each byte about twice, and every other rank once to each of the others a part of 1 / N.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> def rank_main(comm):
+    ...     params = [np.full(2, float(comm.rank))]
+    ...     return qcomp.comm.broadcast(params, comm)
+    >>> qcomp.comm.run_local(2, rank_main)
+    [[array([0., 0.])], [array([0., 0.])]]
+    """
+    if type(root) is not int or not 0 <= root < comm.size:
+        raise ValueError(f"root is {root!r}; expected a rank from 0 to {comm.size - 1}")
+    tensors = [detached(t) for t in as_list(x)]
+    array_namespace(*tensors)  # raises unless all are arrays of one library
+    facts = {
+        "root": root,
+        "shapes": [list(t.shape) for t in tensors],
+        "dtypes": [dtype_name(t.dtype) for t in tensors],
+    }
+    handshake(comm, facts, like=tensors[0])
+    copies = drive(broadcast_stages(tensors, root=root, rank=comm.rank, size=comm.size), comm)
+    return copies if isinstance(x, list | tuple) else copies[0]

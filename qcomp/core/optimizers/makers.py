@@ -1,0 +1,51 @@
+"""Which optimizer a saved state comes from, and whether another may go on from it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from qcomp.core.checkpoint import MAKER, plain
+from qcomp.core.optimizers.agreement import describe
+from qcomp.core.warning import warn_caller
+
+__all__ = ["maker", "require_maker"]
+
+_COMPRESSORS = ("compressor", "compressors")
+_NOT_COMPARED = ("tensorwise", "topology", "link")  # where residuals lie shows in the keys of a state
+
+
+def maker(optimizer: Any) -> str:
+    """Return what made a state: the class and the settings of an optimizer, a dataclass, as JSON text."""
+    settings = {
+        f.name: describe(getattr(optimizer, f.name)) for f in fields(optimizer) if f.name not in _NOT_COMPARED
+    }
+    return json.dumps({"optimizer": type(optimizer).__name__, "settings": settings})
+
+
+def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Raise ValueError if another optimizer or compressor made a saved state; warn of other settings.
+
+    States of releases that did not say who made them pass.
+    """
+    if MAKER not in saved:
+        return
+    then, now = json.loads(str(plain(saved[MAKER]))), json.loads(maker(optimizer))
+    if then["optimizer"] != now["optimizer"]:
+        raise ValueError(
+            f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the former, or pass "
+            "strict=False if its arrays mean the same to both"
+        )
+    before, after = then["settings"], now["settings"]
+    differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    for name in differing:
+        if name in _COMPRESSORS:
+            raise ValueError(
+                f"the state was saved with {name}={before.get(name)}; this {now['optimizer']} has {after.get(name)}: "
+                "load it with the former, or pass strict=False to go on with the latter"
+            )
+    if differing:
+        changes = ", ".join(f"{name}={before.get(name)} (now {after.get(name)})" for name in differing)
+        warn_caller(
+            f"the state was saved by {then['optimizer']} with {changes}; pass strict=False if that is wanted"
+        )

@@ -1,0 +1,135 @@
+"""Parameters and gradients that cannot be averaged are refused by name, before anything is sent."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+from qcomp.comm.local import LocalCommunicator
+
+PARAMS = [np.ones((2, 3), np.float32), np.ones(4, np.float32)]
+NAMES = ["layer.weight", "layer.bias"]
+OPT = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=1, exact=None)
+
+
+def step(grads, params=PARAMS, opt=OPT, names=NAMES):
+    comm = LocalCommunicator.alone()
+    return opt.step(params, grads, opt.init(params, comm, names), comm)
+
+
+def test_a_gradient_that_is_missing():
+    expected = r"grads\[1\] is None: the parameter 'layer.bias' has no gradient in this step; pass zeros"
+    with pytest.raises(ValueError, match=expected):
+        step([PARAMS[0], None])
+    with pytest.raises(ValueError, match="grads has 1 arrays; params has 2"):
+        step(PARAMS[:1])
+
+
+def test_a_gradient_of_another_precision_is_named_and_no_residual():
+    expected = (
+        r"grads\[0\], the gradient of 'layer.weight', has dtype float64 and the parameter float32; expected"
+    )
+    with pytest.raises(TypeError, match=expected):
+        step([p.astype(np.float64) for p in PARAMS])
+    doubles = [p.astype(np.float64) for p in PARAMS]
+    with pytest.raises(TypeError, match=r"of 'layer.bias', has dtype float32 and the parameter float64"):
+        step([doubles[0], PARAMS[1]], doubles)
+    with pytest.raises(TypeError, match=r"grads\[1\] has dtype int64; expected float64, float32"):
+        step([PARAMS[0], np.ones(4, np.int64)])
+    assert step([p.astype(np.float16) for p in PARAMS])[1].step == 1
+
+
+def test_arrays_of_two_libraries():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"params\[0\] is a numpy.ndarray, params\[1\] a torch.Tensor"):
+        OPT.init([PARAMS[0], torch.ones(4)], LocalCommunicator.alone())
+    with pytest.raises(
+        TypeError, match=r"grads\[0\], the gradient of 'layer.weight', is a torch.Tensor; expected a numpy"
+    ):
+        step([torch.ones(2, 3), torch.ones(4)])
+
+
+def test_what_is_no_array():
+    comm = LocalCommunicator.alone()
+    with pytest.raises(TypeError, match=r"params\[1\] is a float; expected an array"):
+        OPT.init([PARAMS[0], 1.0], comm)
+    with pytest.raises(TypeError, match=r"params is a dict; expected list\(params.values\(\)\)"):
+        OPT.init(dict(zip(NAMES, PARAMS, strict=True)), comm)
+    with pytest.raises(TypeError, match=r"params\[0\] has dtype complex64"):
+        OPT.init([np.ones(3, np.complex64)], comm)
+
+
+def test_a_generator_of_parameters():
+    state = OPT.init(iter(PARAMS), LocalCommunicator.alone(), iter(NAMES))
+    assert state.names == tuple(NAMES)
+    assert [m.shape for m in state.momentum] == [(2, 3), (4,)]
+
+
+def test_sparse_and_sharded_tensors():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(
+        TypeError, match=r"grads\[0\] is sparse; expected a dense array, such as grads\[0\].to_dense"
+    ):
+        step([torch.eye(3).to_sparse()], [torch.ones(3, 3)], names=["w"])
+
+    class Sharded:
+        device_mesh, placements = None, ()
+
+    with pytest.raises(
+        TypeError, match=r"params\[0\] is a .*Sharded, of which each rank holds a shard; expected whole"
+    ):
+        OPT.init([Sharded()], LocalCommunicator.alone())
+
+
+@pytest.mark.parametrize(
+    "opt", [OPT, qcomp.Adam(learning_rate=0.1), qcomp.CompressedSGD(learning_rate=0.1, exact=None)]
+)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_value_that_is_not_finite_names_gradients_and_ranks(opt, clip_norm):
+    opt = replace(opt, clip_norm=clip_norm)
+
+    def rank_main(comm):
+        params, state, told = PARAMS, opt.init(PARAMS, comm, NAMES), []
+        for at in range(3):
+            grads = [np.full(p.shape, 0.5 + comm.rank, np.float32) for p in PARAMS]
+            if at != 1 and comm.rank == 1:
+                grads[1][2] = np.nan
+            if at == 2 and comm.rank == 2:
+                grads[0][0, 0], grads[1][0] = np.inf, np.nan
+            before = [a.copy() for a in (*state.momentum, *state.exchange.worker)]
+            try:
+                params, state = opt.step(params, grads, state, comm)
+            except qcomp.NonFiniteError as error:
+                told.append(str(error))
+            else:
+                assert at == 1
+            if at != 1:
+                after = (*state.momentum, *state.exchange.worker)
+                assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+        return told
+
+    first, *others = run_local(3, rank_main, timeout=20)
+    assert all(other == first for other in others)
+    assert first == [
+        "the gradient of 'layer.bias' on rank 1 is not finite, or too large to compress, in step 1",
+        "the gradient of 'layer.bias' on rank 1; of 'layer.weight', 'layer.bias' on rank 2 is not finite, or too large "
+        "to compress, in step 2",
+    ]
+
+
+def test_two_optimizers_of_one_job_draw_different_numbers():
+    """Unless their parameters have the same names and shapes, and they the same seed."""
+    x = np.linspace(-1, 1, 64).astype(np.float32)
+    opt = qcomp.CompressedSGD(
+        learning_rate=1.0, momentum=0.0, compressor=qcomp.QSGD(1, 64), feedback=False, exact=None
+    )
+
+    def moved(name, shape, seed=0):
+        (p,), _ = step([x.reshape(shape)], [np.zeros(shape, np.float32)], replace(opt, seed=seed), [name])
+        return p.tobytes()
+
+    assert moved("a", (64,)) == moved("a", (64,))
+    different = {moved("a", (64,)), moved("b", (64,)), moved("a", (8, 8)), moved("a", (64,), seed=1)}
+    assert len(different) == 4
