@@ -68,32 +68,44 @@ if sys.byteorder != "little":
     raise ImportError(f"qcomp's wire format is little-endian; this machine is {sys.byteorder}-endian")
 
 
-_namespaces: dict[type, Namespace] = {}
+_namespaces: dict[object, Namespace] = {}
 
 
 def array_namespace(*arrays: Array) -> Namespace:
     """Return the library of arrays, as array-api-compat does, which takes longer than all else in a small call."""
-    kind = type(arrays[0])
+    kind: object = type(arrays[0])
     if len(arrays) > 1 and any(type(x) is not kind for x in arrays):
         return array_api_compat.array_namespace(*arrays)
     found = _namespaces.get(kind)
     if found is None:
+        if (reason := _why_not(kind)) is not None:
+            raise TypeError(f"an array is a {kind_of_array(arrays[0])}, {reason}")
         found = _namespaces[kind] = array_api_compat.array_namespace(*arrays)
     return found
 
 
 def require_dense(x: Any, argument: str) -> None:
     """Raise TypeError unless x is a whole array with a value for each element."""
-    if hasattr(x, "device_mesh") and hasattr(x, "placements"):
-        raise TypeError(
-            f"{argument} is a {kind_of_array(x)}, of which each rank holds a shard; expected whole arrays: average "
-            "sharded models by their own framework, or wrap them in DistributedDataParallel and use "
-            "qcomp.integrations.ddp"
-        )
+    kind: object = type(x)
+    if (reason := _why_not(kind)) is not None:
+        raise TypeError(f"{argument} is a {kind_of_array(x)}, {reason}")
     if getattr(x, "is_sparse", False) or getattr(x, "is_sparse_csr", False):
         raise TypeError(f"{argument} is sparse; expected a dense array, such as {argument}.to_dense()")
     if not is_array_api_obj(x):
         raise TypeError(f"{argument} is a {kind_of_array(x)}; expected an array")
+
+
+@cache
+def _why_not(kind: Any) -> str | None:
+    """Return why arrays of a class are refused, or None."""
+    if hasattr(kind, "device_mesh") and hasattr(kind, "placements"):
+        return (
+            "of which each rank holds a shard; expected whole arrays: average sharded models by their own framework, "
+            "or wrap them in DistributedDataParallel and use qcomp.integrations.ddp"
+        )
+    if kind.__module__.startswith("numpy") and kind.__name__ in ("MaskedArray", "matrix"):
+        return "whose operators are not those of arrays; expected a numpy.ndarray, such as numpy.asarray(x)"
+    return None
 
 
 def kind_of_array(x: Any) -> str:
@@ -113,6 +125,11 @@ def dtype_name(dtype: Any) -> str:
 def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - of its kind only may a dtype be compared with another
     if isinstance(dtype, type):  # numpy.float32 itself, not numpy.dtype("float32")
         return dtype.__name__
+    if not getattr(dtype, "isnative", True):  # read as bytes, all values would be others
+        raise TypeError(
+            f"an array has dtype {dtype.str!r}, of another byte order; expected that of this machine, such as "
+            f"x.astype({dtype.name!r})"
+        )
     return getattr(dtype, "name", None) or str(dtype).rsplit(".", maxsplit=1)[-1]
 
 

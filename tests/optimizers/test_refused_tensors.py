@@ -133,3 +133,47 @@ def test_two_optimizers_of_one_job_draw_different_numbers():
     assert moved("a", (64,)) == moved("a", (64,))
     different = {moved("a", (64,)), moved("b", (64,)), moved("a", (8, 8)), moved("a", (64,), seed=1)}
     assert len(different) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda x: x.astype(">f4"),
+            r"an array has dtype '>f4', of another byte order; expected .* x.astype\('float32'\)",
+        ),
+        (np.matrix, "a numpy.matrix, whose operators are not those of arrays; expected a numpy.ndarray"),
+        (np.ma.masked_array, "a numpy.MaskedArray, whose operators are not those of arrays"),
+    ],
+    ids=["byte order", "matrix", "masked"],
+)
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_arrays_that_would_be_read_wrongly(make, message):
+    """As bytes all values of the first are others; `*` is another product for the second; the third has a mask."""
+    x = make(np.ones((4, 4), np.float32))
+    for compressor in (qcomp.Identity(), qcomp.Cast("float16"), qcomp.ScaledSign()):
+        with pytest.raises(TypeError, match=message):
+            compressor.compress(x)
+    with pytest.raises(TypeError, match=message):
+        OPT.init([x], LocalCommunicator.alone())
+    with pytest.raises(TypeError, match=message):
+        qcomp.comm.broadcast(x, LocalCommunicator.alone())
+
+
+@pytest.mark.parametrize("make", [qcomp.Adam, qcomp.Lamb, qcomp.EF21SGD])
+@pytest.mark.parametrize("finite", [True, False])
+def test_parameters_come_back_as_they_were_given(make, finite):
+    """All of those of a generator, as ``model.parameters()`` is one; of shape () as arrays, not NumPy's scalars."""
+    options = {"exact": None} if make is qcomp.EF21SGD else {}
+    opt, comm = make(learning_rate=0.1, nonfinite="skip", **options), LocalCommunicator.alone()
+    params = [np.ones((2, 2), np.float32), np.array(1.0, np.float32)]
+    grads = [np.full(p.shape, 1.0 if finite else np.nan, np.float32) for p in params]
+    new, state = opt.step(iter(params), iter(grads), opt.init(iter(params), comm), comm)
+    assert [type(p) for p in new] == [np.ndarray] * 2
+    assert [p.shape for p in new] == [(2, 2), ()]
+    assert (not np.array_equal(new[1], params[1])) is finite
+    again, _ = opt.step(tuple(new), tuple(grads), state, comm)
+    assert len(again) == 2
+    one, _ = opt.step(params[1], grads[1], opt.init(params[1], comm), comm)
+    assert one.shape == ()
+    assert type(one) is np.ndarray

@@ -15,7 +15,7 @@ from qcomp.core.handshake import handshake
 from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.tensors import as_gradients, as_tensors, zeros_like
+from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.transport import Stages, Transport, fuse
 
@@ -96,7 +96,7 @@ class DeepSpeedOptimizer(Optimizer):
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
         if state.step == 0:
-            return params, state._replace(step=1)
+            return as_given(tensors, params), state._replace(step=1)
         values = [to_compute_dtype(p) for p in tensors]
         try:
             moved, new_state = yield from self._advance(
@@ -105,13 +105,11 @@ class DeepSpeedOptimizer(Optimizer):
         except NonFiniteError as error:
             if self.nonfinite == "raise":
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
-            return params, state._replace(skipped=state.skipped + 1)
+            return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
         new_params = [
             array_namespace(p).astype(m, p.dtype, copy=False) for p, m in zip(tensors, moved, strict=True)
         ]
-        return (new_params if isinstance(params, list | tuple) else new_params[0]), new_state._replace(
-            step=state.step + 1
-        )
+        return as_given(new_params, params), new_state._replace(step=state.step + 1)
 
     def load_state_dict(
         self,

@@ -19,7 +19,7 @@ from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
 from qcomp.core.optimizers.makers import maker, require_maker
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.resuming import resume
-from qcomp.core.optimizers.tensors import as_gradients, as_tensors
+from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.patterns import require_matches
 from qcomp.core.random import Key
 from qcomp.core.state import OptimizerState
@@ -222,9 +222,9 @@ class Optimizer(ABC):
         except NonFiniteError as error:
             if self.nonfinite == "raise":  # which gradients it is about, no rank knows of the others
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
-            return params, state._replace(skipped=state.skipped + 1)
+            return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
         new_params, new_state = self.apply(tensors, means, state)
-        return (new_params if isinstance(params, list | tuple) else new_params[0]), new_state
+        return as_given(new_params, params), new_state
 
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:
         """Return a state as a flat dict of named arrays and scalars, for `numpy.savez`, `torch.save` and the like.

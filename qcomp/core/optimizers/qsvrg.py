@@ -11,7 +11,7 @@ from qcomp.core.exchange import MeanState
 from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import CompressingOptimizer
-from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
+from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.topologies import Topology
 from qcomp.core.transport import Stages, Transport, drive
@@ -225,7 +225,7 @@ class QSVRG(CompressingOptimizer):
             array_namespace(p).astype(divide(s, steps), p.dtype, copy=False)
             for s, p in zip(state.arrays[_ITERATES], as_tensors(params, "params"), strict=True)
         ]
-        return means if isinstance(params, list | tuple) else means[0]
+        return as_given(means, params)
 
 
 def _like_params(grads: Any, params: Sequence[Array], argument: str) -> list[Array]:

@@ -15,7 +15,7 @@ from qcomp.core.arrays import (
     to_compute_dtype,
 )
 
-__all__ = ["as_gradients", "as_tensors", "update", "zeros_like"]
+__all__ = ["as_given", "as_gradients", "as_tensors", "update", "zeros_like"]
 
 
 def as_tensors(values: Any, argument: str) -> list[Array]:
@@ -52,6 +52,13 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     if len(names) > 1:
         raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
     return [detached(tensor) for tensor in tensors]
+
+
+def as_given(tensors: Sequence[Array], values: Any) -> Any:
+    """Return tensors as ``values``, an argument that was read by `as_tensors`, has them: one array, or a list."""
+    # NumPy computes scalars from arrays of shape ().
+    arrays = [t if hasattr(t, "__setitem__") else array_namespace(t).asarray(t) for t in tensors]
+    return arrays if isinstance(values, list | tuple | Iterator) else arrays[0]
 
 
 def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> list[Array]:

@@ -14,7 +14,7 @@ from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
-from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import sum_of_squares, total
@@ -207,9 +207,9 @@ class ZeroOneAdam(LocalAdam):
         NonFiniteError
             On every rank, if a gradient on any rank was not finite since the last synchronisation.
         """
-        if state.stage != "local":
-            return params, state
         tensors = as_tensors(params, "params")
+        if state.stage != "local":
+            return as_given(tensors, params), state
         sums = self._average([copy(u) for u in state.arrays["pending"]], state)
         # The next step draws with the key of this number of steps.
         parts = tuple(part._replace(key=part.key._replace(tensor=state.stream ^ 1)) for part in sums.parts)
@@ -218,7 +218,7 @@ class ZeroOneAdam(LocalAdam):
         except NonFiniteError as error:
             raise self._located(error, state, state.step) from error
         new_params, new_state = self._synchronised(tensors, means, state)
-        return (new_params if isinstance(params, list | tuple) else new_params[0]), new_state
+        return as_given(new_params, params), new_state
 
     @property
     def _timetable(self) -> Timetable:
