@@ -562,7 +562,7 @@ class TestSynchronize:
             again, same = opt.synchronize(params, together, comm)
             assert comm.bytes_sent == sent
             assert same is together
-        assert bits(again) == bits(params)
+            assert bits(again) == bits(params)
             for _ in range(5):
                 params, together = opt.step(params, grads(SHAPES, comm.rank, together.step), together, comm)
             return own, bits(opt.synchronize(params, together, comm)[0])
