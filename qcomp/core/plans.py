@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from qcomp.core.arrays import Array
+from qcomp.core.arrays import Array, flush
 from qcomp.core.assembly import assemble, decode_all, places_in, room_for
 from qcomp.core.chunks import Chunks, Cutter, Segment, cut
 from qcomp.core.compressor import Compressor
@@ -37,6 +37,11 @@ class MeanState(NamedTuple):
     """The node of each rank, where the topology asks for it; empty if each rank is a node of its own."""
     topology: Topology = "auto"
     """In which these residuals are kept, never "auto" after `CompressedMean.init`."""
+
+    def rescaled(self, factor: float) -> "MeanState":
+        """Return the state with residuals in other units, multiplied by a factor."""
+        worker, server = (tuple(flush(factor * e) for e in owed) for owed in (self.worker, self.server))
+        return self._replace(worker=worker, server=server)
 
 
 class Into(NamedTuple):

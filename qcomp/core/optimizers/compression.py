@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, flush
+from qcomp.core.arrays import Array
 from qcomp.core.compressor import Compressor
 from qcomp.core.costs import Link
 from qcomp.core.exchange import CompressedMean, MeanState
@@ -169,11 +169,7 @@ class CompressingOptimizer(Optimizer):
         last, rate = state.numbers[_RATE], self.rate(state)
         if last == rate or not last or not rate:
             return state.exchange
-        worker, server = (
-            tuple(flush((last / rate) * e) for e in residuals)
-            for residuals in (state.exchange.worker, state.exchange.server)
-        )
-        return state.exchange._replace(worker=worker, server=server)
+        return state.exchange.rescaled(last / rate)
 
     def _paid(self, state: OptimizerState, means: Means) -> OptimizerState:
         """Return the state with the residuals that an exchange has left, and the rate that they are of."""

@@ -1,6 +1,7 @@
 """A communication hook for DistributedDataParallel that averages gradients with compression."""
 
 # DistributedDataParallel looks at the annotations of a hook, so they are not postponed here.
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -86,6 +87,34 @@ class HookState:
         step.state = step.optimizer.load_state_dict(
             saved, step.values(), step.comm, step.params.names, strict=strict
         )
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what compression owes by a factor, because the next gradients are in other units.
+
+        Residuals are in the units of the gradients. So where a gradient scaler may change its scale, each iteration
+        ends with::
+
+            before = scaler.get_scale()
+            scaler.update()
+            state.rescale(scaler.get_scale() / before)
+
+        Parameters
+        ----------
+        factor : float
+            The new scale over the old one; the same on all ranks. If it is 1, nothing happens.
+
+        Raises
+        ------
+        ValueError
+            If the factor is not a finite number above 0.
+        """
+        if not 0 < factor < math.inf:
+            raise ValueError(
+                f"factor is {factor!r}; expected a finite number above 0, the new scale over the old"
+            )
+        if factor != 1:
+            step = self._running
+            step.state = step.state._replace(exchange=step.state.exchange.rescaled(factor))
 
     @property
     def _running(self) -> BucketedStep:
@@ -176,8 +205,8 @@ def hook(
         Backward passes before the first that is compressed: the first gradients are the largest.
     nonfinite : {"raise", "propagate"}
         What happens if a gradient on any rank is infinite or NaN: the backward pass raises `NonFiniteError` on all
-        ranks; or all gradients of its bucket become NaN on all ranks, as a gradient scaler expects it. The
-        residuals are not touched either way.
+        ranks; or all gradients of its bucket become NaN on all ranks, as a gradient scaler expects it; see
+        `HookState.rescale`. The residuals are not touched either way.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group.
 
