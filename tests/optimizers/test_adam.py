@@ -296,7 +296,10 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a number >= 0 or a schedule"),
+            ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a finite number >= 0 or a schedule"),
+            ({"learning_rate": math.inf}, "learning_rate is inf"),
+            ({"learning_rate": "1e-3"}, "learning_rate is '1e-3'"),
+            ({"seed": 1.5}, r"seed is 1\.5"),
             ({"learning_rate": math.nan}, "learning_rate is nan"),
             ({"weight_decay": -0.1}, "weight_decay is -0.1; expected a number >= 0"),
             ({"clip_norm": 0.0}, "clip_norm is 0.0; expected a number > 0"),
@@ -311,6 +314,24 @@ class TestArguments:
     def test_out_of_range(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             qcomp.Adam(**{"learning_rate": 0.1, **arguments})
+
+    @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1, None, "0.1 s"])
+    def test_a_schedule_that_gives_no_rate(self, rate):
+        opt, comm = (
+            qcomp.Adam(learning_rate=lambda step: rate if step == 1 else 0.1),
+            LocalCommunicator.alone(),
+        )
+        x = np.ones(3)
+        params, state = opt.step(x, x, opt.init(x, comm), comm)
+        with pytest.raises(
+            ValueError, match=rf"learning_rate\(1\) is {rate!r}; expected a finite number >= 0"
+        ):
+            opt.step(params, x, state, comm)
+
+    @pytest.mark.parametrize("policy", ["exact", "compressors"])
+    def test_a_policy_that_is_no_function(self, policy):
+        with pytest.raises(TypeError, match=rf"{policy} is \[1\]; expected a policy"):
+            qcomp.CompressedSGD(learning_rate=0.1, **{policy: [1]})
 
     def test_gradients_of_other_shapes(self):
         opt, comm = qcomp.Adam(learning_rate=0.1), LocalCommunicator.alone()

@@ -414,5 +414,5 @@ class TestErrors:
                 assert [type(e) for e in results] == [qcomp.NonFiniteError] * 2
             else:
                 for (params, state), before in zip(results, states, strict=True):
-                    assert params is y
+                    assert [p is q for p, q in zip(params, y, strict=True)] == [True]
                     assert state == before._replace(skipped=1)

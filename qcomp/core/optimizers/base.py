@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from qcomp.core.arrays import Array
@@ -62,13 +63,14 @@ class Optimizer(ABC):
     groups: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
-        if not callable(self.learning_rate):
-            _require(
-                "learning_rate", self.learning_rate, self.learning_rate >= 0, "a number >= 0 or a schedule"
-            )
+        rate: Any = self.learning_rate
+        fits = callable(rate) or (isinstance(rate, Real) and 0 <= float(rate) < math.inf)
+        _require("learning_rate", rate, fits, "a finite number >= 0 or a schedule")
         _require("weight_decay", self.weight_decay, self.weight_decay >= 0, "a number >= 0")
         _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a number > 0")
-        _require("seed", self.seed, 0 <= self.seed < 1 << 64, "an integer from 0 to 2**64 - 1")
+        seed: Any = self.seed
+        fits = isinstance(seed, Integral) and 0 <= int(seed) < 1 << 64
+        _require("seed", seed, fits, "an integer from 0 to 2**64 - 1")
         _require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
         object.__setattr__(self, "groups", as_groups(self.groups))
 
@@ -294,8 +296,25 @@ class Optimizer(ABC):
         return loaded
 
     def rate(self, state: OptimizerState) -> float:
-        """Return the learning rate of the next step."""
-        return self.learning_rate(state.step) if callable(self.learning_rate) else self.learning_rate
+        """Return the learning rate of the next step.
+
+        Raises
+        ------
+        ValueError
+            If a schedule gives something else than a finite number >= 0.
+        """
+        if not callable(self.learning_rate):
+            return self.learning_rate
+        given: Any = self.learning_rate(state.step)
+        try:
+            rate = float(given)
+        except (TypeError, ValueError):
+            rate = math.nan
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"learning_rate({state.step}) is {given!r}; expected a finite number >= 0 in every step"
+            )
+        return rate
 
     def rates(self, state: OptimizerState) -> tuple[float, ...]:
         """Return the learning rate of each tensor in the next step."""

@@ -69,6 +69,12 @@ class CompressingOptimizer(Optimizer):
         super().__post_init__()
         self.mean  # noqa: B018 - raises if compressor, feedback and topology do not go together
         self._require_suitable(self.compressor)
+        for name in ("exact", "compressors"):
+            policy = getattr(self, name)
+            if policy is not None and not callable(policy):
+                raise TypeError(
+                    f"{name} is {policy!r}; expected a policy, which is a function of the tensors, or None"
+                )
         if self.rescale_feedback and not self.feedback:
             raise ValueError(
                 "rescale_feedback is True and feedback is False; expected feedback that can be rescaled"
