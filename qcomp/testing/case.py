@@ -12,7 +12,7 @@ from qcomp.core.buckets import Block
 from qcomp.core.compressor import Compressor
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key, replace_draws
-from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
 __all__ = ["Case", "Compressed"]
 
@@ -33,10 +33,11 @@ class Compressed(NamedTuple):
 class Case:
     """A compressor, an array library, and whether it runs under `jax.jit`."""
 
-    def __init__(self, compressor: Compressor, xp: Namespace, *, jit: bool = False) -> None:
+    def __init__(self, compressor: Compressor, xp: Namespace, *, jit: bool = False, thorough: bool = False) -> None:
         self.compressor = compressor
         self.xp = xp
         self.jit = jit
+        self.thorough = thorough
 
     def __repr__(self) -> str:
         return f"{self.compressor.spec} on {library_name(self.xp)}{' under jit' if self.jit else ''}"
@@ -44,7 +45,7 @@ class Case:
     @cached_property
     def on_numpy(self) -> "Case":
         """The same compressor on NumPy."""
-        return Case(self.compressor, np)
+        return Case(self.compressor, np, thorough=self.thorough)
 
     def array(self, values: Array, dtype: str | None = None) -> Any:
         """Return a NumPy array in the library of the case, of the same dtype unless another is named."""
@@ -92,6 +93,23 @@ class Case:
     def _compiled(self) -> dict[Source | None, Callable[..., Any]]:
         """The compiled functions, one for each source of draws; jit itself keeps one for each shape."""
         return {}
+
+    @cached_property
+    def plain(self) -> "Case":
+        """The case without a coder, which loses nothing, by a law of its own."""
+        coder = self.compressor.coder
+        return self if coder is None else Case(coder.plain, self.xp, jit=self.jit, thorough=self.thorough)
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes in which vectors are computed."""
+        return ("float32", "float64") if has_dtype(self.xp, "float64") else ("float32",)
+
+    def decoded(self, x: Array, key: Key) -> Array:
+        """Compress x, of any dtype, and return what it decompresses to in float64."""
+        array = self.array(x)
+        payload = self.compressor.compress(array, key=key)
+        return to_numpy(self.compressor.decompress(payload, like=array)).astype(np.float64)
 
     def payload(self, x: Array, key: Key = Key(seed=1)) -> Payload:  # noqa: B008
         """Return the payload itself."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qcomp.core.arrays import TINY
 
-__all__ = ["FAMILIES", "flushed", "rounded", "sizes", "vector", "vectors"]
+__all__ = ["FAMILIES", "adversarial", "flushed", "rounded", "sizes", "vector", "vectors"]
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -22,6 +22,11 @@ FAMILIES = (
     "huge",
     "tiny",
     "positive",
+    "negative",
+    "uniform",
+    "small",
+    "large",
+    "heavy",
 )
 
 _SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0**-126, -(2.0**-126), 2.0**-149, 2.0**-130, 1.5, 1e-30, -1e29, 0.1)
@@ -56,7 +61,45 @@ def vector(family: str, size: int, seed: int) -> Vector:
         normal = normal * 2.0**-100
     elif family == "positive":
         normal = 1000 + np.abs(normal)
+    elif family == "negative":
+        normal = -0.1 - np.abs(normal)
+    elif family == "uniform":
+        normal = rng.uniform(-1, 1, size)
+    elif family == "small":
+        normal = normal * 1e-6
+    elif family == "large":
+        normal = normal * 1e6
+    elif family == "heavy":
+        normal = rng.standard_t(1.5, size)
     return normal.astype(np.float32)
+
+
+def adversarial(size: int) -> Vector:
+    """Return vectors that are hard to compress, in the rows of an array of shape (count, size)."""
+    rng = np.random.default_rng([size, 77])
+    rows = [vector(family, size, 5).astype(np.float64) for family in FAMILIES if family != "subnormal"]
+    index, root = np.arange(size), float(np.sqrt(size))
+    grid = (0.5, 1 / 3, 0.25, 1 / 7, 1 / 9, 0.1, 1 / 15, 1 / 16, 1 / 31, 1 / 63, 0.01, 1 / 255, 1e-3, 1e-4)
+    for p in (*grid, 1 / (1 + root), 1 / root, 1 / (2 * root), 0.75, 0.9, 1.0):
+        rows.append(np.where(index == 0, 1.0, p))  # one large and the others equal
+        rows.append(np.where(index == size - 1, 1.0, p * (-1.0) ** index))
+        rows.append(np.where(index % 2 == 0, 1.0, p))  # two levels
+    for levels in (1, 2, 3, 5, 7, 15, 31, 63, 127, 255):
+        rows.append(np.where(index == 0, 1.0, (rng.integers(0, levels, size) + 0.5) / levels))  # half steps
+        rows.append(np.where(index == 0, 1.0, 0.5 / levels))
+        rows.append(np.where(index == 0, 1.0, np.where(index == 1, -1.0, 0.5 / levels)))
+    for ratio in (0.5, 0.9, 0.99):
+        rows.append(ratio ** index.astype(np.float64))
+    for count in (1, 2, 3, size // 8, size // 4, size // 2):
+        rows.append(np.where(index < count, 1.0, 0.0))
+        rows.append(np.where(index < count, rng.standard_normal(size), 0.0))
+    for magnitude in (4 / 3, 1.5, 1.25, 1.1, 1.9, 2.0**0.5):
+        rows.append(np.where(index == size // 2, magnitude, 0.0))  # one alone
+        rows.append(np.full(size, magnitude))
+    rows.append(rng.standard_cauchy(size))
+    rows.append(rng.laplace(size=size))
+    found = np.asarray(rows, dtype=np.float64).clip(-(2.0**96), 2.0**96).astype(np.float32)
+    return found[np.any(flushed(found) != 0, axis=1)]
 
 
 def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -4,25 +4,37 @@ A law that does not apply, by the traits of the compressor, passes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from qcomp.core.buckets import Block
+from qcomp.core import feedback
 from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
-from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.case import Case
 from qcomp.testing.dtype_laws import double_precision, half_precision, shapes_and_dtypes
-from qcomp.testing.expectations import unbiased, variance_bound
+from qcomp.testing.form_laws import (
+    fields_as_announced,
+    identity_of_configuration,
+    needs_key,
+    round_trip_of_bytes,
+    siblings,
+    sound_traits,
+)
 from qcomp.testing.inputs import sizes, vector
-from qcomp.testing.libraries import to_numpy
+from qcomp.testing.key_laws import draws_are_independent, key_names_the_draws, no_key_repeats
+from qcomp.testing.libraries import has_dtype, to_numpy
+from qcomp.testing.memory_laws import any_layout, nothing_is_shared, pure, results_into_buffers
+from qcomp.testing.moment_laws import unbiased, unbiased_to_the_last_draw
 from qcomp.testing.payload_laws import damaged_payload_is_an_error, payload_size
-from qcomp.testing.vector_laws import VECTOR_LAWS
+from qcomp.testing.state_laws import independent_of_calls, independent_of_the_environment, independent_of_threads
+from qcomp.testing.vector_laws import VECTOR_LAWS, extreme_draws
+from qcomp.testing.worst_cases import contraction, variance_bound
 
-__all__ = ["LAWS", "VECTOR_LAWS"]
+__all__ = ["FORM_LAWS", "LAWS", "MEAN_LAWS", "STATE_LAWS", "VALUE_LAWS", "VECTOR_LAWS"]
 
 Vector = np.ndarray[Any, Any]
 
@@ -33,99 +45,82 @@ def _sizes(case: Case) -> tuple[int, ...]:
 
 def same_when_flat(case: Case) -> None:
     """The compressor of a tensor is also that of the tensor as a vector, which is how it is averaged."""
-    for shape in ((), (5,), (4, 3, 2), (0, 3)):
+    for shape in ((), (5,), (4, 3, 2), (0, 3), (3, 1), (1, 40), (16, 8, 3, 3), (64, 100), (2, 2, 1, 3, 2, 5)):
         own = case.compressor.for_shape(shape)
         flat = own.for_shape((math.prod(shape),))
         assert flat == own, f"for the shape {shape} it is {own.spec}, and that is {flat.spec} for a vector"
-
-
-def round_trip_of_bytes(case: Case) -> None:
-    """`to_bytes` and `from_bytes` keep the payload, and the spec string keeps the compressor."""
-    again = from_spec(case.compressor.spec)
-    assert again == case.compressor, f"the spec string {case.compressor.spec!r} makes {again!r}"
-    for size in (0, 1, 9, case.compressor.traits.bucket_size + 1):
-        x = vector("gaussian", size, 2)
-        payload = case.payload(x)
-        back = Payload.from_bytes(payload.to_bytes(), like=case.array(x))
-        assert to_numpy(back.data).tobytes() == to_numpy(payload.data).tobytes(), "the data changed"
-        assert (back.compressor, back.size, back.dtype) == (payload.compressor, size, payload.dtype)
-
-
-def key_names_the_draws(case: Case) -> None:
-    """Each part of the key changes the draws of a random compressor; without randomness the key does not matter."""
-    x = vector("gaussian", 512, 3)
-    base = Key(seed=1, step=2, tensor=3, rank=4)
-    others = {
-        "seed": base._replace(seed=2),
-        "step": base._replace(step=3),
-        "tensor": base._replace(tensor=2),
-        "rank": base._replace(rank=5),
-        "hop": base.at(hop=1),
-        "bucket": base.at(bucket=64),
-    }
-    reference = case.compress(x, key=base).data
-    for part, key in others.items():
-        differs = case.compress(x, key=key).data != reference
-        random = case.compressor.traits.random
-        assert differs == random, (
-            f"another {part} in the key {'does not change' if random else 'changes'} the payload"
-        )
-
-
-def needs_key(case: Case) -> None:
-    """A random compressor says that it needs a key."""
-    x = case.array(vector("gaussian", 9, 4))
-    if not case.compressor.traits.random:
-        case.compressor.compress(x)
-        return
-    try:
-        case.compressor.compress(x)
-    except ValueError:
-        return
-    raise AssertionError("no key is not an error")
+        if case.jit:
+            continue
+        x = vector("gaussian", math.prod(shape), 31)
+        tensor, vector_of = case.array(x.reshape(shape)), case.array(x)
+        data = [to_numpy(own.compress(array, key=Key(seed=1)).data).tobytes() for array in (tensor, vector_of)]
+        assert data[0] == data[1], f"a tensor of shape {shape} gives another payload than its elements in a row"
+        whole = case.compressor.compress(tensor, key=Key(seed=1))
+        assert whole.compressor == own.spec, f"a tensor of shape {shape} is compressed by {whole.compressor}, not {own.spec}"
 
 
 def cut_at_buckets(case: Case) -> None:
     """A vector cut at a multiple of the bucket size, with the key's bucket counted on, decompresses to the same."""
     bucket = case.compressor.traits.bucket_size
-    x = vector("gaussian", _sizes(case)[-1], 5)
-    key = Key(seed=1, step=1)
-    whole = case.compress(x, key=key).decoded
-    head = case.compress(x[:bucket], key=key).decoded
-    tail = case.compress(x[bucket:], key=key.at(bucket=1)).decoded
-    parts = np.concatenate([head, tail])
-    assert parts.tobytes() == whole.tobytes(), (
-        "cut after one bucket, the vector decompresses to something else"
-    )
+    sizes_and_cuts = {(_sizes(case)[-1], 1)}
+    if bucket <= 4096:
+        many = max(3, -(-4500 // bucket))
+        sizes_and_cuts |= {(3 * bucket + 1, 1), (3 * bucket + 1, 2), (3 * bucket, 2), (many * bucket + 3, many // 2)}
+    for size, cut in sorted(sizes_and_cuts):
+        for dtype in case.dtypes:
+            for first in (0, 5):
+                x = vector("gaussian", size, 5).astype(dtype)
+                key = Key(seed=1, step=1, rank=1, bucket=first)
+                whole = case.decoded(x, key)
+                head = case.decoded(x[: cut * bucket], key)
+                tail = case.decoded(x[cut * bucket :], key.at(bucket=first + cut))
+                assert np.concatenate([head, tail]).tobytes() == whole.tobytes(), (
+                    f"cut after {cut} bucket(s), {size} elements of {dtype} decompress to something else"
+                )
 
 
 def padding_never_leaks(case: Case) -> None:
-    """What fills up a tail does not matter: a few elements are compressed as when nothing had to be filled up.
+    """What fills up a tail does not matter: a tail is compressed no worse than full buckets of such values are.
 
-    One, two or four elements need padding to eight; eight copies, four or two need none, and have the same mean
-    magnitude, minimum and maximum, to the last bit. The norm of an unbiased compressor may grow with the
-    copies, but not with zeros, and copies may displace each other where few elements are kept: so there zeros
-    take their place. Buckets that are smaller than eight hold fewer copies.
+    Equal values, and positive ones far from zero: to either, zeros that are taken for elements are strangers.
     """
-    traits = case.compressor.traits
-    fill_with_zeros = traits.unbiased or traits.kept is not None
+    bucket = case.compressor.traits.bucket_size
+    if bucket < 2 or bucket > 4096:
+        return
+    case = case.plain
+    for family in ("constant", "positive"):
+        full = max(_loss(case, vector(family, bucket * copies, 32), calls=4) for copies in (1, 2, 3))
+        for size in sorted({1, 3, 5, 7, 9, 12, 17, bucket // 2 + 1, bucket - 1}):
+            if size >= bucket:
+                continue
+            for before in (0, 2 * bucket):
+                x = vector(family, bucket + size, 33)
+                x = np.concatenate([x[:before], x[:size]]) if before <= x.size else np.concatenate([x[:bucket], x[:bucket], x[:size]])
+                lost = _loss(case, x, calls=4, last=size)
+                if lost > 4 * full + 2.0**-20:
+                    lost = _loss(case, x, calls=200, last=size)
+                assert lost <= 4 * full + 2.0**-20, (
+                    f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values {full:.3g}: "
+                    "what fills it up shows"
+                )
 
-    def source(_: Key, block: Block) -> Vector:
-        return np.full((block.rows, block.length), 20000.0, dtype=np.float32)
 
-    room = min(8, 1 << traits.bucket_size.bit_length() - 1) if traits.bucket_size > 1 else 8
-    for count in (1, 2, 4)[: room.bit_length() - 1]:
-        tail = vector("positive", count, count)
-        filled = np.pad(tail, (0, room - count)) if fill_with_zeros else np.tile(tail, room // count)
-        a, b = (case.compress(x, source=source).decoded[:count] for x in (tail, filled))
-        assert a.tobytes() == b.tobytes(), f"a tail of {count} decompresses to {a}, without padding to {b}"
+def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None) -> float:
+    """Return ||C(v) - v||^2 / ||v||^2, or that of the last elements, the mean over some draws."""
+    part = slice(None) if last is None else slice(x.size - last, None)
+    v = x.astype(np.float64)
+    count = calls if case.compressor.traits.random else 1
+    lost = [np.sum((case.decoded(x, Key(seed=34, step=step)) - v)[part] ** 2) for step in range(count)]
+    return float(np.mean(lost) / np.sum(v[part] ** 2))
 
 
 def zero_gives_zero(case: Case) -> None:
-    """Zeros, and what is below 2^-126, decompress to zeros."""
-    for size in _sizes(case):
-        decoded = case.compress(np.zeros(size, dtype=np.float32)).decoded
-        assert not np.any(decoded), f"{size} zeros decompress to something else"
+    """Zeros, of either sign, and what is below 2^-126 decompress to zeros, in every dtype."""
+    for size in (*_sizes(case), 5000):
+        for dtype in case.dtypes:
+            for zero in (0.0, -0.0):
+                decoded = case.decoded(np.full(size, zero, dtype=dtype), Key(seed=1, step=size))
+                assert not np.any(decoded), f"{size} zeros of {dtype} decompress to something else"
         if not case.compressor.traits.lossless:
             small = case.compress(vector("subnormal", size, 7).clip(-(2.0**-127), 2.0**-127)).decoded
             assert not np.any(small), f"{size} subnormals decompress to something else than zeros"
@@ -133,74 +128,143 @@ def zero_gives_zero(case: Case) -> None:
 
 def huge_values(case: Case) -> None:
     """Huge finite values give a finite result or the documented error."""
-    for scale in (2.0**99, 2.0**126, float(np.finfo(np.float32).max)):
-        for size in (1, 9, case.compressor.traits.bucket_size + 1):
-            x = np.where(np.arange(size) % 2, -1, 1).astype(np.float32) * np.float32(scale)
-            try:
-                decoded = case.compress(x).decoded
-            except NonFiniteError:
-                continue
-            if not case.jit:
-                assert np.all(np.isfinite(decoded)), (
-                    f"{size} values of {scale:.3g} decompress to infinity or NaN"
-                )
+    bucket = min(case.compressor.traits.bucket_size, 1 << 13)
+    for scale in (2.0**62, 2.0**64, 2.0**99, float(np.nextafter(np.float32(2.0**100), np.float32(0))), 2.0**126, 3.4e38):
+        for size in (1, 9, bucket, bucket + 1):
+            index = np.arange(size)
+            for dtype in case.dtypes:
+                for pattern in (np.where(index % 2, -1, 1), np.ones(size), np.where(index == size - 1, 1, 1e-3)):
+                    x = (pattern * scale).astype(dtype)
+                    try:
+                        decoded = case.decoded(x, Key(seed=1))
+                    except NonFiniteError:
+                        continue
+                    if not case.jit:
+                        assert np.all(np.isfinite(decoded)), (
+                            f"{size} values of {scale:.3g} in {dtype} decompress to infinity or NaN"
+                        )
 
 
 def non_finite_is_an_error(case: Case) -> None:
-    """One infinity or NaN anywhere raises NonFiniteError."""
+    """One infinity or NaN anywhere, in every dtype, also in the residual, raises NonFiniteError."""
     if case.jit:
         return  # there is nothing to look at while tracing
-    size = case.compressor.traits.bucket_size + 9
-    for bad in (np.nan, np.inf, -np.inf):
-        for position in (0, size // 2, size - 1):
-            x = vector("gaussian", size, 8)
-            x[position] = bad
-            try:
-                case.payload(x)
-            except NonFiniteError:
-                continue
-            raise AssertionError(f"{bad} at {position} of {size} was compressed without an error")
+    bucket = min(case.compressor.traits.bucket_size, 5000)
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        if not has_dtype(case.xp, dtype):
+            continue
+        for size in (1, 23, bucket + 9, 5003):
+            positions = range(size) if size < 24 else np.unique([0, 1, 7, size // 2, *np.linspace(0, size - 1, 19)]).astype(int)
+            for number, position in enumerate(positions):
+                bad = (np.nan, np.inf, -np.inf, -np.nan)[number % 4]
+                _require_refused(case, dtype, size, int(position), bad)
+        for bad in (np.nan, np.inf, -np.inf):
+            _require_refused(case, dtype, bucket + 9, bucket + 3, bad)
+
+
+def _require_refused(case: Case, dtype: str, size: int, position: int, bad: float) -> None:
+    x = vector("gaussian", size, 8)
+    x[position] = bad
+    array, compute = case.array(x, dtype), "float64" if dtype == "float64" else "float32"
+    fine = case.array(vector("gaussian", size, 8), dtype)
+    zeros = case.array(np.zeros(size, dtype=np.float32), compute)
+    calls = {
+        "compressed": lambda: case.compressor.compress(array, key=Key(seed=1)),
+        "compressed with feedback": lambda: feedback.compress(case.compressor, array, zeros, key=Key(seed=1)),
+        "taken in a residual": lambda: feedback.compress(case.compressor, fine, case.array(x, compute), key=Key(seed=1)),
+    }
+    for what, call in calls.items():
+        try:
+            call()
+        except NonFiniteError:
+            continue
+        raise AssertionError(f"{bad} at {position} of {size} elements of {dtype} was {what} without an error")
 
 
 def foreign_payload_is_an_error(case: Case) -> None:
-    """A payload of another size or another compressor raises PayloadError."""
-    x = vector("gaussian", 9, 9)
-    payload = case.payload(x)
-    wrong = {
-        "of another size": (payload, case.array(x[:8])),
-        "of another compressor": (Payload("other", 9, "float32", payload.data), case.array(x)),
-        "without its last byte": (
-            Payload(payload.compressor, 9, "float32", payload.data[:-1]),
-            case.array(x),
-        ),
-    }
-    for what, (bad, like) in wrong.items():
-        try:
-            case.compressor.decompress(bad, like=like)
-        except PayloadError:
-            continue
-        raise AssertionError(f"a payload {what} was decompressed without an error")
+    """A payload of another size, configuration or compressor, or of other bytes, raises PayloadError."""
+    bucket = min(case.compressor.traits.bucket_size, 5000)
+    for size in (9, bucket + 3):
+        x = case.array(vector("gaussian", size, 9))
+        payload = case.payload(vector("gaussian", size, 9))
+        for what, bad, like in _foreign(case, payload, x):
+            for how, call in (
+                ("decompressed", lambda bad=bad, like=like: case.compressor.decompress(bad, like=like)),
+                ("added", lambda bad=bad, like=like: case.compressor.add(bad, like)),
+            ):
+                try:
+                    call()
+                except PayloadError:
+                    continue
+                raise AssertionError(f"a payload {what} was {how} without an error")
+
+
+def _foreign(case: Case, payload: Payload, x: Any) -> Iterator[tuple[str, Payload, Any]]:
+    size = payload.size
+    for other in (size - 1, size + 1, size + 7, 2 * size, 1):
+        yield f"of {size} elements, for {other},", payload, case.array(vector("gaussian", other, 9))
+    yield "of another compressor", replace(payload, compressor="other"), x
+    for sibling in siblings(case.compressor):
+        yield f"of {sibling.spec}", replace(payload, compressor=sibling.spec), x
+    data = to_numpy(payload.data)
+    spec = case.compressor.payload_spec(size)
+    for count in (-8, -4, -1, 1, 2, 3, 4, 8, 16, spec.nbytes):
+        length = len(data) + count
+        if 0 <= length != len(data) and not spec.admits(length):
+            yield f"with {abs(count)} bytes {'more' if count > 0 else 'less'}", replace(
+                payload, data=case.array(np.resize(data, length))
+            ), x
 
 
 Law = Callable[[Case], None]
 
-LAWS: tuple[Law, ...] = (
+FORM_LAWS: tuple[Law, ...] = (
+    sound_traits,
+    fields_as_announced,
     payload_size,
     shapes_and_dtypes,
+    needs_key,
+    identity_of_configuration,
+    round_trip_of_bytes,
+)
+"""What a compressor announces. The other laws rest on these, and are looked at where these hold."""
+
+STATE_LAWS: tuple[Law, ...] = (
+    independent_of_calls,
+    independent_of_threads,
+    independent_of_the_environment,
+    pure,
+    any_layout,
+    nothing_is_shared,
+    results_into_buffers,
+)
+"""What a result depends on, and what a call leaves behind. Laws that compare results rest on these."""
+
+VALUE_LAWS: tuple[Law, ...] = (
     double_precision,
     half_precision,
     same_when_flat,
-    round_trip_of_bytes,
     key_names_the_draws,
-    needs_key,
     cut_at_buckets,
     padding_never_leaks,
     zero_gives_zero,
+    extreme_draws,
     huge_values,
     non_finite_is_an_error,
     foreign_payload_is_an_error,
     damaged_payload_is_an_error,
-    unbiased,
-    variance_bound,
 )
+"""What becomes of values, keys and payloads."""
+
+MEAN_LAWS: tuple[Law, ...] = (
+    contraction,
+    variance_bound,
+    unbiased_to_the_last_draw,
+    unbiased,
+    no_key_repeats,
+    draws_are_independent,
+)
+"""What holds on average over the draws, or for the worst of vectors. They rest on all others, and take longest."""
+
+LAWS: tuple[Law, ...] = (*FORM_LAWS, *STATE_LAWS, *VALUE_LAWS, *MEAN_LAWS)
 """The laws of the compressor as a whole."""

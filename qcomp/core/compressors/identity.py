@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from qcomp.core.arrays import Array, array_namespace
 from qcomp.core.compressor import Compressor, Traits
-from qcomp.core.payload import Field, PayloadSpec
+from qcomp.core.payload import Field, Payload, PayloadSpec
 from qcomp.core.random import Key
 from qcomp.core.registry import register
 
@@ -21,7 +21,8 @@ class Identity(Compressor):
 
     Notes
     -----
-    Sends 64 bits an element of float64 and 32 of every other dtype.
+    Sends 64 bits an element of float64 and 32 of every other dtype. A payload has a copy of the values, and so has what
+    it decompresses to; inside a mean, where nobody else sees them, values are not copied.
 
     Examples
     --------
@@ -38,6 +39,15 @@ class Identity(Compressor):
         """Lossless."""
         return Traits(1, unbiased=True, omega=0.0, delta=1.0, lossless=True, keeps_zero=True)
 
+    def compress(self, x: Array, *, key: Key | None = None) -> Payload:
+        """Return a payload with a copy of the values; see `Compressor.compress`."""
+        return super().compress(_copied(x), key=key)
+
+    def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:
+        """Return a copy of the values; see `Compressor.decompress`."""
+        values = super().decompress(payload, like=like, out=out)
+        return values if out is not None else _copied(values)
+
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout: the values."""
         return _layout(size, dtype)
@@ -49,6 +59,10 @@ class Identity(Compressor):
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:  # noqa: ARG002
         """Return the values."""
         return array_namespace(parts["values"]).astype(parts["values"], dtype, copy=False)
+
+
+def _copied(x: Array) -> Array:
+    return array_namespace(x).asarray(x, copy=True)
 
 
 @lru_cache(1024)  # a step asks for the layout of each small tensor several times

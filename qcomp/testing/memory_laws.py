@@ -1,0 +1,206 @@
+"""The laws of memory: nothing is written to but what is given for it, nothing is shared, and every layout is the same."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from qcomp.core import feedback
+from qcomp.core.arrays import is_mutable
+from qcomp.core.random import Key
+from qcomp.testing.case import Case
+from qcomp.testing.inputs import flushed, vector
+from qcomp.testing.libraries import has_dtype, library_name, to_numpy
+
+__all__ = ["any_layout", "nothing_is_shared", "pure", "results_into_buffers"]
+
+Array = np.ndarray[Any, Any]
+
+_KEY = Key(seed=1, step=4, rank=2)
+
+
+def _sizes(case: Case) -> tuple[int, ...]:
+    bucket = min(case.compressor.traits.bucket_size, 3000)
+    return (1, bucket, 2 * bucket + 5, 20_000)
+
+
+def _dtypes(case: Case) -> list[str]:
+    return [name for name in ("float32", "float64", "float16", "bfloat16") if has_dtype(case.xp, name)]
+
+
+def _layouts(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield names, arrays of the elements of x in several layouts, and the memory in which they lie."""
+    plain = case.array(x, dtype)
+    yield "an array of its own", plain, plain
+    doubled = case.array(np.repeat(x, 2), dtype)
+    yield "every other element of an array", doubled[::2], doubled
+    padded = case.array(np.pad(x, (3, 5)), dtype)
+    yield "a part of an array", padded[3 : 3 + x.size], padded
+    if library_name(case.xp) in ("numpy", "read_only_numpy", "array_api_strict"):
+        backwards = case.array(x[::-1].copy(), dtype)
+        yield "an array read backwards", backwards[::-1], backwards
+
+
+def _matrices(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield a matrix in C order, and one in Fortran order, with the same elements."""
+    rows = x[: x.size // 3 * 3].reshape(3, -1)
+    c_order, transposed = case.array(rows.copy(), dtype), case.array(rows.T.copy(), dtype)
+    yield "a matrix", c_order, c_order
+    yield "a matrix in Fortran order", transposed.T, transposed
+
+
+def any_layout(case: Case) -> None:
+    """A view, a matrix in Fortran order, an array read backwards is compressed as an array of its own is."""
+    if case.jit:
+        return  # the arrays of JAX are never views
+    for dtype in _dtypes(case):
+        for size in _sizes(case):
+            x = vector("gaussian", size, 25)
+            for layouts in (_layouts(case, x, dtype), _matrices(case, x, dtype)):
+                _require_alike(case, layouts, f"{size} elements of {dtype}")
+
+
+def _require_alike(case: Case, layouts: Iterator[tuple[str, Any, Any]], what: str) -> None:
+    expected: list[bytes] = []
+    for name, array, _ in layouts:
+        payload = case.compressor.compress(array, key=_KEY)
+        decoded = to_numpy(case.compressor.decompress(payload, like=array)).tobytes()
+        got = [to_numpy(payload.data).tobytes(), decoded]
+        expected = expected or got
+        assert got[0] == expected[0], f"{name}, {what}, gives another payload"
+        assert got[1] == expected[1], f"{name}, {what}, decompresses to something else"
+
+
+def pure(case: Case) -> None:
+    """Neither the vector, in any layout and dtype, nor the residual, the payload, or ``like`` is written to."""
+    if case.jit:
+        return  # what is traced cannot be written to
+    for dtype in _dtypes(case):
+        for size in _sizes(case):
+            x = vector("gaussian", size, 26)
+            for name, array, memory in (*_layouts(case, x, dtype), *_matrices(case, x, dtype)):
+                _require_untouched(case, array, memory, f"{name}, {size} elements of {dtype}")
+        x = vector("subnormal", 300, 26)
+        for name, array, memory in _layouts(case, x, dtype):
+            _require_untouched(case, array, memory, f"{name}, 300 subnormal elements of {dtype}")
+
+
+def _require_untouched(case: Case, array: Any, memory: Any, what: str) -> None:
+    before = to_numpy(memory).tobytes()
+    payload = case.compressor.compress(array, key=_KEY)
+    assert to_numpy(memory).tobytes() == before, f"compressing changed the vector ({what})"
+    data = to_numpy(payload.data).tobytes()
+    case.compressor.decompress(payload, like=array)
+    assert to_numpy(payload.data).tobytes() == data, f"decompressing changed the payload ({what})"
+    assert to_numpy(memory).tobytes() == before, f"decompressing changed `like` ({what})"
+    name = "float64" if str(array.dtype).endswith("float64") else "float32"
+    residual = case.array(flushed(np.ones(tuple(array.shape)) * 0.5), name)
+    old = to_numpy(residual).tobytes()
+    feedback.compress(case.compressor, array, residual, key=_KEY)
+    assert to_numpy(memory).tobytes() == before, f"compressing with feedback changed the vector ({what})"
+    assert to_numpy(residual).tobytes() == old, f"compressing changed a residual that was not donated ({what})"
+
+
+def _overwrite(array: Any) -> None:
+    array[...] = 1
+
+
+def nothing_is_shared(case: Case) -> None:
+    """Vector, payload and results have memory of their own: to write to one changes no other."""
+    if case.jit:
+        return
+    for dtype in _dtypes(case):
+        for size in _sizes(case):
+            x = case.array(vector("gaussian", size, 27), dtype)
+            if not is_mutable(x):
+                return
+            what = f"{size} elements of {dtype}"
+            payload = case.compressor.compress(x, key=_KEY)
+            data = to_numpy(payload.data).tobytes()
+            later = case.compressor.compress(case.array(vector("gaussian", size, 28), dtype), key=_KEY)
+            assert to_numpy(payload.data).tobytes() == data, f"the next payload is written over the last ({what})"
+            if size > 0:
+                like = case.array(vector("gaussian", size, 27), dtype)
+                _overwrite(x)
+                assert to_numpy(payload.data).tobytes() == data, f"the payload shares memory with the vector ({what})"
+                first = case.compressor.decompress(payload, like=like)
+                values = to_numpy(first).tobytes()
+                second = case.compressor.decompress(payload, like=like)
+                case.compressor.decompress(later, like=like)
+                assert to_numpy(first).tobytes() == values, f"the next result is written over the last ({what})"
+                _overwrite(first)
+                assert to_numpy(payload.data).tobytes() == data, f"a result shares memory with the payload ({what})"
+                assert to_numpy(second).tobytes() == values, f"a result shares memory with the next ({what})"
+                _overwrite(payload.data)
+                assert to_numpy(second).tobytes() == values, f"a result shares memory with the payload ({what})"
+
+
+def results_into_buffers(case: Case) -> None:
+    """``out`` is filled and returned, and `add` adds: the same values as without, and nothing else is written to."""
+    if case.jit:
+        return
+    for dtype in _dtypes(case):
+        for size in _sizes(case):
+            x = case.array(vector("gaussian", size, 29), dtype)
+            payload = case.compressor.compress(x, key=_KEY)
+            expected = case.compressor.decompress(payload, like=x)
+            what = f"{size} elements of {dtype}"
+            _require_filled(case, payload, x, expected, what)
+            total = case.array(vector("uniform", size, 30), dtype)
+            wanted = to_numpy(total + expected).tobytes()
+            before = to_numpy(total).tobytes()
+            added = case.compressor.add(payload, total)
+            assert to_numpy(added).tobytes() == wanted, f"`add` is not total + decompress(payload) ({what})"
+            if is_mutable(total):
+                assert to_numpy(total).tobytes() == wanted, f"`add` did not use the buffer of total ({what})"
+            else:
+                assert to_numpy(total).tobytes() == before, f"`add` wrote to an immutable total ({what})"
+    _require_refused(case)
+
+
+def _require_filled(case: Case, payload: Any, x: Any, expected: Any, what: str) -> None:
+    values, like = to_numpy(expected).tobytes(), to_numpy(x).tobytes()
+    room = case.array(np.full(2 * math_size(x) + 6, 7.0, dtype=np.float32), str(to_name(x)))
+    if not is_mutable(room):
+        return
+    n = math_size(x)
+    for name, out in (("a buffer", room[3 : 3 + n]), ("a strided buffer", room[3 : 3 + 2 * n : 2])):
+        _overwrite_with(room, 7.0)
+        got = case.compressor.decompress(payload, like=x, out=out)
+        assert got is out, f"decompress(out=...) does not return out ({name}, {what})"
+        assert to_numpy(out).tobytes() == values, f"in {name}, the result is another ({what})"
+        around = to_numpy(room)
+        assert np.all(around[:3] == 7) and np.all(around[3 + 2 * n :] == 7), f"around {name}, memory changed ({what})"
+        assert to_numpy(x).tobytes() == like, f"with out=, `like` is written to ({what})"
+
+
+def to_name(x: Any) -> str:
+    """Return the name of the dtype of an array."""
+    return str(x.dtype).rsplit(".", maxsplit=1)[-1]
+
+
+def math_size(x: Any) -> int:
+    """Return the number of elements of a vector."""
+    return int(x.shape[0])
+
+
+def _overwrite_with(array: Any, value: float) -> None:
+    array[...] = value
+
+
+def _require_refused(case: Case) -> None:
+    """Check that a buffer of another size or dtype is refused."""
+    x = case.array(vector("gaussian", 9, 30))
+    payload = case.compressor.compress(x, key=_KEY)
+    wrong: dict[str, Callable[[], Any]] = {"of another size": lambda: case.array(np.zeros(8, dtype=np.float32))}
+    if has_dtype(case.xp, "float64"):
+        wrong["of another dtype"] = lambda: case.array(np.zeros(9))
+    for what, make in wrong.items():
+        out = make()
+        if not is_mutable(out):
+            return
+        try:
+            case.compressor.decompress(payload, like=x, out=out)
+        except (ValueError, TypeError):
+            continue
+        raise AssertionError(f"out {what} was taken without an error")

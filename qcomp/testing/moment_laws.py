@@ -1,0 +1,295 @@
+"""The law of the mean: E C(v) = v, over sizes, magnitudes, keys and dtypes, and exactly where draws can be enumerated."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qcomp.core.buckets import Block
+from qcomp.core.random import Key
+from qcomp.testing.case import Case
+from qcomp.testing.inputs import flushed, vector
+from qcomp.testing.worst_cases import row_length
+
+__all__ = ["unbiased", "unbiased_to_the_last_draw"]
+
+Array = np.ndarray[Any, Any]
+
+_SUSPICIOUS, _CERTAIN = 4.2, 6.0
+"""Standard errors at which more is drawn, and at which the mean is wrong."""
+_MORE = 24
+"""How many times as many draws are made when in doubt, with other keys."""
+_DRAWS = 1 << 16
+_KINDS = 8
+"""Different values in a vector whose draws are enumerated."""
+
+_KEYS = {
+    "rank 0": Key(seed=31),
+    "rank 1": Key(seed=31, rank=1),
+    "rank 300": Key(seed=31, step=5, tensor=2, rank=300),
+    "hop 1": Key(seed=31, hop=1),
+    "hop 5": Key(seed=31, rank=2, hop=5),
+    "a late step": Key(seed=31, step=10**6),
+    "step 2^33": Key(seed=31, step=2**33, rank=3),
+    "seed 2^40": Key(seed=2**40 + 7, step=1, tensor=1),
+    "tensor 70000": Key(seed=31, tensor=70_000),
+    "bucket 4097": Key(seed=31, step=1, bucket=4097),
+}
+"""Keys that a job comes to sooner or later."""
+
+_FAMILIES = (
+    "gaussian",
+    "positive",
+    "constant",
+    "sparse",
+    "tiny",
+    "huge",
+    "wide",
+    "ties",
+    "uniform",
+    "negative",
+    "small",
+    "large",
+    "heavy",
+)
+
+
+@dataclass(frozen=True)
+class _Situation:
+    """A vector and the keys under which it is compressed again and again."""
+
+    x: Array
+    key: Key
+    calls: int
+    what: str
+    unit: int
+    """Elements that are drawn for together: a bucket, or the whole vector."""
+
+
+def unbiased(case: Case) -> None:
+    """E C(v) = v in every situation: the mean over draws is off by no more than chance."""
+    traits = case.compressor.traits
+    if not traits.unbiased:
+        return
+    if not traits.random:
+        _require_equal(case)
+        return
+    case = case.plain
+    for situation in _situations(case):
+        first, _ = _deviations(case, situation, 0.1)
+        suspects = np.flatnonzero(np.abs(first) > _SUSPICIOUS)
+        if not suspects.size:
+            continue
+        key = situation.key
+        again = replace(
+            situation, key=key._replace(step=key.step + 10_000), calls=_MORE * max(2, situation.calls)
+        )
+        second, relative = _deviations(case, again, 0.8)
+        for index in suspects:
+            same_side = first[index] * second[index] > 0
+            assert not (same_side and abs(second[index]) > _CERTAIN), (
+                f"E C(v) is not v: off by {relative[index]:.3g} of v, {abs(second[index]):.0f} standard errors, "
+                f"{_DIRECTIONS[index]}, for {situation.what}"
+            )
+
+
+def _require_equal(case: Case) -> None:
+    """Check that a compressor that calls itself unbiased and not random gives v back."""
+    for dtype in case.dtypes:
+        for family in _FAMILIES:
+            for size in (1, 9, 1000, 5000):
+                x = flushed(_values(family, size, 1)).astype(dtype)
+                lost = np.abs(case.decoded(x, Key(seed=1)) - x)
+                worst = int(np.argmax(lost - 2.0**-22 * np.abs(x)))
+                assert lost[worst] <= 2.0**-22 * abs(x[worst]), (
+                    f"C(v) is not v, and nothing is random: {x[worst]:.9g} becomes {x[worst] + lost[worst]:.9g} or "
+                    f"{x[worst] - lost[worst]:.9g} ({family}, {size} elements of {dtype})"
+                )
+
+
+def _values(family: str, size: int, seed: int) -> Array:
+    return vector(family, size, seed)
+
+
+def _situations(case: Case) -> Iterator[_Situation]:
+    bucket = case.compressor.traits.bucket_size
+    length = row_length(bucket)
+    if length <= 1 << 13:
+        copies = max(8, (1 << 14) // length)
+        for dtype in case.dtypes:
+            for number, family in enumerate(_FAMILIES):
+                for name, key in _KEYS.items():
+                    if family in ("gaussian", "positive") or number % len(_KEYS) == list(_KEYS).index(name):
+                        x = np.tile(_values(family, length, 2), copies).astype(dtype)
+                        yield _Situation(
+                            x, key, 2, f"{copies} full buckets of {family} values, {dtype}, {name}", length
+                        )
+    edges = {k * bucket + d for k, d in ((1, -1), (1, 1), (2, 5), (3, 0)) if 0 < k * bucket + d <= 5000}
+    sizes = {1, 2, 3, 5, 7, 8, 9, 15, 17, 33, 100, 250, 1000, 2500} | edges
+    names = list(_KEYS)
+    for number, size in enumerate(sorted(sizes)):
+        calls = int(np.clip(3000 // size, 4, 60))
+        families = ("gaussian", "positive") if number % 2 else ("gaussian",)
+        for family in families:
+            dtype = case.dtypes[number // 2 % len(case.dtypes)] if family == "positive" else "float32"
+            name = names[number % len(names)] if family == "positive" else names[0]
+            yield _Situation(
+                _values(family, size, 3).astype(dtype),
+                _KEYS[name],
+                calls,
+                f"{size} {family} values, {dtype}, {name}",
+                min(size, bucket),
+            )
+    for size in (5003, 20_011, 100_003):
+        for dtype in case.dtypes:
+            x = _values("gaussian", size, 4).astype(dtype)
+            yield _Situation(x, _KEYS["rank 1"], 1, f"{size} gaussian values, {dtype}, rank 1", min(bucket, size))
+
+
+_DIRECTIONS = tuple(
+    f"{where}, {how}"
+    for how in ("in magnitude", "in sum", "along v")
+    for where in (
+        "in all elements",
+        "in even elements",
+        "in odd elements",
+        "in the first element of a bucket",
+        "in the last element of a bucket",
+        "in the larger half",
+        "in the smaller half",
+        "in positive elements",
+        "in negative elements",
+        "in the tail",
+    )
+)
+
+
+def _directions(v: Array, unit: int) -> Array:
+    """Return the directions in which the mean is looked at, of shape (count, n)."""
+    index = np.arange(v.size)
+    magnitude, start = np.abs(v), index % unit
+    last = v.size - v.size % unit if v.size % unit else v.size - unit
+    masks = [
+        index >= 0,
+        index % 2 == 0,
+        index % 2 == 1,
+        start == 0,
+        (start == unit - 1) | (index == v.size - 1),
+        magnitude > np.median(magnitude),
+        magnitude <= np.median(magnitude),
+        v > 0,
+        v < 0,
+        index >= last,
+    ]
+    where = np.asarray(masks, dtype=np.float64)
+    return np.concatenate([where * np.sign(v), where, where * v])
+
+
+def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array, Array]:
+    """Return by how many standard errors the mean is off in each direction, and by what fraction of v.
+
+    ``unseen`` is the largest error of an element that may be too rare to have been seen, over the largest magnitude.
+    """
+    x, unit = situation.x, situation.unit
+    exact = flushed(x).astype(np.float64)
+    scale = float(np.abs(exact).max()) or 1.0
+    v = exact / scale
+    directions = _directions(v, unit)
+    starts = np.arange(0, v.size, unit)
+    total = np.zeros(len(directions))
+    squares = np.zeros(len(directions))
+    jump = np.zeros(len(directions))
+    level = 0.0
+    for call in range(situation.calls):
+        key = situation.key._replace(step=situation.key.step + call)
+        error = (case.decoded(x, key) - exact) / scale
+        each = np.add.reduceat(directions * error, starts, axis=1)
+        total += each.sum(axis=1)
+        squares += (each**2).sum(axis=1)
+        jump = np.maximum(jump, np.abs(each).max(axis=1))
+        level = max(level, float(np.abs(error).max()))
+    # What is rare may not have been seen: as if a few more of the largest had been. And draws have 16 bits.
+    rare = np.maximum(jump, unseen * np.abs(directions).max(axis=1))
+    chance = np.sqrt(squares + 9 * rare**2)
+    level = max(level, float(np.sqrt(np.add.reduceat(v**2, starts).max())))
+    resolution = 2.0**-16 * level * np.abs(directions).sum(axis=1) * situation.calls
+    off = np.sign(total) * np.maximum(0.0, np.abs(total) - resolution)
+    energy = np.abs(directions * v).sum(axis=1) * situation.calls
+    return off / np.where(chance > 0, chance, 1e-30), total / np.where(energy > 0, energy, 1.0)
+
+
+def unbiased_to_the_last_draw(case: Case) -> None:
+    """E C(v) = v exactly, over all 65536 draws of an element, up to the 2^-17 of a level that 16 bits leave.
+
+    For compressors in which a draw of `qcomp.core.random.draws16` decides about its own element alone; others can only
+    be judged by many draws.
+    """
+    traits = case.compressor.traits
+    if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):
+        return
+    for values, results in _enumerate(case):
+        spread = float(np.max(results.max(axis=0) - results.min(axis=0)))
+        slack = 2.0**-17 * spread + 2.0**-23 * np.abs(values)
+        mean = results.mean(axis=0)
+        off = np.abs(mean - values)
+        worst = int(np.argmax(off - slack))
+        assert off[worst] <= slack[worst], (
+            f"E C(v) is {mean[worst]:.9g} for v = {values[worst]:.9g}, off by more than {slack[worst]:.3g}"
+        )
+
+
+def _draws_decide_about_their_element(case: Case) -> bool:
+    """Return whether another draw of one element changes that element's result and no other, and blocks are as asked."""
+    case = case.plain
+    bucket = case.compressor.traits.bucket_size
+    x = vector("gaussian", 2 * row_length(bucket), 6)
+    asked: list[Block] = []
+
+    def decoded(chosen: int | None) -> Array:
+        def source(_: Key, block: Block) -> Array:
+            asked.append(block)
+            elements = block.start + np.arange(block.rows * block.filled).reshape(block.rows, -1)
+            draws = np.full((block.rows, block.length), 30_000.0, dtype=np.float32)
+            draws[:, : block.filled] = np.where(elements == chosen, 0.0, draws[:, : block.filled])
+            return draws
+
+        return case.compress(x, source=source).decoded
+
+    reference = decoded(None)
+    if not asked or any(block.filled != min(bucket, block.filled) for block in asked):
+        return False
+    changes = 0
+    for chosen in (0, 1, 5, x.size // 2 + 1, x.size // 2 + 2, x.size - 1):
+        changed = np.flatnonzero(decoded(chosen) != reference)
+        if changed.size > 1 or (changed.size and changed[0] != chosen):
+            return False
+        changes += changed.size
+    everything_lower = case.compress(x, source=lambda _key, _block: 0).decoded
+    return changes > 0 and float(np.mean(everything_lower != reference)) > 0.2
+
+
+def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
+    """Yield, for each of some sets of eight values, the values and what becomes of them with each draw.
+
+    The eight values repeat through the vector, so that every bucket has the same scales; copy c of a value
+    takes draw c.
+    """
+    case = case.plain
+    bucket = case.compressor.traits.bucket_size
+
+    def source(_: Key, block: Block) -> Array:
+        # By its bucket: a compressor may fill its buckets up with what is no element of the vector.
+        buckets = block.first_bucket + np.arange(block.rows)[:, None]
+        elements = buckets * bucket + np.arange(block.length)
+        return (elements // _KINDS % _DRAWS).astype(np.float32)
+
+    copies = max(_DRAWS, bucket // _KINDS)
+    for numbers in (
+        [1.0, -0.5, 0.0, 0.1, -0.93, 1 / 3, 2.0**-20, -1e-3],
+        [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.004],
+        vector("gaussian", _KINDS, 10),
+    ):
+        values = np.asarray(numbers, dtype=np.float32)
+        decoded = case.compress(np.tile(values, copies), source=source).decoded
+        yield values, decoded.reshape(copies, _KINDS).astype(np.float64)

@@ -1,0 +1,255 @@
+"""The laws of state: a result depends on vector, key and configuration, and on nothing that was before or is around."""
+
+import builtins
+import copy
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from qcomp.core.random import Key
+from qcomp.testing.case import Case
+from qcomp.testing.inputs import vector
+from qcomp.testing.libraries import to_numpy
+
+__all__ = ["independent_of_calls", "independent_of_the_environment", "independent_of_threads"]
+
+Array = np.ndarray[Any, Any]
+Results = list[tuple[bytes, bytes]]
+
+
+def _sizes(case: Case) -> tuple[int, ...]:
+    bucket = min(case.compressor.traits.bucket_size, 5000)
+    return (1, 7, 9, bucket, bucket + 9, 1000, 4097, 20_000)
+
+
+def _results(case: Case, sizes: tuple[int, ...], *, seed: int = 1) -> Results:
+    """Return payloads and what they decompress to, in each dtype."""
+    found = []
+    for size in sizes:
+        for dtype in case.dtypes:
+            x = case.array(vector("gaussian", size, 17).astype(dtype))
+            payload = case.compressor.compress(x, key=Key(seed=seed, step=2, rank=1))
+            decoded = case.compressor.decompress(payload, like=x)
+            found.append((to_numpy(payload.data).tobytes(), to_numpy(decoded).tobytes()))
+    return found
+
+
+def _compare(expected: Results, got: Results, sizes: tuple[int, ...], why: str) -> None:
+    count = max(1, len(expected) // len(sizes))
+    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
+        if a != b:
+            what = "the payload" if a[0] != b[0] else "the decompressed vector"
+            raise AssertionError(f"{why}, {what} of {sizes[index // count]} elements is another")
+
+
+def independent_of_calls(case: Case) -> None:
+    """The first call, the hundredth, one after others, and one by a copy of the compressor have the same result."""
+    if case.jit:
+        return
+    sizes = _sizes(case)
+    first = _results(case, sizes)
+    _poison()
+    _compare(first, _results(case, sizes), sizes, "called a second time")
+    _compare(first, _results(Case(copy.deepcopy(case.compressor), case.xp), sizes), sizes, "by a copy of the compressor")
+    small = (9,)
+    expected = _results(case, small)
+    for number in range(50):
+        if number % 8 == 7:
+            _results(case, (5, 130), seed=number)
+        _compare(expected, _results(case, small), small, "after other calls")
+    with suppress(Exception):
+        case.compressor.compress(case.array(np.full(9, np.nan, dtype=np.float32)), key=Key(seed=1))
+    _compare(expected, _results(case, small), small, "after an error")
+    _compare(first[::-1], _results(case, sizes[::-1], seed=1) if len(case.dtypes) == 1 else _reversed(case, sizes), sizes[::-1], "in another order")
+
+
+def _reversed(case: Case, sizes: tuple[int, ...]) -> Results:
+    found = []
+    for size in reversed(sizes):
+        found += _results(case, (size,))[::-1]
+    return found
+
+
+def _poison() -> None:
+    """Fill memory that is free with what no result should hold, for whoever forgets to write to what he allocates."""
+    blocks = [np.full(1 << power, 0xC5, dtype=np.uint8) for power in range(3, 20) for _ in range(8)]
+    blocks.clear()
+
+
+def independent_of_threads(case: Case) -> None:
+    """Calls in two threads at a time do not disturb each other: no scratch memory is shared.
+
+    After each line of the compressor's own code, another thread makes a call of its own, and ends it.
+    """
+    if case.jit:
+        return
+    files = {
+        code.co_filename
+        for cls in type(case.compressor).__mro__
+        for function in vars(cls).values()
+        if (code := getattr(getattr(function, "fget", None) or getattr(function, "func", None) or function, "__code__", None))
+    }
+    x, y = (case.array(vector("gaussian", size, 18)) for size in (300, 300))
+    y = case.array(-2 * vector("positive", 300, 19))
+    key, other_key = Key(seed=1), Key(seed=77, step=5)
+
+    def call(array: Any, chosen: Key) -> tuple[bytes, bytes]:
+        payload = case.compressor.compress(array, key=chosen)
+        decoded = case.compressor.decompress(payload, like=array)
+        return to_numpy(payload.data).tobytes(), to_numpy(decoded).tobytes()
+
+    expected, expected_other = call(x, key), call(y, other_key)
+    got, others = _interrupted(lambda: call(x, key), lambda: call(y, other_key), files)
+    assert got == expected, "a call in another thread at the same time changes the result"
+    assert all(other == expected_other for other in others), "a call inside that of another thread has another result"
+
+
+def _interrupted(
+    call: Callable[[], Any], other: Callable[[], Any], files: set[str], most: int = 60
+) -> tuple[Any, list[Any]]:
+    """Return the result of a call after each of whose lines, in these files, another thread makes another call."""
+    others: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and len(threads) < most:
+            # Who takes a lock is not done before the interrupted call is: that is right, and not waited for long.
+            thread = threading.Thread(target=lambda: others.append(other()), daemon=True)
+            threads.append(thread)
+            thread.start()
+            thread.join(0.05 if not others and len(threads) > 3 else 0.5)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = call()
+    finally:
+        sys.settrace(before)
+    for thread in threads:
+        thread.join(10)
+    return result, others
+
+
+def independent_of_the_environment(case: Case) -> None:
+    """No global generator, hash seed, number of threads, clock, process or variable shows in a result, nor is moved."""
+    if case.jit:
+        return
+    sizes = _sizes(case)
+    for name, context in _ENVIRONMENTS.items():
+        results = []
+        for number in (1, 2):
+            with context(number):
+                results.append(_results(case, sizes))
+        _compare(results[0], results[1], sizes, f"with {name}")
+    states = _generator_states()
+    _results(case, (*sizes, 100_000))
+    for name, state in _generator_states().items():
+        assert state == states[name], f"the global generator of {name} was drawn from"
+
+
+def _generator_states() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
+    states: dict[str, Any] = {"numpy": (kind, keys.tobytes(), *rest), "random": random.getstate()}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        states["torch"] = to_numpy(torch.get_rng_state()).tobytes()
+    return states
+
+
+@contextmanager
+def _generators(number: int) -> Iterator[None]:
+    """Seed the global generators."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    torch = sys.modules.get("torch")
+    before_torch = None if torch is None else torch.get_rng_state()
+    random.seed(number)
+    np.random.seed(number)
+    if torch is not None:
+        torch.manual_seed(number)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(before_numpy)
+        if torch is not None:
+            torch.set_rng_state(before_torch)
+
+
+@contextmanager
+def _hash_seed(number: int) -> Iterator[None]:
+    """Let `hash` give other numbers for strings, as it does in a process with another hash seed."""
+    real = builtins.hash
+
+    def salted(value: Any) -> int:
+        if isinstance(value, str | bytes):
+            return real((number, real(value)))
+        return real(tuple(map(salted, value))) if isinstance(value, tuple) else real(value)
+
+    with mock.patch.object(builtins, "hash", salted):
+        yield
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Have another number of processors and threads."""
+    count = 3 * number - 2
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    with ExitStack() as stack:
+        for name in ("cpu_count", "process_cpu_count"):
+            if hasattr(os, name):
+                stack.enter_context(mock.patch.object(os, name, lambda: count))
+        if hasattr(os, "sched_getaffinity"):
+            stack.enter_context(mock.patch.object(os, "sched_getaffinity", lambda _: set(range(count))))
+        stack.enter_context(mock.patch.object(threading, "active_count", lambda: count))
+        if torch is not None:
+            torch.set_num_threads(number)
+        try:
+            yield
+        finally:
+            if torch is not None:
+                torch.set_num_threads(before)
+
+
+@contextmanager
+def _variables(number: int) -> Iterator[None]:
+    """Have other variables and another process number."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONHASHSEED", "SEED", "HOSTNAME", "USER")
+    with (
+        mock.patch.dict(os.environ, {name: str(number) for name in names}),
+        mock.patch.object(os, "getpid", lambda: 1000 + number),
+        mock.patch.object(sys, "argv", ["program", str(number)]),
+    ):
+        yield
+
+
+@contextmanager
+def _thread(number: int) -> Iterator[None]:
+    """Run in a thread of another name, in a stack of another depth."""
+    thread = threading.current_thread()
+    before = thread.name
+    thread.name = f"worker-{number}"
+    try:
+        yield
+    finally:
+        thread.name = before
+
+
+_ENVIRONMENTS: dict[str, Any] = {
+    "another seed of the global generators": _generators,
+    "another hash seed": _hash_seed,
+    "another number of threads": _threads,
+    "other environment variables": _variables,
+    "another name of the thread": _thread,
+}

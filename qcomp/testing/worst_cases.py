@@ -1,0 +1,193 @@
+"""The laws of worst cases: no vector that is known to be hard, or found by ascent, breaks the bounds of the traits."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qcomp.core.random import Key
+from qcomp.testing.case import Case
+from qcomp.testing.inputs import adversarial, flushed
+
+__all__ = ["contraction", "variance_bound"]
+
+Array = np.ndarray[Any, Any]
+
+_BATCH = 1 << 16
+"""Elements that are compressed in one call, where buckets are independent."""
+_WIDEST = 1 << 13
+"""Longest bucket that is searched."""
+_ROUNDS = 8
+"""Generations of the ascent."""
+_SIGMAS = 6.0
+"""Standard errors that a mean over draws must be off."""
+_ROUNDING = 2.0**-22
+"""What rounding scales and results to float32 can add to a relative error."""
+
+
+class _Bound(NamedTuple):
+    """A promise of the traits: E ||C(v) - v||^2 <= factor ||v||^2."""
+
+    name: str
+    factor: float
+
+
+class _Found(NamedTuple):
+    """The error of a vector relative to its energy."""
+
+    ratio: float
+    deviation: float
+    """Standard error of the ratio; 0 without randomness."""
+    what: str
+
+
+def variance_bound(case: Case) -> None:
+    """E ||C(v) - v||^2 is within omega ||v||^2, for vectors of every kind, full buckets and tails."""
+    traits = case.compressor.traits
+    if traits.omega is not None:
+        _check(case, _Bound("omega", traits.omega))
+
+
+def contraction(case: Case) -> None:
+    """E ||C(v) - v||^2 is within (1 - delta) ||v||^2, for vectors of every kind, full buckets and tails."""
+    traits = case.compressor.traits
+    if traits.delta is not None:
+        _check(case, _Bound("1 - delta", 1 - traits.delta))
+
+
+def _check(case: Case, bound: _Bound) -> None:
+    for found in _candidates(case.plain, bound.factor):
+        limit = bound.factor * (1 + 2.0**-20) + _ROUNDING + _SIGMAS * found.deviation
+        assert found.ratio <= limit, (
+            f"E ||C(v) - v||^2 is {found.ratio:.6g} ||v||^2, above ({bound.name}) ||v||^2 = {bound.factor:.6g} "
+            f"||v||^2, for {found.what}"
+        )
+
+
+def _candidates(case: Case, limit: float) -> Iterator[_Found]:
+    yield from _full_buckets(case)
+    yield from _tails(case, limit)
+
+
+def row_length(bucket_size: int) -> int:
+    """Return the elements of vectors that can be laid one after the other in one call: whole buckets."""
+    return bucket_size * max(1, 8 // bucket_size)
+
+
+def _full_buckets(case: Case) -> Iterator[_Found]:
+    length = row_length(case.compressor.traits.bucket_size)
+    if length > _WIDEST:
+        return
+    for dtype in case.dtypes:
+        rows = adversarial(length).astype(dtype)
+        ratios = _expected(case, rows, draws=12)
+        order = np.argsort(ratios)[::-1]
+        for index in order[:3]:
+            yield _measure(case, rows[index], f"{_describe(rows[index])} in {dtype}")
+        if dtype == "float32":
+            worst = _ascend(case, rows[order], ratios[order])
+            yield _measure(case, worst, f"{_describe(worst)}, found by ascent")
+
+
+def _expected(case: Case, rows: Array, *, draws: int) -> Array:
+    """Return the relative error of each row, the mean over some draws for a random compressor."""
+    repeats = draws if case.compressor.traits.random else 1
+    m, length = rows.shape
+    step = max(1, _BATCH // (repeats * length))
+    ratios = np.empty(m)
+    for start in range(0, m, step):
+        some = rows[start : start + step]
+        decoded = case.decoded(np.tile(some, (repeats, 1)).reshape(-1), Key(seed=21, step=start))
+        ratios[start : start + step] = _ratios(decoded.reshape(repeats, *some.shape), some).mean(axis=0)
+    return ratios
+
+
+def _ratios(decoded: Array, rows: Array) -> Array:
+    v = flushed(rows).astype(np.float64)
+    size = np.abs(v).max(axis=-1, keepdims=True)
+    scale = np.where(size > 0, size, 1.0)
+    lost = np.sum(((decoded - v) / scale) ** 2, axis=-1)
+    energy = np.sum((v / scale) ** 2, axis=-1)
+    return np.where(energy > 0, lost / np.where(energy > 0, energy, 1.0), lost)
+
+
+def _measure(case: Case, row: Array, what: str) -> _Found:
+    """Return the relative error of one row, over a few thousand draws for a random compressor."""
+    if not case.compressor.traits.random:
+        return _Found(float(_ratios(case.decoded(row, Key(seed=1)), row)), 0.0, what)
+    repeats = max(1, min(4 * _BATCH // row.size, 4096))
+    calls = -(-1024 // repeats)
+    found = [
+        _ratios(
+            case.decoded(np.tile(row, repeats), Key(seed=22, step=step)).reshape(repeats, row.size), row
+        )
+        for step in range(calls)
+    ]
+    ratios = np.concatenate(found)
+    return _Found(float(ratios.mean()), float(ratios.std() / np.sqrt(ratios.size)), what)
+
+
+def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
+    """Return the worst row of a search: each generation changes the best rows and keeps the worst for the bound."""
+    rng = np.random.default_rng(23)
+    length = rows.shape[1]
+    keep = max(2, min(8, _BATCH // (16 * length)))
+    best, best_ratios = rows[:keep], ratios[:keep]
+    for _ in range(_ROUNDS):
+        children = np.concatenate([_changed(row, rng) for row in best])
+        found = _expected(case, children, draws=8)
+        every, every_ratios = np.concatenate([best, children]), np.concatenate([best_ratios, found])
+        order = np.argsort(every_ratios)[::-1][:keep]
+        best, best_ratios = every[order], every_ratios[order]
+        if case.compressor.traits.random:
+            best_ratios = _expected(case, best, draws=32)  # what was lucky once is not again
+    return best[int(np.argmax(best_ratios))]
+
+
+def _changed(row: Array, rng: np.random.Generator) -> Array:
+    """Return some neighbours of a row: elements scaled, set to the value of others, or to zero."""
+    changed = np.tile(row, (8, 1)).astype(np.float64)
+    for index, child in enumerate(changed):
+        chosen = rng.random(row.size) < (1 / row.size if index % 2 else rng.random())
+        chosen[rng.integers(row.size)] = True
+        kind = index % 4
+        if kind < 2:
+            child[chosen] *= np.exp2(rng.normal() * 0.3)
+        elif kind == 2:
+            child[chosen] = rng.choice(row) * (1 + 0.1 * rng.normal())
+        else:
+            child[chosen] = child[chosen] + 0.05 * rng.normal() * np.abs(row).max()
+    return changed.clip(-(2.0**96), 2.0**96).astype(row.dtype)
+
+
+def _tails(case: Case, limit: float) -> Iterator[_Found]:
+    """Yield the errors of vectors that end in a tail, over a few calls each."""
+    traits = case.compressor.traits
+    bucket = min(traits.bucket_size, _WIDEST)
+    for size in sorted({1, 2, 3, 5, 7, 9, 12, bucket // 2 + 1, max(1, bucket - 1)}):
+        if size > traits.bucket_size:
+            continue
+        rows = adversarial(size)
+        if traits.random:
+            rows = rows[:: max(1, len(rows) // 10)]
+        for row in rows:
+            found = _tail(case, row, 8)
+            for calls in (64, 800):
+                if traits.random and found.ratio > limit + 1.5 * found.deviation:
+                    found = _tail(case, row, calls)
+            yield found
+
+
+def _tail(case: Case, row: Array, calls: int) -> _Found:
+    count = calls if case.compressor.traits.random else 1
+    ratios = np.asarray([_ratios(case.decoded(row, Key(seed=24, step=step)), row) for step in range(count)])
+    deviation = float(ratios.std() / np.sqrt(count)) if count > 1 else 0.0
+    return _Found(float(ratios.mean()), deviation, f"{_describe(row)} of {row.size} elements")
+
+
+def _describe(row: Array) -> str:
+    """Return a few words about a vector."""
+    values, counts = np.unique(np.abs(row), return_counts=True)
+    if len(values) > 3:
+        return f"a vector with magnitudes from {values[0]:.3g} to {values[-1]:.3g}"
+    return " and ".join(f"{count} times {value:.6g}" for value, count in zip(values, counts, strict=True))
