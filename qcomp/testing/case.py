@@ -33,7 +33,9 @@ class Compressed(NamedTuple):
 class Case:
     """A compressor, an array library, and whether it runs under `jax.jit`."""
 
-    def __init__(self, compressor: Compressor, xp: Namespace, *, jit: bool = False, thorough: bool = False) -> None:
+    def __init__(
+        self, compressor: Compressor, xp: Namespace, *, jit: bool = False, thorough: bool = False
+    ) -> None:
         self.compressor = compressor
         self.xp = xp
         self.jit = jit

@@ -74,7 +74,9 @@ def check_compressor(
             f"compressor is a {type(compressor).__name__}; expected an instance of a subclass of qcomp.Compressor"
         )
     case = Case(compressor, xp, jit=jit, thorough=thorough)
-    broken = [f"- {name}: {message}" for name, message in broken_laws(case, max_examples * (10 if thorough else 1))]
+    broken = [
+        f"- {name}: {message}" for name, message in broken_laws(case, max_examples * (10 if thorough else 1))
+    ]
     if broken:
         raise ContractError(f"{case!r} breaks {len(broken)} promise(s):\n" + "\n".join(broken))
 

@@ -9,7 +9,7 @@ from qcomp.core.arrays import device
 from qcomp.core.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, rounded, vector
-from qcomp.testing.libraries import has_dtype
+from qcomp.testing.libraries import has_dtype, to_numpy
 
 _HALVES = (
     ("gaussian", Key(seed=1)),
@@ -19,7 +19,7 @@ _HALVES = (
     ("sparse", Key(seed=1, step=2000)),
 )
 
-__all__ = ["double_precision", "half_precision", "shapes_and_dtypes"]
+__all__ = ["double_precision", "half_precision", "one_way", "shapes_and_dtypes"]
 
 
 def shapes_and_dtypes(case: Case) -> None:
@@ -51,12 +51,30 @@ def double_precision(case: Case) -> None:
                 f"the residual is not fl(p - q) in float64, of {size} {family} values"
             )
             # To compress float64 is to compress the same values with finer arithmetic: what comes out is as near.
-            near = case.decoded(x.astype(np.float32), Key(seed=1)) if not case.compressor.traits.random else None
+            near = (
+                case.decoded(x.astype(np.float32), Key(seed=1)) if not case.compressor.traits.random else None
+            )
             if near is not None:
                 mine = case.decoded(x, Key(seed=1))
                 lost, usual = (np.sum((y - x) ** 2) for y in (mine, near))
                 assert lost <= 4 * usual + 2.0**-20 * np.sum(x**2), (
                     f"{size} {family} values lose {lost:.3g} in float64, and {usual:.3g} in float32"
+                )
+
+
+def one_way(case: Case) -> None:
+    """`compress` makes the payload that `qcomp.feedback.compress` makes with a residual of zeros, as means do."""
+    if case.jit:
+        return
+    bucket = min(case.compressor.traits.bucket_size, 4096)
+    for size in (1, 9, bucket + 3, 5001):
+        for dtype in case.dtypes:
+            for key in (Key(seed=1), Key(seed=1, rank=3, hop=1, step=70)):
+                x = vector("gaussian", size, 11).astype(dtype)
+                fed = case.compress_with_feedback(x, np.zeros_like(x), key=key)
+                alone = case.compress(x, key=key)
+                assert fed.data == alone.data, (
+                    f"compress and feedback.compress make two payloads of {size} elements of {dtype}"
                 )
 
 
@@ -71,6 +89,15 @@ def half_precision(case: Case) -> None:
             residual = flushed(np.roll(x, 1) * np.float32(0.3))
             single = case.compress_with_feedback(x, residual, key=key)
             half = case.compress_with_feedback(x, residual, key=key, dtype=name)
+            payload = case.compressor.compress(case.array(x, name), key=key)
+            assert to_numpy(payload.data).tobytes() == case.compress(x, key=key).data, (
+                f"the payload of {name} is not that of the same values in float32"
+            )
+            decoded = to_numpy(case.compressor.decompress(payload, like=case.array(x, name)))
+            expected = rounded(case.compress(x, key=key).decoded, name)
+            assert decoded.astype(np.float32).tobytes() == expected.tobytes(), (
+                f"decompressed to {name}, it is not the result in float32, rounded once"
+            )
             assert half.data == single.data, (
                 f"the payload of {name} is not that of the same values in float32"
             )

@@ -18,7 +18,14 @@ from qcomp.testing.case import Case
 from qcomp.testing.inputs import sizes, vector
 from qcomp.testing.libraries import to_numpy
 
-__all__ = ["fields_as_announced", "identity_of_configuration", "needs_key", "round_trip_of_bytes", "siblings", "sound_traits"]
+__all__ = [
+    "fields_as_announced",
+    "identity_of_configuration",
+    "needs_key",
+    "round_trip_of_bytes",
+    "siblings",
+    "sound_traits",
+]
 
 
 def sound_traits(case: Case) -> None:
@@ -27,10 +34,16 @@ def sound_traits(case: Case) -> None:
     assert type(traits.bucket_size) is int and traits.bucket_size >= 1, (
         f"traits.bucket_size is {traits.bucket_size!r}; expected an integer from 1 on"
     )
-    assert traits.omega is None or 0 <= traits.omega < math.inf, f"traits.omega is {traits.omega!r}; expected at least 0"
+    assert traits.omega is None or 0 <= traits.omega < math.inf, (
+        f"traits.omega is {traits.omega!r}; expected at least 0"
+    )
     assert traits.omega is None or traits.unbiased, "traits.omega is given, and traits.unbiased is False"
-    assert traits.delta is None or 0 < traits.delta <= 1, f"traits.delta is {traits.delta!r}; expected above 0, at most 1"
-    assert traits.kept is None or 0 <= traits.kept <= traits.bucket_size, f"traits.kept is {traits.kept!r} of a bucket"
+    assert traits.delta is None or 0 < traits.delta <= 1, (
+        f"traits.delta is {traits.delta!r}; expected above 0, at most 1"
+    )
+    assert traits.kept is None or 0 <= traits.kept <= traits.bucket_size, (
+        f"traits.kept is {traits.kept!r} of a bucket"
+    )
     assert case.compressor.traits == traits, "traits differ from one access to the next"
 
 
@@ -40,12 +53,16 @@ def fields_as_announced(case: Case) -> None:
     for size in sizes(own.traits.bucket_size):
         for dtype in case.dtypes:
             spec = own.payload_spec(size, dtype)
-            assert spec == own.payload_spec(size, dtype), f"payload_spec({size}) differs from one call to the next"
+            assert spec == own.payload_spec(size, dtype), (
+                f"payload_spec({size}) differs from one call to the next"
+            )
             if case.jit:
                 continue
             parts = own.encode(case.array(vector("gaussian", size, 0), dtype), Key(seed=1))
             names = [field.name for field in spec.fields]
-            assert set(parts) == set(names), f"encode returned the fields {sorted(parts)}, payload_spec says {sorted(names)}"
+            assert set(parts) == set(names), (
+                f"encode returned the fields {sorted(parts)}, payload_spec says {sorted(names)}"
+            )
             for number, field in enumerate(spec.fields):
                 part = parts[field.name]
                 length = math.prod(part.shape)
@@ -54,7 +71,9 @@ def fields_as_announced(case: Case) -> None:
                     f"encode returned {length} {'bytes' if field.dtype == 'uint8' else 'elements'} of {field.name!r} for "
                     f"{size} elements of {dtype}, payload_spec says {field.size}"
                 )
-                assert len(part.shape) == 1, f"encode returned {field.name!r} of shape {tuple(part.shape)}; expected one axis"
+                assert len(part.shape) == 1, (
+                    f"encode returned {field.name!r} of shape {tuple(part.shape)}; expected one axis"
+                )
                 assert dtype_name(part.dtype) == field.dtype, (
                     f"encode returned {field.name!r} as {dtype_name(part.dtype)}, payload_spec says {field.dtype}"
                 )

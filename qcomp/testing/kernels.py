@@ -15,7 +15,7 @@ from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeF
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, KernelSet, StepNumbers, use_kernels
-from qcomp.core.random import Key
+from qcomp.core.random import SHARED_RANK, Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
@@ -69,11 +69,70 @@ class _Case(NamedTuple):
     compressor: Compressor
     x: Vector
     dtype: str = "float32"
-    bucket: int = 0
+    key: Key = Key(seed=5, step=3, tensor=2, rank=1, hop=1)
+    blend: tuple[float, float] = (0.9, 0.7)
+    """beta1 and scale of the momentum."""
+    layout: str = "dense"
 
 
 _WHERE = ("in an array of its own", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
 """Where a new residual may lie."""
+
+_KEYS = (
+    Key(),
+    Key(seed=2**32),
+    Key(seed=2**63 + 5, step=2**31, rank=2**31),
+    Key(seed=2**64 - 1, step=2**64 - 1, tensor=2**32 - 1, rank=SHARED_RANK, hop=2**32 - 1, bucket=2**20),
+    Key(seed=1, step=2**33 + 1, tensor=2**16, rank=255, hop=2**31),
+    Key(seed=1, bucket=2**24 + 3),
+    Key(seed=1, hop=7, bucket=2**31 - 1),
+    Key(seed=1, rank=1, bucket=2**32 - 2),
+)
+"""With high bits in every part, and buckets whose lanes are counted beyond 32 bits."""
+
+_BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
+_LAYOUTS = ("strided", "offset", "backwards")
+_COUNTS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    12,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    48,
+    63,
+    64,
+    100,
+    127,
+    128,
+    1000,
+    1023,
+    4096,
+)
+"""Numbers of ranks."""
+_STEPS = tuple(
+    StepNumbers(rate=rate, correction=correction, eps=eps, weight_decay=decay)
+    for rate, correction, eps, decay in (
+        (1e-3, 0.19, 1e-8, 0.0),
+        (1e-3, 0.19, 1e-8, 0.1),
+        (0.1, 1.0, 1e-6, 0.01),
+        (3e-4, 0.1, 1e-3, 0.0),
+        (1.0, 0.999, 1.0, 1.0),
+        (0.0, 0.5, 1e-15, 0.0),
+        (6e-5, 0.6513216, 1e-8, 0.3),
+    )
+)
 
 
 def check_kernels(
@@ -113,30 +172,74 @@ def check_kernels(
     >>> check_kernels(KERNELS, compressors=[qcomp.ScaledSign(bucket_size=8)], max_examples=5)
     """
     broken = []
-    try:
-        for size in (0, 1, 7, 1000, 4097):
-            _compare_updates(kernels, xp, size, seed=size)
-    except AssertionError as error:
-        broken.append(f"- mean, momentum or step with a frozen variance: {error}")
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("mean, momentum or step with a frozen variance", lambda: _check_updates(kernels, xp)),
+        ("buffers", lambda: _check_buffers(kernels, xp)),
+    ]
     for compressor in compressors:
+        parts.append(
+            (compressor.spec, lambda compressor=compressor: _search(kernels, xp, compressor, max_examples))
+        )  # type: ignore[misc]
+    for what, check in parts:
         try:
-            _search(kernels, xp, compressor, max_examples)
-        except AssertionError as error:
-            broken.append(f"- {compressor.spec}: {error}")
+            with np.errstate(all="ignore"):
+                check()
+        except Exception as error:
+            text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            broken.append(f"- {what}: {text}")
     if broken:
         where = f"kernels {kernels.name!r} on {library_name(xp)}"
         raise ContractError(f"{where} differ from the pure version:\n" + "\n".join(broken))
 
 
+def _check_updates(kernels: KernelSet, xp: Namespace) -> None:
+    for size in _powers(1 << 13):
+        _compare_updates(kernels, xp, size, seed=size)
+    for number, numbers in enumerate(_STEPS):
+        _compare_updates(
+            kernels, xp, 1000, seed=number, numbers=numbers, blend=_BLENDS[number % len(_BLENDS)]
+        )
+    for count in _COUNTS:
+        for size in (9, 1000):
+            _compare_ends(kernels, xp, size, count)
+
+
+def _powers(most: int) -> list[int]:
+    """Return the sizes around every power of two."""
+    return sorted(
+        {0, 3, 5, 1000} | {(1 << k) + d for k in range(14) for d in (-1, 0, 1) if (1 << k) + d <= most}
+    )
+
+
 def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examples: int) -> None:
-    of_sizes = sizes(compressor.traits.bucket_size)
-    cases = [_Case(compressor, vector(family, size, 0)) for family in FAMILIES for size in of_sizes]
-    for name in ("float16", "bfloat16"):
+    bucket = compressor.traits.bucket_size
+    of_sizes = sizes(bucket)
+    cases = [
+        _Case(compressor, vector(family, size, 0))
+        for family in FAMILIES
+        for size in (9, 2 * max(bucket, 8) + 5)
+    ]
+    for name in ("float16", "bfloat16", "float64"):
         if has_dtype(xp, name):
             cases += [_Case(compressor, vector("gaussian", size, 0), name) for size in of_sizes]
     for case in cases:
         _compare(kernels, xp, case, _WHERE)
-    for bad in (np.nan, np.inf, -np.inf, 2.0**100):
+    wide = vector("gaussian", 2 * bucket + 5, 1)
+    others = [_Case(compressor, wide, key=key) for key in _KEYS]
+    others += [_Case(compressor, wide, blend=blend) for blend in _BLENDS]
+    others += [_Case(compressor, x) for x in _ties(compressor)]
+    others += [_Case(compressor, vector("wide", size, 2)) for size in _powers(1 << 13) if size <= 1 << 13]
+    others += [_Case(compressor, vector("uniform", size, 3)) for size in (100_003,)]
+    for number, case in enumerate(others):
+        _compare(kernels, xp, case, [_WHERE[number % len(_WHERE)]])
+    for layout in _LAYOUTS:
+        for size in (9, 2 * bucket + 5):
+            case = _Case(compressor, vector("gaussian", size, 4), layout=layout)
+            _compare(kernels, xp, case, _WHERE)
+    for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+        _compare_means(kernels, xp, compressor, count)
+    _check_repeated(kernels, xp, compressor)
+    for bad in (np.nan, np.inf, -np.inf, 2.0**100, -(2.0**100)):
         _compare_refusals(kernels, xp, compressor, bad)
 
     @settings(
@@ -148,9 +251,34 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
     )
     @given(vectors(of_sizes), st.integers(0, 2**20), st.sampled_from(_WHERE))
     def run(x: Vector, bucket: int, where: str) -> None:
-        _compare(kernels, xp, _Case(compressor, x, bucket=bucket), [where])
+        _compare(kernels, xp, _Case(compressor, x, key=_KEYS[1].at(bucket=bucket)), [where])
 
     run()
+
+
+def _ties(compressor: Compressor) -> list[Vector]:
+    """Return vectors on whose elements rounding could turn either way, and that have several largest ones."""
+    size = 2 * compressor.traits.bucket_size + 5
+    rng = np.random.default_rng([size, 9])
+    found = []
+    for top in sorted({1, 5, 127, 255, int(getattr(compressor, "levels", 7))}):
+        steps = rng.integers(-2 * top, 2 * top + 1, size) / 2.0
+        steps[:: max(8, compressor.traits.bucket_size // 4)] = top
+        found.append(steps)
+        halves = rng.integers(-top, top, size) + rng.integers(0, 1 << 17, size) / 2.0**17  # of a draw
+        halves[:: max(8, compressor.traits.bucket_size // 4)] = top
+        found.append(halves)
+    levels = rng.integers(0, 256, size) + rng.choice([0.0, 0.5], size)
+    levels[::7], levels[3::7] = 0.0, 255.0
+    found += [
+        levels,
+        levels + 3.0,
+        -levels,
+        np.where(rng.random(size) < 0.5, -0.0, 0.0),
+        np.full(size, 2.0**-126),
+    ]
+    found += [np.where(rng.random(size) < 0.5, -1.0, 1.0), np.full(size, 1.5 * 2.0**98)]
+    return [np.asarray(x, dtype=np.float32) for x in found]
 
 
 def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[str]) -> None:
@@ -158,34 +286,84 @@ def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[st
     for where in places:
         got = _compute(kernels, xp, case, where)
         for name, a, b in zip(_Results._fields, got, expected, strict=True):
-            assert a == b, f"{name} of {case.x.size} elements of {case.dtype}, with the new residual {where}"
+            assert a == b, (
+                f"{name} of {case.x.size} elements of {case.dtype}, {case.layout}, under {case.key}, with the new residual "
+                f"{where}"
+            )
+
+
+def _laid_out(xp: Namespace, x: Vector, layout: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Return an array with the elements of x in a layout, and all the memory around them."""
+    if layout == "strided":
+        memory = to_library(xp, np.repeat(x, 2), dtype)
+        return memory[::2], memory
+    if layout == "backwards" and library_name(xp) in ("numpy", "read_only_numpy"):
+        memory = to_library(xp, x[::-1].copy(), dtype)
+        return memory[::-1], memory
+    if layout == "dense":
+        memory = to_library(xp, x, dtype)
+        return memory, memory
+    memory = to_library(xp, np.pad(x, (5, 7), constant_values=3.0), dtype)
+    return memory[5 : 5 + x.size], memory
+
+
+class _Untouched:
+    """Arrays that nothing may write to."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Any, bytes]] = []
+
+    def keep(self, name: str, memory: Any) -> None:
+        """Take down what an array holds."""
+        self._kept.append((name, memory, to_numpy(memory).tobytes()))
+
+    def check(self) -> None:
+        """Check that all arrays hold what they held."""
+        for name, memory, before in self._kept:
+            assert to_numpy(memory).tobytes() == before, f"{name} was written to"
 
 
 def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) -> _Results:
-    compressor, x, dtype, bucket = case
+    compressor, x, dtype, key, blend, layout = case
+    compute = "float64" if dtype == "float64" else "float32"
 
     def fresh() -> Any:
-        return to_library(xp, x, dtype)
+        return _laid_out(xp, x, layout, dtype)[0]
 
-    key = Key(seed=5, step=3, tensor=2, rank=1, hop=1, bucket=bucket)
-    given = fresh()
-    old, m = (to_library(xp, flushed(np.roll(x, 1) * np.float32(0.5))) for _ in range(2))
-    buffers = [None, old, given, to_library(xp, np.ones(x.size, dtype=np.float32))]
+    untouched = _Untouched()
+    half = flushed(np.roll(x, 1) * np.float32(0.5))
+    given, given_memory = _laid_out(xp, x, layout, dtype)
+    old, old_memory = _laid_out(xp, half, layout, compute)
+    m, m_memory = _laid_out(xp, half, layout, compute)
+    room, room_memory = _laid_out(xp, np.ones(x.size, dtype=np.float32), layout, compute)
+    buffers = [None, old, given, room]
     out = buffers[_WHERE.index(where)]
     if out is not None and (out.dtype != old.dtype or not is_mutable(out)):
         out = None  # what was converted, or is immutable, cannot be donated
+    mutable = is_mutable(room_memory)
+    around = None if not mutable else to_numpy(room_memory)
+    untouched.keep("m", m_memory)
+    if out is not given:
+        untouched.keep("x", given_memory)
+    if out is not old:
+        untouched.keep("the old residual", old_memory)
     with use_kernels(kernels):
-        plain = compressor.compress(given, key=key)
+        plain = compressor.compress(fresh(), key=key)
+        untouched.keep("a payload", plain.data)
         encoded = primitives.encode(compressor, given, old, key, out=out)
         primitives.require_accepted(compressor, encoded)
         payload = compressor.payload(old, encoded.data)
+        untouched.keep("a payload", payload.data)
         like = fresh()
         decoded = compressor.decompress(payload, like=like)
         written = compressor.decompress(payload, like=like, out=like) if is_mutable(like) else decoded
         total = fresh()
         added = compressor.add(payload, total)
         last = encoded.residual
-        mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, 0.9, 0.7))
+        if out is not None:
+            assert last is out, "the new residual is not in the given buffer"
+        untouched.keep("the residual", last)
+        mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, *blend))
         primitives.require_accepted(compressor, mixed)
         three = [compressor.payload(m, sent) for sent in (plain.data, mixed.data, encoded.data)]
         # Dividing by two may be multiplying, dividing by three may not.
@@ -193,9 +371,119 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
         means = [primitives.compress_mean(compressor, three, m, r, key) for r in (None, m)]
         for of_mean in means:
             primitives.require_accepted(compressor, of_mean)
+    untouched.check()
+    if around is not None and out is room:
+        _check_around(room_memory, around, layout, x.size)
     parts = [plain.data, encoded.data, last, decoded, written, added, mixed.data, mixed.residual]
     parts += [*averages, means[0].data, means[1].data, means[1].residual]
     return _Results(*(to_numpy(part).tobytes() for part in parts))
+
+
+def _check_around(memory: Any, before: Vector, layout: str, size: int) -> None:
+    """Check that a residual in a given buffer left the memory around it as it was."""
+    after = to_numpy(memory)
+    outside = {"strided": slice(1, None, 2), "offset": slice(0, 5)}.get(layout, slice(0, 0))
+    assert after[outside].tobytes() == before[outside].tobytes(), (
+        "the memory between the elements of out was written to"
+    )
+    if layout == "offset":
+        assert after[5 + size :].tobytes() == before[5 + size :].tobytes(), (
+            "the memory behind out was written to"
+        )
+
+
+def _compare_means(kernels: KernelSet, xp: Namespace, compressor: Compressor, count: int) -> None:
+    """Compare the mean of payloads of many ranks, in an array of its own and in a given one."""
+    for size in (9, 2 * compressor.traits.bucket_size + 5):
+        sent = [
+            compressor.compress(to_library(xp, vector("wide", size, 50 + rank)), key=Key(rank=rank))
+            for rank in range(count)
+        ]
+        results = []
+        for chosen in (None, kernels):
+            like = to_library(xp, vector("gaussian", size, 49))
+            residual = to_library(xp, vector("gaussian", size, 48))
+            untouched = _Untouched()
+            for payload in sent:
+                untouched.keep("a payload", payload.data)
+            untouched.keep("like", like)
+            untouched.keep("the residual of a server", residual)
+            room, memory = _laid_out(xp, np.ones(size, dtype=np.float32), "offset")
+            around = to_numpy(memory)
+            owed, owed_memory = _laid_out(xp, np.ones(size, dtype=np.float32), "offset")
+            with use_kernels(chosen):
+                own = primitives.average(compressor, sent, like)
+                mutable = is_mutable(room)
+                filled = primitives.average(compressor, sent, like, out=room if mutable else None)
+                assert not mutable or filled is room, "the mean is not in the given buffer"
+                of_mean = primitives.compress_mean(
+                    compressor, sent, like, residual, Key(hop=1), out=owed if mutable else None
+                )
+                primitives.require_accepted(compressor, of_mean)
+            untouched.check()
+            if mutable:
+                _check_around(memory, around, "offset", size)
+                _check_around(owed_memory, around, "offset", size)
+            results.append(
+                [to_numpy(part).tobytes() for part in (own, filled, of_mean.data, of_mean.residual)]
+            )
+        names = ("mean", "mean in a given buffer", "payload of the mean", "residual of the mean")
+        for name, a, b in zip(names, *results, strict=True):
+            assert a == b, f"{name} of {count} payloads of {size} elements"
+
+
+def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -> None:
+    """Check that a call leaves the results of earlier calls as they are, and does not depend on them."""
+    size = 2 * compressor.traits.bucket_size + 5
+    x, residual = (to_library(xp, vector("gaussian", size, seed)) for seed in (60, 61))
+    other = to_library(xp, -vector("positive", size, 62))
+
+    def call(array: Any) -> list[Any]:
+        payload = compressor.compress(array, key=Key(seed=2))
+        encoded = primitives.encode(compressor, array, residual, Key(seed=2))
+        decoded = compressor.decompress(payload, like=array)
+        mean = primitives.average(compressor, [payload, payload, payload], array)
+        of_mean = primitives.compress_mean(compressor, [payload] * 3, array, residual, Key(seed=2))
+        m = primitives.momentum(residual, array, 0.9, 1.0)
+        return [
+            payload.data,
+            encoded.data,
+            encoded.residual,
+            decoded,
+            mean,
+            of_mean.data,
+            of_mean.residual,
+            m,
+        ]
+
+    with use_kernels(kernels):
+        first = call(x)
+        before = [to_numpy(part).tobytes() for part in first]
+        call(other)
+        after = [to_numpy(part).tobytes() for part in first]
+        again = [to_numpy(part).tobytes() for part in call(x)]
+    assert after == before, "a call wrote to the result of an earlier one"
+    assert again == before, "the same call had two results"
+
+
+def _check_buffers(kernels: KernelSet, xp: Namespace) -> None:
+    """Check that buffers have the shape and dtype of what they are like, and memory of their own."""
+    for shape in ((0,), (7,), (3, 5), (4096,), (100_000,)):
+        x = to_library(xp, np.zeros(shape, dtype=np.float32))
+        if not kernels.takes(x):
+            return
+        one, two = kernels.empty_like(x), kernels.empty_like(x)
+        for buffer in (one, two):
+            if buffer is not None:
+                assert tuple(buffer.shape) == shape, (
+                    f"empty_like has shape {tuple(buffer.shape)}; expected {shape}"
+                )
+                assert buffer.dtype == x.dtype, f"empty_like has dtype {buffer.dtype}; expected {x.dtype}"
+        if one is None or two is None or not is_mutable(one):
+            continue
+        one[...], two[...] = 1.0, 2.0
+        assert np.all(to_numpy(one) == 1), "two buffers of empty_like share memory"
+        assert not np.any(to_numpy(x)), "empty_like shares memory with what it is like"
 
 
 def _compress_mean_of(compressor: Compressor, x: Any, residual: Any) -> None:
@@ -204,22 +492,59 @@ def _compress_mean_of(compressor: Compressor, x: Any, residual: Any) -> None:
     primitives.require_accepted(compressor, of_mean)
 
 
-def _compare_updates(kernels: KernelSet, xp: Namespace, size: int, seed: int) -> None:
+def _compare_updates(
+    kernels: KernelSet,
+    xp: Namespace,
+    size: int,
+    seed: int,
+    *,
+    numbers: StepNumbers = _STEPS[0],
+    blend: tuple[float, float] = (0.9, 0.7),
+) -> None:
     """Compare the primitives that have no compressor."""
     wide, g = vector("wide", size, seed), vector("gaussian", size, seed + 1)
-    v = np.abs(vector("sparse", size, seed + 2))  # zeros: elements that never had a gradient
-    for decay in (0.0, 0.1):
+    v = np.abs(vector("sparse", size, seed + 2)) + np.where(np.arange(size) % 5 == 1, 2.0**-126, 0).astype(
+        np.float32
+    )
+    layouts = ("dense", "strided", "offset") if size < 40 or size == 1000 else ("dense",)
+    for layout in layouts:
+        for decay in sorted({0.1, numbers.weight_decay}):
+            results = []
+            for chosen in (None, kernels):
+                untouched = _Untouched()
+                with use_kernels(chosen):
+                    mean = primitives.finish_mean(_laid_out(xp, wide, layout)[0], 3)
+                    old, old_memory = _laid_out(xp, to_numpy(mean), layout)
+                    gradient, gradient_memory = _laid_out(xp, g, layout)
+                    untouched.keep("the old momentum", old_memory)
+                    untouched.keep("the gradient", gradient_memory)
+                    m = primitives.momentum(old, gradient, *blend)
+                    untouched.check()
+                    (p, p_memory), (variance, v_memory) = (_laid_out(xp, values, layout) for values in (g, v))
+                    untouched.keep("the parameters", p_memory)
+                    untouched.keep("the variance", v_memory)
+                    mixed = to_numpy(m).tobytes()
+                    moved, masked = primitives.frozen_step(
+                        p, m, variance, numbers._replace(weight_decay=decay)
+                    )
+                    untouched.check()
+                results.append([mixed, *(to_numpy(part).tobytes() for part in (mean, masked, moved))])
+            for name, a, b in zip(
+                ("momentum", "mean", "masked momentum", "parameters"), *results, strict=True
+            ):
+                assert a == b, f"{name} of {size} elements, {layout}, with {numbers}, beta1 and scale {blend}"
+
+
+def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> None:
+    """Compare the end of a mean over so many ranks."""
+    for family in ("wide", "subnormal", "ties"):
         results = []
         for chosen in (None, kernels):
             with use_kernels(chosen):
-                halves = primitives.finish_mean(to_library(xp, wide), 2)
-                mean = primitives.finish_mean(to_library(xp, wide), 3)
-                m = primitives.momentum(mean, to_library(xp, g), 0.9, 0.7)
-                numbers = StepNumbers(rate=1e-3, correction=0.19, eps=1e-8, weight_decay=decay)
-                p, masked = primitives.frozen_step(to_library(xp, g), m, to_library(xp, v), numbers)
-            results.append([to_numpy(part).tobytes() for part in (halves, mean, masked, p)])
-        for name, a, b in zip(("mean of two", "mean", "momentum", "parameters"), *results, strict=True):
-            assert a == b, f"{name} of {size} elements"
+                results.append(
+                    to_numpy(primitives.finish_mean(to_library(xp, vector(family, size, count)), count))
+                )
+        assert results[0].tobytes() == results[1].tobytes(), f"mean over {count} ranks of {size} elements"
 
 
 def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor, bad: float) -> None:
@@ -230,7 +555,8 @@ def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor,
         ("with feedback", lambda x, r: feedback.compress(compressor, x, r, key=Key(), donate=True)),
         ("owed by a server", lambda x, r: _compress_mean_of(compressor, r, x)),
     )
-    for position, (what, call) in product((0, size // 2, size - 1), calls):
+    places = sorted({0, 1, 7, 8, 13, size // 2, size - 9, size - 2, size - 1})
+    for position, (what, call) in product(places, calls):
         x = vector("gaussian", size, 0)
         x[position] = bad
         residual = to_library(xp, old)

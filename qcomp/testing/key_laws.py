@@ -132,7 +132,9 @@ def draws_are_independent(case: Case) -> None:
     mean, deviation = float(usual.mean()), float(usual.std())
     for part in _PARTS:
         values = [*range(12), 64, 128, 1000, 1001] if part != "bucket" else list(range(0, 16 * 4096, 4096))
-        found = _correlations(np.asarray([plain.decoded(x, _BASE._replace(**{part: v})) for v in values]) - centre)
+        found = _correlations(
+            np.asarray([plain.decoded(x, _BASE._replace(**{part: v})) for v in values]) - centre
+        )
         pairs = found - mean
         pairs[np.tril_indices(len(values))] = 0.0
         a, b = np.unravel_index(int(np.argmax(np.abs(pairs))), pairs.shape)

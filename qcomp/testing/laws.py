@@ -15,7 +15,7 @@ from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key
 from qcomp.testing.case import Case
-from qcomp.testing.dtype_laws import double_precision, half_precision, shapes_and_dtypes
+from qcomp.testing.dtype_laws import double_precision, half_precision, one_way, shapes_and_dtypes
 from qcomp.testing.form_laws import (
     fields_as_announced,
     identity_of_configuration,
@@ -30,7 +30,11 @@ from qcomp.testing.libraries import has_dtype, to_numpy
 from qcomp.testing.memory_laws import any_layout, nothing_is_shared, pure, results_into_buffers
 from qcomp.testing.moment_laws import unbiased, unbiased_to_the_last_draw
 from qcomp.testing.payload_laws import damaged_payload_is_an_error, payload_size
-from qcomp.testing.state_laws import independent_of_calls, independent_of_the_environment, independent_of_threads
+from qcomp.testing.state_laws import (
+    independent_of_calls,
+    independent_of_the_environment,
+    independent_of_threads,
+)
 from qcomp.testing.vector_laws import VECTOR_LAWS, extreme_draws
 from qcomp.testing.worst_cases import contraction, variance_bound
 
@@ -53,10 +57,16 @@ def same_when_flat(case: Case) -> None:
             continue
         x = vector("gaussian", math.prod(shape), 31)
         tensor, vector_of = case.array(x.reshape(shape)), case.array(x)
-        data = [to_numpy(own.compress(array, key=Key(seed=1)).data).tobytes() for array in (tensor, vector_of)]
-        assert data[0] == data[1], f"a tensor of shape {shape} gives another payload than its elements in a row"
+        data = [
+            to_numpy(own.compress(array, key=Key(seed=1)).data).tobytes() for array in (tensor, vector_of)
+        ]
+        assert data[0] == data[1], (
+            f"a tensor of shape {shape} gives another payload than its elements in a row"
+        )
         whole = case.compressor.compress(tensor, key=Key(seed=1))
-        assert whole.compressor == own.spec, f"a tensor of shape {shape} is compressed by {whole.compressor}, not {own.spec}"
+        assert whole.compressor == own.spec, (
+            f"a tensor of shape {shape} is compressed by {whole.compressor}, not {own.spec}"
+        )
 
 
 def cut_at_buckets(case: Case) -> None:
@@ -65,7 +75,12 @@ def cut_at_buckets(case: Case) -> None:
     sizes_and_cuts = {(_sizes(case)[-1], 1)}
     if bucket <= 4096:
         many = max(3, -(-4500 // bucket))
-        sizes_and_cuts |= {(3 * bucket + 1, 1), (3 * bucket + 1, 2), (3 * bucket, 2), (many * bucket + 3, many // 2)}
+        sizes_and_cuts |= {
+            (3 * bucket + 1, 1),
+            (3 * bucket + 1, 2),
+            (3 * bucket, 2),
+            (many * bucket + 3, many // 2),
+        }
     for size, cut in sorted(sizes_and_cuts):
         for dtype in case.dtypes:
             for first in (0, 5):
@@ -89,17 +104,22 @@ def padding_never_leaks(case: Case) -> None:
         return
     case = case.plain
     for family in ("constant", "positive"):
+        slack = 1e-3 if case.compressor.traits.unbiased else 1e-7  # of a bias, another law speaks
         full = max(_loss(case, vector(family, bucket * copies, 32), calls=4) for copies in (1, 2, 3))
         for size in sorted({1, 3, 5, 7, 9, 12, 17, bucket // 2 + 1, bucket - 1}):
             if size >= bucket:
                 continue
             for before in (0, 2 * bucket):
                 x = vector(family, bucket + size, 33)
-                x = np.concatenate([x[:before], x[:size]]) if before <= x.size else np.concatenate([x[:bucket], x[:bucket], x[:size]])
+                x = (
+                    np.concatenate([x[:before], x[:size]])
+                    if before <= x.size
+                    else np.concatenate([x[:bucket], x[:bucket], x[:size]])
+                )
                 lost = _loss(case, x, calls=4, last=size)
-                if lost > 4 * full + 2.0**-20:
+                if lost > 4 * full + slack:
                     lost = _loss(case, x, calls=200, last=size)
-                assert lost <= 4 * full + 2.0**-20, (
+                assert lost <= 4 * full + slack, (
                     f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values {full:.3g}: "
                     "what fills it up shows"
                 )
@@ -129,11 +149,22 @@ def zero_gives_zero(case: Case) -> None:
 def huge_values(case: Case) -> None:
     """Huge finite values give a finite result or the documented error."""
     bucket = min(case.compressor.traits.bucket_size, 1 << 13)
-    for scale in (2.0**62, 2.0**64, 2.0**99, float(np.nextafter(np.float32(2.0**100), np.float32(0))), 2.0**126, 3.4e38):
+    for scale in (
+        2.0**62,
+        2.0**64,
+        2.0**99,
+        float(np.nextafter(np.float32(2.0**100), np.float32(0))),
+        2.0**126,
+        3.4e38,
+    ):
         for size in (1, 9, bucket, bucket + 1):
             index = np.arange(size)
             for dtype in case.dtypes:
-                for pattern in (np.where(index % 2, -1, 1), np.ones(size), np.where(index == size - 1, 1, 1e-3)):
+                for pattern in (
+                    np.where(index % 2, -1, 1),
+                    np.ones(size),
+                    np.where(index == size - 1, 1, 1e-3),
+                ):
                     x = (pattern * scale).astype(dtype)
                     try:
                         decoded = case.decoded(x, Key(seed=1))
@@ -154,7 +185,11 @@ def non_finite_is_an_error(case: Case) -> None:
         if not has_dtype(case.xp, dtype):
             continue
         for size in (1, 23, bucket + 9, 5003):
-            positions = range(size) if size < 24 else np.unique([0, 1, 7, size // 2, *np.linspace(0, size - 1, 19)]).astype(int)
+            positions = (
+                range(size)
+                if size < 24
+                else np.unique([0, 1, 7, size // 2, *np.linspace(0, size - 1, 19)]).astype(int)
+            )
             for number, position in enumerate(positions):
                 bad = (np.nan, np.inf, -np.inf, -np.nan)[number % 4]
                 _require_refused(case, dtype, size, int(position), bad)
@@ -171,7 +206,9 @@ def _require_refused(case: Case, dtype: str, size: int, position: int, bad: floa
     calls = {
         "compressed": lambda: case.compressor.compress(array, key=Key(seed=1)),
         "compressed with feedback": lambda: feedback.compress(case.compressor, array, zeros, key=Key(seed=1)),
-        "taken in a residual": lambda: feedback.compress(case.compressor, fine, case.array(x, compute), key=Key(seed=1)),
+        "taken in a residual": lambda: feedback.compress(
+            case.compressor, fine, case.array(x, compute), key=Key(seed=1)
+        ),
     }
     for what, call in calls.items():
         try:
@@ -211,9 +248,11 @@ def _foreign(case: Case, payload: Payload, x: Any) -> Iterator[tuple[str, Payloa
     for count in (-8, -4, -1, 1, 2, 3, 4, 8, 16, spec.nbytes):
         length = len(data) + count
         if 0 <= length != len(data) and not spec.admits(length):
-            yield f"with {abs(count)} bytes {'more' if count > 0 else 'less'}", replace(
-                payload, data=case.array(np.resize(data, length))
-            ), x
+            yield (
+                f"with {abs(count)} bytes {'more' if count > 0 else 'less'}",
+                replace(payload, data=case.array(np.resize(data, length))),
+                x,
+            )
 
 
 Law = Callable[[Case], None]
@@ -241,6 +280,7 @@ STATE_LAWS: tuple[Law, ...] = (
 """What a result depends on, and what a call leaves behind. Laws that compare results rest on these."""
 
 VALUE_LAWS: tuple[Law, ...] = (
+    one_way,
     double_precision,
     half_precision,
     same_when_flat,
@@ -257,12 +297,12 @@ VALUE_LAWS: tuple[Law, ...] = (
 """What becomes of values, keys and payloads."""
 
 MEAN_LAWS: tuple[Law, ...] = (
+    no_key_repeats,
+    draws_are_independent,
     contraction,
     variance_bound,
     unbiased_to_the_last_draw,
     unbiased,
-    no_key_repeats,
-    draws_are_independent,
 )
 """What holds on average over the draws, or for the worst of vectors. They rest on all others, and take longest."""
 

@@ -98,7 +98,9 @@ def _require_untouched(case: Case, array: Any, memory: Any, what: str) -> None:
     old = to_numpy(residual).tobytes()
     feedback.compress(case.compressor, array, residual, key=_KEY)
     assert to_numpy(memory).tobytes() == before, f"compressing with feedback changed the vector ({what})"
-    assert to_numpy(residual).tobytes() == old, f"compressing changed a residual that was not donated ({what})"
+    assert to_numpy(residual).tobytes() == old, (
+        f"compressing changed a residual that was not donated ({what})"
+    )
 
 
 def _overwrite(array: Any) -> None:
@@ -118,21 +120,31 @@ def nothing_is_shared(case: Case) -> None:
             payload = case.compressor.compress(x, key=_KEY)
             data = to_numpy(payload.data).tobytes()
             later = case.compressor.compress(case.array(vector("gaussian", size, 28), dtype), key=_KEY)
-            assert to_numpy(payload.data).tobytes() == data, f"the next payload is written over the last ({what})"
+            assert to_numpy(payload.data).tobytes() == data, (
+                f"the next payload is written over the last ({what})"
+            )
             if size > 0:
                 like = case.array(vector("gaussian", size, 27), dtype)
                 _overwrite(x)
-                assert to_numpy(payload.data).tobytes() == data, f"the payload shares memory with the vector ({what})"
+                assert to_numpy(payload.data).tobytes() == data, (
+                    f"the payload shares memory with the vector ({what})"
+                )
                 first = case.compressor.decompress(payload, like=like)
                 values = to_numpy(first).tobytes()
                 second = case.compressor.decompress(payload, like=like)
                 case.compressor.decompress(later, like=like)
-                assert to_numpy(first).tobytes() == values, f"the next result is written over the last ({what})"
+                assert to_numpy(first).tobytes() == values, (
+                    f"the next result is written over the last ({what})"
+                )
                 _overwrite(first)
-                assert to_numpy(payload.data).tobytes() == data, f"a result shares memory with the payload ({what})"
+                assert to_numpy(payload.data).tobytes() == data, (
+                    f"a result shares memory with the payload ({what})"
+                )
                 assert to_numpy(second).tobytes() == values, f"a result shares memory with the next ({what})"
                 _overwrite(payload.data)
-                assert to_numpy(second).tobytes() == values, f"a result shares memory with the payload ({what})"
+                assert to_numpy(second).tobytes() == values, (
+                    f"a result shares memory with the payload ({what})"
+                )
 
 
 def results_into_buffers(case: Case) -> None:
@@ -170,7 +182,9 @@ def _require_filled(case: Case, payload: Any, x: Any, expected: Any, what: str) 
         assert got is out, f"decompress(out=...) does not return out ({name}, {what})"
         assert to_numpy(out).tobytes() == values, f"in {name}, the result is another ({what})"
         around = to_numpy(room)
-        assert np.all(around[:3] == 7) and np.all(around[3 + 2 * n :] == 7), f"around {name}, memory changed ({what})"
+        assert np.all(around[:3] == 7) and np.all(around[3 + 2 * n :] == 7), (
+            f"around {name}, memory changed ({what})"
+        )
         assert to_numpy(x).tobytes() == like, f"with out=, `like` is written to ({what})"
 
 
@@ -192,7 +206,9 @@ def _require_refused(case: Case) -> None:
     """Check that a buffer of another size or dtype is refused."""
     x = case.array(vector("gaussian", 9, 30))
     payload = case.compressor.compress(x, key=_KEY)
-    wrong: dict[str, Callable[[], Any]] = {"of another size": lambda: case.array(np.zeros(8, dtype=np.float32))}
+    wrong: dict[str, Callable[[], Any]] = {
+        "of another size": lambda: case.array(np.zeros(8, dtype=np.float32))
+    }
     if has_dtype(case.xp, "float64"):
         wrong["of another dtype"] = lambda: case.array(np.zeros(9))
     for what, make in wrong.items():

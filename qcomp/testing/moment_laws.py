@@ -144,7 +144,9 @@ def _situations(case: Case) -> Iterator[_Situation]:
     for size in (5003, 20_011, 100_003):
         for dtype in case.dtypes:
             x = _values("gaussian", size, 4).astype(dtype)
-            yield _Situation(x, _KEYS["rank 1"], 1, f"{size} gaussian values, {dtype}, rank 1", min(bucket, size))
+            yield _Situation(
+                x, _KEYS["rank 1"], 1, f"{size} gaussian values, {dtype}, rank 1", min(bucket, size)
+            )
 
 
 _DIRECTIONS = tuple(

@@ -58,7 +58,12 @@ def independent_of_calls(case: Case) -> None:
     first = _results(case, sizes)
     _poison()
     _compare(first, _results(case, sizes), sizes, "called a second time")
-    _compare(first, _results(Case(copy.deepcopy(case.compressor), case.xp), sizes), sizes, "by a copy of the compressor")
+    _compare(
+        first,
+        _results(Case(copy.deepcopy(case.compressor), case.xp), sizes),
+        sizes,
+        "by a copy of the compressor",
+    )
     small = (9,)
     expected = _results(case, small)
     for number in range(50):
@@ -68,7 +73,12 @@ def independent_of_calls(case: Case) -> None:
     with suppress(Exception):
         case.compressor.compress(case.array(np.full(9, np.nan, dtype=np.float32)), key=Key(seed=1))
     _compare(expected, _results(case, small), small, "after an error")
-    _compare(first[::-1], _results(case, sizes[::-1], seed=1) if len(case.dtypes) == 1 else _reversed(case, sizes), sizes[::-1], "in another order")
+    _compare(
+        first[::-1],
+        _results(case, sizes[::-1], seed=1) if len(case.dtypes) == 1 else _reversed(case, sizes),
+        sizes[::-1],
+        "in another order",
+    )
 
 
 def _reversed(case: Case, sizes: tuple[int, ...]) -> Results:
@@ -95,7 +105,13 @@ def independent_of_threads(case: Case) -> None:
         code.co_filename
         for cls in type(case.compressor).__mro__
         for function in vars(cls).values()
-        if (code := getattr(getattr(function, "fget", None) or getattr(function, "func", None) or function, "__code__", None))
+        if (
+            code := getattr(
+                getattr(function, "fget", None) or getattr(function, "func", None) or function,
+                "__code__",
+                None,
+            )
+        )
     }
     x, y = (case.array(vector("gaussian", size, 18)) for size in (300, 300))
     y = case.array(-2 * vector("positive", 300, 19))
@@ -109,7 +125,9 @@ def independent_of_threads(case: Case) -> None:
     expected, expected_other = call(x, key), call(y, other_key)
     got, others = _interrupted(lambda: call(x, key), lambda: call(y, other_key), files)
     assert got == expected, "a call in another thread at the same time changes the result"
-    assert all(other == expected_other for other in others), "a call inside that of another thread has another result"
+    assert all(other == expected_other for other in others), (
+        "a call inside that of another thread has another result"
+    )
 
 
 def _interrupted(
@@ -225,7 +243,16 @@ def _threads(number: int) -> Iterator[None]:
 @contextmanager
 def _variables(number: int) -> Iterator[None]:
     """Have other variables and another process number."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONHASHSEED", "SEED", "HOSTNAME", "USER")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "OMP_NUM_THREADS",
+        "PYTHONHASHSEED",
+        "SEED",
+        "HOSTNAME",
+        "USER",
+    )
     with (
         mock.patch.dict(os.environ, {name: str(number) for name in names}),
         mock.patch.object(os, "getpid", lambda: 1000 + number),

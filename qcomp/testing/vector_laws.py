@@ -59,7 +59,9 @@ def keeps_zero(case: Case, x: Vector) -> None:
 
 
 def _require_zeros(x: Vector, decoded: Vector) -> None:
-    assert np.all(decoded[x == 0] == 0), f"an element that was 0 is not 0 any more, of {x.size} elements of {x.dtype}"
+    assert np.all(decoded[x == 0] == 0), (
+        f"an element that was 0 is not 0 any more, of {x.size} elements of {x.dtype}"
+    )
 
 
 def sparse(case: Case, x: Vector) -> None:
@@ -72,7 +74,9 @@ def _require_sparse(case: Case, decoded: Vector) -> None:
     bucket, most = case.compressor.traits.bucket_size, case.compressor.traits.kept
     for start in range(0, decoded.size, bucket):
         kept = np.count_nonzero(decoded[start : start + bucket])
-        assert most is None or kept <= most, f"{kept} elements of a bucket are other than 0; the traits say {most}"
+        assert most is None or kept <= most, (
+            f"{kept} elements of a bucket are other than 0; the traits say {most}"
+        )
 
 
 def extreme_draws(case: Case) -> None:
@@ -88,7 +92,9 @@ def extreme_draws(case: Case) -> None:
                 if not traits.lossless:
                     x[::3] = 0
                 draws = (0, 65535) if traits.random else ()
-                found = [case.compress(x, source=lambda _key, _block, draw=draw: draw).decoded for draw in draws]
+                found = [
+                    case.compress(x, source=lambda _key, _block, draw=draw: draw).decoded for draw in draws
+                ]
                 keys = (Key(seed=3), Key(seed=3, step=9, rank=1), Key(seed=3, hop=1, bucket=7))
                 found += [case.decoded(x, key) for key in keys]
                 for decoded in found:

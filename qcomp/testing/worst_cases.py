@@ -118,9 +118,7 @@ def _measure(case: Case, row: Array, what: str) -> _Found:
     repeats = max(1, min(4 * _BATCH // row.size, 4096))
     calls = -(-1024 // repeats)
     found = [
-        _ratios(
-            case.decoded(np.tile(row, repeats), Key(seed=22, step=step)).reshape(repeats, row.size), row
-        )
+        _ratios(case.decoded(np.tile(row, repeats), Key(seed=22, step=step)).reshape(repeats, row.size), row)
         for step in range(calls)
     ]
     ratios = np.concatenate(found)
