@@ -4,7 +4,7 @@ A draw is a function of (seed, step, tensor, rank, hop, element) and of nothing 
 evaluation, the same on every library and device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -28,7 +28,20 @@ _ROUNDING = 0
 """Counter word that separates the draws for rounding from those for other purposes."""
 
 
-class Key(NamedTuple):
+class _KeyParts(NamedTuple):
+    seed: Any = 0
+    step: Any = 0
+    tensor: Any = 0
+    rank: Any = 0
+    hop: Any = 0
+    bucket: Any = 0
+
+
+_ENDS = (1 << 64, 1 << 64, 1 << 32, 1 << 32, 1 << 32, 1 << 32)
+"""What the parts of a key stay below."""
+
+
+class Key(_KeyParts):
     """The name of a stream of random draws.
 
     Parameters
@@ -42,10 +55,15 @@ class Key(NamedTuple):
     rank : int
         The rank that draws, or `SHARED_RANK` for draws that all ranks share.
     hop : int
-        0 for a worker, 1 for a server, 2 and up for the sums that are passed on around a ring. A server that rounds
-        with its own worker stream is biased.
+        0 for a worker, 1 for a server, 2 and up for the sums that are passed on around a ring, to 2**32 - 1. A server
+        that rounds with its own worker stream is biased.
     bucket : int
-        Index of the first bucket of the vector that is compressed, within all that the key covers.
+        Index of the first bucket of the vector that is compressed, within all that the key covers, 0 to 2**32 - 1.
+
+    Raises
+    ------
+    ValueError
+        If a part that is a number is out of its range.
 
     Notes
     -----
@@ -57,12 +75,28 @@ class Key(NamedTuple):
     Key(seed=0, step=3, tensor=0, rank=1, hop=1, bucket=8)
     """
 
-    seed: Any = 0
-    step: Any = 0
-    tensor: Any = 0
-    rank: Any = 0
-    hop: int = 0
-    bucket: int = 0
+    __slots__ = ()
+
+    def __new__(  # noqa: D102 - the class says it
+        cls,
+        seed: Any = 0,
+        step: Any = 0,
+        tensor: Any = 0,
+        rank: Any = 0,  # noqa: PLR0917 - in the order of their weight, as in a tuple
+        hop: Any = 0,
+        bucket: Any = 0,
+    ) -> "Key":
+        return cls._make((seed, step, tensor, rank, hop, bucket))
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Key":
+        """Return the key of these parts; also what `_replace` makes goes through here."""
+        key = super()._make(iterable)
+        for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
+            # An array has its values elsewhere, perhaps none yet.
+            if (type(part) is int or isinstance(part, Integral)) and not 0 <= part < end:
+                raise ValueError(f"Key.{name} is {part}; expected 0 to 2**{end.bit_length() - 1} - 1")
+        return key
 
     def at(self, *, hop: int | None = None, bucket: int | None = None) -> "Key":
         """Return the key of another hop or bucket."""
@@ -151,8 +185,6 @@ def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
             raise TypeError(f"Key.{name} is {value!r}; expected an integer or an int32 array of shape ()")
         return (value, *(0,) * (count - 1))
     number = int(value)
-    if not 0 <= number < 1 << 32 * count:
-        raise ValueError(f"Key.{name} is {number}; expected 0 to 2**{32 * count} - 1")
     return tuple(number >> 32 * i & _MASK32 for i in range(count))
 
 

@@ -40,6 +40,8 @@ class Case:
         self.xp = xp
         self.jit = jit
         self.thorough = thorough
+        self.first_calls: list[tuple[bytes, bytes]] = []
+        """Results of the first calls of all, for a law that compares later ones with them."""
 
     def __repr__(self) -> str:
         return f"{self.compressor.spec} on {library_name(self.xp)}{' under jit' if self.jit else ''}"

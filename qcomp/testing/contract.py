@@ -13,6 +13,7 @@ from qcomp.testing.case import Case
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 from qcomp.testing.laws import FORM_LAWS, MEAN_LAWS, STATE_LAWS, VALUE_LAWS, VECTOR_LAWS
 from qcomp.testing.libraries import Namespace
+from qcomp.testing.state_laws import first_calls, independent_of_calls
 from qcomp.testing.vector_laws import VectorLaw
 
 __all__ = ["ContractError", "broken_laws", "check_compressor"]
@@ -89,6 +90,8 @@ def broken_laws(case: Case, max_examples: int, *, only: str | None = None) -> It
 
     Of the groups of laws, those after the first in which one is broken are left out.
     """
+    if only in (None, independent_of_calls.__name__):
+        case.first_calls = first_calls(case)
     for group in _groups(case, max_examples):
         sound = True
         for name, law in group:

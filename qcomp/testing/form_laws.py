@@ -31,7 +31,8 @@ __all__ = [
 def sound_traits(case: Case) -> None:
     """The traits are possible: a positive bucket size, omega and delta in their ranges, the same each time."""
     traits = case.compressor.traits
-    assert type(traits.bucket_size) is int and traits.bucket_size >= 1, (
+    size = traits.bucket_size
+    assert type(size) is int and not size < 1, (  # noqa: PT018 - one promise
         f"traits.bucket_size is {traits.bucket_size!r}; expected an integer from 1 on"
     )
     assert traits.omega is None or 0 <= traits.omega < math.inf, (

@@ -1,4 +1,4 @@
-"""The laws of memory: nothing is written to but what is given for it, nothing is shared, and every layout is the same."""
+"""The laws of memory: nothing is written to but what is given for it, nothing is shared, and no layout matters."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from qcomp.core import feedback
-from qcomp.core.arrays import is_mutable
+from qcomp.core.arrays import compute_dtype_name, dtype_name, is_mutable
 from qcomp.core.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
@@ -93,7 +93,7 @@ def _require_untouched(case: Case, array: Any, memory: Any, what: str) -> None:
     case.compressor.decompress(payload, like=array)
     assert to_numpy(payload.data).tobytes() == data, f"decompressing changed the payload ({what})"
     assert to_numpy(memory).tobytes() == before, f"decompressing changed `like` ({what})"
-    name = "float64" if str(array.dtype).endswith("float64") else "float32"
+    name = compute_dtype_name(dtype_name(array.dtype))
     residual = case.array(flushed(np.ones(tuple(array.shape)) * 0.5), name)
     old = to_numpy(residual).tobytes()
     feedback.compress(case.compressor, array, residual, key=_KEY)
@@ -172,34 +172,19 @@ def results_into_buffers(case: Case) -> None:
 
 def _require_filled(case: Case, payload: Any, x: Any, expected: Any, what: str) -> None:
     values, like = to_numpy(expected).tobytes(), to_numpy(x).tobytes()
-    room = case.array(np.full(2 * math_size(x) + 6, 7.0, dtype=np.float32), str(to_name(x)))
+    room = case.array(np.full(2 * x.shape[0] + 6, 7.0, dtype=np.float32), dtype_name(x.dtype))
     if not is_mutable(room):
         return
-    n = math_size(x)
+    n = x.shape[0]
     for name, out in (("a buffer", room[3 : 3 + n]), ("a strided buffer", room[3 : 3 + 2 * n : 2])):
-        _overwrite_with(room, 7.0)
+        room[...] = 7.0
         got = case.compressor.decompress(payload, like=x, out=out)
         assert got is out, f"decompress(out=...) does not return out ({name}, {what})"
         assert to_numpy(out).tobytes() == values, f"in {name}, the result is another ({what})"
         around = to_numpy(room)
-        assert np.all(around[:3] == 7) and np.all(around[3 + 2 * n :] == 7), (
-            f"around {name}, memory changed ({what})"
-        )
+        outside = np.concatenate([around[:3], around[3 + 2 * n :]])
+        assert np.all(outside == 7), f"around {name}, memory changed ({what})"
         assert to_numpy(x).tobytes() == like, f"with out=, `like` is written to ({what})"
-
-
-def to_name(x: Any) -> str:
-    """Return the name of the dtype of an array."""
-    return str(x.dtype).rsplit(".", maxsplit=1)[-1]
-
-
-def math_size(x: Any) -> int:
-    """Return the number of elements of a vector."""
-    return int(x.shape[0])
-
-
-def _overwrite_with(array: Any, value: float) -> None:
-    array[...] = value
 
 
 def _require_refused(case: Case) -> None:
