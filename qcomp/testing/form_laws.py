@@ -67,9 +67,10 @@ def fields_as_announced(case: Case) -> None:
             for number, field in enumerate(spec.fields):
                 part = parts[field.name]
                 length = math.prod(part.shape)
+                unit = "bytes" if field.dtype == "uint8" else "elements"
                 shorter = spec.variable_length and number == len(spec.fields) - 1 and length <= field.size
                 assert length == field.size or shorter, (
-                    f"encode returned {length} {'bytes' if field.dtype == 'uint8' else 'elements'} of {field.name!r} for "
+                    f"encode returned {length} {unit} of {field.name!r} for "
                     f"{size} elements of {dtype}, payload_spec says {field.size}"
                 )
                 assert len(part.shape) == 1, (

@@ -1,5 +1,6 @@
 """The vectors on which a compressor is checked: ordinary ones, and those that break implementations."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,36 +43,36 @@ def vector(family: str, size: int, seed: int) -> Vector:
     """Return a vector of a family; the same arguments give the same vector."""
     rng = np.random.default_rng([seed, size, FAMILIES.index(family)])
     normal = rng.standard_normal(size)
-    if family == "wide":
-        normal = normal * np.exp2(rng.uniform(-40, 40, size))
-    elif family == "ties":
-        normal = rng.integers(-7, 8, size) / 2.0
-    elif family == "one_hot":
-        normal = np.zeros(size)
-        normal[rng.integers(size) if size else slice(0)] = -3.0
-    elif family == "constant":
-        normal = np.full(size, -0.7)
-    elif family == "sparse":
-        normal = normal * (rng.random(size) < 0.1)
-    elif family == "subnormal":
-        normal = normal * 2.0**-127
-    elif family == "huge":
-        normal = normal * 2.0**90
-    elif family == "tiny":
-        normal = normal * 2.0**-100
-    elif family == "positive":
-        normal = 1000 + np.abs(normal)
-    elif family == "negative":
-        normal = -0.1 - np.abs(normal)
-    elif family == "uniform":
-        normal = rng.uniform(-1, 1, size)
-    elif family == "small":
-        normal = normal * 1e-6
-    elif family == "large":
-        normal = normal * 1e6
-    elif family == "heavy":
-        normal = rng.standard_t(1.5, size)
-    return normal.astype(np.float32)
+    if family in _FACTORS:
+        values = normal * _FACTORS[family]
+    elif family in _CHANGES:
+        values = _CHANGES[family](normal, rng)
+    else:
+        values = normal
+    return values.astype(np.float32)
+
+
+_FACTORS = {"subnormal": 2.0**-127, "huge": 2.0**90, "tiny": 2.0**-100, "small": 1e-6, "large": 1e6}
+
+
+def _one_hot(normal: np.ndarray[Any, Any], rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    values = np.zeros(normal.size)
+    values[rng.integers(normal.size) if normal.size else slice(0)] = -3.0
+    return values
+
+
+_CHANGES: dict[str, Callable[[np.ndarray[Any, Any], np.random.Generator], np.ndarray[Any, Any]]] = {
+    "wide": lambda normal, rng: normal * np.exp2(rng.uniform(-40, 40, normal.size)),
+    "ties": lambda normal, rng: rng.integers(-7, 8, normal.size) / 2.0,
+    "one_hot": _one_hot,
+    "constant": lambda normal, _: np.full(normal.size, -0.7),
+    "sparse": lambda normal, rng: normal * (rng.random(normal.size) < 0.1),
+    "positive": lambda normal, _: 1000 + np.abs(normal),
+    "negative": lambda normal, _: -0.1 - np.abs(normal),
+    "uniform": lambda normal, rng: rng.uniform(-1, 1, normal.size),
+    "heavy": lambda normal, rng: rng.standard_t(1.5, normal.size),
+}
+"""What families make of normal values and a generator."""
 
 
 def adversarial(size: int) -> Vector:
@@ -88,8 +89,7 @@ def adversarial(size: int) -> Vector:
         rows.append(np.where(index == 0, 1.0, (rng.integers(0, levels, size) + 0.5) / levels))  # half steps
         rows.append(np.where(index == 0, 1.0, 0.5 / levels))
         rows.append(np.where(index == 0, 1.0, np.where(index == 1, -1.0, 0.5 / levels)))
-    for ratio in (0.5, 0.9, 0.99):
-        rows.append(ratio ** index.astype(np.float64))
+    rows.extend(ratio ** index.astype(np.float64) for ratio in (0.5, 0.9, 0.99))
     for count in (1, 2, 3, size // 8, size // 4, size // 2):
         rows.append(np.where(index < count, 1.0, 0.0))
         rows.append(np.where(index < count, rng.standard_normal(size), 0.0))

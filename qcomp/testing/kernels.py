@@ -1,6 +1,7 @@
 """Whether a set of kernels returns the same bytes as the pure version."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -176,10 +177,10 @@ def check_kernels(
         ("mean, momentum or step with a frozen variance", lambda: _check_updates(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
     ]
-    for compressor in compressors:
-        parts.append(
-            (compressor.spec, lambda compressor=compressor: _search(kernels, xp, compressor, max_examples))
-        )  # type: ignore[misc]
+    parts += [
+        (compressor.spec, partial(_search, kernels, xp, compressor, max_examples))
+        for compressor in compressors
+    ]
     for what, check in parts:
         try:
             with np.errstate(all="ignore"):
@@ -287,8 +288,8 @@ def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[st
         got = _compute(kernels, xp, case, where)
         for name, a, b in zip(_Results._fields, got, expected, strict=True):
             assert a == b, (
-                f"{name} of {case.x.size} elements of {case.dtype}, {case.layout}, under {case.key}, with the new residual "
-                f"{where}"
+                f"{name} of {case.x.size} elements of {case.dtype}, {case.layout}, under {case.key}, with "
+                f"the new residual {where}"
             )
 
 

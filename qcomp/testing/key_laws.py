@@ -139,13 +139,14 @@ def draws_are_independent(case: Case) -> None:
         pairs[np.tril_indices(len(values))] = 0.0
         a, b = np.unravel_index(int(np.argmax(np.abs(pairs))), pairs.shape)
         assert abs(pairs[a, b]) < 8 * deviation + 0.02, (
-            f"the errors of {part} {values[a]} and {part} {values[b]} are alike, with correlation {found[a, b]:.2g}: they "
-            "share draws"
+            f"the errors of {part} {values[a]} and {part} {values[b]} are alike, with correlation {found[a, b]:.2g}: "
+            "they share draws"
         )
         count = len(values)
         gain = 1 + (count - 1) * float(pairs.sum() / (count * (count - 1) / 2))
         assert abs(gain - 1) < 12 * deviation + 0.05, (
-            f"the variance of the mean over {count} {part}s is {gain / count:.3g} of that of one; expected {1 / count:.3g}"
+            f"the variance of the mean over {count} {part}s is {gain / count:.3g} of that of one; expected "
+            f"{1 / count:.3g}"
         )
 
 

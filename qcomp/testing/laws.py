@@ -120,8 +120,8 @@ def padding_never_leaks(case: Case) -> None:
                 if lost > 4 * full + slack:
                     lost = _loss(case, x, calls=200, last=size)
                 assert lost <= 4 * full + slack, (
-                    f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values {full:.3g}: "
-                    "what fills it up shows"
+                    f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values "
+                    f"{full:.3g}: what fills it up shows"
                 )
 
 
@@ -226,11 +226,11 @@ def foreign_payload_is_an_error(case: Case) -> None:
         payload = case.payload(vector("gaussian", size, 9))
         for what, bad, like in _foreign(case, payload, x):
             for how, call in (
-                ("decompressed", lambda bad=bad, like=like: case.compressor.decompress(bad, like=like)),
-                ("added", lambda bad=bad, like=like: case.compressor.add(bad, like)),
+                ("decompressed", lambda p, a: case.compressor.decompress(p, like=a)),
+                ("added", case.compressor.add),
             ):
                 try:
-                    call()
+                    call(bad, like)
                 except PayloadError:
                     continue
                 raise AssertionError(f"a payload {what} was {how} without an error")
