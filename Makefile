@@ -6,12 +6,15 @@ PEERS := .venv-peers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network lint format clean
+.PHONY: demo test test-all test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-test: $(INSTALLED)  ## Run all tests that need no GPU.
+test: $(INSTALLED)  ## Run the tests that need no GPU and do not take long.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers and not slow"
+
+test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers"
 
 test-gpu: $(INSTALLED)  ## Run the tests of kernels, communicators and examples that need a CUDA device; without one they say so.

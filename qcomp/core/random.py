@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from array_api_compat import is_array_api_obj
 
@@ -77,24 +77,25 @@ class Key(_KeyParts):
 
     __slots__ = ()
 
-    def __new__(  # noqa: D102 - the class says it
+    def __new__(  # noqa: PLR0917 - the parts of the tuple
         cls,
         seed: Any = 0,
         step: Any = 0,
         tensor: Any = 0,
-        rank: Any = 0,  # noqa: PLR0917 - in the order of their weight, as in a tuple
+        rank: Any = 0,
         hop: Any = 0,
         bucket: Any = 0,
-    ) -> "Key":
+    ) -> Self:
+        """Check the parts and make the key."""
         return cls._make((seed, step, tensor, rank, hop, bucket))
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> "Key":
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
         """Return the key of these parts; also what `_replace` makes goes through here."""
         key = super()._make(iterable)
         for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
             # An array has its values elsewhere, perhaps none yet.
-            if (type(part) is int or isinstance(part, Integral)) and not 0 <= part < end:
+            if (type(part) is int or isinstance(part, Integral)) and not 0 <= int(part) < end:
                 raise ValueError(f"Key.{name} is {part}; expected 0 to 2**{end.bit_length() - 1} - 1")
         return key
 

@@ -203,7 +203,7 @@ def _require_refused(case: Case, dtype: str, size: int, position: int, bad: floa
     array, compute = case.array(x, dtype), "float64" if dtype == "float64" else "float32"
     fine = case.array(vector("gaussian", size, 8), dtype)
     zeros = case.array(np.zeros(size, dtype=np.float32), compute)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "compressed": lambda: case.compressor.compress(array, key=Key(seed=1)),
         "compressed with feedback": lambda: feedback.compress(case.compressor, array, zeros, key=Key(seed=1)),
         "taken in a residual": lambda: feedback.compress(

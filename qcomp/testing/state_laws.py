@@ -174,9 +174,18 @@ def independent_of_the_environment(case: Case) -> None:
         assert state == states[name], f"the global generator of {name} was drawn from"
 
 
+def _numpy_state() -> dict[str, Any]:
+    state: Any = np.random.get_state(legacy=False)
+    return {
+        "position": state["state"]["pos"],
+        "words": state["state"]["key"].tobytes(),
+        "gauss": state["gauss"],
+    }
+
+
 def _generator_states() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
-    states: dict[str, Any] = {"numpy": (kind, keys.tobytes(), *rest), "random": random.getstate()}
+    numpy_state = {name: repr(part) for name, part in _numpy_state().items()}
+    states: dict[str, Any] = {"numpy": numpy_state, "random": random.getstate()}
     torch = sys.modules.get("torch")
     if torch is not None:
         states["torch"] = to_numpy(torch.get_rng_state()).tobytes()

@@ -108,7 +108,8 @@ def _ratios(decoded: Array, rows: Array) -> Array:
     scale = np.where(size > 0, size, 1.0)
     lost = np.sum(((decoded - v) / scale) ** 2, axis=-1)
     energy = np.sum((v / scale) ** 2, axis=-1)
-    return np.where(energy > 0, lost / np.where(energy > 0, energy, 1.0), lost)
+    ratios: Array = np.where(energy > 0, lost / np.where(energy > 0, energy, 1.0), lost)
+    return ratios
 
 
 def _measure(case: Case, row: Array, what: str) -> _Found:
@@ -139,7 +140,8 @@ def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
         best, best_ratios = every[order], every_ratios[order]
         if case.compressor.traits.random:
             best_ratios = _expected(case, best, draws=32)  # what was lucky once is not again
-    return best[int(np.argmax(best_ratios))]
+    worst: Array = best[int(np.argmax(best_ratios))]
+    return worst
 
 
 def _changed(row: Array, rng: np.random.Generator) -> Array:

@@ -55,7 +55,7 @@ class Drawn(qcomp.RandK):
 
 @dataclass(frozen=True)
 class Shrunk(qcomp.Scaled):
-    compressor: Compressor = qcomp.QSGD(levels=1, bucket_size=64)
+    compressor: Compressor = qcomp.QSGD(levels=1, bucket_size=64)  # noqa: RUF009 - immutable
 
 
 def mutant(law, label, base, **changes):
@@ -246,9 +246,7 @@ mutant(
     "no_key_repeats",
     "buckets come again",
     Levels,
-    encode_block=lambda self, rows, block, key: drawn_by(lambda draws: draws[np.arange(len(draws)) % 16])(
-        self, rows, block, key
-    ),
+    encode_block=drawn_by(lambda draws: draws[np.arange(len(draws)) % 16]),
 )
 
 # State and environment.
@@ -423,7 +421,7 @@ mutant(
     __eq__=lambda self, other: True,
     __hash__=lambda self: 1,
 )
-mutant("identity_of_configuration", "hashed by place", Sign, __hash__=lambda self: id(self))
+mutant("identity_of_configuration", "hashed by place", Sign, __hash__=id)
 mutant(
     "identity_of_configuration",
     "spec lacks a field",
@@ -471,7 +469,6 @@ mutant(
     "compresses twice as much",
     Sign,
     compress=compresses(lambda x: x * 2),
-    decompress=decompresses(lambda self, p, like, out: usual(self, p, like, out)),
 )
 mutant(
     "double_precision",

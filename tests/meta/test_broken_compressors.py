@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import array_api_strict
 import numpy as np
 import pytest
 import torch
@@ -14,10 +15,12 @@ from qcomp.core.bitplanes import pack
 from qcomp.core.compressors.coded import LevelCoder
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.sums import tree_sum
-from qcomp.testing import ContractError, check_compressor
+from qcomp.testing import ContractError, check_compressor, read_only_numpy
 from qcomp.testing.case import Case
 from qcomp.testing.contract import broken_laws
 from qcomp.testing.laws import LAWS, VECTOR_LAWS
+
+from . import mutants, strangers
 
 calls = itertools.count()
 
@@ -356,17 +359,21 @@ BROKEN = [
     (RoundsDown(), "unbiased", np),
     (RoundsToNearest(), "unbiased", np),
     (UnderstatesItsVariance(norm="l2"), "variance_bound", np),
-    (OverstatesItsContraction(), "variance_bound", np),
+    (OverstatesItsContraction(), "contraction", np),
     (with_coder("broken_outgrows_its_bound", OutgrowsItsBound), "announced_length", np),
     (with_coder("broken_forgets_last_element", ForgetsLastElement), "coder_loses_nothing", np),
     (with_coder("broken_fills_up", FillsUp), "damaged_payload_is_an_error", np),
 ]
 
 
+BROKEN += [(compressor, law, np) for compressor, law in mutants.MUTANTS]
+
+
 @pytest.mark.parametrize(("compressor", "law", "xp"), BROKEN, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
-    broken = [name for name, _ in broken_laws(Case(compressor, xp), max_examples=20, only=law)]
-    assert broken == [law]
+    broken = list(broken_laws(Case(compressor, xp), max_examples=20, only=law))
+    assert [name for name, _ in broken] == [law]
+    assert "\n" not in broken[0][1]
 
 
 @pytest.mark.parametrize("cls", [Sign, Rounding, Coded])
@@ -385,4 +392,34 @@ def test_the_error_names_every_broken_promise():
     text = str(caught.value)
     assert "broken_adds_epsilon:bucket_size=64" in text
     assert "- zero_gives_zero:" in text
-    assert "- contraction:" in text
+
+
+def test_what_is_announced_is_looked_at_first():
+    """Of a payload that is too short nothing else is said, and that in a line."""
+    with pytest.raises(ContractError) as caught:
+        check_compressor(PromisesTooManyBytes(), max_examples=5)
+    assert {line.split(":")[0] for line in str(caught.value).splitlines()[1:]} <= {
+        "- fields_as_announced",
+        "- payload_size",
+        "- identity_of_configuration",
+        "- round_trip_of_bytes",
+        "- shapes_and_dtypes",
+    }
+
+
+@pytest.mark.parametrize(("given", "message"), [(Sign, "is the class Sign; expected an instance"), (3, "is a int")])
+def test_what_is_no_compressor_is_refused(given, message):
+    with pytest.raises(TypeError, match=message):
+        check_compressor(given)
+
+
+@pytest.mark.parametrize("compressor", strangers.STRANGERS, ids=lambda c: c.name)
+def test_correct_compressors_of_other_designs_pass(compressor):
+    check_compressor(compressor, max_examples=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("xp", [read_only_numpy, torch, array_api_strict], ids=lambda xp: xp.__name__)
+@pytest.mark.parametrize("compressor", strangers.STRANGERS, ids=lambda c: c.name)
+def test_correct_compressors_of_other_designs_pass_in_other_libraries(compressor, xp):
+    check_compressor(compressor, xp, max_examples=5)
