@@ -3,6 +3,13 @@
 Needs the extra ``qcomp[testing]`` (hypothesis).
 """
 
+from importlib.util import find_spec
+
+if find_spec("hypothesis") is None:
+    raise ImportError(
+        "qcomp.testing draws vectors with hypothesis, which is not installed: pip install 'qcomp[testing]'"
+    )
+
 from qcomp.core.random import replace_draws
 from qcomp.testing.contract import ContractError, check_compressor
 from qcomp.testing.kernels import check_kernels

@@ -37,14 +37,36 @@ COMPRESSORS = [
 LIBRARIES = [np, read_only_numpy, torch, array_api_strict]
 
 
-@pytest.mark.parametrize("xp", LIBRARIES, ids=lambda xp: xp.__name__)
+QUICK = {"sign", "minmax", "identity", "cast", "topk"}
+"""Those of which a check takes a second or two."""
+
+
+def quick_or_slow(compressor):
+    is_quick = compressor.name in QUICK or compressor == qcomp.QSGD()
+    return pytest.param(compressor, marks=[] if is_quick else pytest.mark.slow, id=str(compressor))
+
+
+@pytest.mark.parametrize("compressor", map(quick_or_slow, COMPRESSORS))
+def test_contract(compressor):
+    check_compressor(compressor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("xp", LIBRARIES[1:], ids=lambda xp: xp.__name__)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_contract(compressor, xp):
-    # Vectors of every family are always tried, and the bytes compared with NumPy's, for which the laws are searched.
-    check_compressor(compressor, xp, max_examples=30 if xp is np else 5)
+def test_contract_in_other_libraries(compressor, xp):
+    check_compressor(compressor, xp, max_examples=5)
+
+
+@pytest.mark.parametrize("xp", LIBRARIES[1:], ids=lambda xp: xp.__name__)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("law", ["same_bytes", "shapes_and_dtypes", "pure", "nothing_is_shared"])
+def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
+    assert list(broken_laws(Case(compressor, xp), 5, only=law)) == []
 
 
 # One of each kind: compiling is what takes the time, and the same code is compiled for other parameters.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [

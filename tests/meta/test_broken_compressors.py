@@ -376,7 +376,7 @@ def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
     assert "\n" not in broken[0][1]
 
 
-@pytest.mark.parametrize("cls", [Sign, Rounding, Coded])
+@pytest.mark.parametrize("cls", [Sign, Rounding, pytest.param(Coded, marks=pytest.mark.slow)])
 def test_the_compressors_that_were_broken_are_whole(cls):
     whole = qcomp.register(type("Whole" + cls.__name__, (cls,), {"name": f"whole_{cls.__name__.lower()}"}))
     check_compressor(whole(), max_examples=5)
@@ -407,13 +407,24 @@ def test_what_is_announced_is_looked_at_first():
     }
 
 
-@pytest.mark.parametrize(("given", "message"), [(Sign, "is the class Sign; expected an instance"), (3, "is a int")])
+@pytest.mark.parametrize(
+    ("given", "message"), [(Sign, "is the class Sign; expected an instance"), (3, "is a int")]
+)
 def test_what_is_no_compressor_is_refused(given, message):
     with pytest.raises(TypeError, match=message):
         check_compressor(given)
 
 
-@pytest.mark.parametrize("compressor", strangers.STRANGERS, ids=lambda c: c.name)
+SLOW = {"stranger_stochastic_sign", "stranger_bernoulli", "stranger_folded", "stranger_every_eighth_draw"}
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] if c.name in SLOW else [], id=c.name)
+        for c in strangers.STRANGERS
+    ],
+)
 def test_correct_compressors_of_other_designs_pass(compressor):
     check_compressor(compressor, max_examples=5)
 

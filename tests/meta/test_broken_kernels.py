@@ -1,0 +1,278 @@
+"""`check_kernels` catches sets of kernels with one thing wrong, and takes one that is right."""
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core import primitives
+from qcomp.core.arrays import write_into
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import Encoded, use_kernels
+from qcomp.testing import ContractError, check_kernels
+
+SIGN = qcomp.ScaledSign(bucket_size=64)
+LEVELS = qcomp.QSGD(levels=7, bucket_size=64)
+RANGE = qcomp.MinMaxUInt8(bucket_size=64)
+
+
+class Whole:
+    """Kernels that run the pure version, and keep every rule of the protocol."""
+
+    name = "whole"
+
+    def takes(self, x):
+        return isinstance(x, np.ndarray) and x.dtype == np.float32
+
+    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+        with use_kernels(None):
+            try:
+                return primitives.encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+            except NonFiniteError:
+                return None
+
+    def decode(self, compressor, data, like, *, out, accumulate):
+        payload = qcomp.Payload(compressor.spec, like.size, "float32", data)
+        with use_kernels(None):
+            return primitives.decode(compressor, payload, like, out=out, accumulate=accumulate)
+
+    def empty_like(self, x):
+        return np.empty_like(x)
+
+    def average(self, compressor, payloads, like, *, out):
+        sent = [qcomp.Payload(compressor.spec, like.size, "float32", data) for data in payloads]
+        with use_kernels(None):
+            return primitives.average(compressor, sent, like, out=out)
+
+    def compress_mean(self, compressor, payloads, like, residual, key, *, out):
+        with use_kernels(None):
+            mean = self.average(compressor, payloads, like, out=None)
+            try:
+                encoded = primitives.encode(compressor, mean, residual, key)
+            except NonFiniteError:
+                return None
+        if out is None or encoded.residual is None:
+            return encoded
+        return encoded._replace(residual=write_into(out, encoded.residual))
+
+    def finish_mean(self, total, count):
+        with use_kernels(None):
+            return primitives.finish_mean(total, count)
+
+    def momentum(self, m, g, beta1, scale):
+        with use_kernels(None):
+            return primitives.momentum(m, g, beta1, scale)
+
+    def frozen_step(self, p, m, v, numbers):
+        with use_kernels(None):
+            return primitives.frozen_step(p, m, v, numbers)
+
+
+BROKEN = []
+
+
+def broken(label, compressor=SIGN, **methods):
+    """Add a set some of whose methods are ``change(self, whole, *args)``, with the right method as ``whole``."""
+
+    def method(name, change):
+        def call(self, *args, **options):
+            return change(self, lambda *a, **o: getattr(Whole, name)(self, *a, **{**options, **o}), *args)
+
+        return call
+
+    changed = {name: method(name, change) for name, change in methods.items()}
+    BROKEN.append(pytest.param(type("Broken", (Whole,), {"name": label, **changed})(), compressor, id=label))
+
+
+def flip(data, index):
+    data[index] ^= 1
+
+
+def encodes(change, when=lambda x, key: True):
+    """Have something done to the data of a payload."""
+
+    def encode(self, whole, compressor, x, residual, key):
+        encoded = whole(compressor, x, residual, key)
+        if encoded is not None and encoded.data.size and when(x, key):
+            change(encoded.data)
+        return encoded
+
+    return encode
+
+
+broken(
+    "wrong above a power of two", encode=encodes(lambda data: flip(data, 0), lambda x, key: x.size == 4097)
+)
+broken(
+    "wrong below a power of two", encode=encodes(lambda data: flip(data, -1), lambda x, key: x.size == 1023)
+)
+broken("wrong for one element", encode=encodes(lambda data: flip(data, 0), lambda x, key: x.size == 1))
+broken("wrong where large", encode=encodes(lambda data: flip(data, 0), lambda x, key: x.size > 50_000))
+broken(
+    "wrong where strided", encode=encodes(lambda data: flip(data, 0), lambda x, key: not x.flags.c_contiguous)
+)
+broken(
+    "seed of 32 bits",
+    LEVELS,
+    encode=lambda self, whole, c, x, r, key: whole(c, x, r, key._replace(seed=key.seed % 2**32)),
+)
+broken(
+    "step of 31 bits",
+    LEVELS,
+    encode=lambda self, whole, c, x, r, key: whole(c, x, r, key._replace(step=key.step % 2**31)),
+)
+broken(
+    "hop of a byte",
+    LEVELS,
+    encode=lambda self, whole, c, x, r, key: whole(c, x, r, key.at(hop=key.hop % 256)),
+)
+broken(
+    "bucket of 24 bits",
+    LEVELS,
+    encode=lambda self, whole, c, x, r, key: whole(c, x, r, key.at(bucket=key.bucket % 2**24)),
+)
+
+
+def nudged(self, whole, compressor, x, residual, key):
+    """Round ties the other way: exactly half a step counts as a little less."""
+    return whole(
+        compressor, (x * np.float32(1 - 2.0**-22)).astype(x.dtype) if residual is None else x, residual, key
+    )
+
+
+broken("ties", RANGE, encode=nudged)
+
+
+def writes_to_x(self, whole, compressor, x, residual, key):
+    encoded = whole(compressor, x, residual, key)
+    x[:1] = 0
+    return encoded
+
+
+def writes_to_residual(self, whole, compressor, x, residual, key):
+    encoded = whole(compressor, x, residual, key)
+    if residual is not None and (encoded is None or encoded.residual is not residual):
+        residual[:1] = 7
+    return encoded
+
+
+def writes_behind_out(self, whole, compressor, data, like):
+    result = whole(compressor, data, like)
+    data[-1:] = 0
+    return result
+
+
+broken("writes to x", encode=writes_to_x)
+broken("writes to the residual", encode=writes_to_residual)
+broken("writes to a payload", decode=writes_behind_out)
+broken(
+    "forgets to blend",
+    encode=lambda self, whole, c, x, r, key: whole(c, x, r, key, blend=None),
+)
+
+
+class OneBeta(Whole):
+    name = "one beta"
+
+    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+        blend = None if blend is None else blend._replace(beta1=0.9)
+        return super().encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+
+
+class NoNewBuffer(Whole):
+    """The residual is right, and not in the buffer that was given for it."""
+
+    name = "another buffer"
+
+    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+        return super().encode(compressor, x, residual, key, out=None, limit=limit, blend=blend)
+
+
+class Pool(Whole):
+    """Every result is in the memory of the last."""
+
+    name = "pool"
+    memory = {}
+
+    def decode(self, compressor, data, like, *, out, accumulate):
+        if out is None:
+            out = self.memory.setdefault(like.shape, np.empty_like(like))
+        return super().decode(compressor, data, like, out=out, accumulate=accumulate)
+
+
+class OneBuffer(Pool):
+    name = "one buffer"
+    decode = Whole.decode
+
+    def empty_like(self, x):
+        return self.memory.setdefault(("empty", x.shape), np.empty(x.shape, dtype=x.dtype))
+
+
+class TakesNaN(Whole):
+    name = "takes NaN"
+
+    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+        if x.size > 20 and not np.isfinite(x.reshape(-1)[8]):
+            return Encoded(np.zeros(compressor.payload_spec(x.size).nbytes, dtype=np.uint8), residual, None)
+        return super().encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+
+
+BROKEN += [
+    pytest.param(kind(), SIGN, id=kind.name) for kind in (OneBeta, NoNewBuffer, Pool, OneBuffer, TakesNaN)
+]
+
+# Means.
+broken("mean of up to eight", average=lambda self, whole, c, payloads, like: whole(c, payloads[:8], like))
+broken("adds in another order", average=lambda self, whole, c, payloads, like: whole(c, payloads[::-1], like))
+broken(
+    "writes to the residual of a server",
+    compress_mean=lambda self, whole, c, payloads, like, r, key: (
+        whole(c, payloads, like, r, key),
+        None if r is None else r.fill(0),
+    )[0],
+)
+broken(
+    "forgets the residual of a server",
+    compress_mean=lambda self, whole, c, payloads, like, r, key: whole(
+        c, payloads, like, None if r is None else r * 0, key
+    ),
+)
+broken("counts to 64", finish_mean=lambda self, whole, total, count: whole(total, min(count, 64)))
+broken(
+    "multiplies by the reciprocal",
+    finish_mean=lambda self, whole, total, count: (total * np.float32(1 / count)).astype(total.dtype),
+)
+broken(
+    "keeps subnormals",
+    finish_mean=lambda self, whole, total, count: (total / np.float32(count)).astype(total.dtype),
+)
+
+# Optimizers.
+broken("always beta of .9", momentum=lambda self, whole, m, g, beta1, scale: whole(m, g, 0.9, scale))
+broken("never clips", momentum=lambda self, whole, m, g, beta1, scale: whole(m, g, beta1, 1.0))
+broken(
+    "writes to the momentum",
+    momentum=lambda self, whole, m, g, beta1, scale: write_into(m, whole(m, g, beta1, scale)),
+)
+broken("always eps of 1e-8", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(eps=1e-8)))
+broken(
+    "never decays", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(weight_decay=0.0))
+)
+broken(
+    "never corrects", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(correction=0.19))
+)
+broken("never masks", frozen_step=lambda self, whole, p, m, v, n: (whole(p, m.copy(), v, n)[0], m))
+broken(
+    "writes to the parameters",
+    frozen_step=lambda self, whole, p, m, v, n: (write_into(p, whole(p, m, v, n)[0]), np.where(v > 0, m, 0)),
+)
+
+
+@pytest.mark.parametrize(("kernels", "compressor"), BROKEN)
+def test_broken_kernels_are_caught(kernels, compressor):
+    with pytest.raises(ContractError, match="differ from the pure version"):
+        check_kernels(kernels, compressors=[compressor], max_examples=3)
+
+
+@pytest.mark.parametrize("compressor", [SIGN, LEVELS, RANGE], ids=str)
+def test_whole_kernels_pass(compressor):
+    check_kernels(Whole(), compressors=[compressor], max_examples=3)
