@@ -10,6 +10,7 @@ import numpy as np
 from qcomp.core import feedback
 from qcomp.core.buckets import Block
 from qcomp.core.compressor import Compressor
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.payload import Payload
 from qcomp.core.random import Key, replace_draws
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
@@ -108,6 +109,16 @@ class Case:
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes in which vectors are computed."""
         return ("float32", "float64") if has_dtype(self.xp, "float64") else ("float32",)
+
+    def takes(self, x: Array) -> bool:
+        """Return whether the values of x are in the range of the compressor, by its documented error."""
+        if float(np.max(np.abs(x), initial=0.0)) < 8:
+            return True  # what is ordinary must be taken
+        try:
+            self.compressor.compress(self.array(x), key=Key(seed=1))
+        except NonFiniteError:
+            return False
+        return True
 
     def decoded(self, x: Array, key: Key) -> Array:
         """Compress x, of any dtype, and return what it decompresses to in float64."""

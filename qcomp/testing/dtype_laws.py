@@ -44,6 +44,8 @@ def double_precision(case: Case) -> None:
         for family in ("gaussian", "positive", "sparse", "tiny", "huge"):
             x = vector(family, size, 1).astype(np.float64) * (1 + 2.0**-40)
             residual = np.roll(x, 1) * 0.5
+            if not case.takes(2 * x):
+                continue
             got = case.compress_with_feedback(x, residual, key=Key(seed=1, step=size))
             expected = flushed(flushed(x) + residual) - got.decoded
             assert got.residual.dtype == np.float64, f"the residual is {got.residual.dtype}"

@@ -104,6 +104,8 @@ def padding_never_leaks(case: Case) -> None:
         return
     case = case.plain
     for family in ("constant", "positive"):
+        if not case.takes(vector(family, bucket, 32)):
+            continue
         slack = 1e-3 if case.compressor.traits.unbiased else 1e-7  # of a bias, another law speaks
         full = max(_loss(case, vector(family, bucket * copies, 32), calls=4) for copies in (1, 2, 3))
         for size in sorted({1, 3, 5, 7, 9, 12, 17, bucket // 2 + 1, bucket - 1}):

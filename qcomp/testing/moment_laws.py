@@ -77,6 +77,8 @@ def unbiased(case: Case) -> None:
         return
     case = case.plain
     for situation in _situations(case):
+        if not case.takes(situation.x):
+            continue
         first, _ = _deviations(case, situation, 0.1)
         suspects = np.abs(first) > _SUSPICIOUS
         for times in _MORE:
@@ -102,6 +104,8 @@ def _require_equal(case: Case) -> None:
         for family in _FAMILIES:
             for size in (1, 9, 1000, 5000):
                 x = flushed(_values(family, size, 1)).astype(dtype)
+                if not case.takes(x):
+                    continue
                 lost = np.abs(case.decoded(x, Key(seed=1)) - x)
                 worst = int(np.argmax(lost - 2.0**-22 * np.abs(x)))
                 assert lost[worst] <= 2.0**-22 * abs(x[worst]), (

@@ -99,6 +99,8 @@ def extreme_draws(case: Case) -> None:
                     x[::3] = 0
                 elif dtype == "float64":
                     x = x * (1 + 2.0**-40)  # which float32 cannot hold
+                if not case.takes(x):
+                    continue
                 draws = (0, 65535) if traits.random else ()
                 found = [case.compress(x, source=partial(_constant, draw)).decoded for draw in draws]
                 keys = (Key(seed=3), Key(seed=3, step=9, rank=1), Key(seed=3, hop=1, bucket=7))

@@ -79,7 +79,7 @@ def _full_buckets(case: Case) -> Iterator[_Found]:
     if length > _WIDEST:
         return
     for dtype in case.dtypes:
-        rows = adversarial(length).astype(dtype)
+        rows = _in_range(case, adversarial(length).astype(dtype))
         ratios = _expected(case, rows, draws=12)
         order = np.argsort(ratios)[::-1]
         for index in order[:3]:
@@ -87,6 +87,13 @@ def _full_buckets(case: Case) -> Iterator[_Found]:
         if dtype == "float32":
             worst = _ascend(case, rows[order], ratios[order])
             yield _measure(case, worst, f"{_describe(worst)}, found by ascent")
+
+
+def _in_range(case: Case, rows: Array) -> Array:
+    """Return the rows whose values the compressor takes."""
+    if case.takes(rows.reshape(-1)):
+        return rows
+    return rows[[case.takes(row) for row in rows]]
 
 
 def _expected(case: Case, rows: Array, *, draws: int) -> Array:
@@ -157,7 +164,8 @@ def _changed(row: Array, rng: np.random.Generator) -> Array:
             child[chosen] = rng.choice(row) * (1 + 0.1 * rng.normal())
         else:
             child[chosen] = child[chosen] + 0.05 * rng.normal() * np.abs(row).max()
-    return changed.clip(-(2.0**96), 2.0**96).astype(row.dtype)
+    most = float(np.abs(row).max())  # no more, for it may be the most that is taken
+    return changed.clip(-most, most).astype(row.dtype)
 
 
 def _tails(case: Case, limit: float) -> Iterator[_Found]:
@@ -167,7 +175,7 @@ def _tails(case: Case, limit: float) -> Iterator[_Found]:
     for size in sorted({1, 2, 3, 5, 7, 9, 12, bucket // 2 + 1, max(1, bucket - 1)}):
         if size > traits.bucket_size:
             continue
-        rows = adversarial(size)
+        rows = _in_range(case, adversarial(size))
         if traits.random:
             rows = rows[:: max(1, len(rows) // 10)]
         for row in rows:
