@@ -135,7 +135,7 @@ def _situations(case: Case) -> Iterator[_Situation]:
     sizes = {1, 2, 3, 5, 7, 8, 9, 15, 17, 33, 100, 250, 1000, 2500} | edges
     names = list(_KEYS)
     for number, size in enumerate(sorted(sizes)):
-        calls = int(np.clip(3000 // size, 4, 60))
+        calls = int(np.clip(45_000 // size, 8, 90))
         families = ("gaussian", "positive") if number % 2 else ("gaussian",)
         for family in families:
             dtype = case.dtypes[number // 2 % len(case.dtypes)] if family == "positive" else "float32"

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 
 from qcomp.core.random import Key
+from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import to_numpy
@@ -71,6 +72,9 @@ def independent_of_calls(case: Case) -> None:
         sizes,
         "by a copy of the compressor",
     )
+    fresh = Case(from_spec(case.compressor.spec), case.xp)
+    _results(fresh, (5,), seed=9)
+    _compare(first, _results(fresh, sizes), sizes, "by another instance, after other calls,")
     small = (9,)
     expected = _results(case, small)
     for number in range(50):

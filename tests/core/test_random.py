@@ -1,9 +1,12 @@
 """Philox, the layout of draws, keys, and the one place where draws can be replaced."""
 
 import builtins
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -172,13 +175,30 @@ class TestDraws:
 
 
 class TestKey:
-    @pytest.mark.parametrize(("name", "bits"), [("seed", 64), ("step", 64), ("tensor", 32), ("rank", 32)])
+    @pytest.mark.parametrize(
+        ("name", "bits"),
+        [("seed", 64), ("step", 64), ("tensor", 32), ("rank", 32), ("hop", 32), ("bucket", 32)],
+    )
     def test_out_of_range_says_what(self, name, bits):
         block = Block(0, 1, 8, 8, 0)
         draws16(Key(**{name: 2**bits - 1}), block, bucket_size=8, like=LIKE)
-        for value in (-1, 2**bits):
-            with pytest.raises(ValueError, match=rf"Key\.{name} is {value}; expected 0 to 2\*\*{bits} - 1"):
-                draws16(Key(**{name: value}), block, bucket_size=8, like=LIKE)
+        for value in (-1, 2**bits, np.int64(-1)):
+            for make in (Key, Key()._replace):
+                with pytest.raises(
+                    ValueError, match=rf"Key\.{name} is {value}; expected 0 to 2\*\*{bits} - 1"
+                ):
+                    make(**{name: value})
+
+    def test_at_refuses_what_is_out_of_range(self):
+        with pytest.raises(ValueError, match=r"Key\.hop is -1"):
+            Key().at(hop=-1)
+        with pytest.raises(ValueError, match=r"Key\.bucket is -1"):
+            Key().at(bucket=-1)
+
+    def test_is_a_tuple_that_compilers_and_pickle_can_make_anew(self):
+        key = Key(1, 2, 3, 4, 5, 6)
+        assert pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) == jax.tree.map(lambda part: part, key)
+        assert type(jax.tree.map(lambda part: None, key)) is Key
 
     def test_at_changes_hop_and_bucket_only(self):
         key = Key(1, 2, 3, 4, 5, 6)

@@ -269,6 +269,11 @@ def remembering(self, x, key):
     return times(x, 1 + 1e-3 * last), key
 
 
+def of_its_first_vector(self, x, key):
+    return times(x, 1 + 1e-3 * self.__dict__.setdefault("first", float(np.max(x, initial=0.0)))), key
+
+
+mutant("independent_of_calls", "keeps its first scale", Sign, encode=encodes(of_its_first_vector))
 mutant("independent_of_calls", "first call differs", Sign, encode=encodes(first_only))
 mutant("independent_of_calls", "remembers the last", Sign, encode=encodes(remembering))
 mutant(
