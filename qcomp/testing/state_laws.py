@@ -74,7 +74,7 @@ def independent_of_calls(case: Case) -> None:
     )
     fresh = Case(from_spec(case.compressor.spec), case.xp)
     _results(fresh, (5,), seed=9)
-    _compare(first, _results(fresh, sizes), sizes, "by another instance, after other calls,")
+    _compare(first, _results(fresh, sizes), sizes, "by another instance with other calls before")
     small = (9,)
     expected = _results(case, small)
     for number in range(50):

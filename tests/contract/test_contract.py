@@ -52,7 +52,8 @@ def test_contract(compressor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("xp", LIBRARIES[1:], ids=lambda xp: xp.__name__)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("xp", [read_only_numpy, torch], ids=lambda xp: xp.__name__)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_contract_in_other_libraries(compressor, xp):
     check_compressor(compressor, xp, max_examples=5)
@@ -67,6 +68,7 @@ def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
 
 # One of each kind: compiling is what takes the time, and the same code is compiled for other parameters.
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "compressor",
     [

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import array_api_strict
 import numpy as np
 import pytest
 import torch
@@ -430,7 +429,8 @@ def test_correct_compressors_of_other_designs_pass(compressor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("xp", [read_only_numpy, torch, array_api_strict], ids=lambda xp: xp.__name__)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("xp", [read_only_numpy, torch], ids=lambda xp: xp.__name__)
 @pytest.mark.parametrize("compressor", strangers.STRANGERS, ids=lambda c: c.name)
 def test_correct_compressors_of_other_designs_pass_in_other_libraries(compressor, xp):
     check_compressor(compressor, xp, max_examples=5)
