@@ -46,7 +46,7 @@ def quick_or_slow(compressor):
     return pytest.param(compressor, marks=[] if is_quick else pytest.mark.slow, id=str(compressor))
 
 
-@pytest.mark.parametrize("compressor", map(quick_or_slow, COMPRESSORS))
+@pytest.mark.parametrize("compressor", [quick_or_slow(c) for c in COMPRESSORS])
 def test_contract(compressor):
     check_compressor(compressor)
 
