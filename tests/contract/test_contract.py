@@ -61,7 +61,15 @@ def test_contract_in_other_libraries(compressor, xp):
 
 @pytest.mark.parametrize("xp", LIBRARIES[1:], ids=lambda xp: xp.__name__)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-@pytest.mark.parametrize("law", ["same_bytes", "shapes_and_dtypes", "pure", "nothing_is_shared"])
+@pytest.mark.parametrize(
+    "law",
+    [
+        "same_bytes",
+        "shapes_and_dtypes",
+        pytest.param("pure", marks=pytest.mark.slow),
+        pytest.param("nothing_is_shared", marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
     assert list(broken_laws(Case(compressor, xp), 5, only=law)) == []
 
