@@ -139,7 +139,7 @@ def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
     length = rows.shape[1]
     keep = max(2, min(8, _BATCH // (16 * length)))
     best, best_ratios = rows[:keep], ratios[:keep]
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS * (8 if case.thorough else 1)):
         children = np.concatenate([_changed(row, rng) for row in best])
         found = _expected(case, children, draws=8)
         every, every_ratios = np.concatenate([best, children]), np.concatenate([best_ratios, found])
