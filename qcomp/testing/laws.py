@@ -28,7 +28,7 @@ from qcomp.testing.inputs import sizes, vector
 from qcomp.testing.key_laws import draws_are_independent, key_names_the_draws, no_key_repeats
 from qcomp.testing.libraries import has_dtype, to_numpy
 from qcomp.testing.memory_laws import any_layout, nothing_is_shared, pure, results_into_buffers
-from qcomp.testing.moment_laws import unbiased, unbiased_to_the_last_draw
+from qcomp.testing.moment_laws import unbiased, unbiased_at_every_size, unbiased_to_the_last_draw
 from qcomp.testing.payload_laws import damaged_payload_is_an_error, payload_size
 from qcomp.testing.state_laws import (
     independent_of_calls,
@@ -304,6 +304,7 @@ MEAN_LAWS: tuple[Law, ...] = (
     contraction,
     variance_bound,
     unbiased_to_the_last_draw,
+    unbiased_at_every_size,
     unbiased,
 )
 """What holds on average over the draws, or for the worst of vectors. They rest on all others, and take longest."""

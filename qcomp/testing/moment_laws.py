@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
 from qcomp.testing.worst_cases import row_length
 
-__all__ = ["unbiased", "unbiased_to_the_last_draw"]
+__all__ = ["unbiased", "unbiased_at_every_size", "unbiased_to_the_last_draw"]
 
 Array = np.ndarray[Any, Any]
 
@@ -21,6 +22,8 @@ _SUSPICIOUS, _CERTAIN = 4.2, 6.0
 _MORE = (6, 30)
 """How many times as many draws are made when in doubt, and then once more, with other keys."""
 _DRAWS = 1 << 16
+_SPREAD = 128
+"""Draws at equal distances: their mean is off by no more than half of one in so many."""
 _KINDS = 8
 """Different values in a vector whose draws are enumerated."""
 
@@ -245,6 +248,46 @@ def unbiased_to_the_last_draw(case: Case) -> None:
         assert off[worst] <= slack[worst], (
             f"E C(v) is {mean[worst]:.9g} for v = {values[worst]:.9g}, off by more than {slack[worst]:.3g}"
         )
+
+
+def unbiased_at_every_size(case: Case) -> None:
+    """E C(v) = v in every element, up to what `_SPREAD` draws at equal distances leave: of short vectors and of tails.
+
+    For the compressors of `unbiased_to_the_last_draw`.
+    """
+    traits = case.compressor.traits
+    if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):
+        return
+    case, bucket = case.plain, traits.bucket_size
+    edges = {k * bucket + d for k in (1, 2, 3) for d in (-1, 0, 1, 3, bucket // 2)}
+    sizes = sorted(
+        {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 37, 1003, 5003} | {n for n in edges if 0 < n < 5003}
+    )
+    names = list(_KEYS)
+    for number, size in enumerate(sizes):
+        name = names[number % len(names)]
+        dtype = case.dtypes[number % len(case.dtypes)]
+        x = flushed(_values(("gaussian", "positive")[number % 2], size, 5)).astype(dtype)
+        total = np.zeros(size)
+        lowest, highest = np.full(size, np.inf), np.full(size, -np.inf)
+        for index in range(_SPREAD):
+            draw = (2 * index + 1) * _DRAWS // (2 * _SPREAD)
+            decoded = case.compress(x, key=_KEYS[name], source=partial(_always, draw)).decoded
+            total += decoded
+            lowest, highest = np.minimum(lowest, decoded), np.maximum(highest, decoded)
+        # What none of these draws does may be done by those between them, by as much as the largest element.
+        gap = np.where(highest > lowest, highest - lowest, np.abs(x).max())
+        slack = gap * (0.5 / _SPREAD + 2.0**-16) + 2.0**-22 * np.abs(x)
+        off = np.abs(total / _SPREAD - x)
+        worst = int(np.argmax(off - slack))
+        assert off[worst] <= slack[worst], (
+            f"E C(v) is {total[worst] / _SPREAD:.9g} for v = {x[worst]:.9g}, off by more than {slack[worst]:.3g}, in "
+            f"element {worst} of {size} of {dtype}, {name}"
+        )
+
+
+def _always(draw: int, _key: Key, _block: Block) -> int:
+    return draw
 
 
 def _draws_decide_about_their_element(case: Case) -> bool:

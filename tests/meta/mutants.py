@@ -123,14 +123,20 @@ def times(x, factor, where=True):
 
 
 # Moments: a bias that shows in some situations only.
-def biased(label, when):
+def biased(label, when, law="unbiased"):
     change = encodes(lambda self, x, key: (times(x, BIAS, when(x, key)), key))
-    mutant("unbiased", "biased " + label, Levels, encode=change)
+    mutant(law, "biased " + label, Levels, encode=change)
 
 
 biased("below eight", lambda x, key: x.size < 8)
 biased("above thousands", lambda x, key: x.size > 10_000)
 biased("in tails", lambda x, key: np.arange(x.size) >= x.size // 64 * 64)
+biased("below three", lambda x, key: x.size < 3, "unbiased_at_every_size")
+biased(
+    "in tails of several buckets",
+    lambda x, key: (np.arange(x.size) >= x.size // 64 * 64) & (x.size > 64),
+    "unbiased_at_every_size",
+)
 biased("in first elements", lambda x, key: np.arange(x.size) % 64 == 0)
 biased("in odd elements", lambda x, key: np.arange(x.size) % 2 == 1)
 biased("above rank zero", lambda x, key: key.rank > 0)
