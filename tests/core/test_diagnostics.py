@@ -326,7 +326,7 @@ class TestWhatThereIs:
         assert not [key for key in report if "server" in key]
 
     def test_the_ratio_of_a_watch(self):
-        opt = one_bit(betas=(0.9, 0.5), watch=qcomp.VarianceWatch(0.0))
+        opt = one_bit(betas=(0.9, 0.5), watch=qcomp.VarianceWatch(every=1))
         runs = run(opt, 2, steps=5)
         assert "variance_ratio" not in runs[0][2][3]
         for done in runs:

@@ -10,6 +10,10 @@ OPTIMIZERS = {
         "qcomp.OneBitAdam(learning_rate=0.01, freeze=qcomp.VarianceStable(threshold=0.2), betas=(0.9, 0.7),"
         " exact=policy)"
     ),
+    "onebit_adam, measures its variance again": (
+        "qcomp.OneBitAdam(learning_rate=0.01, freeze=1, betas=(0.9, 0.5), exact=policy,"
+        " watch=qcomp.VarianceWatch(largest=1.01, smallest=0.99, rewarm_steps=1, every=1))"
+    ),
     "qadam": "qcomp.QAdam(learning_rate=0.01, freeze=3, exact=policy)",
     "draws": (
         "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128), exact=policy)"

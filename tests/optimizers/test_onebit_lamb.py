@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "coupled decay": one_bit(weight_decay=0.1, decoupled_weight_decay=False),
     "all-gather, rms": one_bit(topology="all_gather", compressor=qcomp.ScaledSign(16, "rms")),
     "random, some exact": one_bit(compressor=qcomp.QSGD(7, 16), exact=qcomp.ExactBelow(20)),
-    "watched": one_bit(watch=qcomp.VarianceWatch(0.9, rewarm_steps=3, sample=20)),
+    "watched": one_bit(watch=qcomp.VarianceWatch(largest=1.1, rewarm_steps=3, sample=20, every=1)),
 }
 
 
@@ -287,7 +287,7 @@ class TestStages:
 
     def test_factors_are_bounded_and_change_slowly(self, job, grads):
         """Gradients that vanish make the steps longer, at most by 10% a step and four times in all."""
-        run = job(one_bit(betas=(0.8, 0.5)), grads(SHAPES, 99, 0), 2, NAMES)
+        run = job(one_bit(betas=(0.8, 0.5), watch=None), grads(SHAPES, 99, 0), 2, NAMES)
         factors = [1.0]
         for step in range(60):
             scale = 1.0 if step < FREEZE else 1e-4
@@ -320,7 +320,7 @@ class TestStages:
         assert products == pytest.approx([sum(rms) / 2] * 2, rel=1e-5)
 
     def test_elements_without_a_variance_do_not_move(self, job, grads):
-        run = job(one_bit(), grads(SHAPES, 99, 0), 2)
+        run = job(one_bit(watch=None), grads(SHAPES, 99, 0), 2)
         start = run.params[0][0].copy()
         for step in range(9):
             gradients = of_ranks(grads, 2, step)

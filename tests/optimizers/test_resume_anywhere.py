@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {"learning_rate": 0.1, "exact": qcomp.ExactBelow(10)}
 BETAS: dict[str, Any] = {"betas": (0.9, 0.9)}
 SIGN = qcomp.ScaledSign(16)
 QSGD = qcomp.QSGD(7, 16)
-WATCH = qcomp.VarianceWatch(0.9, rewarm_steps=3, sample=8)
+WATCH = qcomp.VarianceWatch(largest=1.1, rewarm_steps=3, sample=8)
 APART: dict[str, Any] = {
     "variance_steps": qcomp.DoublingIntervals(2),
     "sync_steps": qcomp.LocalSteps(2, 3),

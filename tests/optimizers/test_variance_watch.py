@@ -1,6 +1,7 @@
 """The watch on a frozen variance: what it measures, what it costs, and the re-warm that it may ask for."""
 
 import io
+import itertools
 import math
 import warnings
 from dataclasses import replace
@@ -18,7 +19,9 @@ SHAPES = [(40,), (3, 11), (7,)]
 FREEZE, REWARM, BETAS = 4, 3, (0.8, 0.75)
 WINDOW = 4
 SIGN = qcomp.ScaledSign(bucket_size=16)
-QUIET = VarianceWatch(threshold=0.0)
+ALL = VarianceWatch(sample=4096, every=1, largest=2.0, smallest=0.5)
+"""Sends all elements in every step."""
+QUIET = replace(ALL, largest=math.inf, smallest=0.0, stuck=1.0)
 
 
 def one_bit(**changes: Any) -> qcomp.OneBitAdam:
@@ -108,16 +111,54 @@ class TestMeasures:
         left = BETAS[1] ** 30
         assert ratio(run) == pytest.approx(4.0, rel=left)
 
+    @staticmethod
+    def samples_of(watch: VarianceWatch, *sizes: int, exact: tuple[bool, ...] = ()) -> list[np.ndarray]:
+        """Return the numbers of the elements of each tensor that a watch looks at."""
+        opt = one_bit(watch=watch, exact=lambda tensors: exact or [False] * len(tensors))
+        tensors = [np.arange(float(n)) for n in sizes]
+        state = opt.enter(opt.start(tensors, tuple(map(str, range(len(sizes)))), 0, 1), "compressed")
+        return watch.take(tensors, state)
+
     def test_a_sample_in_equal_odd_steps(self):
-        tensors = [np.arange(1000.0).reshape(10, 100), np.arange(50.0), np.arange(1000.0, 1501.0)]
-        for room, stride in [(4096, 1), (1501, 1), (1500, 3), (500, 5), (151, 11), (7, 215), (1, 1501)]:
-            sample = VarianceWatch(sample=room).take(tensors, (False, True, False))
-            assert sample.tolist() == list(range(0, 1501, stride))
-            assert len(sample) <= room
+        for room, stride in [(4096, 1), (1501, 1), (1500, 1), (500, 3), (140, 9), (7, 249), (1, 1)]:
+            first, none, last = self.samples_of(
+                VarianceWatch(sample=room), 1000, 50, 501, exact=(False, True, False)
+            )
+            assert len(none) == 0
+            assert 1 <= len(first) <= 1000
+            assert len(first) + len(last) <= max(2, room)
+            for sample in (first, last):
+                assert set(np.diff(sample)) <= {float(stride)}
+
+    @pytest.mark.parametrize(
+        ("sizes", "counts"),
+        [
+            ((10,), [10]),
+            ((2000,), [64]),
+            ((10_000,), [64]),
+            ((1_000_000,), [2000]),
+            ((10_000_000,), [4096]),
+            ((1_000_000, 1000, 12), [1999, 16, 12]),
+        ],
+    )
+    def test_the_automatic_sample(self, sizes, counts):
+        """Of one element in 500 if it is sent in every eighth step: 0.8% of one bit an element."""
+        assert [len(sample) for sample in self.samples_of(VarianceWatch(), *sizes)] == counts
+
+    def test_a_sample_does_not_depend_on_the_other_tensors(self):
+        """So that any tensors can be exchanged together: it follows from what the state keeps of that tensor."""
+        opt = one_bit(watch=VarianceWatch(sample=30))
+        tensors = [np.arange(100.0), np.arange(77.0)]
+        state = opt.enter(opt.start(tensors, ("a", "b"), 0, 1), "compressed")
+        alone = state._replace(arrays={"watched_variance": state.arrays["watched_variance"][1:]})
+        together = opt.watch.take(tensors, state)
+        assert together[1].tolist() == opt.watch.take(tensors[1:], alone)[0].tolist()
 
     def test_weights_of_the_sample(self):
-        sample = VarianceWatch(sample=4).take([np.ones(5), np.ones(3)], (False, False), [2.0, 3.0])
-        assert sample.tolist() == [2.0, 2.0, 3.0]
+        opt = one_bit(watch=VarianceWatch(sample=4))
+        tensors = [np.ones(5), np.ones(3)]
+        state = opt.enter(opt.start(tensors, ("a", "b"), 0, 1), "compressed")
+        assert [x.tolist() for x in opt.watch.take(tensors, state, [2.0, 3.0])] == [[2.0, 2.0], [3.0]]
 
     @kinds
     def test_changes_nothing_else(self, job, grads, name):
@@ -128,6 +169,10 @@ class TestMeasures:
             assert runs[0].fingerprint() == runs[1].fingerprint()
         assert runs[0].state.numbers == {}
         assert runs[0].state.arrays == {}
+
+    def test_is_on_by_default(self):
+        for kind in (qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb):
+            assert kind(learning_rate=0.1).watch == VarianceWatch()
 
     @pytest.mark.parametrize("every", [1, 4])
     @pytest.mark.parametrize("size", [2, 4])
@@ -148,14 +193,14 @@ class TestMeasures:
 
             return np.asarray(run_local(size, rank_main, timeout=30))
 
-        more = sent_by(VarianceWatch(0.0, sample=1024, every=every)) - sent_by(None)
-        # The sample has 4096 / 5 = 820 elements, in chunks for each rank; a verdict of 8 bytes is in each message.
-        peers, longest = size - 1, -(-820 // size)
+        more = sent_by(replace(QUIET, sample=1024, every=every)) - sent_by(None)
+        # Chunks of the sample for each rank; a verdict of 8 bytes is in each message.
+        peers, longest = size - 1, -(-1024 // size)
         assert (more[:, :FREEZE] == 0).all()
         assert (more[:, FREEZE::every] == more[:, FREEZE : FREEZE + 1]).all()
         for step in range(FREEZE, FREEZE + 8):
             assert more[:, step].sum() == pytest.approx(
-                0 if step % every else 2 * peers * (820 * 4 + size * 8), abs=2 * size * peers * 8
+                0 if step % every else 2 * peers * (1024 * 4 + size * 8), abs=2 * size * peers * 8
             )
         assert more.max() <= 2 * peers * (4 * longest + 16)
 
@@ -204,22 +249,80 @@ class TestWarns:
     @pytest.mark.parametrize(("factor", "warned"), [(0.72, 0), (1.4, 0), (0.7, 1), (1.42, 1), (0.0, 1)])
     def test_in_either_direction(self, job, factor, warned):
         """The variance is the square: below half of it or above twice."""
-        assert len(self.caught(job, [factor], watch=VarianceWatch())) == 2 * warned
+        assert len(self.caught(job, [factor], watch=ALL)) == 2 * warned
 
-    def test_once_on_each_rank(self, job):
-        found = self.caught(job, [1.0, 3.0, 1.0, 3.0], watch=VarianceWatch())
-        assert len(found) == 2
-        for words in (
-            "OneBitAdam is 9 times the frozen one at step 6",
-            "expected at least 0.5",
-            "VarianceWatch",
-        ):
-            assert words in found[0]
+    def test_every_new_excursion_on_each_rank(self, job):
+        found = self.caught(job, [1.0, 3.0, 1.0, 3.0], watch=ALL)
+        assert len(found) == 4
+        for step, message in zip((6, 6, 8, 8), found, strict=True):
+            for words in (
+                "variance of OneBitAdam is not what it was at the freeze",
+                f"at step {step}, it would be 9 times the frozen one now, that of '0' 9 times",
+                "pass watch=VarianceWatch(rewarm_steps=3)",
+            ):
+                assert words in message
+
+    def test_both_directions(self, job):
+        """First harmlessly down, then dangerously up, as it is with a jump after a slow decay."""
+        assert [m.split("it would be ")[1].split(" times")[0] for m in self.caught(job, [0.5, 2.0], watch=ALL)] == [
+            *["0.25"] * 2,
+            *["4"] * 2,
+        ]
+
+    def test_a_harmless_drift_is_none_by_default(self, job):
+        assert self.caught(job, [0.7, 0.5, 0.2, 1.9], watch=replace(VarianceWatch(), every=1)) == []
+        assert len(self.caught(job, [0.05], watch=replace(VarianceWatch(), every=1))) == 2
+
+    def test_less_often_each_time(self, lockstep):
+        """In and out of its limit every 8 steps: reported at doubling intervals, and at once if much worse."""
+        watch = replace(ALL, largest=2.0, smallest=0.0)
+        opt = one_bit(betas=(0.8, 0.5), watch=watch, freeze=1)
+        state = opt.enter(opt.start([np.ones(8)], ("0",), 0, 1), "compressed")
+        told = []
+        for step in range(1000):
+            ratio = 3.0 if step % 16 < 8 else 0.5
+            finding = qcomp.core.optimizers.watch._Finding(ratio / 2, "")
+            state, says = watch._news(state._replace(step=step), {"growth": finding}, 10)
+            told += [step] if says else []
+        assert told[0] == 0
+        assert len(told) <= math.log2(1000 / 10) + 1
+        for index, (before, now) in enumerate(itertools.pairwise(told)):
+            assert 10 * 2**index <= now - before < 10 * 2**index + 16
+        worse = qcomp.core.optimizers.watch._Finding(300.0, "")
+        assert watch._news(state, {"growth": worse}, 10)[1] == [""]
+        assert watch._news(state, {"growth": worse._replace(excess=30.0)}, 10)[1] == []
+
+    def test_around_its_limit_it_is_one_excursion(self):
+        watch = replace(ALL, largest=2.0)
+        opt = one_bit(watch=watch, freeze=1)
+        state = opt.enter(opt.start([np.ones(8)], ("0",), 0, 1), "compressed")
+        told = 0
+        for step in range(1000):
+            finding = qcomp.core.optimizers.watch._Finding(1.1 if step % 3 else 0.9, "")
+            state, says = watch._news(state._replace(step=step), {"growth": finding}, 4)
+            told += len(says)
+        assert told == 1
+
+    def test_names_the_tensors(self, job):
+        """One of three whose variance has grown 25-fold, which is hardly 1% of all of it."""
+        opt = one_bit(betas=(0.8, 0.0), watch=replace(ALL, largest=1.5))
+        names = ("a", "b", "c")
+        comm = LocalCommunicator.alone()
+        params = [np.zeros(40)] * 3
+        state = opt.init(params, comm, names)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for step in range(FREEZE + 1):
+                grads = [np.full(40, g) for g in (30.0, 1.0 if step < FREEZE else 5.0, 30.0)]
+                params, state = opt.step(params, grads, state, comm)
+        assert state.numbers["variance_ratio"] < 1.02
+        (message,) = [str(w.message) for w in found]
+        assert "that of 'b', 'a', 'c' 25 times" in message
 
     @pytest.mark.parametrize(("overlap", "warned"), [(0.0, False), (0.11, False), (0.12, True)])
     def test_elements_that_change_places(self, job, *, overlap, warned):
         """The ratio sees nothing of it: of 1, 9 and 9, 1 the smaller ones are 2 and the larger ones 18."""
-        opt = one_bit(betas=(0.8, 0.0), watch=VarianceWatch(overlap=overlap))
+        opt = one_bit(betas=(0.8, 0.0), watch=replace(QUIET, overlap=overlap))
         run = job(opt, [np.zeros(8)], 1)
         large = np.tile([1.0, 3.0], 4)
         with warnings.catch_warnings(record=True) as found:
@@ -230,13 +333,13 @@ class TestWarns:
         assert run.state.numbers["variance_overlap"] == pytest.approx(1 / 9)
         assert len(found) == warned
         if warned:
-            assert "with an overlap of 0.111; expected" in str(found[0].message)
+            assert "it overlaps with the one of now by 0.111" in str(found[0].message)
 
     def test_never_with_a_threshold_of_zero(self, job):
         assert self.caught(job, [0.0, 1e6], watch=QUIET) == []
 
     def test_variances_of_zero_are_alike(self, job):
-        opt = one_bit(betas=(0.8, 0.0), watch=VarianceWatch())
+        opt = one_bit(betas=(0.8, 0.0), watch=ALL)
         run = job(opt, [np.zeros(8)], 1)
         for _ in range(FREEZE + 2):
             run.step([[np.zeros(8)]])
@@ -244,8 +347,31 @@ class TestWarns:
         with pytest.warns(UserWarning, match="inf times"):
             run.step([[np.ones(8)]])
 
+    def test_elements_that_cannot_move(self, job):
+        """Two of eight have their first gradient after the freeze; said at once, not after a window."""
+        opt = one_bit(betas=(0.8, 0.99), watch=replace(VarianceWatch(), every=1))
+        run = job(opt, [np.zeros(8)], 1)
+        late = np.asarray([1.0] * 6 + [0.0] * 2)
+        for _ in range(FREEZE + 3):
+            run.step([[late]])
+        assert run.state.numbers["variance_stuck"] == 0
+        with pytest.warns(UserWarning, match=r"0\.25 of the elements, of '0', cannot move"):
+            run.step([[np.ones(8)]])
+        assert run.state.numbers["variance_stuck"] == 0.25
+
+    def test_elements_that_had_hardly_a_gradient(self, job):
+        """These can move, and do: a hundred times too far in each step."""
+        opt = one_bit(betas=(0.8, 0.99), watch=replace(VarianceWatch(), every=1))
+        run = job(opt, [np.zeros(8)], 1)
+        tiny = np.asarray([1.0] * 7 + [1e-3])
+        for _ in range(FREEZE):
+            run.step([[tiny]])
+        run.step([[tiny * 99]])
+        with pytest.warns(UserWarning, match=r"0\.12 of the elements, of '0', step a hundred times too far"):
+            run.step([[np.ones(8)]])
+
     def test_where_the_user_made_the_step(self):
-        opt, comm = one_bit(betas=(0.8, 0.0), watch=VarianceWatch()), LocalCommunicator.alone()
+        opt, comm = one_bit(betas=(0.8, 0.0), watch=ALL), LocalCommunicator.alone()
         x = np.ones(8)
         state = opt.init(x, comm)
         for _ in range(FREEZE):
@@ -255,7 +381,7 @@ class TestWarns:
         assert [w.filename for w in found] == [__file__]
 
 
-REWARMING = VarianceWatch(threshold=0.2, rewarm_steps=REWARM)
+REWARMING = replace(ALL, largest=5.0, smallest=0.2, rewarm_steps=REWARM)
 LARGER = 8.0
 """What the gradients grow by from step CHANGE on; the ratio sees that two steps after the window at the latest."""
 CHANGE = FREEZE + 6
@@ -347,7 +473,7 @@ class TestRewarm:
 
     def test_again_and_again(self, job):
         """Gradients that keep growing are followed; each time it is said."""
-        opt = one_bit(betas=(0.8, 0.0), watch=VarianceWatch(rewarm_steps=2))
+        opt = one_bit(betas=(0.8, 0.0), watch=replace(ALL, rewarm_steps=2))
         run, stages = job(opt, [np.zeros(8)], 1), []
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -451,8 +577,11 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"threshold": 1.0}, "threshold is 1.0; expected from 0 to below 1"),
-            ({"threshold": -0.1}, "threshold is -0.1"),
+            ({"largest": 1.0}, "largest is 1.0; expected a number above 1"),
+            ({"largest": math.nan}, "largest is nan; expected a number above 1"),
+            ({"smallest": 1.0}, "smallest is 1.0; expected from 0 to below 1"),
+            ({"smallest": -0.1}, "smallest is -0.1"),
+            ({"stuck": 0.0}, "stuck is 0.0; expected above 0 and at most 1"),
             ({"overlap": 1.5}, "overlap is 1.5; expected from 0 to below 1"),
             ({"rewarm_steps": -1}, "rewarm_steps is -1; expected an integer, at least 0"),
             ({"sample": 0}, "sample is 0; expected an integer, at least 1"),
@@ -462,10 +591,6 @@ class TestArguments:
     def test_out_of_range(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             VarianceWatch(**arguments)
-
-    def test_rarer_than_the_window(self):
-        with pytest.raises(ValueError, match="watch measures in every 5 steps; expected at most the 4"):
-            one_bit(watch=VarianceWatch(every=5))
 
     def test_the_ranks_must_agree(self):
         def rank_main(comm):
@@ -501,3 +626,66 @@ class TestEarlyFreeze:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             qcomp.OneBitAdam(learning_rate=0.1, exact=None).init(np.zeros(8), LocalCommunicator.alone())
+
+
+class TestOtherCheckpoints:
+    """What a watch keeps is no part of the algorithm: a state goes on with another watch, or with none."""
+
+    WATCHES = (None, ALL, replace(ALL, sample=20), VarianceWatch())
+
+    @staticmethod
+    def of_the_first_release(saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a state as it was saved when only a few numbers were kept, and nothing by default."""
+        return {
+            key: value
+            for key, value in saved.items()
+            if not key.startswith(("number.watch_", "number.variance_", "watched_variance", "made_by"))
+        } | {
+            "number.variance_ratio": math.nan,
+            "number.variance_overlap": math.nan,
+            "number.watch_measured": 3.0,
+            "number.watch_warned": 0.0,
+            **{f"watched_variance.{i}": np.ones(3) for i in range(3)},
+        }
+
+    @sizes
+    @pytest.mark.parametrize("stop", [FREEZE, FREEZE + 3])
+    @pytest.mark.parametrize("first", WATCHES, ids=["none", "all", "few", "default"])
+    @pytest.mark.parametrize("second", WATCHES, ids=["none", "all", "few", "default"])
+    def test_with_another_watch_the_steps_are_the_same(self, grads, first, second, stop, size):
+        opts = [replace(one_bit(), watch=watch and replace(watch, largest=math.inf)) for watch in (first, second)]
+
+        def rank_main(comm):
+            params = grads(SHAPES, 99, 0, np.float64)
+            state = opts[0].init(params, comm)
+            for step in range(stop):
+                params, state = opts[0].step(params, of_ranks(grads, size, step)[comm.rank], state, comm)
+            saved = opts[0].state_dict(state)
+            dicts = [saved, [saved]]
+            if first is not None:
+                dicts.append(self.of_the_first_release(saved))
+            ends = []
+            for each in [None, *dicts]:
+                opt, p, s = opts[0], params, state
+                if each is not None:
+                    opt = opts[1]
+                    s = opt.load_state_dict(each, params, comm, strict=False)
+                for step in range(stop, stop + 12):
+                    p, s = opt.step(p, of_ranks(grads, size, step)[comm.rank], s, comm)
+                if each is not None and second is not None:
+                    assert not math.isnan(s.numbers["variance_ratio"])
+                ends.append(bits([*p, *s.momentum, *s.exchange.worker]))
+            return all(end == ends[0] for end in ends)
+
+        assert run_local(size, rank_main, timeout=30) == [True] * size
+
+    def test_a_watch_that_was_saved_goes_on(self, grads):
+        """And is not begun anew: the test above would not see it."""
+        opt, comm = one_bit(watch=ALL), LocalCommunicator.alone()
+        params = grads(SHAPES, 99, 0, np.float64)
+        state = opt.init(params, comm)
+        for step in range(FREEZE + 2):
+            params, state = opt.step(params, of_ranks(grads, 1, step)[0], state, comm)
+        loaded = opt.load_state_dict(opt.state_dict(state), params, comm)
+        assert loaded.numbers["watch_measured"] == 2
+        assert bits(loaded.arrays["watched_variance"]) == bits(state.arrays["watched_variance"])

@@ -99,6 +99,18 @@ class Optimizer(ABC):
         """Return whether the ranks have different parameters in a stage, by design."""
         return False
 
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return a saved state with the entries that this optimizer keeps, if another may have saved other ones.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar
+            From `state_dict`, perhaps of another optimizer.
+        fresh : OptimizerState
+            Of this optimizer before the first step.
+        """
+        return saved
+
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins, with residuals of zero."""
         if stage != state.stage:
@@ -277,6 +289,8 @@ class Optimizer(ABC):
         """
         tensors = as_tensors(params, "params")
         fresh = self._begin(tensors, comm, self._names(names, tensors))
+        if isinstance(saved, Sequence):
+            saved = [self.adopt(one, fresh) for one in saved]
 
         def accept(one: Mapping[str, Any]) -> None:
             if strict:
@@ -288,6 +302,7 @@ class Optimizer(ABC):
                 begun = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
             if isinstance(saved, Mapping):
                 accept(own)
+                own = self.adopt(own, begun)
             return from_state_dict(own, lambda stage: self.enter(begun, stage), self.mean_of(begun))
 
         loaded = resume(saved, self._world(fresh, tensors, accept), comm, load)

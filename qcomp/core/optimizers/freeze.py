@@ -1,9 +1,10 @@
 """When a frozen-variance optimizer stops updating its variance."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from qcomp.core.warning import warn_caller
 
 __all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "freeze_rule", "warn_if_early"]
 
@@ -113,8 +114,7 @@ def warn_if_early(rule: FreezeRule, beta2: float, optimizer: str) -> None:
     """
     window = round(1 / (1 - beta2))
     if isinstance(rule, FreezeAt) and 10 * rule.step < window:
-        warnings.warn(
+        warn_caller(
             f"the variance is frozen after {rule.step} steps, but averages over 1 / (1 - b2) = {window}: {optimizer} "
-            f"expects a freeze after at least {-(-window // 10)}, better {3 * window}, or a smaller b2",
-            stacklevel=4,
+            f"expects a freeze after at least {-(-window // 10)}, better {3 * window}, or a smaller b2"
         )

@@ -1,21 +1,22 @@
 """Adam that freezes its variance and then exchanges a compressed momentum, as a state machine of two stages."""
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.arrays import Array
+from qcomp.core.checkpoint import NUMBER, plain
 from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule, warn_if_early
 from qcomp.core.optimizers.tensors import as_tensors
-from qcomp.core.optimizers.watch import VarianceWatch
+from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import total
+from qcomp.core.warning import warn_caller
 
 __all__ = ["FrozenVarianceAdam"]
 
@@ -42,22 +43,16 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     ----------
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.
-    watch : VarianceWatch, optional
-        Watches in the compressed stage whether the frozen variance still fits.
+    watch : VarianceWatch or None
+        Watches in the compressed stage whether the frozen variance still fits, and warns when it does not.
     """
 
     freeze: int | FreezeRule
-    watch: VarianceWatch | None = None
+    watch: VarianceWatch | None = VarianceWatch()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
-        window = round(1 / (1 - self.betas[1]))
-        if self.watch is not None and self.watch.every > window:
-            raise ValueError(
-                f"watch measures in every {self.watch.every} steps; "
-                f"expected at most the {window} over which betas={self.betas} averages the variance"
-            )
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return moments of zero, in the warm-up."""
@@ -74,6 +69,26 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             return state
         return self._rewarming(self.watch.begin(state), 0)
 
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
+        """Return a saved state with what this watch keeps: its own entries, or those of one that begins.
+
+        A state may have been saved without a watch, by a release whose watch kept other values, or with another sample.
+        """
+        stage = str(plain(saved.get("stage", "warmup")))
+        rest = without_watch(saved)
+        if self.watch is None and stage == "compressed":
+            return {key: value for key, value in rest.items() if key != NUMBER + _LEFT}
+        if self.watch is None or stage not in ("compressed", "rewarm"):
+            return saved
+        wanted = watch_entries(self.enter(fresh, stage))
+        if saved.keys() - rest.keys() == wanted.keys() and all(
+            tuple(getattr(saved[key], "shape", ())) == tuple(getattr(value, "shape", ()))
+            for key, value in wanted.items()
+            if not key.startswith(NUMBER)
+        ):
+            return saved
+        return {NUMBER + _LEFT: 0.0, **rest, **wanted}
+
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean gradient, or for the compressed mean of the momentum."""
         if state.stage != "compressed":  # a re-warm averages as the warm-up does, in the topology for that
@@ -81,10 +96,11 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         beta1, _ = self.betas
         gradients = as_tensors(grads, "grads")
         average = self._average(gradients, state, [Blend(m, beta1, scale) for m in state.momentum])
-        if self.watch is None or not self.watch.due(state):
+        if self.watch is None or not self.watch.due(state, self.betas[1]):
             return average
-        sample = self.watch.take(gradients, state.exact) * scale
-        beside = self._exact_part([len(gradients)], [sample], state)
+        count = len(gradients)
+        samples = [scale * sample for sample in self.watch.take(gradients, state)]
+        beside = self._exact_part(range(count, 2 * count), samples, state)
         return average._replace(parts=(*average.parts, beside))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
@@ -124,31 +140,42 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     def _watched(
         self, state: OptimizerState, beside: Sequence[Array], params: Sequence[Array]
     ) -> OptimizerState:
-        """Return the state after the watch has seen its sample of the mean gradient, if there was one."""
-        if self.watch is None or not beside:
+        """Return the state after the watch has seen the step, and its samples of the mean gradients if there are."""
+        if self.watch is None:
             return state
-        gradient = beside[0]
-        if not self.decoupled_weight_decay:
-            gradient = gradient + self.watch.take(params, state.exact, self.weight_decays(state))
-        state = self.watch.observe(state, gradient, self.betas[1])
-        if not self.watch.drifted(state):
+        gradients = list(beside)
+        if beside and not self.decoupled_weight_decay:
+            decays = self.watch.take(params, state, self.weight_decays(state))
+            gradients = [g + decay for g, decay in zip(gradients, decays, strict=True)]
+        state, news = self.watch.observe(state, gradients, self.betas, self.eps)
+        if not news:
             return state
         again = self.watch.rewarm_steps
-        advice = f"makes {again} exact steps and freezes it again" if again else "see VarianceWatch"
-        warnings.warn(
-            f"the variance of {type(self).__name__} is {state.numbers['variance_ratio']:.3g} times the frozen one at "
-            f"step {state.step}, with an overlap of {state.numbers['variance_overlap']:.3g}; expected at least "
-            f"{self.watch.threshold}, at most its reciprocal, and {self.watch.overlap}: {advice}",
-            stacklevel=6,
+        warn_caller(
+            f"the variance of {type(self).__name__} is not what it was at the freeze: at step {state.step}, "
+            f"{'; '.join(news)}. "
+            + (f"Now makes {again} exact steps and freezes it again" if again else self._cure())
         )
-        if not again:
-            return self.watch.told(state)
-        return self._rewarming(self.watch.begin(state), again)._replace(stage="rewarm")
+        return self._rewarming(state, again)._replace(stage="rewarm") if again else state
+
+    def _cure(self) -> str:
+        return (
+            f"Training may diverge, or learn no more: pass watch=VarianceWatch(rewarm_steps={3 * self._window}), which "
+            "then measures the variance again, or freeze later"
+        )
+
+    @property
+    def _window(self) -> int:
+        return round(1 / (1 - self.betas[1]))
 
     def _rewarmed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after an exact step of a re-warm: compressed again after the last of them."""
         left = int(state.numbers[_LEFT]) - 1
-        return self._rewarming(state, left)._replace(stage="rewarm" if left else "compressed")
+        state = self._rewarming(state, left)
+        if left:
+            return state
+        assert self.watch is not None
+        return self.watch.begin(state)._replace(stage="compressed")
 
     @staticmethod
     def _rewarming(state: OptimizerState, left: int) -> OptimizerState:

@@ -24,8 +24,8 @@ class OneBitAdam(FrozenVarianceAdam):
         See `CompressingOptimizer`.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.
-    watch : VarianceWatch, optional
-        Watches in the compressed stage whether the frozen variance still fits.
+    watch : VarianceWatch or None
+        Watches in the compressed stage whether the frozen variance still fits, and warns when it does not.
 
     Notes
     -----

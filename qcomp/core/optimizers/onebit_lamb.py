@@ -34,7 +34,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         See `CompressingOptimizer`.
     freeze : int or rule
         The last exact step, or a rule such as `VarianceStable`.
-    watch : VarianceWatch, optional
+    watch : VarianceWatch or None
         See `OneBitAdam`.
     trust_decay : float
         Of the average of the trust ratios in the warm-up, from 0 to below 1.

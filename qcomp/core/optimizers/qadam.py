@@ -30,8 +30,8 @@ class QAdam(FrozenVarianceAdam):
     hierarchical : bool
         Another name for ``topology="hierarchical"``: the momentum is averaged exactly inside each node and compressed
         between nodes. The ranks of a node are those whose communicator has the same ``host``.
-    watch : VarianceWatch, optional
-        Watches in the compressed stage whether the frozen variance still fits.
+    watch : VarianceWatch or None
+        Watches in the compressed stage whether the frozen variance still fits, and warns when it does not.
 
     Notes
     -----

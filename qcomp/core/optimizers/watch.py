@@ -1,143 +1,382 @@
-"""Whether a frozen variance still fits, from a few elements of the exact mean gradient."""
+"""Whether a frozen variance still fits the gradients, from a few elements of each tensor."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-from qcomp.core.arrays import Array, array_namespace, concat, to_compute_dtype
+from qcomp.core.arrays import Array, array_namespace, concat, dtype_name, host_bytes, to_compute_dtype
 from qcomp.core.assembly import cut_like
+from qcomp.core.checkpoint import NUMBER
 from qcomp.core.state import OptimizerState
 from qcomp.core.sums import total
 
-__all__ = ["VarianceWatch"]
+__all__ = ["VarianceWatch", "watch_entries", "without_watch"]
 
-_AVERAGES = "watched_variance"
-_RATIO, _OVERLAP = "variance_ratio", "variance_overlap"
-_MEASURED, _WARNED = "watch_measured", "watch_warned"
+WATCHED = "watched_variance"
+"""The kind of arrays that a watch keeps: the average of the squares of each tensor's sample."""
+
+_RATIO, _OVERLAP, _STUCK = "variance_ratio", "variance_overlap", "variance_stuck"
+_FELT, _MEASURED, _QUIET_UNTIL, _INTERVAL = "watch_felt", "watch_measured", "watch_quiet_until", "watch_interval"
+_FROZEN, _LEVEL = "watch_frozen.", "watch_level."
+_REPORTED = "watch_reported."
+_KINDS = ("jump", "growth", "shrinkage", "overlap", "stuck", "outgrown")
+
+_PER_TENSOR, _ALL_TENSORS, _MOST = 16, 64, 4096
+"""An automatic sample has at least so many elements of a tensor and of all tensors, and at most so many."""
+_ELEMENTS_A_STEP = 4000
+"""An automatic sample sends one of so many elements a step: 4 bytes beside 500 of one bit an element."""
+_ONE_TENSOR = 4.0
+"""A single tensor may be so many times further off than all of them together."""
+_OUTGROWN = 1e4
+"""An element whose variance grew by this would step a hundred times too far."""
+_FELT_PER_TENSOR = 32
+"""Elements of the compressed momentum of a tensor that are looked at."""
+_LEARNING = 16
+"""Steps after the freeze in which the usual size of the compressed momentum is learnt."""
+_FEEDBACK = 16.0
+"""Feedback makes the momentum up to four times as long as the exact one: this is the square."""
+_WORSE, _FAR_WORSE = 4.0, 100.0
+"""What was reported is reported again when it is so many times worse; and in the quiet time after a report."""
+_OVER = 0.5
+"""An excursion is over when it is below this share of its limit."""
+
+
+class _Finding(NamedTuple):
+    """One way in which the frozen variance may not fit."""
+
+    excess: float
+    """Above 1 where it does not."""
+    says: str
 
 
 @dataclass(frozen=True)
 class VarianceWatch:
-    """Compare the frozen variance with what it would be now.
+    """Compare the frozen variance with what it would be now, and warn when it does not fit any more.
 
-    A few elements of every compressed tensor travel exactly, beside the compressed momentum and in the same messages.
-    The squares of their mean gradient are averaged to w as Adam would. Once that average is 1 / (1 - b2) steps old,
-    ``state.numbers`` has (NaN before), with v the frozen variance of the same elements, ``"variance_ratio"``,
-    sum w / sum v, and ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1. Clipping holds the first near
-    one, whatever happens to the elements; the second sees them, and is below 1 by the noise of both averages alone.
+    Two measurements, which are the same on all ranks:
+
+    - In every step, the size of the compressed momentum, of a few elements of each compressed tensor. While gradients
+      are as they were at the freeze, sum m^2 <= sum v but for what feedback adds. A jump of the gradients shows here
+      within a few steps. Nothing is sent for it.
+    - In every ``every`` steps, some elements of the mean gradient of each compressed tensor, which travel exactly beside the
+      compressed momentum, in the same messages. Their squares are averaged to w as Adam would.
+
+    With v the frozen variance of the same elements, ``state.numbers`` has ``"variance_ratio"``, sum w / sum v, and
+    ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1, both once the average is 1 / (1 - b2) steps old
+    and NaN before; and ``"variance_stuck"``, the share of the elements that have v = 0 and a gradient now: these
+    cannot move. Clipping holds the ratio near one, whatever happens to the elements; the overlap sees them, and is
+    below 1 by the noise of both averages alone.
+
+    An excursion is reported when it begins. It is over when the value is below half of its limit. For 1 / (1 - b2) steps
+    after a report, a time that doubles with each report, what was reported is reported again only if it is 100 times
+    worse; after that if it is a new excursion, or four times worse.
 
     Parameters
     ----------
-    threshold : float
-        Below 1: warn once when the ratio r has min(r, 1 / r) < threshold. 0 never does.
+    largest : float
+        Above 1: report when the ratio is larger, or that of one tensor four times larger, or when the momentum
+        says that it will be. `math.inf` never does.
+    smallest : float
+        Below 1: report when the ratio is smaller: steps are then much shorter than Adam's. 0 never does.
     overlap : float
-        Below 1: warn once also when the overlap is less. 0 never does.
+        Below 1: report when the overlap is smaller. 0, the default, never does.
+    stuck : float
+        Report when a larger share of the elements cannot move; or has outgrown its variance 10 000 times, so that a step
+        of such an element is a hundred times too long. 1 never does.
     rewarm_steps : int
         With more than 0, do not only warn, but make so many exact steps of Adam, in which the variance goes on from the
-        frozen one, and freeze it again. Fewer than 1 / (1 - b2) leave most of the old variance in.
-    sample : int
-        At most so many elements of all compressed tensors together.
+        frozen one, and freeze it again. 3 / (1 - b2) renew it; fewer than 1 / (1 - b2) leave most of the old one in.
+    sample : int, optional
+        At most so many elements of all compressed tensors together, but at least one of each. By default as many as
+        add 0.8% to the bytes of one bit an element, from 16 of a tensor and 64 in all to 4096 in all.
     every : int
-        Measure in every so many steps; at most 1 / (1 - b2).
+        Send in every so many steps, or every 1 / (1 - b2) steps if these are fewer.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 * sample bytes in a step that measures (by the topology "two_phase"), in no further message.
-    The residuals are kept through the exact steps, and fed back after them: nothing that compression owes is lost.
+    Sends 2 (N - 1) / N * 4 bytes for each element of the sample in a step that measures (by the topology "two_phase"),
+    in no further message. The residuals are kept through the exact steps, and fed back after them: nothing that
+    compression owes is lost.
 
     Examples
     --------
     >>> import numpy as np, qcomp
     >>> opt = qcomp.OneBitAdam(
-    ...     learning_rate=0.01, betas=(0.9, 0.9), freeze=20, exact=None, watch=qcomp.VarianceWatch(0.1)
+    ...     learning_rate=0.01, betas=(0.9, 0.9), freeze=20, exact=None, watch=qcomp.VarianceWatch(smallest=0)
     ... )
     >>> comm = qcomp.comm.LocalCommunicator.alone()
     >>> params = np.zeros(100, dtype=np.float32)
     >>> state = opt.init(params, comm)
-    >>> for step in range(60):  # gradients that halve after the freeze
+    >>> for step in range(100):  # gradients that halve after the freeze
     ...     params, state = opt.step(params, np.full_like(params, 2 if step < 20 else 1), state, comm)
     >>> round(state.numbers["variance_ratio"], 3)
     0.25
     """
 
-    threshold: float = 0.5
+    largest: float = 4.0
+    smallest: float = 0.01
     overlap: float = 0.0
+    stuck: float = 0.001
     rewarm_steps: int = 0
-    sample: int = 4096
-    every: int = 1
+    sample: int | None = None
+    every: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "overlap"):
+        if not self.largest > 1:
+            raise ValueError(f"largest is {self.largest!r}; expected a number above 1")
+        for name in ("smallest", "overlap"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected from 0 to below 1")
+        if not 0 < self.stuck <= 1:
+            raise ValueError(f"stuck is {self.stuck!r}; expected above 0 and at most 1")
         for name, least in (("rewarm_steps", 0), ("sample", 1), ("every", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}; expected an integer, at least {least}")
+            if (value is None and name == "sample") or (type(value) is int and value >= least):
+                continue
+            raise ValueError(f"{name} is {value!r}; expected an integer, at least {least}")
 
     def begin(self, state: OptimizerState) -> OptimizerState:
-        """Return a state in which nothing has been measured since the freeze."""
-        nothing = tuple(array_namespace(v).zeros_like(v) for v in self._parts(state.variance, state.exact))
-        numbers = {_RATIO: math.nan, _OVERLAP: math.nan, _MEASURED: 0.0, _WARNED: 0.0}
+        """Return a state in which nothing has been measured since the freeze.
+
+        When the next report may come at the earliest stays as it is, also through a re-warm.
+        """
+        sizes = [0 if exact else math.prod(v.shape) for v, exact in zip(state.variance, state.exact, strict=True)]
+        nothing = tuple(
+            array_namespace(v).zeros_like(array_namespace(v).reshape(v, (-1,))[:count])
+            for v, count in zip(state.variance, self._counts(sizes), strict=True)
+        )
+        fresh = {_RATIO: math.nan, _OVERLAP: math.nan, _STUCK: 0.0, _MEASURED: 0.0, _FELT: 0.0}
+        fresh |= {_REPORTED + kind: 0.0 for kind in _KINDS}
+        for name, exact in zip(state.names, state.exact, strict=True):
+            if not exact:
+                fresh |= {_FROZEN + name: 0.0, _LEVEL + name: 0.0}
+        lasting = {key: state.numbers.get(key, 0.0) for key in (_QUIET_UNTIL, _INTERVAL)}
         return state._replace(
-            arrays={**state.arrays, _AVERAGES: nothing}, numbers={**state.numbers, **numbers}
+            arrays={**state.arrays, WATCHED: nothing}, numbers={**state.numbers, **lasting, **fresh}
         )
 
-    def due(self, state: OptimizerState) -> bool:
-        """Return whether the next step measures: the same on all ranks."""
-        return state.step % self.every == 0 and not all(state.exact)
+    def due(self, state: OptimizerState, beta2: float) -> bool:
+        """Return whether the next step sends a sample: the same on all ranks, and for any of the tensors."""
+        return state.step % self._every(beta2) == 0
 
     def take(
-        self, tensors: Sequence[Array], exact: Sequence[bool], factors: Sequence[float] | None = None
-    ) -> Array:
-        """Return the sample of some tensors, or of these times a factor each, as one vector."""
-        parts = [to_compute_dtype(part) for part in self._parts(tensors, exact)]
-        if factors is not None:
-            parts = [factor * part for factor, part in zip(factors, parts, strict=True)]
-        return concat([part for part in parts if part.shape[0]])
+        self, tensors: Sequence[Array], state: OptimizerState, factors: Sequence[float] | None = None
+    ) -> list[Array]:
+        """Return the sample of each tensor, or of these times a factor each; of size 0 for exact ones."""
+        parts = [
+            to_compute_dtype(_spread(t, w.shape[0]))
+            for t, w in zip(tensors, state.arrays[WATCHED], strict=True)
+        ]
+        if factors is None:
+            return parts
+        return [factor * part for factor, part in zip(factors, parts, strict=True)]
 
-    def observe(self, state: OptimizerState, gradient: Array, beta2: float) -> OptimizerState:
-        """Return the state after the sample of a mean gradient has been averaged in."""
-        parts = state.arrays[_AVERAGES]
-        decay = beta2**self.every
-        joined = decay * concat([p for p in parts if p.shape[0]]) + (1 - decay) * (gradient * gradient)
-        measured = int(state.numbers[_MEASURED]) + 1
-        ratio = overlap = math.nan
-        if measured * self.every >= round(1 / (1 - beta2)):
-            # Fixed sums of what is the same on all ranks, so that all of them see the same numbers.
-            now, frozen = joined / (1 - decay**measured), self.take(state.variance, state.exact)
-            smaller = array_namespace(now).where(now < frozen, now, frozen)
-            sums = [float(total(x)) for x in (now, frozen, smaller)]
-            ratio = _quotient(sums[0], sums[1])
-            overlap = _quotient(sums[2], sums[0] + sums[1] - sums[2])
-        return state._replace(
-            arrays={**state.arrays, _AVERAGES: tuple(cut_like(joined, parts))},
-            numbers={**state.numbers, _RATIO: ratio, _OVERLAP: overlap, _MEASURED: float(measured)},
+    def observe(
+        self, state: OptimizerState, gradients: Sequence[Array], betas: tuple[float, float], eps: float
+    ) -> tuple[OptimizerState, list[str]]:
+        """Return the state after a compressed step was watched, and what there is to report.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            After the step.
+        gradients : sequence of arrays
+            The samples of the mean gradients; empty in steps that are not `due`.
+        betas, eps
+            See `Adam`.
+        """
+        if all(state.exact):
+            return state, []
+        window = round(1 / (1 - betas[1]))
+        state, jump = self._felt(state)
+        found = {}
+        if gradients:
+            state, found = self._measured(state, gradients, betas[1], eps)
+        return self._news(state, {"jump": jump, **found}, window)
+
+    def _felt(self, state: OptimizerState) -> tuple[OptimizerState, _Finding]:
+        """Return the state and what the sizes of the compressed momenta say."""
+        numbers, changes = state.numbers, {}
+        chosen = [i for i, exact in enumerate(state.exact) if not exact]
+        if not numbers[_FELT]:
+            changes |= {_FROZEN + state.names[i]: _mean(state.variance[i]) for i in chosen}
+        learning = numbers[_FELT] < _LEARNING
+        if learning:
+            changes[_FELT] = numbers[_FELT] + 1
+        samples = [_spread(state.momentum[i], _FELT_PER_TENSOR) for i in chosen]
+        excess = {}
+        for i, values in zip(chosen, _to_host(samples), strict=True):
+            name = state.names[i]
+            square = math.fsum(m * m for m in values) / max(1, len(values))
+            level, frozen = numbers[_LEVEL + name], changes.get(_FROZEN + name, numbers[_FROZEN + name])
+            usual = max(_FEEDBACK * self.largest * frozen if learning else level, self.largest * frozen)
+            if frozen > 0:  # else it is stuck
+                excess[name] = square / (_FEEDBACK * usual)
+            if learning:
+                changes[_LEVEL + name] = max(level, square)
+        if changes:
+            state = state._replace(numbers={**numbers, **changes})
+        says = f"the momentum of {_worst(excess)} is far longer than that variance allows for"
+        return state, _Finding(max(excess.values(), default=0.0), says)
+
+    def _measured(
+        self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: float
+    ) -> tuple[OptimizerState, dict[str, _Finding]]:
+        """Return the state after samples of the mean gradients have been averaged in, and what they say by kind."""
+        parts = state.arrays[WATCHED]
+        decay = beta2 ** self._every(beta2)
+        gradient = concat(list(gradients))
+        joined = decay * concat(list(parts)) + (1 - decay) * (gradient * gradient)
+        count = int(state.numbers[_MEASURED]) + 1
+        state = state._replace(arrays={**state.arrays, WATCHED: tuple(cut_like(joined, parts))})
+
+        # Exact sums on the host of what is the same on all ranks, so that all of them decide alike.
+        frozen = _to_host([_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)])
+        correction = 1 - decay**count
+        now = [[w / correction for w in values] for values in _to_host(state.arrays[WATCHED])]
+        seen = [_Seen.of(*pair, eps) for pair in zip(now, frozen, strict=True)]
+        total = _Seen(*map(math.fsum, zip(*seen, strict=True)))
+        whole = count * self._every(beta2) >= round(1 / (1 - beta2))
+        ratio, overlap = (total.ratio, total.overlap) if whole else (math.nan, math.nan)
+        stuck, outgrown = total.stuck / total.size, total.outgrown / total.size
+        state = state._replace(
+            numbers={**state.numbers, _RATIO: ratio, _OVERLAP: overlap, _STUCK: stuck, _MEASURED: float(count)}
+        )
+        by_name = dict(zip(state.names, seen, strict=True))
+        findings = {
+            "stuck": _Finding(
+                stuck / self.stuck,
+                f"{stuck:.2g} of the elements, of {_worst({n: s.stuck for n, s in by_name.items()})}, cannot move: "
+                "they had no gradient before the freeze and have one now",
+            ),
+            "outgrown": _Finding(
+                outgrown / self.stuck,
+                f"{outgrown:.2g} of the elements, of {_worst({n: s.outgrown for n, s in by_name.items()})}, step "
+                "a hundred times too far: they had hardly a gradient before the freeze",
+            ),
+        }
+        if not whole:
+            return state, findings
+        ratios = {n: s.ratio for n, s in by_name.items() if s.frozen > 0 and s.size >= _PER_TENSOR}
+        excess = max(total.ratio, max(ratios.values(), default=0.0) / _ONE_TENSOR) / self.largest
+        shrunk = {n: -r for n, r in ratios.items()}
+        size = f"it would be {ratio:.3g} times the frozen one now"
+        return state, findings | {
+            "growth": _Finding(excess, f"{size}, that of {_worst(ratios)} {max(ratios.values(), default=0):.3g} times"),
+            "shrinkage": _Finding(_quotient(self.smallest, ratio), f"{size}, most of all that of {_worst(shrunk)}"),
+            "overlap": _Finding(
+                _quotient(self.overlap, overlap), f"it overlaps with the one of now by {overlap:.3g}"
+            ),
+        }
+
+    def _news(
+        self, state: OptimizerState, findings: dict[str, _Finding], window: int
+    ) -> tuple[OptimizerState, list[str]]:
+        """Return the state and what of the findings is new."""
+        numbers, says = dict(state.numbers), []
+        for kind, (excess, text) in findings.items():
+            # What was reported last: 0 for nothing, and below 0 if it is over since.
+            last = numbers[_REPORTED + kind]
+            quiet = state.step < numbers[_QUIET_UNTIL]
+            limit = abs(last) * _FAR_WORSE if quiet else last * _WORSE
+            if excess > max(1.0, limit):
+                says.append(text)
+                numbers[_REPORTED + kind] = excess
+            elif excess <= _OVER and last > 0:
+                numbers[_REPORTED + kind] = -last
+        if says:
+            numbers[_INTERVAL] = max(float(window), 2 * numbers[_INTERVAL])
+            numbers[_QUIET_UNTIL] = state.step + numbers[_INTERVAL]
+        return state._replace(numbers=numbers), says
+
+    def _every(self, beta2: float) -> int:
+        return min(self.every, round(1 / (1 - beta2)))
+
+    def _counts(self, sizes: Sequence[int]) -> list[int]:
+        """Return how many elements of each tensor are sampled."""
+        total = sum(sizes)
+        if self.sample is not None:
+            return [min(n, max(1, self.sample * n // total)) if n else 0 for n in sizes]
+        wanted = min(_MOST, max(_ALL_TENSORS, total * self.every // _ELEMENTS_A_STEP))
+        return [min(n, max(_PER_TENSOR, wanted * n // total)) if n else 0 for n in sizes]
+
+
+class _Seen(NamedTuple):
+    """Sums over the sample of a tensor, or of all tensors."""
+
+    size: float
+    now: float
+    frozen: float
+    smaller: float
+    stuck: float
+    outgrown: float
+
+    @classmethod
+    def of(cls, now: Sequence[float], frozen: Sequence[float], eps: float) -> "_Seen":
+        """Compare the variance of some elements as it would be now with the frozen one."""
+        pairs = list(zip(now, frozen, strict=True))
+        return cls(
+            len(pairs),
+            math.fsum(now),
+            math.fsum(frozen),
+            math.fsum(map(min, now, frozen)),
+            sum(w > 0 and v == 0 for w, v in pairs),
+            sum(v > 0 and w > _OUTGROWN * (math.sqrt(v) + eps) ** 2 for w, v in pairs),
         )
 
-    def drifted(self, state: OptimizerState) -> bool:
-        """Return whether the variance is no longer the frozen one, and nobody has been told."""
-        ratio, overlap = state.numbers[_RATIO], state.numbers[_OVERLAP]
-        if math.isnan(ratio) or state.numbers[_WARNED]:
-            return False
-        return min(ratio, 1.0) < self.threshold * max(ratio, 1.0) or overlap < self.overlap
+    @property
+    def ratio(self) -> float:
+        """By how much the variance has grown."""
+        return _quotient(self.now, self.frozen)
 
-    def told(self, state: OptimizerState) -> OptimizerState:
-        """Return a state that does not warn again before the next freeze."""
-        return state._replace(numbers={**state.numbers, _WARNED: 1.0})
+    @property
+    def overlap(self) -> float:
+        """Sum of the smaller over the sum of the larger ones."""
+        return _quotient(self.smaller, self.now + self.frozen - self.smaller)
 
-    def _parts(self, tensors: Sequence[Array], exact: Sequence[bool]) -> list[Array]:
-        """Return the sample of each tensor, of size 0 for exact ones: equal steps through all of them."""
-        sizes = [0 if is_exact else math.prod(t.shape) for t, is_exact in zip(tensors, exact, strict=True)]
-        stride = -(-sum(sizes) // self.sample)
-        stride += stride % 2 == 0  # odd: an even one would often stay in a few columns of a matrix
-        parts, start = [], 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            flat = array_namespace(tensor).reshape(tensor, (-1,))
-            first = min(-start % stride, size)
-            parts.append(flat[first:size:stride])
-            start += size
-        return parts
+
+def without_watch(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a saved state that are not those of a watch."""
+    numbers = tuple(NUMBER + name for name in (_RATIO, _OVERLAP, _STUCK, "watch_"))
+    return {key: value for key, value in saved.items() if not key.startswith((f"{WATCHED}.", *numbers))}
+
+
+def watch_entries(state: OptimizerState) -> dict[str, Any]:
+    """Return what a state has of a watch, as the entries of a saved state."""
+    arrays = zip(state.names, state.arrays.get(WATCHED, ()), strict=False)
+    numbers = {NUMBER + name: value for name, value in state.numbers.items()}
+    own = set(numbers) - set(without_watch(numbers))
+    return {f"{WATCHED}.{name}": w for name, w in arrays} | {key: numbers[key] for key in sorted(own)}
+
+
+def _spread(tensor: Array, count: int) -> Array:
+    """Return so many elements of a tensor in equal steps, all if it has not so many."""
+    size = math.prod(tensor.shape)
+    stride = size // max(1, count) or 1
+    stride -= stride % 2 == 0  # odd: an even one would often stay in a few columns of a matrix
+    return array_namespace(tensor).reshape(tensor, (-1,))[: min(size, stride * count) : stride]
+
+
+def _to_host(parts: Sequence[Array]) -> list[list[float]]:
+    """Return the elements of vectors of one dtype as numbers; a device is read once."""
+    joined = concat(list(parts))
+    code = "d" if dtype_name(joined.dtype) == "float64" else "f"
+    values = memoryview(host_bytes(joined)).cast(code).tolist()
+    stops = accumulate(part.shape[0] for part in parts)
+    return [values[start:stop] for start, stop in pairwise([0, *stops])]
+
+
+def _mean(variance: Array) -> float:
+    return float(total(variance)) / max(1, math.prod(variance.shape))
+
+
+def _worst(by_name: Mapping[str, float], most: int = 3) -> str:
+    """Return the names with the largest values, the largest first."""
+    names = sorted(by_name, key=lambda name: by_name[name], reverse=True)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def _quotient(x: float, y: float) -> float:

@@ -390,11 +390,6 @@ def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:
         raise TypeError(
             f"optimizer is {optimizer!r}; expected one that compresses, such as qcomp.OneBitAdam(...)"
         )
-    watch = getattr(optimizer, "watch", None)
-    if watch is not None:
-        raise ValueError(
-            f"watch is {watch!r}; expected None: it needs the gradients of all parameters before the first is sent"
-        )
     tensorwise = replace(optimizer, tensorwise=True)
     if not isinstance(tensorwise.mean, TensorwiseMean):
         raise TypeError(

@@ -33,8 +33,8 @@ class OverlappedOptimizer(Joinable):
         Without a communication hook; best with ``gradient_as_bucket_view=True``. A parameter that no rank used in a
         step has a gradient of zero in it.
     optimizer : CompressingOptimizer
-        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ...; without ``watch``, which needs all gradients
-        before the first is sent. So does ``clip_norm``: with it, the exchange begins when the last gradient has come.
+        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange begins when the
+        last gradient has come, since all of them make the norm.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group.
 
