@@ -257,7 +257,7 @@ class TestWarns:
         for step, message in zip((6, 6, 8, 8), found, strict=True):
             for words in (
                 "variance of OneBitAdam is not what it was at the freeze",
-                f"at step {step}, it would be 9 times the frozen one now, that of '0' 9 times",
+                f"at step {step}, it would be 9 times the frozen one now",
                 "pass watch=VarianceWatch(rewarm_steps=3)",
             ):
                 assert words in message
@@ -317,7 +317,7 @@ class TestWarns:
                 params, state = opt.step(params, grads, state, comm)
         assert state.numbers["variance_ratio"] < 1.02
         (message,) = [str(w.message) for w in found]
-        assert "that of 'b', 'a', 'c' 25 times" in message
+        assert "that of 'b' 25 times" in message
 
     @pytest.mark.parametrize(("overlap", "warned"), [(0.0, False), (0.11, False), (0.12, True)])
     def test_elements_that_change_places(self, job, *, overlap, warned):

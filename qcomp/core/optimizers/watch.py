@@ -260,12 +260,17 @@ class VarianceWatch:
         if not whole:
             return state, findings
         ratios = {n: s.ratio for n, s in by_name.items() if s.frozen > 0 and s.size >= _PER_TENSOR}
-        excess = max(total.ratio, max(ratios.values(), default=0.0) / _ONE_TENSOR) / self.largest
-        shrunk = {n: -r for n, r in ratios.items()}
+        shrunk = {n: _quotient(1.0, r) for n, r in ratios.items()}
+        largest = max(ratios.values(), default=0.0)
+        excess = max(total.ratio, largest / _ONE_TENSOR) / self.largest
         size = f"it would be {ratio:.3g} times the frozen one now"
         return state, findings | {
-            "growth": _Finding(excess, f"{size}, that of {_worst(ratios)} {max(ratios.values(), default=0):.3g} times"),
-            "shrinkage": _Finding(_quotient(self.smallest, ratio), f"{size}, most of all that of {_worst(shrunk)}"),
+            "growth": _Finding(
+                excess, size + (f", that of {_worst(ratios)} {largest:.3g} times" if ratios else "")
+            ),
+            "shrinkage": _Finding(
+                _quotient(self.smallest, ratio), size + (f", the least that of {_worst(shrunk)}" if shrunk else "")
+            ),
             "overlap": _Finding(
                 _quotient(self.overlap, overlap), f"it overlaps with the one of now by {overlap:.3g}"
             ),
@@ -373,8 +378,11 @@ def _mean(variance: Array) -> float:
 
 
 def _worst(by_name: Mapping[str, float], most: int = 3) -> str:
-    """Return the names with the largest values, the largest first."""
-    names = sorted(by_name, key=lambda name: by_name[name], reverse=True)
+    """Return the names with the largest values, the largest first, down to half of that."""
+    least = max(by_name.values(), default=0.0) / 2
+    names = [
+        name for name in sorted(by_name, key=lambda n: by_name[n], reverse=True) if by_name[name] >= least
+    ]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
