@@ -273,7 +273,7 @@ class TestContents:
     def test_the_history_of_a_rule(self, grads):
         opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), exact=None)
         saved = saved_of(opt, grads, steps=4)
-        assert len(saved[0]["history"]) == 4
+        assert len(saved[0]["history"]) == 5
         assert saved[0]["history"] == saved[1]["history"]
         assert all(isinstance(value, float) for value in saved[0]["history"])
 

@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, tuple[qcomp.Optimizer, set[str]]] = {
     "1-bit, automatic": (
         qcomp.OneBitAdam(
             **COMMON,
-            betas=(0.9, 0.8),
+            betas=(0.9, 0.7),
             freeze=qcomp.VarianceStable(0.3),
             compressor=qcomp.QSGD(3, 16),
             feedback=False,

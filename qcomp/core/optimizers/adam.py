@@ -116,6 +116,10 @@ class Adam(Optimizer):
         """Return the variance divided by 1 - b2^step."""
         return _corrected(variance, 1 - self.betas[1] ** step)
 
+    def _rate_rises(self, state: OptimizerState) -> bool:
+        """Return whether the next step has a larger learning rate than the last."""
+        return self.rate(state) > self.rate(state._replace(step=state.step - 1))
+
     def _move(
         self,
         params: Sequence[Array],

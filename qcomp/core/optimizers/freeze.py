@@ -6,7 +6,10 @@ from typing import NamedTuple, Protocol
 
 from qcomp.core.warning import warn_caller
 
-__all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "freeze_rule", "warn_if_early"]
+__all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "ask", "freeze_rule", "warn_if_early"]
+
+_PATIENCE = 10
+"""After so many times 1 / (1 - b2) steps without a freeze there is a warning."""
 
 
 class Observation(NamedTuple):
@@ -30,9 +33,10 @@ class FreezeRule(Protocol):
         step : int
             Completed steps, from 1.
         norm : callable
-            Returns ||v||_1 of the variance before bias correction; called only by rules that need it.
+            Returns ||v||_1 of the variance after bias correction; called only by rules that need it.
         history : tuple of float
-            What the rule returned after the last step; empty at first.
+            What the rule returned after the last step; empty at first, and again after each step for which the learning
+            rate rises: until it has risen, no variance has settled.
         beta2 : float
             The decay of the variance.
         """
@@ -68,19 +72,25 @@ class FreezeAt:
 
 @dataclass(frozen=True)
 class VarianceStable:
-    """Freeze when the variance has settled: min(r, 1/r) >= threshold for r = ||v_{t-d}||_1 / ||v_t||_1, d = 1/(1-b2).
+    """Freeze when the variance has settled.
+
+    With d = 1 / (1 - b2) and n_t = ||v_t||_1 after bias correction: when min(r, 1 / r) >= threshold for
+    r = n_{t-d} / n_t in each of d steps in a row, in none of which the learning rate rises, and as much of v_t comes
+    from the last d steps as in steady state, up to the same threshold.
 
     Parameters
     ----------
     threshold : float
         Above 0 and at most 1.
     after : int
-        The first step after which to freeze, for instance the end of a learning-rate warm-up.
+        The first step after which to freeze, for instance the end of a learning-rate warm-up that is no schedule.
 
     Notes
     -----
-    Gradients without a trend freeze after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999. Source: Tang
-    et al., ICML 2021, section 7.1; either direction of change counts here, since the variance may also shrink.
+    Gradients without a trend freeze after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after a
+    learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1, which
+    compares two norms; either direction of change counts here, since the variance may also shrink, and through a
+    whole window, since norms that rise and fall also cross.
     """
 
     threshold: float = 0.96
@@ -95,10 +105,44 @@ class VarianceStable:
     ) -> Observation:
         """Compare the norm with the one of d steps ago."""
         delay = round(1 / (1 - beta2))
-        history = (*history, norm())[-(delay + 1) :]
-        before, now = history[0], history[-1]
-        settled = len(history) > delay and min(before, now) >= self.threshold * max(before, now) > 0
-        return Observation(settled and step > self.after, history)
+        # Behind a negative count, how many steps have been calm, are the last d norms. Histories of states that were
+        # saved without a count are of other norms: such a rule begins anew.
+        calm, norms = (int(-1 - history[0]), history[1:]) if history and history[0] < 0 else (0, ())
+        now = norm()
+        before = norms[0] if len(norms) == delay else 0.0
+        is_calm = min(before, now) >= self.threshold * max(before, now) > 0
+        calm = min(calm + 1, delay) if is_calm else 0
+        settled = 1 - beta2 ** max(0, step - delay) >= self.threshold * (1 - beta2**step)
+        return Observation(
+            calm == delay and settled and step > self.after, (-1.0 - calm, *(*norms, now)[-delay:])
+        )
+
+
+def ask(
+    rule: FreezeRule, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float, *, rising: bool
+) -> Observation:
+    """Return what a rule concludes after ``step`` steps; warn, once, if it waits for very long.
+
+    Parameters
+    ----------
+    rule, step, norm, beta2
+        See `FreezeRule`.
+    history : tuple of float
+        What the rule returned after the last step.
+    rising : bool
+        Whether the next step has a larger learning rate than this one.
+    """
+    verdict = rule.observe(step, norm, () if rising else history, beta2)
+    if rising:
+        verdict = verdict._replace(history=())
+    patience = getattr(rule, "after", 0) + _PATIENCE * round(1 / (1 - beta2))
+    if step == patience and not verdict.frozen and not isinstance(rule, FreezeAt):
+        cause = "the learning rate still rises" if rising else "the variance has not settled"
+        warn_caller(
+            f"nothing is compressed yet after {step} steps: {cause}, for which {rule} waits. To freeze nevertheless, "
+            "pass freeze as a number of steps, or a rule with a lower threshold, and see the warnings of VarianceWatch"
+        )
+    return verdict
 
 
 def freeze_rule(freeze: int | FreezeRule) -> FreezeRule:

@@ -11,7 +11,7 @@ from qcomp.core.kernels import Blend
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
-from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule, warn_if_early
+from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
 from qcomp.core.state import OptimizerState
@@ -126,12 +126,15 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
 
+        _, beta2 = self.betas
+
         def norm() -> float:
             # Sums in a fixed order of values that are the same on all ranks, so that all decide alike.
-            return sum(float(total(v)) for v in state.variance)
+            return sum(float(total(v)) for v in state.variance) / (1 - beta2**state.step)
 
-        rule = freeze_rule(self.freeze)
-        verdict = rule.observe(state.step, norm, state.history, self.betas[1])
+        verdict = ask(
+            freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=self._rate_rises(state)
+        )
         if not verdict.frozen:
             return state._replace(history=verdict.history)
         frozen = self._corrected(state.variance, state.step)

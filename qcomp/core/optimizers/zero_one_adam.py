@@ -11,7 +11,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.freeze import FreezeRule, freeze_rule
+from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
 from qcomp.core.optimizers.tensors import as_given, as_tensors
@@ -234,10 +234,18 @@ class ZeroOneAdam(LocalAdam):
         """Return the state after the freeze rule has seen this step, ready for what the next step exchanges."""
 
         def norm() -> float:
-            return sum(float(total(v)) for v in state.variance)
+            correction = 1 - self.betas[1] ** state.numbers["updates"]
+            return sum(float(total(v)) for v in state.variance) / correction
 
         if self.freeze is not None and not state.numbers["frozen"]:
-            verdict = freeze_rule(self.freeze).observe(state.step, norm, state.history, self.betas[1])
+            verdict = ask(
+                freeze_rule(self.freeze),
+                state.step,
+                norm,
+                state.history,
+                self.betas[1],
+                rising=self._rate_rises(state),
+            )
             state = state._replace(history=verdict.history)
             if verdict.frozen:
                 state = state._replace(
