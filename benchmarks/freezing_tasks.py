@@ -146,5 +146,5 @@ def drifts() -> dict[str, Drift]:
             200,
             1000,
         ),
-        "the rate rises until step 600": (TASKS["digits, a hidden layer"], rises, 100, 2000),
+        "the rate rises until step 600, frozen at 50": (TASKS["language model of bytes"], rises, 50, 2000),
     }

@@ -156,7 +156,11 @@ def picture(runs: Sequence[Run]) -> Figure:
 PANELS = {
     "worker_residual": ("What workers owe", "residual over signal, mean of the ranks"),
     "server_residual": ("What servers owe", "residual over mean signal, mean of the ranks"),
-    "cosine": ("Direction of the compressed mean", "cosine to the exact mean"),
+    "direction": (
+        "Direction of ten compressed means together\n"
+        "(of a single one it says little: what it loses, the next ones pay back)",
+        "cosine of their sum to the exact one",
+    ),
     "bits_per_element": ("Bits sent", "bits an element, mean of the ranks"),
 }
 """What `qcomp.Diagnostics` reports: title and label."""
@@ -182,7 +186,7 @@ def diagnostics_picture(runs: Sequence[Run]) -> Figure:
                 markersize=3,
                 linewidth=1.4,
             )
-            if key != "cosine" and min(values) > 0:
+            if key != "direction" and min(values) > 0:
                 axes.set_yscale("log")
         frame(axes, title, "training steps")
         axes.set_xlim(0, runs[0].settings.steps)

@@ -44,7 +44,7 @@ class History:
     losses: list[float] = field(default_factory=list)
     """Training loss of each step, the mean of all ranks."""
     bytes_sent: list[int] = field(default_factory=list)
-    """Bytes that this rank sent in each step of the optimizer; in a step with a report, the rank that sent most."""
+    """Bytes that the rank that sent most sent in each step of the optimizer, without what the report sent."""
     warmup_steps: int = 0
     """Steps before the first in which momentum or gradient travelled compressed."""
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -92,20 +92,16 @@ class Trainer:
 
     def step(self) -> float:
         """Do one step and return this rank's training loss before it."""
-        start, sent = time.perf_counter(), self.comm.bytes_sent
+        start = time.perf_counter()
         self.history.warmup_steps += self.state.stage == "warmup"
         key = (self.settings.seed, self.comm.rank, self.completed)
         windows = training_batch(self.corpus.train, self.settings.batch, CONTEXT, key)
         loss = self.model.loss(windows)
         gradients = list(torch.autograd.grad(loss, list(self.model.parameters())))
-        if self.completed % DIAGNOSED_EVERY:
-            parameters, self.state = self.optimizer.step(self.parameters, gradients, self.state, self.comm)
-            self.history.bytes_sent.append(self.comm.bytes_sent - sent)
-        else:
-            parameters, self.state, report = self.watched.step(
-                self.parameters, gradients, self.state, self.comm
-            )
-            self.history.bytes_sent.append(round(report["bytes_sent"]))  # without what the report sent
+        # Every step is diagnosed, since the direction is that of several in a row; some reports are kept.
+        parameters, self.state, report = self.watched.step(self.parameters, gradients, self.state, self.comm)
+        self.history.bytes_sent.append(round(report["bytes_sent"]))  # without what the report sent
+        if self.completed % DIAGNOSED_EVERY == 0:
             self.history.diagnostics.append((self.completed + 1, report))
         self.put(parameters)
         self.history.seconds += time.perf_counter() - start

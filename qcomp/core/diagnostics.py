@@ -6,7 +6,7 @@ import math
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qcomp.core import primitives
@@ -32,7 +32,27 @@ class _Facts(NamedTuple):
     worker: float
     server: float
     cosine: float
+    direction: float
     bytes_sent: float
+
+
+class _Seen(NamedTuple):
+    """The samples of the last steps of a rank."""
+
+    step: int
+    """The last of them."""
+    means: tuple[Array, ...]
+    exact: tuple[Array, ...]
+
+    def and_then(self, step: int, mean: Array, exact: Array, most: int) -> "_Seen":
+        """Return the samples after one more step, at most so many; only its own unless it is the next."""
+        if step != self.step + 1 or mean.shape != self.means[-1].shape:
+            return _Seen(step, (mean,), (exact,))
+        return _Seen(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
+
+    def direction(self) -> float:
+        """Return the cosine of both sums."""
+        return _cosine(sum(self.means[1:], self.means[0]), sum(self.exact[1:], self.exact[0]))
 
 
 @dataclass(frozen=True)
@@ -44,9 +64,12 @@ class Diagnostics:
 
     - ``bytes_sent``: by the rank that sent most, without what the report sends; ``bits_per_element``: the mean over
       the ranks, over all elements of the parameters.
-    - ``cosine``: of the compressed mean to the exact one. With few bits it is far below 1 also when all is well, since
-      feedback makes up for it in later steps. Of 1-bit Adam it may be below 0: where momenta are small within their
-      bucket, one bit makes them as large as the others, and they change their sign in every step.
+    - ``direction``: the cosine of the sum of the last ``direction_steps`` compressed means to that of the exact ones, once
+      so many steps in a row have been measured. What one step loses, feedback pays back in the next, so it is the sum
+      that shows where training goes: near 1 when all is well.
+    - ``cosine``: of the compressed mean of this step alone to the exact one. With few bits it is far below 1 also when all is
+      well, and of 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them as
+      large as the others, and they change their sign in every step.
     - ``worker_residual``: |e_i| / |p_i|, what a rank owes over what it compresses, before feedback; the mean over the
       ranks, and ``worker_residual_worst``. Bounded when all is well: see `Traits`.
     - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| of what a rank serves, over those that serve.
@@ -63,10 +86,13 @@ class Diagnostics:
     replicas_every : int, optional
         The parameters that are passed in are compared before every so many steps; None never compares. Ranks that an
         optimizer lets go on alone for some steps are not compared then.
+    direction_steps : int
+        Over how many steps ``direction`` sums: best 1 / (1 - b1), over which a momentum averages. It is not reported
+        before so many steps in a row were made by these diagnostics.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, 32 bytes to every rank, and to compare, which
+    Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, 40 bytes to every rank, and to compare, which
     takes a pass over the parameters on the host, 8 bytes a tensor to every rank. In a hierarchical mean p_i is a rank's
     own part of what its node adds up.
 
@@ -88,11 +114,13 @@ class Diagnostics:
     optimizer: Optimizer
     sample: int = 4096
     replicas_every: int | None = 100
+    direction_steps: int = 10
+    _seen: dict[int, "_Seen"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"optimizer is {self.optimizer!r}; expected a qcomp.Optimizer")
-        for name in ("sample", "replicas_every"):
+        for name in ("sample", "replicas_every", "direction_steps"):
             value = getattr(self, name)
             if value is None and name == "replicas_every":
                 continue
@@ -119,11 +147,21 @@ class Diagnostics:
             _watched(self.optimizer, notes).stages(params, grads, state), state.rank
         )
         facts = yield from notes.facts(state, sent)
+        facts = facts._replace(direction=self._direction(notes, state))
         arrived = yield AllGather(_message(facts, tensors[0]), (8 * len(facts),) * state.size)
         by_rank = [_Facts(*struct.unpack(f"<{len(facts)}d", host_bytes(part))) for part in arrived]
         report = _report(by_rank, sum(math.prod(t.shape) for t in tensors)) | drifted
         ratio = new_state.numbers.get("variance_ratio", math.nan)
         return new_params, new_state, report if math.isnan(ratio) else {**report, "variance_ratio": ratio}
+
+    def _direction(self, notes: "_Notes", state: OptimizerState) -> float:
+        """Return where the last steps went together; NaN before there were enough."""
+        if notes.means is None or notes.exact is None:
+            return math.nan
+        before = self._seen.get(state.rank, _Seen(-1, (notes.means[:0],), ()))
+        seen = before.and_then(state.step, notes.means, notes.exact, self.direction_steps)
+        self._seen[state.rank] = seen
+        return seen.direction() if len(seen.means) == self.direction_steps else math.nan
 
     def _compares(self, state: OptimizerState) -> bool:
         """Return whether replicas are compared before this step, the same on all ranks."""
@@ -159,6 +197,7 @@ class _Notes:
         self.most = most
         self.part: Part | None = None
         self.means: Array | None = None
+        self.exact: Array | None = None
         self.exchange: MeanState | None = None
 
     def before(self, average: Average) -> None:
@@ -187,16 +226,17 @@ class _Notes:
     def facts(self, state: OptimizerState, sent: int) -> Stages[_Facts]:
         """Return what this rank has found; the exact mean of the sample is exchanged for it."""
         if self.part is None or self.means is None or self.exchange is None or not self.means.shape[0]:
-            return _Facts(math.nan, math.nan, math.nan, sent)
+            return _Facts(math.nan, math.nan, math.nan, math.nan, sent)
         nothing = MeanState(state.rank, state.size, (), ())
         exact, _ = yield from EXACT.stages(self.signal, nothing)
+        self.exact = exact
         worker = server = math.nan
         kept = self.exchange
         if kept.worker and self.part.mean.feedback:
             own, served = self.part.mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
             worker = self._ratio(kept.worker, own, self.signal)
             server = self._ratio(kept.server, served, exact)
-        return _Facts(worker, server, _cosine(self.means, exact), sent)
+        return _Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
 
     def _ratio(self, residuals: Sequence[Array], parts: Sequence[Segment], signal: Array) -> float:
         """Return the norm of residuals over that of the signal where they are; NaN if they are nowhere."""
@@ -271,10 +311,10 @@ def _report(by_rank: Sequence[_Facts], elements: int) -> dict[str, float]:
         "bytes_sent": max(sent),
         "bits_per_element": 8 * math.fsum(sent) / len(sent) / max(1, elements),
     }
-    if not math.isnan(
-        by_rank[0].cosine
-    ):  # that of one rank, should the libraries of the ranks differ in a bit
-        report["cosine"] = by_rank[0].cosine
+    for name in ("cosine", "direction"):  # those of one rank, should the libraries of the ranks differ in a bit
+        value = getattr(by_rank[0], name)
+        if not math.isnan(value):
+            report[name] = value
     for name in ("worker", "server"):
         found = [value for value in (getattr(facts, name) for facts in by_rank) if not math.isnan(value)]
         if found:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.comm import run_local
+from qcomp.comm import LocalCommunicator, run_local
 
 SHAPES = [(40,), (7, 9), (3,)]
 NAMES = ("embedding", "layer/weight", "bias")
@@ -139,6 +139,75 @@ def test_says_what_numpy_finds(size, topology, make, sample, stride):
     assert expected["worker_residual"] > 0.1
     for done in runs[1:]:
         assert [repr(step[3]) for step in done] == [repr(step[3]) for step in runs[0]]
+
+
+class TestDirection:
+    """A step of one bit may point anywhere; several together go where the exact ones go."""
+
+    @staticmethod
+    def of(opt, steps, *, direction_steps=10, restart=None, size=2):
+        """Return all reports, and the cosine of all sums of so many steps as NumPy finds it."""
+
+        def rank_main(comm):
+            watched = qcomp.Diagnostics(opt, replicas_every=None, direction_steps=direction_steps)
+            params = [np.zeros(s, np.float32) for s in SHAPES]
+            state, found, pairs = opt.init(params, comm, NAMES), [], []
+            for step in range(steps):
+                grads = gradients(comm.rank, step)
+                if step == restart:
+                    params, state = opt.step(params, grads, state, comm)
+                    pairs, found = [], [*found, {}]
+                    continue
+                before, others = state, [gradients(rank, step) for rank in range(comm.size)]
+                params, state, report = watched.step(params, grads, state, comm)
+                mean = [sum(g[i] for g in others) / comm.size for i in range(len(SHAPES))]
+                if state.stage == before.stage == "compressed":
+                    chosen = [i for i, exact in enumerate(state.exact) if not exact]
+                    b1 = opt.betas[0]
+                    exact = [b1 * before.momentum[i] + (1 - b1) * mean[i] for i in chosen]
+                    pairs.append([flat([state.momentum[i] for i in chosen]), flat(exact)])
+                expected = None
+                if len(pairs) >= direction_steps:
+                    ours, theirs = (np.sum(x, axis=0) for x in zip(*pairs[-direction_steps:], strict=True))
+                    expected = float(ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs))
+                found.append(report | {"expected": expected})
+            return found
+
+        reports = run_local(size, rank_main, timeout=30)
+        assert [repr(report) for report in reports[0]] == [repr(report) for report in reports[-1]]
+        return reports[0]
+
+    @pytest.mark.parametrize("direction_steps", [1, 4])
+    def test_says_what_numpy_finds(self, direction_steps):
+        reports = self.of(one_bit(freeze=2, watch=None), 12, direction_steps=direction_steps)
+        compared = [r for r in reports if r["expected"] is not None]
+        assert len(compared) == 12 - 2 - direction_steps + 1
+        for report in reports:
+            assert ("direction" in report) == (report["expected"] is not None)
+        for report in compared:
+            assert report["direction"] == pytest.approx(report["expected"], rel=1e-4)
+            if direction_steps == 1:
+                assert report["direction"] == pytest.approx(report["cosine"], rel=1e-6)
+
+    def test_only_of_steps_in_a_row(self):
+        """A step without diagnostics is not in the sum: it begins anew."""
+        reports = self.of(one_bit(freeze=2, watch=None), 16, direction_steps=4, restart=8)
+        assert ["direction" in r for r in reports] == [*[False] * 5, *[True] * 3, *[False] * 4, *[True] * 4]
+
+    def test_is_near_one_where_single_steps_are_not(self):
+        """One bit for elements of very different sizes: single steps alternate, and the sum does not."""
+        scale = np.logspace(-3, 0, 512)
+        opt = qcomp.OneBitAdam(learning_rate=0.0, betas=(0.9, 0.9), freeze=30, exact=None)
+        watched, comm = qcomp.Diagnostics(opt, replicas_every=None), LocalCommunicator.alone()
+        draws, params = np.random.default_rng(0), np.zeros(512)
+        state, found = opt.init(params, comm), []
+        for _ in range(130):
+            grad = scale * (0.2 + draws.standard_normal(512))
+            params, state, report = watched.step(params, grad, state, comm)
+            found.append(report)
+        last = found[60:]
+        assert np.mean([r["cosine"] for r in last]) < 0.3
+        assert np.mean([r["direction"] for r in last]) > 0.8
 
 
 def test_what_broken_measures_would_say():

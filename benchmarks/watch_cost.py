@@ -1,0 +1,129 @@
+"""What the watch over the frozen variance costs: time and bytes of steps with it, over those without.
+
+    python benchmarks/watch_cost.py
+
+Both take turns in one process, after the freeze, `every` steps of each at a time, so that each turn has one step that sends a
+sample. The time is that of the processor in the optimizer's step alone, exchange in memory included: forward and backward passes, and a
+network, only add to what it is compared with.
+"""
+
+import argparse
+import json
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import page
+from tqdm import tqdm
+
+import qcomp
+from qcomp.comm import LocalCommunicator, run_local
+
+TURN = 8
+MODELS: dict[str, list[tuple[int, ...]]] = {
+    "0.4 M in 10 tensors": [(256, 160)] * 10,
+    "3 M in 50 tensors": [(256, 256)] * 48 + [(1000, 64)] * 2,
+    "16 M in 26 tensors": [(768, 768)] * 24 + [(2048, 512)] * 2,
+    "57 M in 34 tensors": [(1280, 1280)] * 32 + [(2000, 1280)] * 2,
+}
+METHODS = {"1-bit Adam": qcomp.OneBitAdam, "QAdam": qcomp.QAdam}
+
+
+def main() -> None:
+    """Measure, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/freezing"), help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each (default: %(default)s)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    cases = [(model, method) for model in MODELS for method in METHODS]
+    results = [
+        {"model": model, "method": method, **measure(model, method, options.rounds)}
+        for model, method in tqdm(cases, unit="case")
+    ]
+    (options.out / "watch_cost.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = table(results)
+    page.rewrite(options.out, {"cost": text})
+    print(text)
+
+
+def optimizers(method: str) -> list[qcomp.Adam]:
+    """Return the same optimizer without a watch and with the default one."""
+    shared: dict[str, Any] = {"learning_rate": 1e-3, "freeze": 1, "betas": (0.9, 0.99)}
+    return [METHODS[method](**shared, watch=None), METHODS[method](**shared)]
+
+
+def gradients(model: str) -> list[np.ndarray]:
+    """Return gradients of the shapes of a model."""
+    draws = np.random.default_rng(0)
+    return [draws.standard_normal(shape, dtype=np.float32) for shape in MODELS[model]]
+
+
+def measure(model: str, method: str, rounds: int) -> dict[str, Any]:
+    """Return the seconds of each turn, and the bytes of one."""
+    grads, comm = gradients(model), LocalCommunicator.alone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jobs = []
+        for opt in optimizers(method):
+            params = [np.zeros_like(g) for g in grads]
+            jobs.append([opt, params, opt.init(params, comm)])
+        seconds: list[list[float]] = [[], []]
+        for turn in range(rounds + 1):
+            for job, taken in zip(jobs, seconds, strict=True):
+                start = time.process_time()
+                for _ in range(TURN):
+                    job[1], job[2] = job[0].step(job[1], grads, job[2], comm)
+                if turn:
+                    taken.append(time.process_time() - start)
+        sent = [bytes_sent(opt, grads) for opt in optimizers(method)]
+    return {"seconds": seconds, "bytes": sent}
+
+
+def bytes_sent(opt: qcomp.Adam, grads: list[np.ndarray]) -> int:
+    """Return what a rank of two sends in a turn of compressed steps."""
+
+    def rank_main(comm: Any) -> int:
+        params = [np.zeros_like(g) for g in grads]
+        state = opt.init(params, comm)
+        params, state = opt.step(params, grads, state, comm)
+        before = comm.bytes_sent
+        for _ in range(TURN):
+            params, state = opt.step(params, grads, state, comm)
+        return int(comm.bytes_sent - before)
+
+    return run_local(2, rank_main, timeout=600)[0]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the cost of each case as a table."""
+    rows = []
+    for each in results:
+        without, watched = each["seconds"]
+        ratios = sorted(w / o for o, w in zip(without, watched, strict=True))
+        middle, quarter = len(ratios) // 2, len(ratios) // 4
+        low, high = ratios[quarter], ratios[-1 - quarter]
+        less, more = each["bytes"]
+        rows.append(
+            [
+                each["model"],
+                each["method"],
+                f"{1000 * sorted(without)[middle] / TURN:.3g}",
+                f"{_percent(ratios[middle])} ({_percent(low)} to {_percent(high)})",
+                _percent(more / less),
+            ]
+        )
+    return page.table(
+        ["model", "method", "step without, ms", "more time (quartiles)", "more bytes"], rows
+    )
+
+
+def _percent(ratio: float) -> str:
+    return "" if math.isnan(ratio) else f"{100 * (ratio - 1):+.2f}%"
+
+
+if __name__ == "__main__":
+    main()
