@@ -3,8 +3,9 @@
     python benchmarks/freezing.py
 
 Writes docs/freezing/README.md's tables and freezing.json. Three parts: sizes of gradients that follow a known course;
-three small trainings, with the rule, with the best of several fixed steps, and with exact Adam; and four in which a variance
-that was frozen at a fixed step no longer fits, with the watch that only warns, and with one that measures it again.
+three small trainings, with the rule, with the best of several fixed steps, and with exact Adam; and four in which a
+variance that was frozen at a fixed step no longer fits, with the watch that only warns, and with one that measures it
+again.
 """
 
 import argparse
@@ -70,7 +71,11 @@ def main() -> None:
         "drifts": drifting(),
     }
     (options.out / "freezing.json").write_text(json.dumps(results, indent=1) + "\n")
-    blocks = {"courses": of_courses(results), "trainings": of_trainings(results), "drifts": of_drifts(results)}
+    blocks = {
+        "courses": of_courses(results),
+        "trainings": of_trainings(results),
+        "drifts": of_drifts(results),
+    }
     page.rewrite(options.out, blocks)
     print(*blocks.values(), sep="\n\n")
 
@@ -147,12 +152,15 @@ def trainings(steps: int, seeds: int) -> list[dict[str, Any]]:
     """Train every task with the rule, with fixed steps, and exactly."""
     results = []
     for (name, task), rise in tqdm([(t, r) for t in TASKS.items() for r in (0, RISE)], desc="trainings"):
-        shared: dict[str, Any] = {"learning_rate": lambda step, rise=rise: rate(step, rise, steps), "betas": BETAS}
-        policy = {"exact": qcomp.ExactBelow(500)}
+        shared: dict[str, Any] = {
+            "learning_rate": lambda step, rise=rise: rate(step, rise, steps),
+            "betas": BETAS,
+        }
+        compressing: dict[str, Any] = {**shared, "exact": qcomp.ExactBelow(500)}
         methods: dict[str, qcomp.Adam] = {
             "Adam": qcomp.Adam(**shared),
-            "rule": qcomp.OneBitAdam(**shared, **policy),
-            **{f"fixed {k}": qcomp.OneBitAdam(**shared, **policy, freeze=k) for k in FIXED if k < steps},
+            "rule": qcomp.OneBitAdam(**compressing),
+            **{f"fixed {k}": qcomp.OneBitAdam(**compressing, freeze=k) for k in FIXED if k < steps},
         }
         runs = {
             method: [train(opt, task, steps, seed)._asdict() for seed in range(seeds)]
@@ -189,7 +197,13 @@ def of_courses(results: dict[str, Any]) -> str:
         for name, f in results["courses"].items()
     ]
     return page.table(
-        ["size of the gradients", "freeze, in windows", "v over that a window before", "v a window later over v"], rows
+        [
+            "size of the gradients",
+            "freeze, in windows",
+            "v over that a window before",
+            "v a window later over v",
+        ],
+        rows,
     )
 
 
@@ -205,7 +219,8 @@ def of_trainings(results: dict[str, Any]) -> str:
         steps = [r["freeze"] for r in runs["rule"]]
         rows.append(
             [
-                each["task"] + (f", the rate rises for {each['rise']}" if each["rise"] else ", constant rate"),
+                each["task"]
+                + (f", the rate rises for {each['rise']}" if each["rise"] else ", constant rate"),
                 _spread(ends["Adam"]),
                 " / ".join("not" if s is None else str(s) for s in steps),
                 _spread(ends["rule"]),

@@ -138,8 +138,18 @@ def drifts() -> dict[str, Drift]:
     constant = {"learning_rate": 0.01}
     rises = {"learning_rate": lambda step: 0.01 * min(1.0, (step + 1) / 600)}
     return {
-        "curvature times 100 at step 300": (quadratic(lambda t: 100.0 if t >= 300 else 1.0), constant, 200, 1000),
-        "curvature over 100 at step 300": (quadratic(lambda t: 0.01 if t >= 300 else 1.0), constant, 200, 2000),
+        "curvature times 100 at step 300": (
+            quadratic(lambda t: 100.0 if t >= 300 else 1.0),
+            constant,
+            200,
+            1000,
+        ),
+        "curvature over 100 at step 300": (
+            quadratic(lambda t: 0.01 if t >= 300 else 1.0),
+            constant,
+            200,
+            2000,
+        ),
         "a tenth of the elements begins at step 250": (
             quadratic(lambda t: 1.0 if t >= 250 else np.where(late, 0.0, 1.0)),
             constant,

@@ -2,9 +2,9 @@
 
     python benchmarks/watch_cost.py
 
-Both take turns in one process, after the freeze, `every` steps of each at a time, so that each turn has one step that sends a
-sample. The time is that of the processor in the optimizer's step alone, exchange in memory included: forward and backward passes, and a
-network, only add to what it is compared with.
+Both take turns in one process, after the freeze, eight steps of each at a time, so that each turn has one step that
+sends a sample. The time is that of the processor in the optimizer's step alone, exchange in memory included: forward
+and backward passes, and a network, only add to what it is compared with.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import qcomp
 from qcomp.comm import LocalCommunicator, run_local
 
 TURN = 8
-MODELS: dict[str, list[tuple[int, ...]]] = {
+MODELS: dict[str, list[tuple[int, int]]] = {
     "0.4 M in 10 tensors": [(256, 160)] * 10,
     "3 M in 50 tensors": [(256, 256)] * 48 + [(1000, 64)] * 2,
     "16 M in 26 tensors": [(768, 768)] * 24 + [(2048, 512)] * 2,
@@ -67,7 +67,7 @@ def measure(model: str, method: str, rounds: int) -> dict[str, Any]:
     grads, comm = gradients(model), LocalCommunicator.alone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jobs = []
+        jobs: list[list[Any]] = []
         for opt in optimizers(method):
             params = [np.zeros_like(g) for g in grads]
             jobs.append([opt, params, opt.init(params, comm)])
@@ -116,9 +116,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 _percent(more / less),
             ]
         )
-    return page.table(
-        ["model", "method", "step without, ms", "more time (quartiles)", "more bytes"], rows
-    )
+    return page.table(["model", "method", "step without, ms", "more time (quartiles)", "more bytes"], rows)
 
 
 def _percent(ratio: float) -> str:

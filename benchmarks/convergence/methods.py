@@ -75,7 +75,9 @@ METHODS = {
         lambda shared, steps: qcomp.QAdam(
             **shared,
             freeze=first(steps, 0.15),
-            watch=qcomp.VarianceWatch(largest=4 / 3, smallest=0.75, overlap=0.3, rewarm_steps=50, sample=4096, every=5),
+            watch=qcomp.VarianceWatch(
+                largest=4 / 3, smallest=0.75, overlap=0.3, rewarm_steps=50, sample=4096, every=5
+            ),
         ),
         tried=True,
     ),

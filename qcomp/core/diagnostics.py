@@ -64,12 +64,12 @@ class Diagnostics:
 
     - ``bytes_sent``: by the rank that sent most, without what the report sends; ``bits_per_element``: the mean over
       the ranks, over all elements of the parameters.
-    - ``direction``: the cosine of the sum of the last ``direction_steps`` compressed means to that of the exact ones, once
-      so many steps in a row have been measured. What one step loses, feedback pays back in the next, so it is the sum
-      that shows where training goes: near 1 when all is well.
-    - ``cosine``: of the compressed mean of this step alone to the exact one. With few bits it is far below 1 also when all is
-      well, and of 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them as
-      large as the others, and they change their sign in every step.
+    - ``direction``: the cosine of the sum of the last ``direction_steps`` compressed means to that of the exact ones,
+      once so many steps in a row have been measured. What one step loses, feedback pays back in the next, so it is the
+      sum that shows where training goes: near 1 when all is well.
+    - ``cosine``: of the compressed mean of this step alone to the exact one. With few bits it is far below 1 also when
+      all is well, and of 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them
+      as large as the others, and they change their sign in every step.
     - ``worker_residual``: |e_i| / |p_i|, what a rank owes over what it compresses, before feedback; the mean over the
       ranks, and ``worker_residual_worst``. Bounded when all is well: see `Traits`.
     - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| of what a rank serves, over those that serve.
@@ -311,7 +311,10 @@ def _report(by_rank: Sequence[_Facts], elements: int) -> dict[str, float]:
         "bytes_sent": max(sent),
         "bits_per_element": 8 * math.fsum(sent) / len(sent) / max(1, elements),
     }
-    for name in ("cosine", "direction"):  # those of one rank, should the libraries of the ranks differ in a bit
+    for name in (
+        "cosine",
+        "direction",
+    ):  # those of one rank, should the libraries of the ranks differ in a bit
         value = getattr(by_rank[0], name)
         if not math.isnan(value):
             report[name] = value

@@ -1,4 +1,4 @@
-"""Gradients that change after the freeze: nothing diverges without a warning, and a watch that measures again cures it."""
+"""Gradients that change after the freeze: a warning before anything diverges, and a watch that measures again."""
 
 import warnings
 from collections.abc import Callable
@@ -68,9 +68,7 @@ def train(job: Any, opt: Any, change: Callable[[int], Any]) -> End:
     for step in range(STEPS):
         exact += run.state.stage != "compressed"
         x = run.params[0][0]
-        gradients = [
-            [change(step) * (x - TARGET + 0.1 * draws.standard_normal(SIZE))] for _ in range(RANKS)
-        ]
+        gradients = [[change(step) * (x - TARGET + 0.1 * draws.standard_normal(SIZE))] for _ in range(RANKS)]
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             run.step(gradients)
@@ -116,10 +114,10 @@ class TestWarned:
 
     def test_a_watch_that_does_not_feel_the_momentum_is_late(self, job, monkeypatch):
         """The jump is seen between two measurements of the gradient, which may be far apart."""
+        nothing = qcomp.core.optimizers.watch._Finding(0.0, "")
         steps = []
         for feels in (True, False):
             if not feels:
-                nothing = qcomp.core.optimizers.watch._Finding(0.0, "")
                 monkeypatch.setattr(VarianceWatch, "_felt", lambda self, state: (state, nothing))
             opt = qcomp.OneBitAdam(**settings("curvature times 100"), watch=VarianceWatch(every=40))
             steps.append(train(job, opt, jump).warned)

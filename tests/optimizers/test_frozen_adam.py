@@ -349,7 +349,9 @@ class TestFreeze:
     def test_a_rule_that_compares_once_is_caught(self, monkeypatch):
         def hasty(self, step, norm, history, beta2):
             history = (*history, norm())[-11:]
-            settled = len(history) > 10 and min(history[0], history[-1]) >= 0.96 * max(history[0], history[-1])
+            settled = len(history) > 10 and min(history[0], history[-1]) >= 0.96 * max(
+                history[0], history[-1]
+            )
             return Observation(settled, history)
 
         monkeypatch.setattr(VarianceStable, "observe", hasty)
@@ -370,7 +372,9 @@ class TestFreeze:
     def test_not_while_the_variance_changes(self, job, name):
         """Where the two raw norms cross after one to two windows, the variance falls threefold in the next."""
         beta2, delay, course = 0.95, 20, self.COURSES[name]
-        run = job(one_bit(betas=(0.9, beta2), freeze=VarianceStable(), exact=None, watch=None), [np.zeros(8)], 1)
+        run = job(
+            one_bit(betas=(0.9, beta2), freeze=VarianceStable(), exact=None, watch=None), [np.zeros(8)], 1
+        )
         corrected, raw = [], 0.0
         for step in range(30 * delay):
             gradient = course(step / delay)
@@ -410,7 +414,11 @@ class TestFreeze:
     @pytest.mark.parametrize(
         ("rate", "factor", "words"),
         [
-            (lambda step: 0.001 * (step + 1), 1.0, "after 50 steps: the learning rate still rises, for which Var"),
+            (
+                lambda step: 0.001 * (step + 1),
+                1.0,
+                "after 50 steps: the learning rate still rises, for which Var",
+            ),
             (0.001, 1.1, "after 50 steps: the variance has not settled, for which VarianceStable("),
         ],
     )

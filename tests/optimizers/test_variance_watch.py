@@ -264,7 +264,9 @@ class TestWarns:
 
     def test_both_directions(self, job):
         """First harmlessly down, then dangerously up, as it is with a jump after a slow decay."""
-        assert [m.split("it would be ")[1].split(" times")[0] for m in self.caught(job, [0.5, 2.0], watch=ALL)] == [
+        assert [
+            m.split("it would be ")[1].split(" times")[0] for m in self.caught(job, [0.5, 2.0], watch=ALL)
+        ] == [
             *["0.25"] * 2,
             *["4"] * 2,
         ]
@@ -653,7 +655,9 @@ class TestOtherCheckpoints:
     @pytest.mark.parametrize("first", WATCHES, ids=["none", "all", "few", "default"])
     @pytest.mark.parametrize("second", WATCHES, ids=["none", "all", "few", "default"])
     def test_with_another_watch_the_steps_are_the_same(self, grads, first, second, stop, size):
-        opts = [replace(one_bit(), watch=watch and replace(watch, largest=math.inf)) for watch in (first, second)]
+        opts = [
+            replace(one_bit(), watch=watch and replace(watch, largest=math.inf)) for watch in (first, second)
+        ]
 
         def rank_main(comm):
             params = grads(SHAPES, 99, 0, np.float64)

@@ -88,9 +88,9 @@ class VarianceStable:
     Notes
     -----
     Gradients without a trend freeze after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after a
-    learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1, which
-    compares two norms; either direction of change counts here, since the variance may also shrink, and through a
-    whole window, since norms that rise and fall also cross.
+    learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
+    which compares two norms; either direction of change counts here, since the variance may also shrink, and through
+    a whole window, since norms that rise and fall also cross.
     """
 
     threshold: float = 0.96
@@ -119,7 +119,13 @@ class VarianceStable:
 
 
 def ask(
-    rule: FreezeRule, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float, *, rising: bool
+    rule: FreezeRule,
+    step: int,
+    norm: Callable[[], float],
+    history: tuple[float, ...],
+    beta2: float,
+    *,
+    rising: bool,
 ) -> Observation:
     """Return what a rule concludes after ``step`` steps; warn, once, if it waits for very long.
 

@@ -125,7 +125,6 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
-
         _, beta2 = self.betas
 
         def norm() -> float:

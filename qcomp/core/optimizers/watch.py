@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qcomp.core.arrays import Array, array_namespace, concat, dtype_name, host_bytes, to_compute_dtype
 from qcomp.core.assembly import cut_like
@@ -18,7 +18,12 @@ WATCHED = "watched_variance"
 """The kind of arrays that a watch keeps: the average of the squares of each tensor's sample."""
 
 _RATIO, _OVERLAP, _STUCK = "variance_ratio", "variance_overlap", "variance_stuck"
-_FELT, _MEASURED, _QUIET_UNTIL, _INTERVAL = "watch_felt", "watch_measured", "watch_quiet_until", "watch_interval"
+_FELT, _MEASURED, _QUIET_UNTIL, _INTERVAL = (
+    "watch_felt",
+    "watch_measured",
+    "watch_quiet_until",
+    "watch_interval",
+)
 _FROZEN, _LEVEL = "watch_frozen.", "watch_level."
 _REPORTED = "watch_reported."
 _KINDS = ("jump", "growth", "shrinkage", "overlap", "stuck", "outgrown")
@@ -60,8 +65,8 @@ class VarianceWatch:
     - In every step, the size of the compressed momentum, of a few elements of each compressed tensor. While gradients
       are as they were at the freeze, sum m^2 <= sum v but for what feedback adds. A jump of the gradients shows here
       within a few steps. Nothing is sent for it.
-    - In every ``every`` steps, some elements of the mean gradient of each compressed tensor, which travel exactly beside the
-      compressed momentum, in the same messages. Their squares are averaged to w as Adam would.
+    - In every ``every`` steps, some elements of the mean gradient of each compressed tensor, which travel exactly
+      beside the compressed momentum, in the same messages. Their squares are averaged to w as Adam would.
 
     With v the frozen variance of the same elements, ``state.numbers`` has ``"variance_ratio"``, sum w / sum v, and
     ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1, both once the average is 1 / (1 - b2) steps old
@@ -69,9 +74,9 @@ class VarianceWatch:
     cannot move. Clipping holds the ratio near one, whatever happens to the elements; the overlap sees them, and is
     below 1 by the noise of both averages alone.
 
-    An excursion is reported when it begins. It is over when the value is below half of its limit. For 1 / (1 - b2) steps
-    after a report, a time that doubles with each report, what was reported is reported again only if it is 100 times
-    worse; after that if it is a new excursion, or four times worse.
+    An excursion is reported when it begins. It is over when the value is below half of its limit. For 1 / (1 - b2)
+    steps after a report, a time that doubles with each report, what was reported is reported again only if it is 100
+    times worse; after that if it is a new excursion, or four times worse.
 
     Parameters
     ----------
@@ -83,8 +88,8 @@ class VarianceWatch:
     overlap : float
         Below 1: report when the overlap is smaller. 0, the default, never does.
     stuck : float
-        Report when a larger share of the elements cannot move; or has outgrown its variance 10 000 times, so that a step
-        of such an element is a hundred times too long. 1 never does.
+        Report when a larger share of the elements cannot move; or has outgrown its variance 10 000 times, so that a
+        step of such an element is a hundred times too long. 1 never does.
     rewarm_steps : int
         With more than 0, do not only warn, but make so many exact steps of Adam, in which the variance goes on from the
         frozen one, and freeze it again. 3 / (1 - b2) renew it; fewer than 1 / (1 - b2) leave most of the old one in.
@@ -142,7 +147,9 @@ class VarianceWatch:
 
         When the next report may come at the earliest stays as it is, also through a re-warm.
         """
-        sizes = [0 if exact else math.prod(v.shape) for v, exact in zip(state.variance, state.exact, strict=True)]
+        sizes = [
+            0 if exact else math.prod(v.shape) for v, exact in zip(state.variance, state.exact, strict=True)
+        ]
         nothing = tuple(
             array_namespace(v).zeros_like(array_namespace(v).reshape(v, (-1,))[:count])
             for v, count in zip(state.variance, self._counts(sizes), strict=True)
@@ -191,14 +198,15 @@ class VarianceWatch:
             return state, []
         window = round(1 / (1 - betas[1]))
         state, jump = self._felt(state)
-        found = {}
+        found: dict[str, _Finding] = {}
         if gradients:
             state, found = self._measured(state, gradients, betas[1], eps)
         return self._news(state, {"jump": jump, **found}, window)
 
     def _felt(self, state: OptimizerState) -> tuple[OptimizerState, _Finding]:
         """Return the state and what the sizes of the compressed momenta say."""
-        numbers, changes = state.numbers, {}
+        numbers = state.numbers
+        changes: dict[str, float] = {}
         chosen = [i for i, exact in enumerate(state.exact) if not exact]
         if not numbers[_FELT]:
             changes |= {_FROZEN + state.names[i]: _mean(state.variance[i]) for i in chosen}
@@ -230,7 +238,11 @@ class VarianceWatch:
         gradient = concat(list(gradients))
         joined = decay * concat(list(parts)) + (1 - decay) * (gradient * gradient)
         count = int(state.numbers[_MEASURED]) + 1
-        state = state._replace(arrays={**state.arrays, WATCHED: tuple(cut_like(joined, parts))})
+        averages = tuple(
+            array_namespace(w).astype(average, w.dtype, copy=False)
+            for w, average in zip(parts, cut_like(joined, parts), strict=True)
+        )
+        state = state._replace(arrays={**state.arrays, WATCHED: averages})
 
         # Exact sums on the host of what is the same on all ranks, so that all of them decide alike.
         frozen = _to_host([_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)])
@@ -242,7 +254,13 @@ class VarianceWatch:
         ratio, overlap = (total.ratio, total.overlap) if whole else (math.nan, math.nan)
         stuck, outgrown = total.stuck / total.size, total.outgrown / total.size
         state = state._replace(
-            numbers={**state.numbers, _RATIO: ratio, _OVERLAP: overlap, _STUCK: stuck, _MEASURED: float(count)}
+            numbers={
+                **state.numbers,
+                _RATIO: ratio,
+                _OVERLAP: overlap,
+                _STUCK: stuck,
+                _MEASURED: float(count),
+            }
         )
         by_name = dict(zip(state.names, seen, strict=True))
         findings = {
@@ -269,7 +287,8 @@ class VarianceWatch:
                 excess, size + (f", that of {_worst(ratios)} {largest:.3g} times" if ratios else "")
             ),
             "shrinkage": _Finding(
-                _quotient(self.smallest, ratio), size + (f", the least that of {_worst(shrunk)}" if shrunk else "")
+                _quotient(self.smallest, ratio),
+                size + (f", the least that of {_worst(shrunk)}" if shrunk else ""),
             ),
             "overlap": _Finding(
                 _quotient(self.overlap, overlap), f"it overlaps with the one of now by {overlap:.3g}"
@@ -367,14 +386,14 @@ def _spread(tensor: Array, count: int) -> Array:
 def _to_host(parts: Sequence[Array]) -> list[list[float]]:
     """Return the elements of vectors of one dtype as numbers; a device is read once."""
     joined = concat(list(parts))
-    code = "d" if dtype_name(joined.dtype) == "float64" else "f"
+    code: Literal["d", "f"] = "d" if dtype_name(joined.dtype) == "float64" else "f"
     values = memoryview(host_bytes(joined)).cast(code).tolist()
     stops = accumulate(part.shape[0] for part in parts)
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
 
 
 def _mean(variance: Array) -> float:
-    return float(total(variance)) / max(1, math.prod(variance.shape))
+    return float(total(variance)) / float(max(1, math.prod(variance.shape)))
 
 
 def _worst(by_name: Mapping[str, float], most: int = 3) -> str:

@@ -234,7 +234,7 @@ class ZeroOneAdam(LocalAdam):
         """Return the state after the freeze rule has seen this step, ready for what the next step exchanges."""
 
         def norm() -> float:
-            correction = 1 - self.betas[1] ** state.numbers["updates"]
+            correction = 1 - self.betas[1] ** int(state.numbers["updates"])
             return sum(float(total(v)) for v in state.variance) / correction
 
         if self.freeze is not None and not state.numbers["frozen"]:
