@@ -387,7 +387,7 @@ def _to_host(parts: Sequence[Array]) -> list[list[float]]:
     """Return the elements of vectors of one dtype as numbers; a device is read once."""
     joined = concat(list(parts))
     code: Literal["d", "f"] = "d" if dtype_name(joined.dtype) == "float64" else "f"
-    values = memoryview(host_bytes(joined)).cast(code).tolist()
+    values: list[float] = memoryview(host_bytes(joined)).cast(code).tolist()
     stops = accumulate(part.shape[0] for part in parts)
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
 
