@@ -242,6 +242,7 @@ class TestOneBitAdam:
             betas=problem.BETAS,
             freeze=problem.WARMUP,
             exact=None,
+            watch=None,
             compressor=problem.COMPRESSOR,
         )
         state = opt.start([problem.x], ("x",), rank=0, size=problem.WORKERS)

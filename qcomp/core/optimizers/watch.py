@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
-from qcomp.core.arrays import Array, array_namespace, concat, dtype_name, host_bytes, to_compute_dtype
+from qcomp.core.arrays import Array, array_namespace, concat, divide, dtype_name, host_bytes, to_compute_dtype
 from qcomp.core.assembly import cut_like
 from qcomp.core.checkpoint import NUMBER
 from qcomp.core.state import OptimizerState
@@ -36,10 +36,12 @@ _ONE_TENSOR = 4.0
 """A single tensor may be so many times further off than all of them together."""
 _OUTGROWN = 1e4
 """An element whose variance grew by this would step a hundred times too far."""
-_FELT_PER_TENSOR = 32
+_FELT_PER_TENSOR = 16
 """Elements of the compressed momentum of a tensor that are looked at."""
+_FELT_EVERY = 2
+"""Steps from one look at the momentum to the next."""
 _LEARNING = 16
-"""Steps after the freeze in which the usual size of the compressed momentum is learnt."""
+"""Looks after the freeze in which the usual size of the compressed momentum is learnt."""
 _FEEDBACK = 16.0
 """Feedback makes the momentum up to four times as long as the exact one: this is the square."""
 _WORSE, _FAR_WORSE = 4.0, 100.0
@@ -62,7 +64,7 @@ class VarianceWatch:
 
     Two measurements, which are the same on all ranks:
 
-    - In every step, the size of the compressed momentum, of a few elements of each compressed tensor. While gradients
+    - In every second step, the size of the compressed momentum, of a few elements of each compressed tensor. While gradients
       are as they were at the freeze, sum m^2 <= sum v but for what feedback adds. A jump of the gradients shows here
       within a few steps. Nothing is sent for it.
     - In every ``every`` steps, some elements of the mean gradient of each compressed tensor, which travel exactly
@@ -197,11 +199,12 @@ class VarianceWatch:
         if all(state.exact):
             return state, []
         window = round(1 / (1 - betas[1]))
-        state, jump = self._felt(state)
         found: dict[str, _Finding] = {}
         if gradients:
             state, found = self._measured(state, gradients, betas[1], eps)
-        return self._news(state, {"jump": jump, **found}, window)
+        if state.step % _FELT_EVERY == 0:
+            state, found["jump"] = self._felt(state)
+        return self._news(state, found, window) if found else (state, [])
 
     def _felt(self, state: OptimizerState) -> tuple[OptimizerState, _Finding]:
         """Return the state and what the sizes of the compressed momenta say."""
@@ -215,9 +218,10 @@ class VarianceWatch:
             changes[_FELT] = numbers[_FELT] + 1
         samples = [_spread(state.momentum[i], _FELT_PER_TENSOR) for i in chosen]
         excess = {}
-        for i, values in zip(chosen, _to_host(samples), strict=True):
+        momentum = concat(samples)
+        for i, squares in zip(chosen, _to_host(momentum * momentum, samples), strict=True):
             name = state.names[i]
-            square = math.fsum(m * m for m in values) / max(1, len(values))
+            square = math.fsum(squares) / max(1, len(squares))
             level, frozen = numbers[_LEVEL + name], changes.get(_FROZEN + name, numbers[_FROZEN + name])
             usual = max(_FEEDBACK * self.largest * frozen if learning else level, self.largest * frozen)
             if frozen > 0:  # else it is stuck
@@ -245,10 +249,18 @@ class VarianceWatch:
         state = state._replace(arrays={**state.arrays, WATCHED: averages})
 
         # Exact sums on the host of what is the same on all ranks, so that all of them decide alike.
-        frozen = _to_host([_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)])
-        correction = 1 - decay**count
-        now = [[w / correction for w in values] for values in _to_host(state.arrays[WATCHED])]
-        seen = [_Seen.of(*pair, eps) for pair in zip(now, frozen, strict=True)]
+        xp = array_namespace(joined)
+        now = divide(joined, 1 - decay**count)
+        frozen = concat([_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)])
+        facts = (
+            now,
+            frozen,
+            xp.where(now < frozen, now, frozen),
+            xp.astype((frozen == 0) & (now > 0), now.dtype),
+            xp.astype((frozen > 0) & (now > _OUTGROWN * frozen + _OUTGROWN * eps**2), now.dtype),
+        )
+        by_fact = [[math.fsum(values) for values in _to_host(fact, parts)] for fact in facts]
+        seen = [_Seen(part.shape[0], *sums) for part, *sums in zip(parts, *by_fact, strict=True)]
         total = _Seen(*map(math.fsum, zip(*seen, strict=True)))
         whole = count * self._every(beta2) >= round(1 / (1 - beta2))
         ratio, overlap = (total.ratio, total.overlap) if whole else (math.nan, math.nan)
@@ -337,19 +349,6 @@ class _Seen(NamedTuple):
     stuck: float
     outgrown: float
 
-    @classmethod
-    def of(cls, now: Sequence[float], frozen: Sequence[float], eps: float) -> "_Seen":
-        """Compare the variance of some elements as it would be now with the frozen one."""
-        pairs = list(zip(now, frozen, strict=True))
-        return cls(
-            len(pairs),
-            math.fsum(now),
-            math.fsum(frozen),
-            math.fsum(map(min, now, frozen)),
-            sum(w > 0 and v == 0 for w, v in pairs),
-            sum(v > 0 and w > _OUTGROWN * (math.sqrt(v) + eps) ** 2 for w, v in pairs),
-        )
-
     @property
     def ratio(self) -> float:
         """By how much the variance has grown."""
@@ -383,11 +382,10 @@ def _spread(tensor: Array, count: int) -> Array:
     return array_namespace(tensor).reshape(tensor, (-1,))[: min(size, stride * count) : stride]
 
 
-def _to_host(parts: Sequence[Array]) -> list[list[float]]:
-    """Return the elements of vectors of one dtype as numbers; a device is read once."""
-    joined = concat(list(parts))
+def _to_host(joined: Array, parts: Sequence[Array]) -> list[Sequence[float]]:
+    """Return the elements of a vector as numbers, those that belong to each of the parts it was made of."""
     code: Literal["d", "f"] = "d" if dtype_name(joined.dtype) == "float64" else "f"
-    values: list[float] = memoryview(host_bytes(joined)).cast(code).tolist()
+    values: Sequence[float] = memoryview(host_bytes(joined)).cast(code).tolist()
     stops = accumulate(part.shape[0] for part in parts)
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
 
