@@ -64,9 +64,9 @@ class VarianceWatch:
 
     Two measurements, which are the same on all ranks:
 
-    - In every second step, the size of the compressed momentum, of a few elements of each compressed tensor. While gradients
-      are as they were at the freeze, sum m^2 <= sum v but for what feedback adds. A jump of the gradients shows here
-      within a few steps. Nothing is sent for it.
+    - In every second step, the size of the compressed momentum, of a few elements of each compressed tensor. While
+      gradients are as they were at the freeze, sum m^2 <= sum v but for what feedback adds. A jump of the gradients
+      shows here within a few steps. Nothing is sent for it.
     - In every ``every`` steps, some elements of the mean gradient of each compressed tensor, which travel exactly
       beside the compressed momentum, in the same messages. Their squares are averaged to w as Adam would.
 
