@@ -27,7 +27,6 @@ MODELS: dict[str, list[tuple[int, int]]] = {
     "0.4 M in 10 tensors": [(256, 160)] * 10,
     "3 M in 50 tensors": [(256, 256)] * 48 + [(1000, 64)] * 2,
     "16 M in 26 tensors": [(768, 768)] * 24 + [(2048, 512)] * 2,
-    "57 M in 34 tensors": [(1280, 1280)] * 32 + [(2000, 1280)] * 2,
 }
 METHODS = {"1-bit Adam": qcomp.OneBitAdam, "QAdam": qcomp.QAdam}
 
