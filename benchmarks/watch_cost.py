@@ -3,8 +3,8 @@
     python benchmarks/watch_cost.py
 
 Both take turns in one process, after the freeze, eight steps of each at a time, so that each turn has one step that
-sends a sample. The time is that of the processor in the optimizer's step alone, exchange in memory included: forward
-and backward passes, and a network, only add to what it is compared with.
+sends a sample. The time is that of the processor: in the optimizer's step alone, exchange in memory included, and in
+training steps of small transformers on one core, to which a network would only add.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import page
+import torch
 from tqdm import tqdm
 
 import qcomp
@@ -28,6 +29,8 @@ MODELS: dict[str, list[tuple[int, int]]] = {
     "3 M in 50 tensors": [(256, 256)] * 48 + [(1000, 64)] * 2,
     "16 M in 26 tensors": [(768, 768)] * 24 + [(2048, 512)] * 2,
 }
+TRANSFORMERS = {"0.8 M in 48 tensors": 128, "7 M in 48 tensors": 384}
+"""Four layers of this width; 8 sequences of 128."""
 METHODS = {"1-bit Adam": qcomp.OneBitAdam, "QAdam": qcomp.QAdam}
 
 
@@ -43,10 +46,16 @@ def main() -> None:
         {"model": model, "method": method, **measure(model, method, options.rounds)}
         for model, method in tqdm(cases, unit="case")
     ]
-    (options.out / "watch_cost.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results)
-    page.rewrite(options.out, {"cost": text})
-    print(text)
+    trainings = [
+        {"model": model, "method": method, **measure_training(width, method, options.rounds)}
+        for model, width in TRANSFORMERS.items()
+        for method in METHODS
+    ]
+    document = {"steps of optimizers": results, "training steps": trainings}
+    (options.out / "watch_cost.json").write_text(json.dumps(document, indent=1) + "\n")
+    texts = {"cost": table(results), "training-cost": training_table(trainings)}
+    page.rewrite(options.out, texts)
+    print("\n\n".join(texts.values()))
 
 
 def optimizers(method: str) -> list[qcomp.Adam]:
@@ -80,6 +89,41 @@ def measure(model: str, method: str, rounds: int) -> dict[str, Any]:
                     taken.append(time.process_time() - start)
         sent = [bytes_sent(opt, grads) for opt in optimizers(method)]
     return {"seconds": seconds, "bytes": sent}
+
+
+def transformer(width: int) -> torch.nn.Module:
+    """Return an encoder, the same for each call."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def measure_training(width: int, method: str, rounds: int) -> dict[str, Any]:
+    """Return the seconds of the passes and of the optimizer's steps in each turn."""
+    torch.set_num_threads(1)
+    comm, inputs = LocalCommunicator.alone(), torch.randn(8, 128, width)
+    passes: list[list[float]] = [[], []]
+    updates: list[list[float]] = [[], []]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformer(width)
+        params = list(model.parameters())
+        opts = optimizers(method)
+        states = [opt.init(params, comm) for opt in opts]
+        for turn in range(rounds + 1):
+            for number, opt in enumerate(opts):
+                in_passes = in_updates = 0.0
+                for _ in range(TURN):
+                    start = time.process_time()
+                    grads = torch.autograd.grad(model(inputs).square().mean(), params)
+                    between = time.process_time()
+                    _, states[number] = opt.step(params, list(grads), states[number], comm)
+                    in_passes += between - start
+                    in_updates += time.process_time() - between
+                if turn:
+                    passes[number].append(in_passes)
+                    updates[number].append(in_updates)
+    return {"passes": passes, "updates": updates}
 
 
 def bytes_sent(opt: qcomp.Adam, grads: list[np.ndarray]) -> int:
@@ -116,6 +160,26 @@ def table(results: list[dict[str, Any]]) -> str:
             ]
         )
     return page.table(["model", "method", "step without, ms", "more time (quartiles)", "more bytes"], rows)
+
+
+def training_table(trainings: list[dict[str, Any]]) -> str:
+    """Return what the watch adds to the optimizer's part of a training step, over the whole step."""
+    rows = []
+    for each in trainings:
+        passes, (without, watched) = each["passes"][0], each["updates"]
+        added = sorted((w - o) / (p + o) for p, o, w in zip(passes, without, watched, strict=True))
+        middle, quarter = len(added) // 2, len(added) // 4
+        whole = sorted(p + o for p, o in zip(passes, without, strict=True))[middle]
+        low, high = added[quarter], added[-1 - quarter]
+        rows.append(
+            [
+                each["model"],
+                each["method"],
+                f"{1000 * whole / TURN:.3g}",
+                f"{_percent(1 + added[middle])} ({_percent(1 + low)} to {_percent(1 + high)})",
+            ]
+        )
+    return page.table(["transformer", "method", "training step without, ms", "more time (quartiles)"], rows)
 
 
 def _percent(ratio: float) -> str:

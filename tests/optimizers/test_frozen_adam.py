@@ -405,11 +405,18 @@ class TestFreeze:
                 assert run.state.history == ()
         assert run.state.step == rise - 1 + 2 * delay
 
-    def test_a_number_of_steps_does_not_wait_for_the_rate(self, job):
-        run = job(one_bit(learning_rate=lambda step: 0.001 * (step + 1), freeze=FREEZE), [np.ones(8)], 1)
-        for _ in range(FREEZE):
-            run.step([[np.ones(8)]])
+    @pytest.mark.parametrize("rise", [FREEZE, FREEZE + 5])
+    def test_a_number_of_steps_does_not_wait_for_the_rate_but_says_so(self, job, rise):
+        run = job(
+            one_bit(learning_rate=lambda step: 0.001 * min(rise, step + 1), freeze=FREEZE), [np.ones(8)], 1
+        )
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(FREEZE + 2):
+                run.step([[np.ones(8)]])
         assert run.state.stage == "compressed"
+        told = [str(w.message) for w in found if "while the learning rate still rises" in str(w.message)]
+        assert len(told) == (rise > FREEZE)
 
     @pytest.mark.parametrize(
         ("rate", "factor", "words"),

@@ -127,7 +127,7 @@ def ask(
     *,
     rising: bool,
 ) -> Observation:
-    """Return what a rule concludes after ``step`` steps; warn, once, if it waits for very long.
+    """Return what a rule concludes after ``step`` steps; warn if it is while the rate rises, or waits for very long.
 
     Parameters
     ----------
@@ -141,6 +141,11 @@ def ask(
     verdict = rule.observe(step, norm, () if rising else history, beta2)
     if rising:
         verdict = verdict._replace(history=())
+    if verdict.frozen and rising:
+        warn_caller(
+            f"the variance is frozen after {step} steps, while the learning rate still rises: gradients will change "
+            "with it. Freeze after it has risen"
+        )
     patience = getattr(rule, "after", 0) + _PATIENCE * round(1 / (1 - beta2))
     if step == patience and not verdict.frozen and not isinstance(rule, FreezeAt):
         cause = "the learning rate still rises" if rising else "the variance has not settled"
