@@ -220,13 +220,13 @@ class TestKeys:
         c, x = qcomp.QSGD(levels=7, bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
         with use_kernels(KERNELS):
             for key, error, said in (
-                (None, ValueError, "key is None"),
-                (qcomp.Key(seed=-1), ValueError, "Key.seed is -1"),
-                (qcomp.Key(tensor=2**32), ValueError, "Key.tensor is 4294967296"),
-                (qcomp.Key(step=0.5), TypeError, r"Key.step is 0\.5"),
+                (lambda: None, ValueError, "key is None"),
+                (lambda: qcomp.Key(seed=-1), ValueError, "Key.seed is -1"),
+                (lambda: qcomp.Key(tensor=2**32), ValueError, "Key.tensor is 4294967296"),
+                (lambda: qcomp.Key(step=0.5), TypeError, r"Key.step is 0\.5"),
             ):
                 with pytest.raises(error, match=said):
-                    c.compress(x, key=key)
+                    c.compress(x, key=key())
 
     def test_replaced_draws(self):
         c, x = qcomp.QSGD(levels=7, bucket_size=64), vector("gaussian", SIZE, 0)

@@ -36,7 +36,9 @@ def test_deepspeed_names_every_parameter(make):
         assert f"`{name}" in page or f'"{name}' in page or f'`{name}="' in page, name
 
 
+@pytest.mark.filterwarnings("ignore:the variance of QAdam is not what it was at the freeze")
 def test_bagua():
+    """Its gradients shrink to a thousandth after the freeze, of which the watch warns."""
     scope = scope_of("bagua.md")
     assert max(scope["distances"]) < 0.2
     assert scope["means"] == pytest.approx([0.5, 0.5], abs=1e-2)

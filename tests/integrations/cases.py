@@ -7,7 +7,7 @@ OPTIMIZERS = {
         " decoupled_weight_decay=False, groups=[qcomp.Group('0.*', learning_rate_factor=0.5)])"
     ),
     "onebit_adam, freezes itself": (
-        "qcomp.OneBitAdam(learning_rate=0.01, freeze=qcomp.VarianceStable(threshold=0.2), betas=(0.9, 0.7),"
+        "qcomp.OneBitAdam(learning_rate=0.01, freeze=qcomp.VarianceStable(threshold=0.2), betas=(0.9, 0.5),"
         " exact=policy)"
     ),
     "onebit_adam, measures its variance again": (
