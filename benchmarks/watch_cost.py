@@ -29,8 +29,8 @@ MODELS: dict[str, list[tuple[int, int]]] = {
     "3 M in 50 tensors": [(256, 256)] * 48 + [(1000, 64)] * 2,
     "16 M in 26 tensors": [(768, 768)] * 24 + [(2048, 512)] * 2,
 }
-TRANSFORMERS = {"0.8 M in 48 tensors": 128, "7 M in 48 tensors": 384}
-"""Four layers of this width; 8 sequences of 128."""
+TRANSFORMERS = {"0.8 M in 48 tensors": 128, "3.2 M in 48 tensors": 256}
+"""Four layers of this width; 4 sequences of 128."""
 METHODS = {"1-bit Adam": qcomp.OneBitAdam, "QAdam": qcomp.QAdam}
 
 
@@ -101,7 +101,7 @@ def transformer(width: int) -> torch.nn.Module:
 def measure_training(width: int, method: str, rounds: int) -> dict[str, Any]:
     """Return the seconds of the passes and of the optimizer's steps in each turn."""
     torch.set_num_threads(1)
-    comm, inputs = LocalCommunicator.alone(), torch.randn(8, 128, width)
+    comm, inputs = LocalCommunicator.alone(), torch.randn(4, 128, width)
     passes: list[list[float]] = [[], []]
     updates: list[list[float]] = [[], []]
     with warnings.catch_warnings():
