@@ -89,7 +89,7 @@ class Key(_KeyParts):
         """Check the parts and make the key."""
         return cls._make((seed, step, tensor, rank, hop, bucket))
 
-    @classmethod
+    @classmethod  # mypy gives the `_make` of a named tuple a type variable of its own, which Self does not match
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
         """Return the key of these parts; also what `_replace` makes goes through here."""
         key = super()._make(iterable)
