@@ -23,9 +23,10 @@ from qcomp.core.compressors import (
     WholeFields,
 )
 from qcomp.core.diagnostics import Diagnostics
-from qcomp.core.ef21 import EF21Mean
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
-from qcomp.core.exchange import CompressedMean, MeanState
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.ef21 import EF21Mean
+from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers import (
     EF21SGD,
     QSVRG,
@@ -44,10 +45,9 @@ from qcomp.core.optimizers import (
     VarianceWatch,
     ZeroOneAdam,
 )
-from qcomp.core.packing import ExactBelow, Tensor
 from qcomp.core.payload import Payload, PayloadSpec
-from qcomp.core.policies import ByName
-from qcomp.core.random import Key
+from qcomp.core.policies.by_name import ByName
+from qcomp.core.policies.exact_below import ExactBelow, Tensor
 from qcomp.core.registry import compressor, compressor_names, register
 from qcomp.core.state import OptimizerState
 from qcomp.version import __version__

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qcomp.core.transport import AllToAll
+from qcomp.core.mean.stages import AllToAll
 
 # What is tested is the pure version, which is the definition, also in ranks; tests of kernels ask for these.
 os.environ["QCOMP_KERNELS"] = "pure"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import qcomp
 from network.shaped import VARIABLE, limit
-from qcomp.core.arrays import from_host_bytes
+from qcomp.core.numeric.arrays import from_host_bytes
 from qcomp.planning.network import agreed
 
 ELEMENTS = 25_000_000

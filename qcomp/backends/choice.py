@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from qcomp.backends.registry import BUILT_IN, UnavailableError, load, load_coders, names
-from qcomp.core.arrays import Array, dtype_name, is_traced
 from qcomp.core.kernels import Coders, KernelSet, chosen, use_chooser, use_kernels
+from qcomp.core.numeric.arrays import Array, dtype_name, is_traced
 
 __all__ = ["Choice", "automatic", "choose", "choose_coders", "explain", "set_default", "use"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qcomp.backends import explain
 from qcomp.backends.registry import BUILT_IN, UnavailableError, load, names
-from qcomp.core.arrays import Array
+from qcomp.core.numeric.arrays import Array
 from qcomp.version import __version__
 
 __all__ = ["gather", "info"]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from qcomp.core.arrays import Array
 from qcomp.core.compressor import Compressor
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.registry import compressor
 from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
 from qcomp.planning.advice import Advice, methods_of

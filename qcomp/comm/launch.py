@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qcomp.comm.local import LocalCommunicator
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.warning import warn_caller
+from qcomp.core.reporting import warn_caller
 
 if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator

@@ -13,7 +13,7 @@ from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.naming import name_ranks
+from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
     from qcomp.comm.buffers import HostBuffer

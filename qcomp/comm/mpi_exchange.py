@@ -13,7 +13,7 @@ from qcomp.comm.cuda_buffers import copy_of, empty, finish_queued, to_library
 from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG
 from qcomp.comm.mpi_library import MPI
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.naming import name_ranks
+from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator

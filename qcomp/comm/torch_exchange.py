@@ -13,7 +13,7 @@ from qcomp.comm.buffers import from_host
 from qcomp.comm.headers import disagreement, header, header_size, reason_size
 from qcomp.comm.torch_library import torch
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.naming import name_ranks
+from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
     from qcomp.comm.torch_dist import TorchCommunicator

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from qcomp.core.transport import AllToAll, Exchange
+from qcomp.core.mean.stages import AllToAll, Exchange
 
 __all__ = ["Completed", "Pending", "Verbs"]
 
@@ -70,7 +70,7 @@ class Verbs(ABC):
         Examples
         --------
         >>> import numpy as np, qcomp
-        >>> from qcomp.core.transport import AllGather
+        >>> from qcomp.core.mean.stages import AllGather
         >>> comm = qcomp.comm.LocalCommunicator.alone()
         >>> pending = comm.start(AllGather(np.array([7], dtype=np.uint8), (1,)))
         >>> pending.wait()

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, compute_dtype_name, dtype_name, require_like
 from qcomp.core.errors import PayloadError
+from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, require_like
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
-from qcomp.core.random import Key
 
 __all__ = ["Coder", "Compressor", "Traits"]
 

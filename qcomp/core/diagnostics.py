@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
-from qcomp.core.chunks import Segment
-from qcomp.core.exchange import MeanState
-from qcomp.core.naming import name_ranks
+from qcomp.core.mean.chunks import Segment
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive
+from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
+from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import sum_of_squares, total
-from qcomp.core.transport import AllGather, AllToAll, Exchange, Stages, Transport, drive
 
 __all__ = ["Diagnostics"]
 

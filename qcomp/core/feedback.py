@@ -1,10 +1,10 @@
 """Error feedback: what compression lost is added to the next vector, so that nothing is lost for ever."""
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, compute_dtype_name, dtype_name, is_mutable
 from qcomp.core.compressor import Compressor
+from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, is_mutable
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
-from qcomp.core.random import Key
 
 __all__ = ["compress", "require_contraction"]
 

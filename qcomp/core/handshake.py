@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from qcomp.core.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.errors import MismatchError
-from qcomp.core.naming import name_ranks
-from qcomp.core.transport import AllGather, Stages, Transport, drive
+from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
+from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
+from qcomp.core.reporting import name_ranks
 from qcomp.version import __version__
 
 __all__ = ["gather_texts", "handshake"]

@@ -12,10 +12,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from qcomp.core.arrays import Array
     from qcomp.core.coding.model import Model
     from qcomp.core.compressor import Compressor
-    from qcomp.core.random import Key
+    from qcomp.core.numeric.arrays import Array
+    from qcomp.core.numeric.random import Key
 
 __all__ = [
     "Blend",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from qcomp.core.arrays import (
+from qcomp.core.errors import PayloadError
+from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     bytes_of,
@@ -18,7 +19,6 @@ from qcomp.core.arrays import (
     host_bytes,
     itemsize,
 )
-from qcomp.core.errors import PayloadError
 
 __all__ = ["Field", "Payload", "PayloadSpec"]
 

@@ -11,7 +11,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qcomp.core.arrays import (
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
+from qcomp.core.numeric.arrays import (
     LIMIT,
     Array,
     array_namespace,
@@ -26,15 +28,13 @@ from qcomp.core.arrays import (
     to_compute_dtype,
     write_into,
 )
-from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qcomp.core.compressor import Coder, Compressor
+    from qcomp.core.numeric.random import Key
     from qcomp.core.payload import Payload
-    from qcomp.core.random import Key
 
 __all__ = [
     "adam_step",

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from qcomp.core.arrays import Array
 from qcomp.core.compressor import Compressor
-from qcomp.core.exchange import MeanState
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["OptimizerState"]
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from qcomp.core.costs import INSIDE, Cluster, Link
+from qcomp.core.mean.costs import INSIDE, Cluster, Link
 
 __all__ = ["INSIDE", "Cluster", "Job", "Link"]
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
-from qcomp.core.costs import Cost, Load, around, cost
+from qcomp.core.mean.costs import Cost, Load, around, cost
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
 

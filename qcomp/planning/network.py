@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from qcomp.core.arrays import Array, from_host_bytes, host_bytes
-from qcomp.core.nodes import Nodes, learn_nodes
-from qcomp.core.transport import Transport
+from qcomp.core.mean.nodes import Nodes, learn_nodes
+from qcomp.core.mean.stages import Transport
+from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 from qcomp.planning.cluster import INSIDE, Cluster, Link
 
 __all__ = ["BYTES", "ROUNDS", "Clock", "Network", "agreed", "measure_network"]

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from qcomp.core import feedback
-from qcomp.core.arrays import Array, array_namespace
 from qcomp.core.compressor import Compressor
-from qcomp.core.costs import Cluster, Load, cost
-from qcomp.core.exchange import CompressedMean
-from qcomp.core.random import Key
-from qcomp.core.transport import Transport
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.costs import Cluster, Load, cost
+from qcomp.core.mean.stages import Transport
+from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.random import Key
 from qcomp.planning.machine import Machine, Speed
 from qcomp.planning.measurement import Measured
 from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from qcomp.core.arrays import Array
+from qcomp.core.mean.stages import Transport
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers import Optimizer
-from qcomp.core.transport import Transport
 from qcomp.planning.cluster import Cluster, Job
 from qcomp.planning.machine import Machine
 from qcomp.planning.measurement import Measured

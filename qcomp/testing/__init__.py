@@ -10,7 +10,7 @@ if find_spec("hypothesis") is None:
         "qcomp.testing draws vectors with hypothesis, which is not installed: pip install 'qcomp[testing]'"
     )
 
-from qcomp.core.random import replace_draws
+from qcomp.core.numeric.random import replace_draws
 from qcomp.testing.contract import ContractError, check_compressor
 from qcomp.testing.kernels import check_kernels
 from qcomp.testing.laws import LAWS

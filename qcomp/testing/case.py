@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qcomp.core import feedback
-from qcomp.core.buckets import Block
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.numeric.buckets import Block
+from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.payload import Payload
-from qcomp.core.random import Key, replace_draws
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
 __all__ = ["Case", "Compressed"]

@@ -58,9 +58,9 @@ def check_compressor(
     Notes
     -----
     The same call finds the same cases each time. What holds on average is judged by a mean over many keys, with a
-    probability of a false alarm below 1e-6; where a draw of `qcomp.core.random.draws16` decides about its own element
-    alone, unbiasedness is also exact, by enumeration of all 65536 draws. On other libraries than NumPy the laws of
-    averages are those of the same compressor on NumPy, whose bytes the library must give.
+    probability of a false alarm below 1e-6; where a draw of `qcomp.core.numeric.random.draws16` decides about its own
+    element alone, unbiasedness is also exact, by enumeration of all 65536 draws. On other libraries than NumPy the
+    laws of averages are those of the same compressor on NumPy, whose bytes the library must give.
 
     Examples
     --------

@@ -5,8 +5,8 @@ from itertools import product
 
 import numpy as np
 
-from qcomp.core.arrays import device
-from qcomp.core.random import Key
+from qcomp.core.numeric.arrays import device
+from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, rounded, vector
 from qcomp.testing.libraries import has_dtype, to_numpy

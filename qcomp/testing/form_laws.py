@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from qcomp.core.arrays import dtype_name
 from qcomp.core.compressor import Compressor
+from qcomp.core.numeric.arrays import dtype_name
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
-from qcomp.core.random import Key
 from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import sizes, vector

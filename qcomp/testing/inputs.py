@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from qcomp.core.arrays import TINY
+from qcomp.core.numeric.arrays import TINY
 
 __all__ = ["FAMILIES", "adversarial", "flushed", "rounded", "sizes", "vector", "vectors"]
 

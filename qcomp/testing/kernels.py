@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qcomp.core import feedback, primitives
-from qcomp.core.arrays import is_mutable
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, KernelSet, StepNumbers, use_kernels
-from qcomp.core.random import SHARED_RANK, Key
+from qcomp.core.numeric.arrays import is_mutable
+from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qcomp.core.random import SHARED_RANK, Key
+from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import to_numpy

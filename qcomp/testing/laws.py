@@ -12,8 +12,8 @@ import numpy as np
 
 from qcomp.core import feedback
 from qcomp.core.errors import NonFiniteError, PayloadError
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
-from qcomp.core.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.dtype_laws import double_precision, half_precision, one_way, shapes_and_dtypes
 from qcomp.testing.form_laws import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from qcomp.core.arrays import array_namespace, dtype_name, host_bytes, itemsize
+from qcomp.core.numeric.arrays import array_namespace, dtype_name, host_bytes, itemsize
 
 __all__ = ["dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_library", "to_numpy"]
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from qcomp.core import feedback
-from qcomp.core.arrays import compute_dtype_name, dtype_name, is_mutable
-from qcomp.core.random import Key
+from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_mutable
+from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
 from qcomp.testing.libraries import has_dtype, library_name, to_numpy

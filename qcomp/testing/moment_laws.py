@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from qcomp.core.buckets import Block
-from qcomp.core.random import Key
+from qcomp.core.numeric.buckets import Block
+from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
 from qcomp.testing.worst_cases import row_length
@@ -233,8 +233,8 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array
 def unbiased_to_the_last_draw(case: Case) -> None:
     """E C(v) = v exactly, over all 65536 draws of an element, up to the 2^-17 of a level that 16 bits leave.
 
-    For compressors in which a draw of `qcomp.core.random.draws16` decides about its own element alone; others can only
-    be judged by many draws.
+    For compressors in which a draw of `qcomp.core.numeric.random.draws16` decides about its own element alone;
+    others can only be judged by many draws.
     """
     traits = case.compressor.traits
     if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from qcomp.core.arrays import array_namespace, device
 from qcomp.core.errors import PayloadError
+from qcomp.core.numeric.arrays import array_namespace, device
 from qcomp.core.payload import Payload
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, sizes, vector

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from qcomp.core.random import Key
+from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import vector

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from qcomp.core.arrays import TINY
-from qcomp.core.buckets import Block
-from qcomp.core.random import Key
+from qcomp.core.numeric.arrays import TINY
+from qcomp.core.numeric.buckets import Block
+from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
 from qcomp.testing.payload_laws import announced_length, coder_loses_nothing

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qcomp.core.random import Key
+from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import adversarial, flushed
 

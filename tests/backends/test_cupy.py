@@ -15,7 +15,7 @@ from qcomp.backends.cupy_cuda.kernel_set import KERNELS, OPTIONS
 from qcomp.backends.cupy_cuda.launches import CudaKernels
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
-from qcomp.core.random import Key, replace_draws
+from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.testing import check_compressor, check_kernels
 from qcomp.testing.inputs import FAMILIES, vector
 from qcomp.testing.kernels import COMPRESSORS

@@ -12,8 +12,8 @@ import pytest
 import qcomp
 from qcomp.backends.jax_xla import KERNELS, programs
 from qcomp.core import primitives
-from qcomp.core.arrays import LIMIT, host_bytes, is_traced
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
+from qcomp.core.numeric.arrays import LIMIT, host_bytes, is_traced
 from qcomp.testing import replace_draws
 from qcomp.testing.inputs import FAMILIES, flushed, vector
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.core.transport import AllToAll
+from qcomp.core.mean.stages import AllToAll
 
 pytest.importorskip("numba")
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import qcomp
 from qcomp.core import feedback, primitives
-from qcomp.core.arrays import divide, flush
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import StepNumbers
+from qcomp.core.numeric.arrays import divide, flush
+from qcomp.core.numeric.random import fold_key
 from qcomp.core.optimizers.average import Means
-from qcomp.core.random import fold_key
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 
 pytest.importorskip("numba")

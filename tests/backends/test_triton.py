@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qcomp
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
-from qcomp.core.random import fold_key, philox4x32
+from qcomp.core.numeric.random import fold_key, philox4x32
 from qcomp.testing.case import Case
 from qcomp.testing.dtype_laws import half_precision
 from qcomp.testing.inputs import FAMILIES, vector

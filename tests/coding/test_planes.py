@@ -5,11 +5,12 @@ import pytest
 
 import qcomp
 from qcomp.backends import registry
-from qcomp.core import bitplanes, coding, feedback
-from qcomp.core.buckets import blocks
+from qcomp.core import coding, feedback
 from qcomp.core.coding import PURE
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import use_kernels
+from qcomp.core.numeric import bitplanes
+from qcomp.core.numeric.buckets import blocks
 
 WIDTHS = range(2, 17)
 BUCKETS = (8, 64, 512)

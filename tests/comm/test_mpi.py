@@ -487,7 +487,7 @@ say("kept" if memory() is not None else "freed")
 
 # --- exchanges that are waited for later -----------------------------------------------------------------------------
 
-START = "from qcomp.core.transport import AllGather, AllToAll\n"
+START = "from qcomp.core.mean.stages import AllGather, AllToAll\n"
 
 
 def test_several_exchanges_are_under_way_at_once_and_waited_for_in_any_order(mpirun):

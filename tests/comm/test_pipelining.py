@@ -3,14 +3,14 @@
 import pytest
 
 import qcomp
-from qcomp.core import rounds
+from qcomp.core.mean import rounds
 
 TRAINING = """
 import hashlib
 import warnings
 import numpy as np
 import qcomp
-from qcomp.core import rounds
+from qcomp.core.mean import rounds
 
 warnings.filterwarnings("ignore", "the variance is frozen after")
 sign, exact = qcomp.ScaledSign(bucket_size=8), qcomp.ExactBelow(30)

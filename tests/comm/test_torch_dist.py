@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.transport import AllGather, AllToAll
+from qcomp.core.mean.stages import AllGather, AllToAll
 
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
@@ -225,7 +225,7 @@ def test_computations_in_stages_run_interleaved_and_give_the_same(said):
     body = """
 from collections import deque
 import qcomp
-from qcomp.core.transport import drive
+from qcomp.core.mean.stages import drive
 mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=64))
 xs = [np.random.default_rng(10 * me + i).standard_normal(500 + i).astype(np.float32) for i in range(3)]
 states = [mean.init(x, comm) for x in xs]

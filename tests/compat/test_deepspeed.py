@@ -14,7 +14,7 @@ from qcomp.comm import LocalCommunicator, run_local
 from qcomp.compat import deepspeed
 from qcomp.compat.deepspeed import Errors, onebit_adam, onebit_lamb, sign_mean, zero_one_adam
 from qcomp.compat.deepspeed.sign_mean import padded_size
-from qcomp.core.transport import AllGather, AllToAll
+from qcomp.core.mean.stages import AllGather, AllToAll
 
 SHAPES = [(40,), (7, 5), (3,)]
 PURE = {"abc", "collections.abc", "dataclasses", "math", "typing"}

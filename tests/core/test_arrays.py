@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qcomp
-from qcomp.core.arrays import (
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.numeric.arrays import (
     LIMIT,
     bitcast,
     bytes_of,
@@ -25,7 +26,6 @@ from qcomp.core.arrays import (
     truncate_last_bit,
     write_into,
 )
-from qcomp.core.errors import NonFiniteError
 
 VALUES = np.random.default_rng(3).standard_normal(64).astype(np.float32).reshape(2, 32)
 DIVISORS = [3.0, 7.0, 61.0, 0.1]

@@ -10,10 +10,10 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key
 from qcomp.comm import run_local
-from qcomp.core import topologies
-from qcomp.core.costs import INSIDE, Cluster, Link, cost
-from qcomp.core.nodes import Nodes
-from qcomp.core.topologies import ETHERNET, TOPOLOGIES, choose_topology
+from qcomp.core.mean.costs import INSIDE, Cluster, Link, cost
+from qcomp.core.mean.nodes import Nodes
+from qcomp.core.mean.topologies import choice as topologies
+from qcomp.core.mean.topologies.choice import ETHERNET, TOPOLOGIES, choose_topology
 from qcomp.planning import CPU, Machine, Measured, Method, Speed, step_time, watch
 
 SIGN, QSGD = qcomp.ScaledSign(), qcomp.QSGD(levels=7)

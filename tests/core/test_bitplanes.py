@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcomp.core.bitplanes import pack, unpack
+from qcomp.core.numeric.bitplanes import pack, unpack
 
 
 def reference_pack(codes: list[int], bits: int) -> list[int]:

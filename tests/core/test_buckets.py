@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcomp.core.buckets import (
+from qcomp.core.numeric.buckets import (
     Block,
     blocks,
     bucket_count,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcomp.core.chunks import Segment, cut
+from qcomp.core.mean.chunks import Segment, cut
 
 SIZES = st.lists(st.integers(0, 200), min_size=1, max_size=5)
 BUCKETS = st.sampled_from([1, 8, 16, 64])

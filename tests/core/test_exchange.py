@@ -11,10 +11,11 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
 from qcomp.comm import run_local
-from qcomp.core import plans, transport
-from qcomp.core.messages import SegmentCodec
-from qcomp.core.random import replace_draws
-from qcomp.core.transport import AllGather, AllToAll, drive, fuse, join, joined_size, split
+from qcomp.core.mean import stages as transport
+from qcomp.core.mean.codec import SegmentCodec
+from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse, join, joined_size, split
+from qcomp.core.mean.topologies import plans
+from qcomp.core.numeric.random import replace_draws
 
 TOPOLOGIES = ["two_phase", "all_gather"]
 SHAPES = [(3, 11), (0,), (), (70,), (2, 0, 4)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.core.arrays import array_namespace, dtype_name, host_bytes, to_compute_dtype
+from qcomp.core.numeric.arrays import array_namespace, dtype_name, host_bytes, to_compute_dtype
 from qcomp.testing.inputs import FAMILIES, rounded, vector
 
 KEY = qcomp.Key(seed=3, step=1)

@@ -10,15 +10,16 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError
 from qcomp.comm import run_local
-from qcomp.core import hierarchy, primitives
-from qcomp.core.chunks import cut
-from qcomp.core.hierarchy import Hierarchy
+from qcomp.core import primitives
 from qcomp.core.kernels import Blend, use_kernels
-from qcomp.core.lanes import Lanes
-from qcomp.core.messages import SegmentCodec
-from qcomp.core.nodes import Nodes
-from qcomp.core.random import replace_draws
-from qcomp.core.transport import AllToAll, fuse
+from qcomp.core.mean.chunks import cut
+from qcomp.core.mean.codec import SegmentCodec
+from qcomp.core.mean.nodes import Nodes
+from qcomp.core.mean.stages import AllToAll, fuse
+from qcomp.core.mean.topologies import hierarchical as hierarchy
+from qcomp.core.mean.topologies.hierarchical import Hierarchy
+from qcomp.core.mean.topologies.lanes import Lanes
+from qcomp.core.numeric.random import replace_draws
 
 SHAPES = [(3, 11), (0,), (), (170,), (2, 0, 4)]
 """Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 11 and 0 buckets of 16."""

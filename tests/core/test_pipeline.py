@@ -9,7 +9,7 @@ import pytest
 import qcomp
 from qcomp.comm.local import run_local
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.transport import AllGather, AllToAll, _Arriving, drive, fuse, pipeline
+from qcomp.core.mean.stages import AllGather, AllToAll, _Arriving, drive, fuse, pipeline
 
 
 class Started:

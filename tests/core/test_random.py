@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcomp.core import random
-from qcomp.core.buckets import Block, blocks
-from qcomp.core.random import SHARED_RANK, Key, draws16, fold_key, philox4x32, replace_draws
+from qcomp.core.numeric import random
+from qcomp.core.numeric.buckets import Block, blocks
+from qcomp.core.numeric.random import SHARED_RANK, Key, draws16, fold_key, philox4x32, replace_draws
 
 KNOWN_ANSWERS = [
     ("00000000" * 4, "00000000" * 2, "6627e8d5e169c58dbc57ac4c9b00dbd8"),

@@ -12,11 +12,11 @@ import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core.kernels import Blend
-from qcomp.core.messages import SegmentCodec
-from qcomp.core.random import replace_draws
-from qcomp.core.ring import Ring
-from qcomp.core.transport import AllToAll, fuse
-from qcomp.core.verdicts import seal
+from qcomp.core.mean.codec import SegmentCodec
+from qcomp.core.mean.stages import AllToAll, fuse
+from qcomp.core.mean.topologies.ring import Ring
+from qcomp.core.mean.verdicts import seal
+from qcomp.core.numeric.random import replace_draws
 
 SHAPES = [(3, 11), (0,), (), (70,), (2, 0, 4)]
 """Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 5 and 0 buckets of 16."""

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.core import rounds
-from qcomp.core.chunks import cut
-from qcomp.core.exchange import CompressedMean
 from qcomp.core.kernels import Blend
-from qcomp.core.rounds import Rounds, count_rounds, cut_rounds
-from qcomp.core.running import Terms
-from qcomp.core.transport import AllGather, drive, pipeline
+from qcomp.core.mean import rounds
+from qcomp.core.mean.chunks import cut
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.rounds import Rounds, count_rounds, cut_rounds
+from qcomp.core.mean.running import Terms
+from qcomp.core.mean.stages import AllGather, drive, pipeline
 
 SHAPES = [(11, 3), (8, 8), (0, 4), (13, 10), (5, 5), (1, 3), (257, 1), (8, 5), (8, 9)]
 BYTES = 128

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcomp.core.sums import mean_abs, norm2, rms, sum_of_squares, total, tree_sum
+from qcomp.core.numeric.sums import mean_abs, norm2, rms, sum_of_squares, total, tree_sum
 
 
 def reference_tree(values: list) -> float:

@@ -5,8 +5,8 @@ import pytest
 
 import qcomp
 from qcomp import CompressedMean, Key
-from qcomp.core.tensorwise import TensorwiseMean
-from qcomp.core.transport import fuse
+from qcomp.core.mean.stages import fuse
+from qcomp.core.mean.tensorwise import TensorwiseMean
 
 SHAPES = [(3, 11), (0,), (), (70,), (5, 26)]
 """Odd sizes, a scalar, and a tensor with nothing in it."""

@@ -10,12 +10,12 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError, PayloadError, PayloadSpec
 from qcomp.comm import run_local
-from qcomp.core.arrays import bytes_of, flush, from_bytes_of
-from qcomp.core.chunks import Segment
-from qcomp.core.lengths import announce_lengths, join_lengths, most_bytes, split_lengths
-from qcomp.core.messages import SegmentCodec
+from qcomp.core.mean.chunks import Segment
+from qcomp.core.mean.codec import SegmentCodec
+from qcomp.core.mean.lengths import announce_lengths, join_lengths, most_bytes, split_lengths
+from qcomp.core.mean.stages import AllGather, AllToAll
+from qcomp.core.numeric.arrays import bytes_of, flush, from_bytes_of
 from qcomp.core.payload import Field
-from qcomp.core.transport import AllGather, AllToAll
 from qcomp.testing import check_compressor
 
 TOPOLOGIES = ["two_phase", "all_gather", "hierarchical"]

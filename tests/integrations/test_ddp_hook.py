@@ -39,7 +39,7 @@ def test_the_means_are_those_of_the_whole_model_whatever_the_buckets_are(
 ):
     chosen = "QSGD" not in compressor if feedback is None else feedback
     body = f"""
-from qcomp.core.tensorwise import TensorwiseMean
+from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp import CompressedMean
 {PLAIN}
 alone = network()

@@ -87,7 +87,7 @@ for name, make in {{{made}}}.items():
 def test_means_of_a_hook_are_those_of_contiguous_gradients(said, compressor):
     body = f"""
 {MODEL}
-from qcomp.core.tensorwise import TensorwiseMean
+from qcomp.core.mean.tensorwise import TensorwiseMean
 mean = TensorwiseMean({compressor}, feedback=True) if "QSGD" not in {compressor!r} else TensorwiseMean(
     {compressor}, feedback=False)
 for view in (True, False):

@@ -10,8 +10,8 @@ import numpy as np
 
 import qcomp
 from qcomp.core.compressor import Compressor
+from qcomp.core.numeric.random import draws16
 from qcomp.core.payload import Field, PayloadSpec
-from qcomp.core.random import draws16
 from qcomp.testing import replace_draws
 
 MUTANTS = []

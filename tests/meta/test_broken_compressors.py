@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import qcomp
-from qcomp.core.arrays import array_namespace
-from qcomp.core.bitplanes import pack
 from qcomp.core.compressors.coded import LevelCoder
+from qcomp.core.numeric.arrays import array_namespace
+from qcomp.core.numeric.bitplanes import pack
+from qcomp.core.numeric.sums import tree_sum
 from qcomp.core.payload import Field, PayloadSpec
-from qcomp.core.sums import tree_sum
 from qcomp.testing import ContractError, check_compressor, read_only_numpy
 from qcomp.testing.case import Case
 from qcomp.testing.contract import broken_laws

@@ -5,9 +5,9 @@ import pytest
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.arrays import write_into
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Encoded, use_kernels
+from qcomp.core.numeric.arrays import write_into
 from qcomp.testing import ContractError, check_kernels
 
 SIGN = qcomp.ScaledSign(bucket_size=64)

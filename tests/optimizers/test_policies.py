@@ -11,7 +11,7 @@ import pytest
 import qcomp
 from qcomp import QSGD, ByName, Key, MismatchError, ScaledSign, Tensor, TopK, WholeFields
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.chunks import cut
+from qcomp.core.mean.chunks import cut
 
 SHAPES = [(40,), (3, 11), (), (4, 2, 3, 3)]
 NAMES = ["head.weight", "body.weight", "norm", "conv.weight"]

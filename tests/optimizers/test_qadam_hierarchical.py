@@ -11,7 +11,7 @@ import pytest
 import qcomp
 from qcomp import FreezeAt, MismatchError, NonFiniteError
 from qcomp.comm import run_local
-from qcomp.core.arrays import compute_dtype_name
+from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 
 SHAPES = [(40,), (3, 11), (7,)]

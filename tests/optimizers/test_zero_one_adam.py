@@ -671,7 +671,7 @@ class TestCheckpoint:
         resumed.params = [[p.copy() for p in params] for params in run.params]
         loaded = []
         for rank, fresh in enumerate(resumed.states):
-            from qcomp.core.checkpoint import from_state_dict
+            from qcomp.core.checkpoint.format import from_state_dict
 
             loaded.append(
                 from_state_dict(saved[rank], lambda stage, fresh=fresh: opt.enter(fresh, stage), opt.mean)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from qcomp.backends.cupy_cuda.sources import DTYPES, kernel_name
-from qcomp.core.arrays import device, dtype_name
-from qcomp.core.buckets import bucket_count, padded_size
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
-from qcomp.core.random import Key, draws_are_replaced, fold_key
+from qcomp.core.numeric.arrays import device, dtype_name
+from qcomp.core.numeric.buckets import bucket_count, padded_size
+from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["CudaKernels", "Launch", "Runtime"]
 

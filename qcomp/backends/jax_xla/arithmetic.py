@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qcomp.core.arrays import bitcast, divide, flush, sqrt
+from qcomp.core.numeric.arrays import bitcast, divide, flush, sqrt
 
 __all__ = ["finish_mean", "frozen_step", "momentum", "scalars"]
 

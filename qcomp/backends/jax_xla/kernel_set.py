@@ -10,11 +10,11 @@ import numpy as np
 
 from qcomp.backends.jax_xla.arithmetic import finish_mean, frozen_step, momentum, scalars
 from qcomp.backends.jax_xla.programs import arguments_of, decoder, drawer, encoder
-from qcomp.core.arrays import compute_dtype_name, dtype_name, is_traced
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
-from qcomp.core.random import Key, draws_are_replaced
+from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_traced
+from qcomp.core.numeric.random import Key, draws_are_replaced
 
 __all__ = ["KERNELS", "JaxKernels"]
 

@@ -14,12 +14,12 @@ import numpy as np
 from array_api_compat import is_array_api_obj
 
 from qcomp.core import primitives
-from qcomp.core.arrays import LIMIT, compute_dtype_name, flush, to_compute_dtype
-from qcomp.core.buckets import blocks
 from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import use_kernels
+from qcomp.core.numeric.arrays import LIMIT, compute_dtype_name, flush, to_compute_dtype
+from qcomp.core.numeric.buckets import blocks
+from qcomp.core.numeric.random import Key, draws16, replace_draws
 from qcomp.core.payload import Payload
-from qcomp.core.random import Key, draws16, replace_draws
 
 __all__ = ["arguments_of", "decoder", "drawer", "encoder"]
 

@@ -13,8 +13,8 @@ from qcomp.backends.numba_cpu.jit import Floats
 from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL, OVER_INPUT
 from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.vectors import largest_sum
-from qcomp.core.arrays import LIMIT
-from qcomp.core.buckets import bucket_count
+from qcomp.core.numeric.arrays import LIMIT
+from qcomp.core.numeric.buckets import bucket_count
 
 __all__ = ["EMPTY", "Decoder", "Encoder", "Mix", "decode", "encode", "mix"]
 

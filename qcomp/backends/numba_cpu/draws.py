@@ -1,4 +1,4 @@
-"""The random draws of a run of buckets: `qcomp.core.random.draws16`."""
+"""The random draws of a run of buckets: `qcomp.core.numeric.random.draws16`."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
-from qcomp.core.arrays import array_namespace, dtype_name, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import Blend, Encoded, StepNumbers
-from qcomp.core.random import Key, draws_are_replaced, fold_key
+from qcomp.core.numeric.arrays import array_namespace, dtype_name, to_compute_dtype
+from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "NumbaKernels"]
 

@@ -1,6 +1,6 @@
 """Where the codes of a payload end."""
 
-from qcomp.core.buckets import padded_size
+from qcomp.core.numeric.buckets import padded_size
 
 __all__ = ["code_bytes"]
 

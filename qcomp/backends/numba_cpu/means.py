@@ -12,7 +12,7 @@ from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.codec import EMPTY, Decoder, Encoder
 from qcomp.backends.numba_cpu.jit import Floats
 from qcomp.backends.numba_cpu.primitives import NO_RESIDUAL, OVER_INPUT
-from qcomp.core.buckets import bucket_count
+from qcomp.core.numeric.buckets import bucket_count
 
 __all__ = ["average", "compress_mean"]
 

@@ -1,4 +1,4 @@
-"""Codes of 2 to 16 bits to bytes and back, for one bucket: the planes of `qcomp.core.bitplanes`."""
+"""Codes of 2 to 16 bits to bytes and back, for one bucket: the planes of `qcomp.core.numeric.bitplanes`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ NEGLIGIBLE = F(2.0**-63)
 INFINITE = 0x7F800000
 """The bits of infinity."""
 TOO_LARGE = 0x71800000
-"""The bits of 2**100, `qcomp.core.arrays.LIMIT`: what is refused. Those of larger values and of NaN are above."""
+"""The bits of 2**100, the magnitude that is refused; larger values and NaN have larger ones."""
 MAGNITUDE = U(0x7FFFFFFF)
 SIGN = U(0x80000000)
 

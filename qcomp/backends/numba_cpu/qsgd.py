@@ -73,7 +73,7 @@ def qsgd_encoder(
     norm : {"max", "l2"}
         See `qcomp.QSGD`.
     key : tuple of two int
-        The words of the stream, from `qcomp.core.random.fold_key`.
+        The words of the stream, from `qcomp.core.numeric.random.fold_key`.
     hop, first_bucket : int
         ``hop`` and ``bucket`` of the key.
     factor : float, optional

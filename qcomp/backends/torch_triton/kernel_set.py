@@ -13,11 +13,11 @@ from qcomp.backends.torch_triton.qsgd import qsgd_decode, qsgd_encode
 from qcomp.backends.torch_triton.sign import sign_decode, sign_encode
 from qcomp.backends.torch_triton.tiles import MAX_BUCKET_SIZE
 from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, momentum
-from qcomp.core.arrays import LIMIT
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
-from qcomp.core.random import Key, draws_are_replaced, fold_key
+from qcomp.core.numeric.arrays import LIMIT
+from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "TritonKernels"]
 

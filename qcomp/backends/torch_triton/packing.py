@@ -1,4 +1,4 @@
-"""Packing of the codes of a tile into bytes, by planes: `qcomp.core.bitplanes`.
+"""Packing of the codes of a tile into bytes, by planes: `qcomp.core.numeric.bitplanes`.
 
 With the elements of a bucket in eight planes of W, and b bits a code: where b divides 8, code q of byte (r, j) is at
 plane q*b + r, lane j. Else bit p of byte (q, j) is bit q of the code at (p, j). So packing adds up planes.

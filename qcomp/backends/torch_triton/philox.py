@@ -1,4 +1,4 @@
-"""The random draws of a tile: `qcomp.core.random`."""
+"""The random draws of a tile: `qcomp.core.numeric.random`."""
 
 from __future__ import annotations
 

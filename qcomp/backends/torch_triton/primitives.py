@@ -29,7 +29,7 @@ NEGLIGIBLE = tl.constexpr(2.0**-63)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 TOO_LARGE = tl.constexpr(0x71800000)
-"""The bits of 2**100, `qcomp.core.arrays.LIMIT`: what is refused. Those of larger values and of NaN are above."""
+"""The bits of 2**100, the magnitude that is refused; larger values and NaN have larger ones."""
 NO_FRACTION = tl.constexpr(1.5 * 2**23)
 """Float32 numbers of this size are integers."""
 MAX_HALVINGS = tl.constexpr(15)

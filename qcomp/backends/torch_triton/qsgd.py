@@ -71,7 +71,7 @@ def qsgd_encode(
     x, blend, residual, parts, out, refused
         See `qcomp.backends.torch_triton.sign.sign_encode`.
     key : tuple of two int
-        The words of the stream, from `qcomp.core.random.fold_key`.
+        The words of the stream, from `qcomp.core.numeric.random.fold_key`.
     hop, first_bucket : int
         ``hop`` and ``bucket`` of the key.
     """

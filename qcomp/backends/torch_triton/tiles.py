@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from qcomp.backends.torch_triton.primitives import TOO_LARGE, flush
-from qcomp.core.buckets import padded_size
 from qcomp.core.kernels import Blend
+from qcomp.core.numeric.buckets import padded_size
 
 __all__ = [
     "MAX_BUCKET_SIZE",

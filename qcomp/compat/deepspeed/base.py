@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.compat.deepspeed.sign_mean import Errors, sign_mean
-from qcomp.core.arrays import Array, array_namespace, device, sqrt, to_compute_dtype
-from qcomp.core.checkpoint import plain
+from qcomp.core.checkpoint.format import plain
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.exchange import MeanState
 from qcomp.core.handshake import handshake
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.mean.stages import Stages, Transport, fuse
+from qcomp.core.numeric.arrays import Array, array_namespace, device, sqrt, to_compute_dtype
 from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
-from qcomp.core.transport import Stages, Transport, fuse
 
 __all__ = ["DeepSpeedOptimizer"]
 

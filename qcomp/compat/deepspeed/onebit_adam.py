@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
-from qcomp.core.arrays import Array
+from qcomp.core.mean.stages import Stages
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.state import OptimizerState
-from qcomp.core.transport import Stages
 
 __all__ = ["OnebitAdam", "onebit_adam"]
 

@@ -8,10 +8,10 @@ from typing import Literal
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
 from qcomp.compat.deepspeed.onebit_adam import require_step
 from qcomp.compat.deepspeed.sign_mean import norm, padded_size
-from qcomp.core.arrays import Array, array_namespace, device, divide, sqrt
+from qcomp.core.mean.stages import Stages
+from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.state import OptimizerState
-from qcomp.core.transport import Stages
 
 __all__ = ["OnebitLamb", "onebit_lamb"]
 

@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qcomp.core.arrays import (
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages
+from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     bytes_of,
@@ -16,11 +18,9 @@ from qcomp.core.arrays import (
     require_below,
     sqrt,
 )
-from qcomp.core.bitplanes import pack, unpack
-from qcomp.core.errors import NonFiniteError
-from qcomp.core.naming import name_ranks
-from qcomp.core.sums import total
-from qcomp.core.transport import AllGather, AllToAll, Stages
+from qcomp.core.numeric.bitplanes import pack, unpack
+from qcomp.core.numeric.sums import total
+from qcomp.core.reporting import name_ranks
 
 __all__ = ["Errors", "norm", "padded_size", "sign_mean"]
 
@@ -96,14 +96,14 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
     t sign(c), t = ||c||_2 / sqrt(P / N). What either lost is its new error. The padding counts in the scales
     and has errors of its own. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice.
 
-    The bits are those of `qcomp.core.bitplanes`, 1 for negative; DeepSpeed's wire has them most significant first and
-    1 for the others, which is all the difference there is. Source: DeepSpeed 0.19.6, whose ``compressed_allreduce``
-    this reproduces; Tang et al., ICML 2021.
+    The bits are those of `qcomp.core.numeric.bitplanes`, 1 for negative; DeepSpeed's wire has them most significant
+    first and 1 for the others, which is all the difference there is. Source: DeepSpeed 0.19.6, whose
+    ``compressed_allreduce`` this reproduces; Tang et al., ICML 2021.
 
     Examples
     --------
     >>> import numpy as np, qcomp
-    >>> from qcomp.core.transport import drive
+    >>> from qcomp.core.mean.stages import drive
     >>> def rank_main(comm):
     ...     x = np.asarray([1.0, -1.0, 2.0 * comm.rank], dtype=np.float32)
     ...     mean, errors = drive(sign_mean(x, Errors.zeros(x, 3, comm.size), comm.size), comm)

@@ -6,10 +6,10 @@ from typing import Any
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
 from qcomp.compat.deepspeed.onebit_adam import require_step
-from qcomp.core.arrays import Array, array_namespace, divide, sqrt
+from qcomp.core.mean.stages import Stages
+from qcomp.core.numeric.arrays import Array, array_namespace, divide, sqrt
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.state import OptimizerState
-from qcomp.core.transport import Stages
 
 __all__ = ["ZeroOneAdam", "zero_one_adam"]
 

@@ -40,7 +40,7 @@ PURE = Coders(
 
 
 def unpack(packed: Bytes, *, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
-    """Return levels and signs, as `encode` takes them, of codes that are packed as `qcomp.core.bitplanes` does.
+    """Return levels and signs, as `encode` takes them, of codes that are packed as `qcomp.core.numeric.bitplanes` does.
 
     A code has ``bits`` bits, 2 to 16: a level with the sign bit on top. Padding is left out.
     """

@@ -1,12 +1,12 @@
 """Packed codes of a quantizer to levels and signs, and back, on host bytes.
 
-The layout is that of `qcomp.core.bitplanes`; a code is a level with the sign bit on top. Bytes are looked up, and
-integers of many bytes shifted, a bucket at a time: no loop runs over elements.
+The layout is that of `qcomp.core.numeric.bitplanes`; a code is a level with the sign bit on top.
+Bytes are looked up, and integers of many bytes shifted, a bucket at a time: no loop runs over elements.
 """
 
 from functools import cache
 
-from qcomp.core.buckets import blocks
+from qcomp.core.numeric.buckets import blocks
 
 __all__ = ["pack", "unpack"]
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from qcomp.core import bitplanes
-from qcomp.core.arrays import Array, array_namespace, flush
-from qcomp.core.buckets import Block, blocks, bucket_count, join_blocks, padded_size, tail_length
 from qcomp.core.compressor import Compressor
+from qcomp.core.numeric import bitplanes
+from qcomp.core.numeric.arrays import Array, array_namespace, flush
+from qcomp.core.numeric.buckets import Block, blocks, bucket_count, join_blocks, padded_size, tail_length
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, PayloadSpec
-from qcomp.core.random import Key
 
 __all__ = ["BucketedCompressor"]
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from qcomp.core import coding
-from qcomp.core.arrays import Array, from_host_bytes, host_bytes, is_traced
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import PayloadError
+from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes, is_traced
 from qcomp.core.payload import Field, PayloadSpec
 
 __all__ = ["LevelCoder"]

@@ -7,10 +7,10 @@ from math import prod
 from typing import Any, ClassVar
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, array_namespace, concat, device, dtype_name
 from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, device, dtype_name
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
-from qcomp.core.random import Key
 from qcomp.core.registry import register
 
 __all__ = ["WholeFields"]

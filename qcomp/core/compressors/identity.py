@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from qcomp.core.arrays import Array, array_namespace
 from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, Payload, PayloadSpec
-from qcomp.core.random import Key
 from qcomp.core.registry import register
 
 __all__ = ["Identity"]

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from qcomp.core.arrays import Array, array_namespace, device, divide, flush
-from qcomp.core.buckets import Block, validate_bucket_size
 from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.compressors.qsgd import round_up_step
-from qcomp.core.random import Key
+from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, flush
+from qcomp.core.numeric.buckets import Block, validate_bucket_size
+from qcomp.core.numeric.random import Key
 from qcomp.core.registry import register
 
 __all__ = ["MinMaxUInt8"]

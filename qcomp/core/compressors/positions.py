@@ -1,7 +1,7 @@
 """Positions in a bucket on the wire, in one or two bytes; shared by the compressors that keep a few elements."""
 
-from qcomp.core.arrays import Array, array_namespace, device
-from qcomp.core.buckets import validate_bucket_size
+from qcomp.core.numeric.arrays import Array, array_namespace, device
+from qcomp.core.numeric.buckets import validate_bucket_size
 
 __all__ = ["join_bytes", "split_bytes", "validate_sparsity"]
 

@@ -5,15 +5,15 @@ from functools import cached_property
 from math import sqrt
 from typing import ClassVar, Literal
 
-from qcomp.core.arrays import TINY, Array, array_namespace, bitcast, device, divide
-from qcomp.core.buckets import Block, validate_bucket_size
 from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.compressors.coded import LevelCoder
+from qcomp.core.numeric.arrays import TINY, Array, array_namespace, bitcast, device, divide
+from qcomp.core.numeric.buckets import Block, validate_bucket_size
+from qcomp.core.numeric.random import Key, draws16
+from qcomp.core.numeric.sums import norm2
 from qcomp.core.payload import PayloadSpec
-from qcomp.core.random import Key, draws16
 from qcomp.core.registry import register
-from qcomp.core.sums import norm2
 
 __all__ = ["QSGD", "WideQSGD", "round_up_step"]
 

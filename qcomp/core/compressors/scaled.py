@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from qcomp.core.arrays import Array, flush, truncate_last_bit
 from qcomp.core.compressor import Coder, Compressor, Traits
+from qcomp.core.numeric.arrays import Array, flush, truncate_last_bit
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import PayloadSpec
-from qcomp.core.random import Key
 from qcomp.core.registry import register
 
 __all__ = ["Scaled"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.kernels import StepNumbers
+from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.tensors import as_tensors, zeros_like

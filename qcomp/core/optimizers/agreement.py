@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from qcomp.core.arrays import Array, digest, dtype_name
 from qcomp.core.compressor import Compressor
-from qcomp.core.naming import name_ranks
+from qcomp.core.numeric.arrays import Array, digest, dtype_name
+from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
 __all__ = ["choices", "describe", "digests", "explain_values", "facts", "stream_of"]

@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-from qcomp.core.arrays import Array
 from qcomp.core.compressors.identity import Identity
-from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.kernels import Blend
-from qcomp.core.random import Key
-from qcomp.core.running import Terms
-from qcomp.core.transport import Stages, fuse, pipeline
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.running import Terms
+from qcomp.core.mean.stages import Stages, fuse, pipeline
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.random import Key
 
 __all__ = ["EXACT", "Average", "Means", "Part"]
 
@@ -57,7 +57,7 @@ class Average(NamedTuple):
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.
 
-        One message a peer and phase. Of large parts one for each round, see `qcomp.core.rounds`.
+        One message a peer and phase. Of large parts one for each round, see `qcomp.core.mean.rounds`.
         """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)

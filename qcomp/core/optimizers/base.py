@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal, cast
 
-from qcomp.core.arrays import Array
-from qcomp.core.checkpoint import MAKER, TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
-from qcomp.core.elastic import World
+from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
+from qcomp.core.checkpoint.reshard import World
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.handshake import handshake
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.topologies.choice import TOPOLOGIES, Topology
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
 from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.clipping import clip_scale
@@ -21,11 +24,8 @@ from qcomp.core.optimizers.makers import maker, require_maker
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.resuming import resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
-from qcomp.core.patterns import require_matches
-from qcomp.core.random import Key
+from qcomp.core.policies.patterns import require_matches
 from qcomp.core.state import OptimizerState
-from qcomp.core.topologies import TOPOLOGIES, Topology
-from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["Optimizer", "require_rank"]
 

@@ -4,10 +4,10 @@ import math
 import struct
 from collections.abc import Sequence
 
-from qcomp.core.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.sums import sum_of_squares
-from qcomp.core.transport import AllGather, Stages
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
+from qcomp.core.numeric.sums import sum_of_squares
 
 __all__ = ["clip_scale"]
 

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array
 from qcomp.core.compressor import Compressor
-from qcomp.core.costs import Link
-from qcomp.core.exchange import CompressedMean, MeanState
 from qcomp.core.kernels import Blend
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.costs import Link
+from qcomp.core.mean.tensorwise import TensorwiseMean
+from qcomp.core.mean.topologies.choice import ETHERNET, Topology
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.average import Average, Means, Part
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.packing import ExactBelow, ExactPolicy, Tensor
-from qcomp.core.policies import CompressorPolicy
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.core.tensorwise import TensorwiseMean
-from qcomp.core.topologies import ETHERNET, Topology
-from qcomp.core.warning import warn_caller
 
 __all__ = ["CompressingOptimizer"]
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.topk import TopK
-from qcomp.core.ef21 import EF21Mean
+from qcomp.core.mean.ef21 import EF21Mean
+from qcomp.core.mean.topologies.choice import Topology
+from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
-from qcomp.core.topologies import Topology
 
 __all__ = ["EF21SGD"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from qcomp.core.warning import warn_caller
+from qcomp.core.reporting import warn_caller
 
 __all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "ask", "freeze_rule", "warn_if_early"]
 

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array
-from qcomp.core.checkpoint import NUMBER, plain
+from qcomp.core.checkpoint.format import NUMBER, plain
 from qcomp.core.kernels import Blend
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.sums import total
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import total
-from qcomp.core.warning import warn_caller
 
 __all__ = ["FrozenVarianceAdam"]
 

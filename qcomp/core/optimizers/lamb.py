@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qcomp.core.arrays import Array, divide, sqrt, to_compute_dtype
 from qcomp.core.kernels import StepNumbers
+from qcomp.core.numeric.arrays import Array, divide, sqrt, to_compute_dtype
+from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.tensors import update
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import sum_of_squares
 
 __all__ = ["Lamb", "direction", "require_bounds", "trust_key"]
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qcomp.core import primitives
-from qcomp.core.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import StepNumbers
+from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.average import Means
 from qcomp.core.optimizers.compression import CompressingOptimizer

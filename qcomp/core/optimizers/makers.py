@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from qcomp.core.checkpoint import MAKER, plain
+from qcomp.core.checkpoint.format import MAKER, plain
 from qcomp.core.optimizers.agreement import describe
-from qcomp.core.warning import warn_caller
+from qcomp.core.reporting import warn_caller
 
 __all__ = ["maker", "require_maker"]
 

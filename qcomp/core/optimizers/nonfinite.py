@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 
-from qcomp.core.arrays import LIMIT, Array, array_namespace, to_compute_dtype
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import gather_texts
+from qcomp.core.mean.stages import Stages
+from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, to_compute_dtype
 from qcomp.core.state import OptimizerState
-from qcomp.core.transport import Stages
 
 __all__ = ["name_gradients"]
 

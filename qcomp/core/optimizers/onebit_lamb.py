@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcomp.core.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import Blend
+from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
+from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
 from qcomp.core.optimizers.tensors import as_tensors, update
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import sum_of_squares
 
 __all__ = ["OneBitLamb"]
 

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcomp.core.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
-from qcomp.core.exchange import MeanState
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.topologies.choice import Topology
+from qcomp.core.numeric.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
-from qcomp.core.topologies import Topology
-from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["QSVRG"]
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qcomp.core.elastic import World, regroup
+from qcomp.core.checkpoint.reshard import World, regroup
 from qcomp.core.handshake import handshake
+from qcomp.core.mean.stages import Transport, drive
 from qcomp.core.state import OptimizerState
-from qcomp.core.transport import Transport, drive
 
 __all__ = ["resume"]
 

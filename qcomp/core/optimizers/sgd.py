@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qcomp.core.arrays import (
+from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     compute_dtype_name,

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
-from qcomp.core.arrays import Array, array_namespace, concat, divide, dtype_name, host_bytes, to_compute_dtype
-from qcomp.core.assembly import cut_like
-from qcomp.core.checkpoint import NUMBER
+from qcomp.core.checkpoint.format import NUMBER
+from qcomp.core.mean.assembly import cut_like
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    concat,
+    divide,
+    dtype_name,
+    host_bytes,
+    to_compute_dtype,
+)
+from qcomp.core.numeric.sums import total
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import total
 
 __all__ = ["VarianceWatch", "watch_entries", "without_watch"]
 

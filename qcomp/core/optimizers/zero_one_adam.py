@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.arrays import Array, to_compute_dtype
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.numeric.arrays import Array, to_compute_dtype
+from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
@@ -17,8 +19,6 @@ from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Sched
 from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
 from qcomp.core.state import OptimizerState
-from qcomp.core.sums import sum_of_squares, total
-from qcomp.core.transport import Stages, Transport, drive
 
 __all__ = ["ZeroOneAdam"]
 

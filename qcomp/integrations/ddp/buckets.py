@@ -12,15 +12,15 @@ import torch
 
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.comm.verbs import Verbs
-from qcomp.core.arrays import host_bytes
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.exchange import MeanState
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.mean.stages import AllGather, Stages, fuse
+from qcomp.core.mean.tensorwise import TensorwiseMean
+from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.state import OptimizerState
-from qcomp.core.tensorwise import TensorwiseMean
-from qcomp.core.transport import AllGather, Stages, fuse
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
 from qcomp.integrations.ddp.conveyor import Conveyor, Job
 from qcomp.integrations.ddp.parameters import AveragedParameters

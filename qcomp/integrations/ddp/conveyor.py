@@ -12,7 +12,7 @@ from typing import Any
 
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
-from qcomp.core.transport import Stages
+from qcomp.core.mean.stages import Stages
 
 __all__ = ["Conveyor", "Job"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qcomp.core.arrays import Array
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.optimizers.tensors import as_tensors

@@ -10,9 +10,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.compressor import Compressor
-from qcomp.core.packing import ExactBelow, ExactPolicy
-from qcomp.core.policies import CompressorPolicy
-from qcomp.core.topologies import Topology
+from qcomp.core.mean.topologies.choice import Topology
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep
 from qcomp.integrations.ddp.gradient_mean import GradientMean

@@ -9,8 +9,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from qcomp.comm.verbs import Verbs
-from qcomp.core.arrays import to_compute_dtype
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means

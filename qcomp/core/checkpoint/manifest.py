@@ -1,0 +1,137 @@
+"""What the ranks tell each other of saved dicts before they go on in another world."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, array_keys, plain, require_schema
+from qcomp.core.numeric.arrays import digest, dtype_name, itemsize
+from qcomp.core.reporting import name_ranks
+
+__all__ = ["Entry", "Manifest", "describe", "facts_of", "holders", "kind_of", "require_agreement"]
+
+
+def kind_of(key: str) -> str:
+    """Return the kind of array that has a key."""
+    return key.partition(".")[0]
+
+
+class Entry(NamedTuple):
+    """What the ranks tell each other of an array before they move it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    """Of the bytes; empty for what is a rank's own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+class Manifest(NamedTuple):
+    """What the ranks tell each other of a dict."""
+
+    scalars: dict[str, Any]
+    arrays: dict[str, Entry]
+
+    def of_kinds(self, *kinds: str) -> dict[str, Entry]:
+        """Return the arrays of these kinds."""
+        return {key: entry for key, entry in self.arrays.items() if kind_of(key) in kinds}
+
+    def but_kinds(self, *kinds: str) -> dict[str, Entry]:
+        """Return the arrays of all other kinds."""
+        return {key: entry for key, entry in self.arrays.items() if kind_of(key) not in kinds}
+
+
+def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
+    """Return the facts of the dicts that a rank has, or a text that says what is wrong with them.
+
+    ``accept`` raises for a dict that is not welcome.
+    """
+    facts = []
+    try:
+        for each in saved:
+            if not isinstance(each, Mapping):
+                return f"saved has a {type(each).__name__}; expected dicts from state_dict"
+            require_schema(each)
+            accept(each)
+            place = [int(plain(each[name])) for name in ("rank", "size", "step")]
+            facts.append([*place, str(plain(each["stage"]))])
+    except Exception as error:  # tell all ranks, so that none waits
+        return str(error)
+    return facts
+
+
+def holders(held: Sequence[Any]) -> list[int]:
+    """Return for each old rank the new rank that contributes its dict, from what every new rank has."""
+    problems = [f"on rank {rank}: {facts}" for rank, facts in enumerate(held) if isinstance(facts, str)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    dicts = [(new, *fact) for new, facts in enumerate(held) for fact in facts]
+    if not dicts:
+        raise ValueError("saved is empty on every rank; expected the dict of each old rank on some rank")
+    for each in dicts:
+        if each[2:] != dicts[0][2:]:
+            raise ValueError(f"the dicts are not of one job and step: {_told(dicts[0])}, but {_told(each)}")
+    old_size = dicts[0][2]
+    counts = Counter((new, old) for new, old, *_ in dicts)
+    twice = [
+        f"rank {new} passes that of old rank {old} {count} times"
+        for (new, old), count in counts.items()
+        if count > 1
+    ]
+    if twice:
+        raise ValueError(f"saved has a dict more than once: {'; '.join(twice)}")
+    missing = set(range(old_size)) - {old for _, old in counts}
+    if missing:
+        raise ValueError(
+            f"no rank passes the dict of old {name_ranks(missing)}; expected all {old_size}, each on some rank"
+        )
+    having = [[new for new, other in counts if other == old] for old in range(old_size)]
+    # A rank's own dict from itself, and where all have all of them, an equal share from each.
+    return [old % len(held) if old % len(held) in ranks else min(ranks) for old, ranks in enumerate(having)]
+
+
+def _told(fact: Sequence[Any]) -> str:
+    new, old, size, step, stage = fact
+    return f"rank {new} passes that of old rank {old} of {size} after step {step}, {stage}"
+
+
+def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
+    """Describe a dict: what must be the same in all dicts by value or digest, the rest by shape."""
+    scalars: dict[str, Any] = {key: float(plain(saved[key])) for key in saved if key.startswith(NUMBER)}
+    scalars |= {name: int(plain(saved[name])) for name in ("step", "skipped")}
+    scalars |= {MAKER: str(plain(saved[MAKER]))} if MAKER in saved else {}
+    scalars |= {
+        "stage": str(plain(saved["stage"])),
+        "history": [float(value) for value in plain(saved["history"])],
+    }
+    arrays = {}
+    for key in array_keys(saved):
+        value = saved[key]
+        own = kind_of(key) in (WORKER, SERVER, *own_kinds)
+        arrays[key] = Entry(tuple(value.shape), dtype_name(value.dtype), "" if own else digest(value))
+    return Manifest(scalars, arrays)
+
+
+def require_agreement(manifests: Sequence[Manifest]) -> None:
+    """Raise ValueError unless the dicts are the same in all that is not a rank's own."""
+    first = _shared(manifests[0])
+    for old, manifest in enumerate(manifests):
+        other = _shared(manifest)
+        # As texts, since NaN is not equal to itself.
+        differing = [key for key in sorted({*first, *other}) if repr(first.get(key)) != repr(other.get(key))]
+        if differing:
+            raise ValueError(
+                f"the dicts of old ranks 0 and {old} differ in {differing[:5]}, which must be the same on all ranks: "
+                "they are not of one job"
+            )
+
+
+def _shared(manifest: Manifest) -> dict[str, Any]:
+    """Return what must be the same in all dicts; the digests of a rank's own arrays are empty."""
+    scalars = {name: value for name, value in manifest.scalars.items() if name != "skipped"}
+    return {**scalars, **manifest.but_kinds(WORKER, SERVER)}

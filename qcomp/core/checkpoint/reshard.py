@@ -1,0 +1,324 @@
+"""A saved state that goes on in another world: other ranks than saved it, and not all of it on each of them."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qcomp.core.checkpoint.coverage import Part, coverage, is_within
+from qcomp.core.checkpoint.format import (
+    SCHEMA,
+    SERVER,
+    WORKER,
+    array_keys,
+    plain,
+    require_dtype,
+    require_fit,
+    require_keys,
+)
+from qcomp.core.checkpoint.manifest import (
+    Entry,
+    Manifest,
+    describe,
+    facts_of,
+    holders,
+    kind_of,
+    require_agreement,
+)
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.handshake import gather_texts
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages, join, joined_size, split
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    bytes_of,
+    concat,
+    device,
+    divide,
+    flush,
+    from_bytes_of,
+)
+from qcomp.core.reporting import warn_caller
+
+__all__ = ["World", "regroup"]
+
+Saved = Mapping[str, Any]
+
+
+class World(NamedTuple):
+    """Where a saved state is to go on."""
+
+    rank: int
+    size: int
+    own_kinds: Callable[[str], tuple[str, ...]]
+    """Returns the optimizer's kinds that are of one rank, in a stage."""
+    sizes: Mapping[str, int]
+    """Elements of each parameter, by name."""
+    template: Callable[[str], Mapping[str, Array]]
+    """Returns the arrays that this rank keeps when a stage begins, by key."""
+    like: Array
+    """Gives the library and the device of what is exchanged."""
+    accept: Callable[[Saved], None]
+    """Raises ValueError for a dict that something else than this optimizer has saved."""
+
+    def place(self, key: str) -> tuple[str, int]:
+        """Return the tensor that a residual is of, and where in it the residual starts."""
+        _, _, name = key.partition(".")
+        if name in self.sizes:
+            return name, 0
+        name, _, start = name.rpartition("@")
+        if name not in self.sizes or not start.isdecimal():
+            raise ValueError(f"the state has {key}; params has no such tensor: another model or optimizer")
+        return name, int(start)
+
+
+def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
+    """Return this rank's dict in a new world from the dicts of an old one, spread over the new ranks in any way.
+
+    In a world like the old one every rank gets the dict of its own number, as it was. In any other, every worker
+    residual becomes mean_i e_i + e_s of the old world, the server residuals become zero, the optimizer's own kinds
+    become their means, and the rest, which must be the same in all dicts, stays. Where a server is no worker, which is
+    so around a ring, its residual becomes the Nth part of that: what its own would have had in the mean.
+
+    Parameters
+    ----------
+    saved : sequence of mappings
+        The dicts that this rank has, of any old ranks; all ranks together must have all of them. Several ranks may have
+        copies of a dict; one of them is used.
+    world : World
+
+    Raises
+    ------
+    ValueError
+        On every rank alike, if dicts are missing, given twice, or do not belong together.
+
+    Warns
+    -----
+    UserWarning
+        If the world is another one.
+
+    Notes
+    -----
+    The mean over the new ranks is what the old total was, so what was lost is still fed back: the sum identity of
+    `CompressedMean` goes on. Sends the facts of each dict as text, 2 (N - 1) / N * 32 bits an element of what is
+    averaged and, if a rank has no dict to contribute, what is the same in all dicts from one rank to all.
+    """
+    texts = yield from gather_texts(json.dumps(facts_of(saved, world.accept)), world.size, world.like)
+    old_holders = holders([json.loads(text) for text in texts])
+    has = {int(plain(each["rank"])): each for each in saved}
+    mine = {old: has[old] for old, holder in enumerate(old_holders) if holder == world.rank}
+
+    described = {
+        old: describe(each, world.own_kinds(str(plain(each["stage"])))) for old, each in mine.items()
+    }
+    texts = yield from gather_texts(json.dumps(described), world.size, world.like)
+    found = {int(old): facts for text in texts for old, facts in json.loads(text).items()}
+    manifests = [
+        Manifest(scalars, {key: Entry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
+        for _, (scalars, arrays) in sorted(found.items())
+    ]
+    require_agreement(manifests)
+    template = world.template(manifests[0].scalars["stage"])
+    fits = len(manifests) == world.size and _fits(manifests[world.rank], template)
+    texts = yield from gather_texts(json.dumps(fits), world.size, world.like)
+    if all(json.loads(text) for text in texts):
+        arrays = yield from _hand_over(mine, old_holders, manifests, world)
+    else:
+        arrays = yield from _merge(mine, old_holders, manifests, template, world)
+        manifests = [_with_all_skips(manifests)] * world.size
+    scalars = manifests[world.rank].scalars
+    return {"schema": SCHEMA, **scalars, "rank": world.rank, "size": world.size, **arrays}
+
+
+def _with_all_skips(manifests: Sequence[Manifest]) -> Manifest:
+    """Return what the dicts say together: an optimizer may let a rank alone skip a step."""
+    skipped = max(manifest.scalars["skipped"] for manifest in manifests)
+    return manifests[0]._replace(scalars={**manifests[0].scalars, "skipped": skipped})
+
+
+def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
+    """Return whether a dict has exactly the arrays of a rank of this world."""
+    return {key: entry.shape for key, entry in manifest.arrays.items()} == {
+        key: tuple(like.shape) for key, like in template.items()
+    }
+
+
+def _hand_over(
+    mine: Mapping[int, Saved], by: Sequence[int], manifests: Sequence[Manifest], world: World
+) -> Stages[dict[str, Array]]:
+    """Return the arrays of the dict of this rank's number, which another rank may have."""
+    if by == list(range(world.size)):
+        return {key: mine[world.rank][key] for key in manifests[world.rank].arrays}
+    messages = {
+        old: join([_bytes(each[key], world) for key in manifests[old].arrays] or [_nothing(world)])
+        for old, each in mine.items()
+    }
+    sizes = [entry.nbytes for entry in manifests[world.rank].arrays.values()]
+    receive = [joined_size(sizes) if rank == by[world.rank] else 0 for rank in range(world.size)]
+    send = tuple(messages.get(rank, _nothing(world)) for rank in range(world.size))
+    arrived = yield AllToAll(send, tuple(receive))
+    buffers = split(arrived[by[world.rank]], sizes)
+    entries = manifests[world.rank].arrays.items()
+    return {key: _read(buffer, entry) for buffer, (key, entry) in zip(buffers, entries, strict=True)}
+
+
+def _merge(
+    mine: Mapping[int, Saved],
+    by: Sequence[int],
+    manifests: Sequence[Manifest],
+    template: Mapping[str, Array],
+    world: World,
+) -> Stages[dict[str, Array]]:
+    """Return what this rank begins with in a world that is another one."""
+    own_kinds = world.own_kinds(manifests[0].scalars["stage"])
+    covered = _require_mergeable(manifests, template, world)
+    warn_caller(
+        f"a state of {len(manifests)} ranks goes on with {world.size}, or with other chunks: every rank begins with "
+        "the total of the residuals, so nothing that compression owes is lost, but no run without a stop is the same"
+    )
+    arrays = {}
+    for key, entry in manifests[0].but_kinds(WORKER, SERVER, *own_kinds).items():
+        if len(set(by)) == world.size:  # all have it, and it is the same
+            arrays[key] = mine[min(mine)][key]
+        else:
+            send = _bytes(mine[0][key], world) if world.rank == by[0] else _nothing(world)
+            sizes = [0] * world.size
+            sizes[by[0]] = entry.nbytes
+            arrived = yield AllGather(send, tuple(sizes))
+            arrays[key] = _read(arrived[by[0]], entry)
+
+    shares = {
+        f"{WORKER}.{name}": _share(mine, name, count, template, world) for name, count in covered.items()
+    }
+    for key in manifests[0].of_kinds(*own_kinds):
+        own = [_flat(each[key], world) for each in mine.values()]
+        zero = array_namespace(template[key]).zeros_like(_flat(template[key], world))
+        shares[key] = sum(own, zero) * (world.size / len(manifests))
+    totals = yield from _averaged(shares, world)
+    workers: dict[str, list[Part]] = {}
+    for key, like in template.items():
+        if kind_of(key) == WORKER:
+            name, start = world.place(key)
+            workers.setdefault(name, []).append((start, start + like.shape[0]))
+
+    for key, like in template.items():
+        if kind_of(key) == WORKER:
+            name, start = world.place(key)
+            total = totals.get(f"{WORKER}.{name}")  # None where the old world owed nothing
+            arrays[key] = like if total is None else total[start : start + like.shape[0]]
+        elif kind_of(key) == SERVER:
+            name, start = world.place(key)
+            total, part = totals.get(f"{WORKER}.{name}"), (start, start + like.shape[0])
+            if total is None or is_within(part, workers[name]):
+                arrays[key] = like
+            else:
+                arrays[key] = flush(divide(total[start : part[1]], world.size))
+        elif kind_of(key) in own_kinds:
+            arrays[key] = array_namespace(like).reshape(totals[key], like.shape)
+    return arrays
+
+
+def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Array]]:
+    """Return the exact means over the new ranks."""
+    filled = {key: share for key, share in shares.items() if share.shape[0]}
+    if not filled:
+        return {**shares}
+    exact = CompressedMean(Identity(), feedback=False)
+    nothing = MeanState(world.rank, world.size, (), ())
+    means, _ = yield from exact.stages(list(filled.values()), nothing, donate=True)
+    return {**shares, **dict(zip(filled, means, strict=True))}
+
+
+def _require_mergeable(
+    manifests: Sequence[Manifest], template: Mapping[str, Array], world: World
+) -> dict[str, int]:
+    """Return over how many old ranks the worker residuals of a tensor are averaged, by the names of the tensors.
+
+    Those that have a residual of an element, of whatever kind: the server of a chunk may be no worker for it.
+
+    Raises
+    ------
+    ValueError
+        If the dicts are of another model or optimizer.
+    """
+    alike = manifests[0].but_kinds(WORKER, SERVER)
+    expected = {key: like for key, like in template.items() if kind_of(key) not in (WORKER, SERVER)}
+    require_keys(alike, expected)
+    for key, like in expected.items():
+        require_fit(alike[key].shape, alike[key].dtype, like, key)
+    likes = {world.place(key)[0]: like for key, like in template.items() if kind_of(key) == WORKER}
+    held = [manifest.of_kinds(WORKER, SERVER) for manifest in manifests]
+    if not any(held):  # nothing was compressed, or nothing fed back
+        return {}
+    if not likes:
+        raise ValueError(
+            f"the states have residuals, as {min(held[0] or held[-1])}, and this world keeps none: it has one node "
+            "or feedback=False; expected a world that feeds back what they owe, such as topology='two_phase'"
+        )
+    taking_part: dict[str, list[Part]] = {}
+    served: dict[str, list[Part]] = {}
+    for entries in held:
+        tensors = {world.place(key)[0] for key in entries if kind_of(key) == WORKER}
+        require_keys((f"{WORKER}.{name}" for name in tensors), (f"{WORKER}.{name}" for name in likes))
+        own: dict[str, dict[str, list[Part]]] = {WORKER: {}, SERVER: {}}
+        for key, entry in entries.items():
+            name, start = world.place(key)
+            if name not in likes:
+                raise ValueError(f"the state has {key}, which stays exact here: another model or optimizer")
+            require_dtype(entry.dtype, likes[name], key)
+            own[kind_of(key)].setdefault(name, []).append((start, start + math.prod(entry.shape)))
+        for name, parts in own[WORKER].items():
+            alone = [part for part in own[SERVER].get(name, []) if not is_within(part, parts)]
+            taking_part.setdefault(name, []).extend([*parts, *alone])
+        for name, parts in own[SERVER].items():
+            served.setdefault(name, []).extend(parts)
+    for name, parts in served.items():
+        coverage(parts, world.sizes[name], f"{SERVER}.{name}")
+    return {
+        name: coverage(parts, world.sizes[name], f"{WORKER}.{name}") for name, parts in taking_part.items()
+    }
+
+
+def _share(
+    mine: Mapping[int, Saved], name: str, count: int, template: Mapping[str, Array], world: World
+) -> Array:
+    """Return what this rank's dicts add to the total residual of a tensor, times the number of ranks."""
+    like = next(x for key, x in template.items() if kind_of(key) == WORKER and world.place(key)[0] == name)
+    xp, length = array_namespace(like), world.sizes[name]
+    share = xp.zeros((length,), dtype=like.dtype, device=device(like))
+    for each in mine.values():
+        for kind, weight in ((WORKER, world.size / count), (SERVER, float(world.size))):
+            parts = {
+                world.place(key)[1]: _flat(each[key], world)
+                for key in array_keys(each)
+                if kind_of(key) == kind and world.place(key)[0] == name
+            }
+            pieces, end = [], 0
+            for start, part in sorted(parts.items(), key=lambda item: item[0]):
+                pieces += [xp.zeros((start - end,), dtype=like.dtype, device=device(like)), weight * part]
+                end = start + part.shape[0]
+            rest = xp.zeros((length - end,), dtype=like.dtype, device=device(like))
+            share = share + concat([*pieces, rest])
+    return share
+
+
+def _flat(x: Any, world: World) -> Array:
+    xp = array_namespace(world.like)
+    return xp.reshape(xp.asarray(x, device=device(world.like)), (-1,))
+
+
+def _bytes(x: Any, world: World) -> Array:
+    return bytes_of(_flat(x, world)) if math.prod(x.shape) else _nothing(world)
+
+
+def _read(data: Array, entry: Entry) -> Array:
+    xp = array_namespace(data)
+    if not entry.nbytes:
+        return xp.zeros(entry.shape, dtype=getattr(xp, entry.dtype), device=device(data))
+    return xp.reshape(from_bytes_of(data, entry.dtype), entry.shape)
+
+
+def _nothing(world: World) -> Array:
+    xp = array_namespace(world.like)
+    return xp.zeros((0,), dtype=xp.uint8, device=device(world.like))

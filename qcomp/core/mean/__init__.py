@@ -1,0 +1,1 @@
+"""The compressed mean over ranks."""

@@ -1,0 +1,112 @@
+"""How the tensors of a compressed mean are cut into one chunk for every rank: pure integers."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from qcomp.core.numeric.buckets import bucket_count
+
+__all__ = ["Chunks", "Cutter", "Segment", "cut", "cut_each", "keep"]
+
+
+class Segment(NamedTuple):
+    """A run of whole buckets of one tensor within one chunk."""
+
+    tensor: int
+    """Index of the tensor."""
+    start: int
+    """First element within the tensor."""
+    stop: int
+    """Element after the last."""
+    bucket: int
+    """Number of the first bucket, such that no two tensors share the draws of a bucket."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+Chunks = tuple[tuple[Segment, ...], ...]
+"""The segments of each chunk, in the order of the tensors."""
+Cutter = Callable[[Sequence[int], Sequence[int], int], Chunks]
+"""What `cut` is: from the sizes of tensors, their bucket sizes and the number of chunks."""
+
+
+def cut(sizes: Sequence[int], bucket_size: int | Sequence[int], count: int) -> Chunks:
+    """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
+
+    A bucket never crosses a tensor's boundary; the last chunks are shorter or empty where it does not divide. The
+    tensors have buckets of one size, or each of its own; buckets are numbered in the elements before them then, where a
+    bucket counts as a power of two: a compressor may fill it up to that, and draw for what it fills in.
+
+    Examples
+    --------
+    >>> cut([20, 8], 8, 2)
+    ((Segment(tensor=0, start=0, stop=16, bucket=0),), (Segment(tensor=0, start=16, stop=20, bucket=2), \
+Segment(tensor=1, start=0, stop=8, bucket=3)))
+    """
+    lengths = (bucket_size,) * len(sizes) if isinstance(bucket_size, int) else tuple(bucket_size)
+    return _cut(tuple(sizes), lengths, count)
+
+
+@lru_cache(maxsize=4096)  # a step cuts the same tensors as the step before
+def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> Chunks:
+    counts = [bucket_count(size, length) for size, length in zip(sizes, lengths, strict=True)]
+    per_chunk = max(1, -(-sum(counts) // count))
+    chunks: list[list[Segment]] = [[] for _ in range(count)]
+    before = elements = 0  # whole buckets, and the elements that they stand for
+    for tensor, (size, length, buckets) in enumerate(zip(sizes, lengths, counts, strict=True)):
+        drawn = 1 << (length - 1).bit_length()
+        first = -(-elements // drawn)
+        elements = (first + buckets) * drawn
+        done = 0
+        while done < buckets:
+            chunk, within = divmod(before, per_chunk)
+            taken = min(buckets - done, per_chunk - within)
+            stop = min(size, (done + taken) * length)
+            chunks[chunk].append(Segment(tensor, done * length, stop, first + done))
+            done += taken
+            before += taken
+    return tuple(tuple(chunk) for chunk in chunks)
+
+
+def cut_each(
+    sizes: Sequence[int], bucket_sizes: Sequence[int], count: int, *, numbers: Sequence[int]
+) -> Chunks:
+    """Cut every tensor by itself into ``count`` chunks, as `cut` would if there were no other.
+
+    ``numbers`` has the number of the first bucket of each tensor.
+
+    Examples
+    --------
+    >>> cut_each([20, 8], [8, 8], 2, numbers=[0, 3])
+    ((Segment(tensor=0, start=0, stop=16, bucket=0), Segment(tensor=1, start=0, stop=8, bucket=3)), \
+(Segment(tensor=0, start=16, stop=20, bucket=2),))
+    """
+    return _cut_each(tuple(sizes), tuple(bucket_sizes), count, tuple(numbers))
+
+
+@lru_cache(maxsize=4096)
+def _cut_each(
+    sizes: tuple[int, ...], lengths: tuple[int, ...], count: int, numbers: tuple[int, ...]
+) -> Chunks:
+    chunks: list[list[Segment]] = [[] for _ in range(count)]
+    for tensor, (size, length, number) in enumerate(zip(sizes, lengths, numbers, strict=True)):
+        for chunk, own in zip(chunks, cut([size], length, count), strict=True):
+            chunk += [s._replace(tensor=tensor, bucket=number + s.bucket) for s in own]
+    return tuple(map(tuple, chunks))
+
+
+def keep(chunks: Sequence[Sequence[Segment]], tensors: Sequence[int]) -> Chunks:
+    """Return what is of some tensors in each chunk; these are numbered anew, in their order here.
+
+    Examples
+    --------
+    >>> keep(cut([8, 20], 8, 2), [1])
+    ((Segment(tensor=0, start=0, stop=8, bucket=1),), (Segment(tensor=0, start=8, stop=20, bucket=2),))
+    """
+    number = {tensor: index for index, tensor in enumerate(tensors)}
+    return tuple(
+        tuple(s._replace(tensor=number[s.tensor]) for s in chunk if s.tensor in number) for chunk in chunks
+    )

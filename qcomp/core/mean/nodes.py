@@ -1,0 +1,113 @@
+"""Which ranks share a node: pure integers, and the one exchange in which the ranks learn it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+from qcomp.core.mean.stages import Transport
+from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
+from qcomp.core.reporting import name_ranks
+
+__all__ = ["Nodes", "learn_nodes"]
+
+_DIGEST_BYTES = 16
+_UNNAMED = bytes(_DIGEST_BYTES)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a world of ranks.
+
+    Parameters
+    ----------
+    of_rank : tuple of int
+        The node of each rank, numbered from 0 without a gap.
+
+    Examples
+    --------
+    >>> nodes = Nodes((0, 1, 0, 1, 1))
+    >>> nodes.members
+    ((0, 2), (1, 3, 4))
+    >>> nodes.lanes, nodes.lane(3), nodes.lane(4), nodes.team(1)
+    (2, 1, None, (2, 3))
+    """
+
+    of_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if set(self.of_rank) != set(range(self.count)) or not self.of_rank:
+            raise ValueError(
+                f"nodes is {self.of_rank}; expected a node for each rank, numbered from 0 without a gap"
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return len(set(self.of_rank))
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, in order."""
+        return tuple(
+            tuple(rank for rank, node in enumerate(self.of_rank) if node == own) for own in range(self.count)
+        )
+
+    @property
+    def lanes(self) -> int:
+        """Number of ranks of the smallest node: so many can work side by side in every node."""
+        return min(map(len, self.members))
+
+    def lane(self, rank: int) -> int | None:
+        """Return the number of a rank within its node; None for one that the smallest node has no partner for."""
+        number = self.members[self.of_rank[rank]].index(rank)
+        return number if number < self.lanes else None
+
+    def team(self, lane: int) -> tuple[int, ...]:
+        """Return the ranks of a lane: one of each node, in the order of the nodes."""
+        return tuple(members[lane] for members in self.members)
+
+
+def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical") -> tuple[int, ...]:
+    """Return the node of each rank, the same on all ranks: ranks whose communicator names the same host share one.
+
+    Sends 16 bytes to every other rank. Nodes are numbered in the order of their first ranks.
+
+    Parameters
+    ----------
+    comm : Communicator
+        With an attribute ``host``, the name of the machine.
+    like : array
+        Gives the library and the device of the buffers that are exchanged.
+    topology : str
+        What asks for nodes, for the text of the error.
+
+    Raises
+    ------
+    TypeError
+        On every rank, if the communicator of any rank has no ``host``.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> x = np.zeros(1)
+    >>> qcomp.comm.run_local(3, lambda comm: learn_nodes(comm, like=x), hosts=["a", "b", "a"])
+    [(0, 1, 0), (0, 1, 0), (0, 1, 0)]
+    """
+    host = getattr(comm, "host", None)
+    digest = sha256(host.encode()).digest()[:_DIGEST_BYTES] if isinstance(host, str) else _UNNAMED
+    xp = array_namespace(like)
+    message = xp.asarray(list(digest), dtype=xp.uint8, device=device(like))
+    digests = [host_bytes(part) for part in comm.all_gather(message, [_DIGEST_BYTES] * comm.size)]
+    unnamed = [rank for rank, found in enumerate(digests) if found == _UNNAMED]
+    if unnamed:
+        raise TypeError(
+            f"comm has no attribute host on {name_ranks(unnamed)}; topology={topology!r} expects the name of the "
+            "machine there, to tell which ranks share a node"
+        )
+    return _numbered(digests)
+
+
+def _numbered(names: Sequence[bytes]) -> tuple[int, ...]:
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)

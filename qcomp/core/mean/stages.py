@@ -1,0 +1,252 @@
+"""What a pure stage asks of the outside world, and the loop that answers it over a communicator."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, overload
+
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, device
+
+__all__ = [
+    "AllGather",
+    "AllToAll",
+    "Exchange",
+    "Stages",
+    "Transport",
+    "drive",
+    "fuse",
+    "join",
+    "pipeline",
+    "split",
+]
+
+Result = TypeVar("Result")
+
+_ALIGNMENT = 8
+"""Every buffer within a message starts at a multiple of this, so that any dtype can be read in place."""
+
+
+class AllToAll(NamedTuple):
+    """Buffer r goes to rank r; ``receive[r]`` bytes come from rank r."""
+
+    send: tuple[Array, ...]
+    receive: tuple[int, ...]
+    later: bool = False
+    """Whether the computation has more to start before it looks at what arrives, see `pipeline`."""
+
+
+class AllGather(NamedTuple):
+    """One buffer goes to every rank; ``receive[r]`` bytes come from rank r."""
+
+    send: Array
+    receive: tuple[int, ...]
+    later: bool = False
+    """As for `AllToAll`."""
+
+
+Exchange = AllToAll | AllGather
+Stages = Generator[Exchange, Sequence[Array], Result]
+"""A computation in stages: it yields what must be exchanged, and is sent one uint8 buffer from each rank."""
+
+
+class Transport(Protocol):
+    """The part of a communicator that the core needs; see `qcomp.comm.Communicator`."""
+
+    @property
+    def rank(self) -> int:
+        """Number of the process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+        """Send ``send[r]`` to rank r; return what each rank sent here."""
+        ...
+
+    def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
+        """Send ``send`` to every rank; return what each rank sent."""
+        ...
+
+
+class _Pending(Protocol):
+    def wait(self) -> list[Array]: ...
+
+
+class _Arriving(Sequence[Array]):
+    """What each rank sends here: whoever looks at it waits for it."""
+
+    def __init__(self, pending: _Pending) -> None:
+        self._pending: _Pending | None = pending
+        self._received: list[Array] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody has looked at it."""
+        return self._pending is None
+
+    def wait(self) -> list[Array]:
+        """Return the buffers; if the exchange fails, this raises once, and the communicator is closed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._received = pending.wait()
+        return self._received
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array:
+        return self.wait()[index]
+
+    def __len__(self) -> int:
+        return len(self.wait())
+
+
+def drive(stages: "Stages[Result]", comm: Transport) -> Result:
+    """Run a computation in stages to its end over a communicator and return its result.
+
+    What a computation says that it looks at later is started, if the communicator has a ``start``; everything else, and
+    everything over other communicators, is over before the computation goes on.
+    """
+    arrived: Sequence[Array] | None = None
+    under_way: list[_Arriving] = []
+    try:
+        while True:
+            try:
+                request = next(stages) if arrived is None else stages.send(arrived)
+            except StopIteration as stop:
+                result: Result = stop.value
+                break
+            under_way = [exchange for exchange in under_way if not exchange.is_over]
+            arrived = _answer(request, comm)
+            if isinstance(arrived, _Arriving):
+                under_way.append(arrived)
+        for exchange in under_way:
+            exchange.wait()
+    except Exception:
+        # All ranks have started the same exchanges, or will yet: complete ones leave the communicator as it was.
+        for exchange in under_way:
+            with contextlib.suppress(CommunicatorError):
+                exchange.wait()
+        raise
+    return result
+
+
+def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
+    start = getattr(comm, "start", None) if request.later else None
+    if start is not None:
+        return _Arriving(start(request))
+    if isinstance(request, AllToAll):
+        return comm.all_to_all(request.send, request.receive)
+    return comm.all_gather(request.send, request.receive)
+
+
+def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
+    """Run several computations in turns, each with exchanges of its own, which may go on while the others compute.
+
+    Each computes up to its next exchange, in order, then each goes on with what has arrived for it, and so on. So all
+    ranks start all exchanges in the same order, whatever the time that they take. They may have different kinds and
+    numbers of exchanges, the same on all ranks. If one raises, the others are given up.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> def sum_of(x, comm):
+    ...     arrived = yield AllGather(np.asarray([x], dtype=np.uint8), (1,) * comm.size)
+    ...     return sum(int(part[0]) for part in arrived)
+    >>> def rank_main(comm):
+    ...     return drive(pipeline([sum_of(comm.rank, comm), sum_of(10, comm)]), comm)
+    >>> qcomp.comm.run_local(2, rank_main)
+    [[1, 20], [1, 20]]
+    """
+    if len(computations) == 1:
+        return [(yield from computations[0])]
+    results: dict[int, Result] = {}
+    arrived: dict[int, Sequence[Array] | None] = dict.fromkeys(range(len(computations)))
+    while arrived:
+        answers: dict[int, Sequence[Array] | None] = {}
+        for index, buffers in arrived.items():
+            stages = computations[index]
+            try:
+                request = next(stages) if buffers is None else stages.send(buffers)
+            except StopIteration as stop:
+                results[index] = stop.value
+            else:
+                answers[index] = yield request._replace(later=True)
+        arrived = answers
+    return [results[index] for index in range(len(computations))]
+
+
+def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
+    """Run several computations side by side, with one message a peer and stage for all of them.
+
+    They may have different kinds and numbers of exchanges, the same on all ranks.
+    """
+    results: dict[int, Result] = {}
+    arrived: dict[int, Sequence[Array] | None] = dict.fromkeys(range(len(computations)))
+    while True:
+        requests: dict[int, Exchange] = {}
+        for index, buffers in arrived.items():
+            stages = computations[index]
+            try:
+                requests[index] = next(stages) if buffers is None else stages.send(buffers)
+            except StopIteration as stop:
+                results[index] = stop.value
+        if not requests:
+            return [results[index] for index in range(len(computations))]
+        received = yield _merge(list(requests.values()))
+        parts: dict[int, list[Array]] = {index: [] for index in requests}
+        for rank, message in enumerate(received):
+            sizes = [request.receive[rank] for request in requests.values()]
+            for index, buffer in zip(requests, split(message, sizes), strict=True):
+                parts[index].append(buffer)
+        arrived = {**parts}
+
+
+def _merge(requests: list[Exchange]) -> Exchange:
+    """Return one exchange with the buffers of several."""
+    if len(requests) == 1:
+        return requests[0]
+    ranks = range(len(requests[0].receive))
+    receive = tuple(joined_size([request.receive[rank] for request in requests]) for rank in ranks)
+    to_all = [request.send for request in requests if isinstance(request, AllGather)]
+    if len(to_all) == len(requests):
+        return AllGather(join(to_all), receive)
+
+    def share(request: Exchange, rank: int) -> Array:
+        return request.send[rank] if isinstance(request, AllToAll) else request.send
+
+    return AllToAll(tuple(join([share(request, rank) for request in requests]) for rank in ranks), receive)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def joined_size(sizes: Sequence[int]) -> int:
+    """Return the bytes of a message of buffers of these sizes."""
+    return sum(map(_aligned, sizes))
+
+
+def join(buffers: Sequence[Array]) -> Array:
+    """Join one or more uint8 buffers into one message, each padded with zeros to a multiple of 8 bytes."""
+    xp = array_namespace(*buffers)
+    parts = []
+    for buffer in buffers:
+        parts.append(buffer)
+        padding = _aligned(buffer.shape[0]) - buffer.shape[0]
+        if padding:
+            parts.append(xp.zeros((padding,), dtype=xp.uint8, device=device(buffer)))
+    return concat(parts)
+
+
+def split(message: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return the buffers of a message, the inverse of `join`."""
+    buffers, start = [], 0
+    for size in sizes:
+        buffers.append(message[start : start + size])
+        start += _aligned(size)
+    return buffers

@@ -1,0 +1,87 @@
+"""The compressed mean of each of several tensors by itself, so that any of them can be exchanged together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from qcomp.core.mean.chunks import Cutter, cut, cut_each
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.running import Running, Terms
+from qcomp.core.numeric.arrays import Array
+
+__all__ = ["TensorwiseMean"]
+
+
+@dataclass(frozen=True)
+class TensorwiseMean(CompressedMean):
+    """A `CompressedMean` that cuts every tensor into chunks for the ranks by itself.
+
+    The residuals of a tensor, and the mean of it, are then the same whatever it is exchanged together with. That is
+    what it takes to exchange tensors in groups which are not the same in every step, as a backward pass
+    brings them.
+
+    Parameters
+    ----------
+    compressor, topology, feedback, link
+        See `CompressedMean`.
+    numbers : sequence of int
+        For compressors that draw, the number of the first bucket of each tensor, see `bucket_numbers`; by default
+        that of a model which consists of these tensors.
+
+    Notes
+    -----
+    The means are those of a `CompressedMean` of all tensors, bit for bit: a bucket is compressed alike in whichever
+    chunk it is. What differs is which rank is the server of which bucket, and so whose draws it gets where compressors
+    draw, and in a ring the order of its sums.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> mean = TensorwiseMean(qcomp.ScaledSign(bucket_size=8))
+    >>> x = [np.full(16, 3.0, dtype=np.float32), np.full(8, 5.0, dtype=np.float32)]
+    >>> first, second = mean.split(mean.init(x, qcomp.comm.LocalCommunicator.alone()), 2)
+    >>> first.shapes, second.shapes
+    (((16,),), ((8,),))
+    """
+
+    numbers: Sequence[int] = ()
+
+    def bucket_numbers(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the number of the first bucket of each tensor of a model of these shapes."""
+        lengths = [c.traits.bucket_size for c in self.compressors_of(shapes)]
+        (whole,) = cut([math.prod(shape) for shape in shapes], lengths, 1)
+        first = {segment.tensor: segment.bucket for segment in whole}
+        return tuple(first.get(i, 0) for i in range(len(shapes)))
+
+    def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:
+        """Return what cuts tensors of these shapes into chunks: each by itself."""
+        return partial(cut_each, numbers=self.numbers or self.bucket_numbers(shapes))
+
+    def split(self, state: MeanState, count: int) -> list[MeanState]:
+        """Return the state of each of so many tensors."""
+        if not state.worker:
+            return [state] * count
+        kept = self.parts(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes)
+        of_tensor: list[tuple[list[Array], list[Array]]] = [([], []) for _ in state.shapes]
+        for kind, (residuals, segments) in enumerate(zip((state.worker, state.server), kept, strict=True)):
+            for residual, segment in zip(residuals, segments, strict=True):
+                of_tensor[segment.tensor][kind].append(residual)
+        return [
+            state._replace(worker=tuple(worker), server=tuple(server), shapes=(shape,))
+            for (worker, server), shape in zip(of_tensor, state.shapes, strict=True)
+        ]
+
+    @staticmethod
+    def join(states: Sequence[MeanState]) -> MeanState:
+        """Return the state of tensors of which these are the states, the inverse of `split`."""
+        return states[0]._replace(
+            worker=tuple(e for state in states for e in state.worker),
+            server=tuple(e for state in states for e in state.server),
+            shapes=tuple(shape for state in states for shape in state.shapes),
+        )
+
+    def start(self, x: Any, state: MeanState, terms: Terms) -> Running:
+        """Return the one round of this mean; see `CompressedMean.start`."""
+        return super().start(x, state, terms._replace(at_once=True))

@@ -1,0 +1,1 @@
+"""Numbers and arrays for every library: one namespace, one random stream, the same bytes."""

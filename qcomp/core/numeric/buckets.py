@@ -1,0 +1,90 @@
+"""How a vector is cut into buckets: pure integers, and the two-dimensional view of the elements.
+
+A bucket is a run of elements with one scale. All buckets of a vector have ``bucket_size`` elements but the
+last, the tail, whose *length* is the smallest power of two, at least 8, that holds what is left. The
+difference between a tail's length and its count is padding: it is on the wire as zero bits and never enters
+a scale, a norm or a residual. A compressor whose buckets have other sizes than powers of two has a rule of its own
+for the length, and then padding in every bucket.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, device
+
+__all__ = ["Block", "blocks", "bucket_count", "join_blocks", "padded_size", "validate_bucket_size"]
+
+
+class Block(NamedTuple):
+    """A run of buckets of equal length: the full buckets of a vector, or its tail."""
+
+    start: int
+    """Index of the first element."""
+    rows: int
+    """Number of buckets."""
+    length: int
+    """Elements of a bucket, padding included."""
+    filled: int
+    """Elements of a bucket without padding: ``length``, except in the tail, where sizes are powers of two."""
+    first_bucket: int
+    """Index of the first bucket."""
+
+    def read(self, x: Array) -> Array:
+        """Return this block of a flat vector as an array of shape (rows, length), zeros as padding."""
+        xp = array_namespace(x)
+        rows = xp.reshape(x[self.start : self.start + self.rows * self.filled], (self.rows, self.filled))
+        if self.filled < self.length:
+            padding = xp.zeros((self.rows, self.length - self.filled), dtype=x.dtype, device=device(x))
+            rows = xp.concat([rows, padding], axis=1)
+        return rows
+
+    def flat(self, rows: Array) -> Array:
+        """Return the elements of an array of shape (rows, length) without the padding, the inverse of `read`."""
+        return array_namespace(rows).reshape(rows[:, : self.filled], (-1,))
+
+
+def validate_bucket_size(bucket_size: int) -> None:
+    """Raise ValueError unless the size is a power of two from 8 to 2**20."""
+    if (
+        type(bucket_size) is not int
+        or bucket_size < 8
+        or bucket_size > 1 << 20
+        or bucket_size & (bucket_size - 1)
+    ):
+        raise ValueError(f"bucket_size is {bucket_size!r}; expected a power of two from 8 to {1 << 20}")
+
+
+def bucket_count(size: int, bucket_size: int) -> int:
+    """Return the number of buckets of a vector of ``size`` elements."""
+    return -(-size // bucket_size)
+
+
+def tail_length(count: int) -> int:
+    """Return the length of a bucket of ``count`` elements: the smallest power of two from 8 that holds them."""
+    return max(8, 1 << (count - 1).bit_length())
+
+
+@lru_cache(1024)  # asked for by every call of a kernel
+def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> int:
+    """Return the number of elements with all padding."""
+    return sum(block.rows * block.length for block in blocks(size, bucket_size, length_of))
+
+
+def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> Iterator[Block]:
+    """Yield the full buckets as one block, then the tail as another, each only where there is one.
+
+    ``length_of`` gives the length of a bucket of so many elements.
+    """
+    full, rest = divmod(size, bucket_size)
+    if full:
+        yield Block(0, full, length_of(bucket_size), bucket_size, 0)
+    if rest:
+        yield Block(full * bucket_size, 1, length_of(rest), rest, full)
+
+
+def join_blocks(parts: Sequence[Array], *, dtype: Any, like: Array) -> Array:
+    """Concatenate the flat results of the blocks of one vector, of which an empty vector has none."""
+    if parts:
+        return concat(list(parts))
+    return array_namespace(like).zeros((0,), dtype=dtype, device=device(like))

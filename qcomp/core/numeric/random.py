@@ -1,0 +1,255 @@
+"""Counter-based random draws: Philox4x32-10 (Salmon et al., SC'11), and the keys that name every draw.
+
+A draw is a function of (seed, step, tensor, rank, hop, element) and of nothing else: no state, no order of
+evaluation, the same on every library and device.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from numbers import Integral
+from typing import Any, NamedTuple, Self
+
+from array_api_compat import is_array_api_obj
+
+from qcomp.core.numeric.arrays import Array, array_namespace, device
+from qcomp.core.numeric.buckets import Block
+
+__all__ = ["SHARED_RANK", "Key", "draws16", "draws_are_replaced", "philox4x32", "replace_draws"]
+
+SHARED_RANK = 0xFFFFFFFF
+"""The rank of randomness that all ranks share."""
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK32 = 0xFFFFFFFF
+_ROUNDING = 0
+"""Counter word that separates the draws for rounding from those for other purposes."""
+
+
+class _KeyParts(NamedTuple):
+    seed: Any = 0
+    step: Any = 0
+    tensor: Any = 0
+    rank: Any = 0
+    hop: Any = 0
+    bucket: Any = 0
+
+
+_ENDS = (1 << 64, 1 << 64, 1 << 32, 1 << 32, 1 << 32, 1 << 32)
+"""What the parts of a key stay below."""
+
+
+class Key(_KeyParts):
+    """The name of a stream of random draws.
+
+    Parameters
+    ----------
+    seed : int
+        The experiment's seed, 0 to 2**64 - 1.
+    step : int
+        The step of the training, 0 to 2**64 - 1.
+    tensor : int
+        Which of several vectors that are compressed in one step, 0 to 2**32 - 1.
+    rank : int
+        The rank that draws, or `SHARED_RANK` for draws that all ranks share.
+    hop : int
+        0 for a worker, 1 for a server, 2 and up for the sums that are passed on around a ring, to 2**32 - 1. A server
+        that rounds with its own worker stream is biased.
+    bucket : int
+        Index of the first bucket of the vector that is compressed, within all that the key covers, 0 to 2**32 - 1.
+
+    Raises
+    ------
+    ValueError
+        If a part that is a number is out of its range.
+
+    Notes
+    -----
+    ``seed``, ``step``, ``tensor`` and ``rank`` may be int32 arrays of shape (), also traced ones.
+
+    Examples
+    --------
+    >>> Key(seed=0, step=3, rank=1).at(hop=1, bucket=8)
+    Key(seed=0, step=3, tensor=0, rank=1, hop=1, bucket=8)
+    """
+
+    __slots__ = ()
+
+    def __new__(  # noqa: PLR0917 - the parts of the tuple
+        cls,
+        seed: Any = 0,
+        step: Any = 0,
+        tensor: Any = 0,
+        rank: Any = 0,
+        hop: Any = 0,
+        bucket: Any = 0,
+    ) -> Self:
+        """Check the parts and make the key."""
+        return cls._make((seed, step, tensor, rank, hop, bucket))
+
+    @classmethod  # mypy gives the `_make` of a named tuple a type variable of its own, which Self does not match
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+        """Return the key of these parts; also what `_replace` makes goes through here."""
+        key = super()._make(iterable)
+        for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
+            # An array has its values elsewhere, perhaps none yet.
+            if (type(part) is int or isinstance(part, Integral)) and not 0 <= int(part) < end:
+                raise ValueError(f"Key.{name} is {part}; expected 0 to 2**{end.bit_length() - 1} - 1")
+        return key
+
+    def at(self, *, hop: int | None = None, bucket: int | None = None) -> "Key":
+        """Return the key of another hop or bucket."""
+        return self._replace(
+            hop=self.hop if hop is None else hop, bucket=self.bucket if bucket is None else bucket
+        )
+
+
+class _IntWords:
+    """Arithmetic on 32-bit words that are Python integers."""
+
+    def xor(self, a: int, b: int, c: int) -> int:
+        return a ^ b ^ c
+
+    def multiply(self, constant: int, x: int) -> tuple[int, int]:
+        product = constant * x
+        return product >> 32, product & _MASK32
+
+    def bump(self, key: int, constant: int) -> int:
+        return (key + constant) & _MASK32
+
+
+class _ArrayWords:
+    """Arithmetic on 32-bit words that are int32 arrays, which wrap around, in 16-bit limbs.
+
+    int32 is the one integer dtype that adds, multiplies and shifts alike in every library: torch lacks
+    arithmetic on uint32, and JAX without 64-bit mode has no int64.
+    """
+
+    def __init__(self, like: Array) -> None:
+        self.xp = array_namespace(like)
+        self.device = device(like)
+
+    def word(self, value: Any) -> Array:
+        """Return a Python integer as an int32 array with the same 32 bits; arrays pass."""
+        if not isinstance(value, int):
+            return self.xp.astype(value, self.xp.int32)
+        value &= _MASK32
+        signed = value - (1 << 32) if value >> 31 else value
+        # One element instead of none: NumPy warns of an overflow in a scalar, and here it is meant.
+        return self.xp.asarray([signed], dtype=self.xp.int32, device=self.device)
+
+    def xor(self, a: Any, b: Any, c: Any) -> Array:
+        return self.xp.bitwise_xor(self.xp.bitwise_xor(self.word(a), self.word(b)), self.word(c))
+
+    def high_half(self, x: Array) -> Array:
+        """Return the upper 16 bits; the mask undoes the sign extension of the arithmetic shift."""
+        return self.xp.bitwise_and(self.xp.bitwise_right_shift(x, self.word(16)), self.word(0xFFFF))
+
+    def multiply(self, constant: int, x: Any) -> tuple[Array, Array]:
+        x = self.word(x)
+        x_low = self.xp.bitwise_and(x, self.word(0xFFFF))
+        x_high = self.high_half(x)
+        c_low, c_high = self.word(constant & 0xFFFF), self.word(constant >> 16)
+        low = x_low * c_low
+        middle = x_high * c_low + self.high_half(low)
+        other = x_low * c_high + self.xp.bitwise_and(middle, self.word(0xFFFF))
+        high = x_high * c_high + self.high_half(middle) + self.high_half(other)
+        return high, x * self.word(constant)
+
+    def bump(self, key: Any, constant: int) -> Any:
+        return (key + constant) & _MASK32 if isinstance(key, int) else key + self.word(constant)
+
+
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like: Array | None = None) -> Any:
+    """Return the four output words of Philox4x32-10 for a counter of four words and a key of two.
+
+    Without ``like`` all words are Python integers. With it they are int32 arrays (or integers) that
+    broadcast against each other, in the library of ``like``.
+    """
+    words: Any = _IntWords() if like is None else _ArrayWords(like)
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = words.multiply(_M0, c0)
+        high1, low1 = words.multiply(_M1, c2)
+        c0, c1, c2, c3 = words.xor(high1, c1, k0), low1, words.xor(high0, c3, k1), low0
+        k0, k1 = words.bump(k0, _W0), words.bump(k1, _W1)
+    return c0, c1, c2, c3
+
+
+def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
+    """Return a part of a key as 32-bit words, the low one first; an array is the low word."""
+    if not isinstance(value, Integral):
+        if not is_array_api_obj(value):
+            raise TypeError(f"Key.{name} is {value!r}; expected an integer or an int32 array of shape ()")
+        return (value, *(0,) * (count - 1))
+    number = int(value)
+    return tuple(number >> 32 * i & _MASK32 for i in range(count))
+
+
+def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:
+    """Return the two key words of the stream: seed, step, tensor and rank mixed by Philox itself."""
+    parts = key.seed, key.step, key.tensor, key.rank
+    return _folded(*parts) if all(type(part) is int for part in parts) else _fold(*parts, like=like)
+
+
+@lru_cache(16)  # the same for all segments of a step
+def _folded(seed: int, step: int, tensor: int, rank: int) -> Any:
+    return _fold(seed, step, tensor, rank, like=None)
+
+
+def _fold(seed: Any, step: Any, tensor: Any, rank: Any, *, like: Array | None) -> tuple[Any, Any]:
+    words = _words("seed", seed, 2)
+    counter = (*_words("step", step, 2), *_words("tensor", tensor, 1), *_words("rank", rank, 1))
+    plain = all(isinstance(word, int) for word in (*counter, *words))
+    first, second, _, _ = philox4x32(counter, words, like=None if plain else like)
+    return first, second
+
+
+_replacement: ContextVar[Callable[[Key, Block], Any] | None] = ContextVar("qcomp_draws", default=None)
+
+
+@contextmanager
+def replace_draws(source: Callable[[Key, Block], Any]) -> Iterator[None]:
+    """Make `draws16` return ``source(key, block)`` inside the context, so that draws can be enumerated.
+
+    The source returns integers from 0 to 65535: one, or an array that broadcasts to (rows, length).
+    """
+    token = _replacement.set(source)
+    try:
+        yield
+    finally:
+        _replacement.reset(token)
+
+
+def draws_are_replaced() -> bool:
+    """Return whether `replace_draws` is in force, which kernels know nothing of."""
+    return _replacement.get() is not None
+
+
+def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
+    """Return one 16-bit draw for every element of a block, float32 of shape (rows, length), values 0 to 65535.
+
+    A Philox block yields four words, hence eight draws. With W the length of a bucket over 8, draw d of block
+    ``bucket * bucket_size / 8 + j`` belongs to element d*W + j, the low half of word d // 2 first. So one lane
+    owns one block, eight strided elements and one byte of every bit plane.
+    """
+    xp = array_namespace(like)
+    source = _replacement.get()
+    if source is not None:
+        values = xp.asarray(source(key, block), dtype=xp.float32, device=device(like))
+        return xp.broadcast_to(values, (block.rows, block.length))
+    width = block.length // 8
+    lanes = xp.reshape(xp.arange(width, dtype=xp.int32, device=device(like)), (1, width))
+    rows = xp.reshape(xp.arange(block.rows, dtype=xp.int32, device=device(like)), (block.rows, 1))
+    words = _ArrayWords(like)
+    first = (key.bucket + block.first_bucket) * (bucket_size // 8)
+    counter = rows * words.word(bucket_size // 8) + lanes + words.word(first)
+    outputs = philox4x32((counter, key.hop, _ROUNDING, 0), fold_key(key, like=like), like=like)
+    halves = []
+    for word in outputs:
+        halves += [xp.bitwise_and(word, words.word(0xFFFF)), words.high_half(word)]
+    draws = xp.reshape(xp.stack(halves, axis=1), (block.rows, block.length))
+    return xp.astype(draws, xp.float32)

@@ -1,0 +1,1 @@
+"""Which tensors are compressed, and by what."""

@@ -1,0 +1,67 @@
+"""Which compressor each tensor has."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.policies.exact_below import Tensor
+from qcomp.core.policies.patterns import require_matches
+
+__all__ = ["ByName", "CompressorPolicy"]
+
+CompressorPolicy = Callable[[Sequence[Tensor]], Sequence[Compressor | None]]
+"""Chooses a compressor for every tensor of a model, or None for one that stays exact."""
+
+
+@dataclass(frozen=True)
+class ByName:
+    """A compressor for each tensor by its name; of several patterns that match, the first one counts.
+
+    Parameters
+    ----------
+    choices : mapping of str to Compressor or None, or sequence of pairs
+        Patterns, with ``*``, ``?`` and ``[...]`` as in file names, and what the tensors have whose names match; None
+        keeps them exact. Each must match a name, and each name a pattern: end with ``"*"`` for all others.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> policy = ByName({"norm*": None, "head.*": qcomp.QSGD(levels=127), "*": qcomp.QSGD(levels=7)})
+    >>> tensors = [qcomp.Tensor(name, (64, 64), 4096) for name in ("norm1", "head.weight", "body.weight")]
+    >>> [c and c.levels for c in policy(tensors)]
+    [None, 127, 7]
+
+    Any function of the tensors is a policy:
+
+    >>> def more_levels_for_matrices(tensors):
+    ...     return [qcomp.QSGD(levels=127 if len(t.shape) == 2 else 7) for t in tensors]
+    >>> opt = qcomp.QAdam(learning_rate=0.1, compressors=more_levels_for_matrices)
+    """
+
+    choices: Mapping[str, Compressor | None] | Sequence[tuple[str, Compressor | None]]
+
+    def __post_init__(self) -> None:
+        pairs = tuple(dict(self.choices).items())
+        for pattern, compressor in pairs:
+            if not isinstance(pattern, str):
+                raise TypeError(f"choices has the pattern {pattern!r}; expected a str")
+            if compressor is not None and not isinstance(compressor, Compressor):
+                raise TypeError(
+                    f"choices has {compressor!r} for {pattern!r}; expected a qcomp.Compressor, or None"
+                )
+        object.__setattr__(self, "choices", pairs)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Compressor | None, ...]:
+        """Return what each tensor has."""
+        pairs = dict(self.choices).items()
+        require_matches("choices", [pattern for pattern, _ in pairs], [t.name for t in tensors])
+        chosen = []
+        for tensor in tensors:
+            matching = [compressor for pattern, compressor in pairs if fnmatchcase(tensor.name, pattern)]
+            if not matching:
+                raise ValueError(
+                    f"choices has no pattern that matches {tensor.name!r}; end with '*' for all other tensors"
+                )
+            chosen.append(matching[0])
+        return tuple(chosen)

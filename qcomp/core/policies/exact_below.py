@@ -1,0 +1,74 @@
+"""Which tensors are compressed and which stay exact."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from qcomp.core.policies.patterns import require_matches
+
+__all__ = ["ExactBelow", "ExactPolicy", "Tensor"]
+
+
+class Tensor(NamedTuple):
+    """What a policy is told of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+
+
+ExactPolicy = Callable[[Sequence[Tensor]], Sequence[bool]]
+"""Says of every tensor of a model whether it stays exact."""
+
+
+@dataclass(frozen=True)
+class ExactBelow:
+    """Small tensors, norms and biases stay exact: a few thousandths of the bytes, and most of the harm.
+
+    A tensor stays exact if it has fewer than ``size`` elements, or if it is a vector among other tensors, as
+    norms and biases are. A model that is given as one flat vector is compressed.
+
+    Parameters
+    ----------
+    size : int
+        The smallest size that is compressed.
+    names : sequence of str
+        Patterns, with ``*``, ``?`` and ``[...]`` as in file names: a tensor whose name matches one stays exact,
+        whatever its size and shape. Each must match a name.
+
+    Notes
+    -----
+    Source: Alistarh et al., NeurIPS 2017, section 4 (10 000 elements); practice of 8-bit training for norms and
+    biases.
+
+    Examples
+    --------
+    >>> policy = ExactBelow(10_000)
+    >>> policy([Tensor("weight", (256, 128), 32768), Tensor("bias", (20_000,), 20_000)])
+    (False, True)
+    >>> policy = ExactBelow(10_000, names=("embed*",))
+    >>> policy([Tensor("weight", (256, 128), 32768), Tensor("embedding", (300, 128), 38400)])
+    (False, True)
+    """
+
+    size: int = 10_000
+    names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 0:
+            raise ValueError(f"size is {self.size!r}; expected an integer, at least 0")
+        if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
+            raise TypeError(f"names is {self.names!r}; expected a sequence of str")
+        object.__setattr__(self, "names", tuple(self.names))
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+        """Return whether each tensor stays exact."""
+        require_matches("names", self.names, [t.name for t in tensors])
+        several = len(tensors) > 1
+        return tuple(
+            t.size < self.size
+            or (several and len(t.shape) <= 1)
+            or any(fnmatchcase(t.name, pattern) for pattern in self.names)
+            for t in tensors
+        )

@@ -1,0 +1,34 @@
+"""How errors name ranks, and where warnings point."""
+
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["name_ranks", "warn_caller"]
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name some ranks in a sentence.
+
+    Examples
+    --------
+    >>> name_ranks([2])
+    'rank 2'
+    >>> name_ranks([3, 0, 1])
+    'ranks 0, 1 and 3'
+    """
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def warn_caller(message: str) -> None:
+    """Warn of something at the innermost line outside qcomp that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
