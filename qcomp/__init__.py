@@ -24,6 +24,7 @@ from qcomp.core.compressors import (
 )
 from qcomp.core.diagnostics import Diagnostics
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
+from qcomp.core.mean import topologies
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.ef21 import EF21Mean
 from qcomp.core.numeric.random import Key
@@ -111,6 +112,7 @@ __all__ = [
     "planning",
     "register",
     "testing",
+    "topologies",
 ]
 
 _SUBPACKAGES = ("comm", "compat", "integrations", "planning", "testing")

@@ -39,7 +39,7 @@ class Exchanges:
         self.mean = qcomp.CompressedMean(COMPRESSOR, "auto")
         self.state = self.mean.init(self.source, comm)
         self.in_two_phases = self.state.topology == "two_phase"
-        chunks = self.mean.segments([self.source], comm.size if self.in_two_phases else 1)
+        chunks = self.mean.layout([(elements,)], rank=comm.rank, size=comm.size).chunks
         sizes = [sum(segment.size for segment in chunk) for chunk in chunks]
         self.shares = [COMPRESSOR.payload_spec(size).nbytes for size in sizes]
         self.buffers = [from_host_bytes(bytes(share), self.source) for share in self.shares]

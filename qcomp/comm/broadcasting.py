@@ -5,9 +5,8 @@ from typing import Any
 
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.handshake import handshake
-from qcomp.core.mean.assembly import as_list
 from qcomp.core.mean.stages import Transport, drive
-from qcomp.core.numeric.arrays import array_namespace, detached, dtype_name
+from qcomp.core.numeric.arrays import array_namespace, as_list, detached, dtype_name
 
 __all__ = ["broadcast"]
 

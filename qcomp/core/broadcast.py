@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from qcomp.core.mean.stages import AllGather, AllToAll, Stages, join, joined_size, split
+from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, bytes_of, concat, dtype_name, from_bytes_of
 
 __all__ = ["broadcast_stages"]

@@ -233,7 +233,9 @@ class _Notes:
         worker = server = math.nan
         kept = self.exchange
         if kept.worker and self.part.mean.feedback:
-            own, served = self.part.mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
+            own, served = self.part.mean.layout(
+                kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes
+            ).residuals
             worker = self._ratio(kept.worker, own, self.signal)
             server = self._ratio(kept.server, served, exact)
         return _Facts(worker, server, _cosine(self.means, exact), math.nan, sent)

@@ -23,6 +23,9 @@ from qcomp.core.numeric.arrays import (
     empty_like,
     flush,
     is_mutable,
+    is_read_late,
+    is_traced,
+    out_of_range,
     require_below,
     sqrt,
     to_compute_dtype,
@@ -114,15 +117,24 @@ def encode(
     if residual is not None:
         compensated = flush(flush(compensated) + to_compute_dtype(residual, argument="residual"))
     values = xp.reshape(compensated, (-1,))
-    require_below(values, LIMIT, compressor.spec)
+    refused = None
+    if is_traced(values) or not is_read_late(values):
+        require_below(values, LIMIT, compressor.spec)
+    else:  # what is refused means nothing, but goes through all that follows: zeros do
+        refused = out_of_range(values, LIMIT)
+        accepted = refused == 0
+        values = xp.where(accepted, values, xp.zeros_like(values))
+        compensated = xp.reshape(values, compensated.shape)
     spec = compressor.payload_spec(values.shape[0], dtype_name(values.dtype))
     parts = compressor.encode(values, key)
     data = spec.join(parts)
     if residual is None:
-        return Encoded(data, None, None)
+        return Encoded(data, None, refused)
     decoded = xp.reshape(compressor.decode(spec.split(data), values.shape[0], values.dtype), x.shape)
     lost = flush(compensated - decoded)
-    return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), None)
+    if refused is not None and out is residual:  # the old one is still needed then
+        lost = xp.where(accepted, lost, residual)
+    return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), refused)
 
 
 def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.planning.cluster import Cluster, Job
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
@@ -142,20 +143,16 @@ def methods_of(
 ) -> tuple[Method, ...]:
     """Return the methods that are compared by default.
 
-    The plain all-reduces, in 16 bits too if gradients have 32, and each compressor in two phases, around a ring,
-    gathered, and hierarchical if nodes have several ranks; without compressors, one of each kind.
+    The plain all-reduces, in 16 bits too if gradients have 32, and each compressor in each topology that suits the
+    cluster; without compressors, one of each kind.
     """
     plain = [Method("ring"), Method("tree")]
     if gradient_bytes == 4:
         plain += [Method("ring", half=True), Method("tree", half=True)]
     if compressors is None:
         compressors = [ScaledSign(), Scaled(QSGD(levels=1)), QSGD(levels=7), MinMaxUInt8()]
-    several = 1 < cluster.ranks_per_node < cluster.ranks
-    compressed = [Method("two_phase", c) for c in compressors]
-    compressed += [Method("ring", c) for c in compressors]
-    compressed += [Method("all_gather", c) for c in compressors]
-    compressed += [Method("hierarchical", c) for c in compressors if several]
-    return (*plain, *compressed)
+    suiting = [name for name in names() if topology(name).suits(cluster.nodes, cluster.ranks_per_node)]
+    return (*plain, *(Method(name, compressor) for name in suiting for compressor in compressors))
 
 
 def advise(
@@ -224,8 +221,9 @@ def _ratio(plain: float, seconds: float) -> float:
 
 
 def _merit(row: Row) -> float:
-    """Return what a compressed method is chosen by: a ring, which rounds in every hop, must be clearly faster."""
-    return row.run_speedup / (WORTHWHILE if row.time.method.topology == "ring" else 1.0)
+    """Return what a compressed method is chosen by: one that rounds in every hop must be clearly faster."""
+    rounds_in_every_hop = topology(row.time.method.topology).roundings is None
+    return row.run_speedup / (WORTHWHILE if rounds_in_every_hop else 1.0)
 
 
 def _recommend(rows: Sequence[Row], cluster: Cluster) -> tuple[Row, str]:

@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
-from qcomp.core.mean.costs import Cost, Load, around, cost
+from qcomp.core.mean.costs import Cost, Load, around
+from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
 
 __all__ = ["ALLREDUCES", "Method", "StepTime", "break_even", "run_speedup", "step_time"]
 
-ALLREDUCES: tuple[Literal["ring", "tree"], ...] = ("ring", "tree")
+ALLREDUCES = ("ring", "tree")
 """The plain ways to average."""
 
 _SLOWEST, _FASTEST = 1.0, 1e18
@@ -26,25 +27,25 @@ class Method:
 
     Parameters
     ----------
-    topology : {"ring", "tree", "two_phase", "all_gather", "hierarchical"}
-        Without a compressor ``"ring"`` and ``"tree"`` are all-reduces of a communication library, which add on the
-        way. With one, all but ``"tree"`` are those of `CompressedMean`.
+    topology : str
+        Without a compressor ``"ring"`` or ``"tree"``, an all-reduce of a communication library, which adds on the way.
+        With one, a topology of `CompressedMean`.
     compressor : Compressor, optional
         Of a compressed mean.
     half : bool
         Whether an all-reduce is sent 16-bit values made from 32-bit ones.
     """
 
-    topology: Literal["ring", "tree", "two_phase", "all_gather", "hierarchical"]
+    topology: str
     compressor: Compressor | None = None
     half: bool = False
 
     def __post_init__(self) -> None:
-        known = ("ring", "tree", "two_phase", "all_gather", "hierarchical")
+        known = dict.fromkeys((*ALLREDUCES, *names()))
         if self.topology not in known:
             raise ValueError(f"topology is {self.topology!r}; expected one of {', '.join(known)}")
-        if self.topology == "tree" and not self.is_allreduce:
-            raise ValueError(f"compressor is {self.compressor!r}; expected none with tree")
+        if self.topology not in names() and not self.is_allreduce:
+            raise ValueError(f"compressor is {self.compressor!r}; expected none with {self.topology}")
         if self.topology not in ALLREDUCES and self.is_allreduce:
             raise ValueError(f"compressor is None; expected a qcomp.Compressor with {self.topology}")
         if self.half and not self.is_allreduce:
@@ -104,7 +105,7 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
         return StepTime(method, job.compute, job.compute, 0.0, 0.0, 0.0)
     size = -(-job.params // buckets)
     if method.compressor is not None:
-        one = cost(method.topology, _load(size, job, method.compressor, machine), cluster)
+        one = topology(method.topology).cost(_load(size, job, method.compressor, machine), cluster)
     else:
         pattern = {"ring": _ring, "tree": _tree}[method.topology]
         one = pattern(size, job, cluster, machine, method)

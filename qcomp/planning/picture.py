@@ -5,16 +5,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from qcomp.core.mean.topologies.registry import names
 from qcomp.planning.advice import Advice
-from qcomp.planning.model import Method, step_time
+from qcomp.planning.model import ALLREDUCES, Method, step_time
 
 __all__ = ["draw"]
 
 _POINTS = 61
 _DECADES = 2.0
 """On each side of the link that was asked about."""
-_STYLES = {"two_phase": "-", "all_gather": ":", "hierarchical": "-.", "ring": (0, (1, 1, 4, 1))}
-_PLAIN_STYLES = {"ring": "-", "tree": "--"}
+_STYLES = ("-", (0, (1, 1, 4, 1)), ":", "-.", "--")
+"""Of the topologies, in the order of their names; further ones begin anew."""
+_PLAIN_STYLES = dict(zip(ALLREDUCES, ("-", "--"), strict=True))
 _PLAIN = {"plain": "black", "16-bit": "0.5"}
 """Colours of what is not compressed."""
 
@@ -46,7 +48,7 @@ def draw(advice: Advice, path: str | Path) -> None:
         axes.plot(
             [8 * b / 1e9 for b in around],
             times,
-            linestyle=(_PLAIN_STYLES if method.is_allreduce else _STYLES)[method.topology],
+            linestyle=_style(method),
             color=colour,
             linewidth=width,
             label=method.label,
@@ -57,6 +59,13 @@ def draw(advice: Advice, path: str | Path) -> None:
     axes.set_title(f"{advice.job.params / 1e6:,.4g}M parameters, {advice.cluster.ranks} ranks")
     axes.legend(fontsize="x-small", loc="upper right")
     figure.savefig(path, dpi=120)
+
+
+def _style(method: Method) -> Any:
+    """Return how the line of a method is drawn."""
+    if method.is_allreduce:
+        return _PLAIN_STYLES[method.topology]
+    return _STYLES[names().index(method.topology) % len(_STYLES)]
 
 
 def _seconds(advice: Advice, method: Method, bandwidth: float) -> float:

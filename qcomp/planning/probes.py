@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from qcomp.core import feedback
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.mean.costs import Cluster, Load, cost
+from qcomp.core.mean.costs import Cluster, Load
 from qcomp.core.mean.stages import Transport
+from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.random import Key
 from qcomp.planning.machine import Machine, Speed
@@ -171,7 +172,7 @@ def _measure_calls(
     one = seconds(1)
     tensor = max(0.0, (seconds(_MANY) - one) / (_MANY - 1))
     nothing = Load(0, 0, variable_length=False, encode=0.0, decode=0.0, add=0.0, copy=0.0)
-    return max(0.0, (one - tensor - cost("two_phase", nothing, cluster).wire) / 2), tensor
+    return max(0.0, (one - tensor - TwoPhase().cost(nothing, cluster).wire) / 2), tensor
 
 
 def _wait_for(x: Array) -> None:

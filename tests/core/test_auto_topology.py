@@ -10,10 +10,11 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key
 from qcomp.comm import run_local
-from qcomp.core.mean.costs import INSIDE, Cluster, Link, cost
+from qcomp.core.mean.costs import INSIDE, Cluster, Link
 from qcomp.core.mean.nodes import Nodes
-from qcomp.core.mean.topologies import choice as topologies
-from qcomp.core.mean.topologies.choice import ETHERNET, TOPOLOGIES, choose_topology
+from qcomp.core.mean.topologies import choice
+from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
+from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.planning import CPU, Machine, Measured, Method, Speed, step_time, watch
 
 SIGN, QSGD = qcomp.ScaledSign(), qcomp.QSGD(levels=7)
@@ -78,8 +79,10 @@ class TestChoice:
         for per_message in np.linspace(20e-6, 200e-6, 50):
             link = Link(1.25e9, latency=20e-6, per_message=float(per_message))
             cluster = Cluster(8, link)
-            load = topologies._NOTHING._replace(size=10**6, payload=SIGN.payload_spec(10**6).nbytes)
-            ring, *others = (cost(t, load, cluster).seconds for t in ("ring", "two_phase", "all_gather"))
+            load = choice._NOTHING._replace(size=10**6, payload=SIGN.payload_spec(10**6).nbytes)
+            ring, *others = (
+                topology(t).cost(load, cluster).seconds for t in ("ring", "two_phase", "all_gather")
+            )
             fastest.append(min(others) / ring)
             assert (chosen(10**6, nodes, link=link) == "ring") == (fastest[-1] >= 1.1)
         assert min(fastest) < 1 < max(fastest)
@@ -88,22 +91,22 @@ class TestChoice:
     def test_is_a_function_of_sizes_and_compressors_only(self):
         """Many tensors count as their sum; the names, values and dtypes as nothing."""
         assert choose_topology([SIGN] * 4, [10**7] * 4, ALONE) == chosen(4 * 10**7, ALONE)
-        assert choose_topology([], [], ALONE) in TOPOLOGIES
+        assert choose_topology([], [], ALONE) in names()
 
     def test_an_announced_length_counts(self):
         """Each exchange has one of its own before it: a reason for fewer of them."""
         coded = qcomp.QSGD(levels=7, coding="elias")
         cluster = Cluster(4, Link(1.25e9))
-        plain = topologies._NOTHING._replace(size=1000, payload=500)
-        for topology, exchanges in (("all_gather", 1), ("two_phase", 2), ("ring", 6)):
-            more = cost(topology, plain._replace(variable_length=True), cluster).wire
+        plain = choice._NOTHING._replace(size=1000, payload=500)
+        for name, exchanges in (("all_gather", 1), ("two_phase", 2), ("ring", 6)):
+            more = topology(name).cost(plain._replace(variable_length=True), cluster).wire
             announced = 3 * 50e-6 + 3 * 64 / 1.25e9
-            assert more - cost(topology, plain, cluster).wire == pytest.approx(exchanges * announced)
+            assert more - topology(name).cost(plain, cluster).wire == pytest.approx(exchanges * announced)
         assert chosen(1000, ALONE, coded) == "all_gather"
 
     def test_is_what_the_planner_predicts(self):
         """One copy of the formulas: with the same link and speeds the same method is the fastest, but for the ring."""
-        known = topologies._NOTHING
+        known = choice._NOTHING
         speed = Speed(encode=known.encode, decode=known.decode, add=known.add)
         machine = Machine("made up", known.copy, {c.spec: speed for c in (SIGN, QSGD)})
         for c in (SIGN, QSGD):
@@ -111,9 +114,7 @@ class TestChoice:
                 for nodes in (ALONE, PAIRS, Nodes(tuple(range(16))), Nodes((0, 0, 0, 0, 1, 1, 1, 1))):
                     ranks = len(nodes.of_rank)
                     cluster = Cluster(ranks, ETHERNET, ranks // nodes.count, INSIDE)
-                    known = [
-                        t for t in TOPOLOGIES if t != "auto" and (t != "hierarchical" or ranks > nodes.count)
-                    ]
+                    known = [t for t in names() if t != "hierarchical" or ranks > nodes.count]
                     job = qcomp.planning.Job(size, 0.0)
                     times = {t: step_time(job, cluster, machine, Method(t, c)).seconds for t in known}
                     if times.pop("ring") * 1.1 > min(times.values()):
@@ -137,7 +138,9 @@ class TestMean:
                 assert state.topology == topology
                 got, state = mean(values[comm.rank], state, comm, key=Key())
                 held.append(got.tobytes() + b"".join(r.tobytes() for r in (*state.worker, *state.server)))
-                parts = mean.parts(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes)
+                parts = mean.layout(
+                    state.shapes, rank=state.rank, size=state.size, nodes=state.nodes
+                ).residuals
                 assert [[s.size for s in p] for p in parts] == [
                     [r.shape[0] for r in residuals] for residuals in (state.worker, state.server)
                 ]

@@ -83,8 +83,8 @@ class Found:
         self.worker = [flat(after.exchange.worker) for _, _, after, *_ in last]
         self.server = []
         starts = np.cumsum([0, *(math.prod(shapes[i]) for i in kept)])
-        chunks = opt.mean.segments([np.empty(shapes[i]) for i in kept], len(runs))
-        for (_, _, after, *_), chunk in zip(last, chunks, strict=True):
+        chunks = opt.mean.layout([shapes[i] for i in kept], rank=0, size=len(runs)).chunks
+        for (_, _, after, *_), chunk in zip(last, chunks * (len(last) // len(chunks)), strict=True):
             served = np.full_like(self.exact, np.nan)
             for segment, residual in zip(chunk, after.exchange.server, strict=False):
                 start = starts[segment.tensor] + segment.start
@@ -448,7 +448,7 @@ class TestWhatThereIs:
         for _, grads, state, _ in results:
             kept = state.exchange
             parts, _ = (
-                opt.mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
+                opt.mean.layout(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes).residuals
                 if kept.worker
                 else ((), ())
             )

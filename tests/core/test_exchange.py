@@ -12,9 +12,10 @@ import qcomp
 from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core.mean import stages as transport
-from qcomp.core.mean.codec import SegmentCodec
-from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse, join, joined_size, split
-from qcomp.core.mean.topologies import plans
+from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse
+from qcomp.core.mean.topologies import two_phase
 from qcomp.core.numeric.random import replace_draws
 
 TOPOLOGIES = ["two_phase", "all_gather"]
@@ -53,7 +54,9 @@ def average(
 def server_residual(mean: CompressedMean, states: Sequence, tensors: Sequence) -> list[np.ndarray]:
     """The residuals of all servers put together into tensors."""
     whole = [np.zeros(math.prod(t.shape)) for t in tensors]
-    for state, chunk in zip(states, mean.segments(tensors, len(states)), strict=True):
+    for state, chunk in zip(
+        states, mean.layout([t.shape for t in tensors], rank=0, size=len(states)).chunks, strict=True
+    ):
         for segment, residual in zip(chunk, state.server, strict=True):
             whole[segment.tensor][segment.start : segment.stop] = residual
     return whole
@@ -232,12 +235,12 @@ class TestSumIdentity:
         check_sum_identity(lockstep, CompressedMean(qcomp.compressor(spec), topology=topology), size)
 
     def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
-        encode = SegmentCodec.encode_average
+        encode = Codec.encode_average
 
         def forgetful(self, payloads, chunk, residuals, key, **options):
             return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key, **options)
 
-        monkeypatch.setattr(SegmentCodec, "encode_average", forgetful)
+        monkeypatch.setattr(Codec, "encode_average", forgetful)
         with pytest.raises(AssertionError):
             check_sum_identity(lockstep, CompressedMean(qcomp.ScaledSign(bucket_size=16)), 2)
 
@@ -531,7 +534,7 @@ class TestArguments:
     def test_others(self):
         with pytest.raises(TypeError, match=r"compressor is 'sign'; expected a qcomp\.Compressor"):
             CompressedMean("sign")
-        words = "topology is 'star'; expected one of two_phase, all_gather, hierarchical, ring, auto"
+        words = "topology is 'star'; expected one of two_phase, ring, all_gather, hierarchical, auto"
         with pytest.raises(ValueError, match=words):
             CompressedMean(qcomp.Identity(), topology="star")
 
@@ -605,7 +608,7 @@ class TestUnbiased:
         assert abs(self.real_mean(lockstep, p) - p) < self.SIX_SIGMA
 
     def test_and_the_bias_shows_if_the_server_has_no_hop_of_its_own(self, lockstep, monkeypatch):
-        monkeypatch.setattr(plans, "_SERVER", plans._WORKER)
+        monkeypatch.setattr(two_phase, "_SERVER", two_phase._WORKER)
         assert abs(self.real_mean(lockstep, 0.25) - 0.3125) < self.SIX_SIGMA
         assert self.real_mean(lockstep, 0.1) - 0.1 > self.SIX_SIGMA
 

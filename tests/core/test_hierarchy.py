@@ -13,12 +13,11 @@ from qcomp.comm import run_local
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.mean.chunks import cut
-from qcomp.core.mean.codec import SegmentCodec
+from qcomp.core.mean.codec import Codec
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllToAll, fuse
 from qcomp.core.mean.topologies import hierarchical as hierarchy
-from qcomp.core.mean.topologies.hierarchical import Hierarchy
-from qcomp.core.mean.topologies.lanes import Lanes
+from qcomp.core.mean.topologies.hierarchical import Lanes
 from qcomp.core.numeric.random import replace_draws
 
 SHAPES = [(3, 11), (0,), (), (170,), (2, 0, 4)]
@@ -88,7 +87,7 @@ def owed(mean: CompressedMean, states: Sequence, tensors: Sequence) -> list[np.n
         if not state.worker:
             continue
         where = {"rank": state.rank, "size": state.size, "nodes": state.nodes}
-        worker, server = mean.parts(state.shapes, **where)
+        worker, server = mean.layout(state.shapes, **where).residuals
         for part, residual in zip(worker, state.worker, strict=True):
             whole[part.tensor][part.start : part.stop] += residual / len(set(state.nodes))
         for part, residual in zip(server, state.server, strict=True):
@@ -134,11 +133,11 @@ class TestMean:
 
         def unweighted(self, exact, messages, lane):
             sums = add(self, exact, messages, lane)
-            weight = len(self.nodes.of_rank) / (len(self.members) * self.nodes.count)
+            weight = self.layout.world / (len(self.layout.members) * self.nodes.count)
             return sums._replace(values=[v * np.float32(weight) for v in sums.values])
 
-        add = Hierarchy._add
-        monkeypatch.setattr(Hierarchy, "_add", unweighted)
+        add = hierarchy._Share._add
+        monkeypatch.setattr(hierarchy._Share, "_add", unweighted)
         self.test_without_loss_is_the_mean_of_all_ranks(lockstep, WORLDS["pairs"])
         for name in ("3 and 2", "3 and 1", "scattered"):
             with pytest.raises(AssertionError):
@@ -304,12 +303,12 @@ class TestSumIdentity:
         check_sum_identity(lockstep, hierarchical(qcomp.compressor(spec)), nodes)
 
     def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
-        encode = SegmentCodec.encode_average
+        encode = Codec.encode_average
 
         def forgetful(self, payloads, chunk, residuals, key, **options):
             return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key, **options)
 
-        monkeypatch.setattr(SegmentCodec, "encode_average", forgetful)
+        monkeypatch.setattr(Codec, "encode_average", forgetful)
         with pytest.raises(AssertionError):
             check_sum_identity(lockstep, SIGN, WORLDS["3 and 2"])
 
@@ -333,7 +332,7 @@ class TestState:
             workers = [np.zeros((len(set(nodes)), n), dtype=int) for n in sizes]
             servers = [np.zeros(n, dtype=int) for n in sizes]
             for rank, state in enumerate(start(SIGN, inputs(0, 0), nodes)):
-                worker, server = SIGN.parts(SHAPES, rank=rank, size=len(nodes), nodes=nodes)
+                worker, server = SIGN.layout(SHAPES, rank=rank, size=len(nodes), nodes=nodes).residuals
                 assert [s.tensor for s in worker] == list(range(len(SHAPES)))
                 assert [r.shape for r in state.worker] == [(s.size,) for s in worker]
                 assert [r.shape for r in state.server] == [(s.size,) for s in server]

@@ -249,7 +249,9 @@ class TestMean:
             for i, got in enumerate(results[0][0]):
                 total[i] += got.ravel() - sum(v[i] for v in values).ravel() / size
         owed = [sum(s.worker[i] for s in states) / size for i in range(len(SHAPES))]
-        for state, chunk in zip(states, mean.segments(inputs(0, 0), size), strict=True):
+        for state, chunk in zip(
+            states, mean.layout([x.shape for x in inputs(0, 0)], rank=0, size=size).chunks, strict=True
+        ):
             for segment, residual in zip(chunk, state.server, strict=True):
                 owed[segment.tensor][segment.start : segment.stop] += residual
         for difference, e in zip(total, owed, strict=True):
@@ -290,13 +292,13 @@ class TestMean:
         mean = CompressedMean(OneBitSGD())
         shapes = [(5, 21), (2, 8), (7,), (30, 3)]
         for size in (1, 2, 3, 7):
-            chunks = mean.segments_of_shapes(shapes, size)
+            chunks = mean.layout(shapes, rank=0, size=size).chunks
             segments = [segment for chunk in chunks for segment in chunk]
             for i, shape in enumerate(shapes):
                 own = [s for s in segments if s.tensor == i]
                 assert [s.start for s in own[1:]] == [s.stop for s in own[:-1]]
                 assert (own[0].start, own[-1].stop) == (0, np.prod(shape))
-        (whole,) = mean.segments_of_shapes(shapes, 1)
+        (whole,) = mean.layout(shapes, rank=0, size=1).chunks
         heights = [21, 8, 1 << 20, 3]
         for before, after, height in zip(whole, whole[1:], heights, strict=False):
             end = before.bucket * height + before.size

@@ -12,10 +12,10 @@ import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core.kernels import Blend
-from qcomp.core.mean.codec import SegmentCodec
+from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.framing import seal
 from qcomp.core.mean.stages import AllToAll, fuse
-from qcomp.core.mean.topologies.ring import Ring
-from qcomp.core.mean.verdicts import seal
+from qcomp.core.mean.topologies.ring import _Share
 from qcomp.core.numeric.random import replace_draws
 
 SHAPES = [(3, 11), (0,), (), (70,), (2, 0, 4)]
@@ -70,7 +70,7 @@ def owed(mean: CompressedMean, states: Sequence, tensors: Sequence) -> list[np.n
     """mean_i e_i + e_s of every element, from the residuals of all ranks."""
     whole = [np.zeros(math.prod(t.shape)) for t in tensors]
     for state in states:
-        parts = mean.parts(state.shapes, rank=state.rank, size=state.size)
+        parts = mean.layout(state.shapes, rank=state.rank, size=state.size).residuals
         for weight, of_kind, residuals in zip(
             (len(states), 1), parts, (state.worker, state.server), strict=True
         ):
@@ -96,7 +96,7 @@ class TestMean:
         mean = around(qcomp.Identity())
         values = [inputs(rank, 0, shapes=[(23,)])[0] for rank in range(size)]
         got, _ = average(lockstep, mean, values, start(mean, values[:1], size))
-        for owner, chunk in enumerate(mean.segments(values[:1], size)):
+        for owner, chunk in enumerate(mean.layout([values[0].shape], rank=0, size=size).chunks):
             for part in chunk:
                 total = np.float32(0)
                 for hop in range(size):
@@ -208,32 +208,32 @@ class TestMean:
             assert {bits(fused[rank][i][0]) for rank in range(3)} == {bits(expected)}
 
 
-def requantising(self: Ring, sealed: Any, owner: int) -> AllToAll:
+def requantising(self: _Share, sealed: Any, owner: int) -> AllToAll:
     """Break the second half: what is passed on is compressed anew, by who passes it on."""
     self.sent = getattr(self, "sent", 0) + 1
     if self.sent >= self.size and owner != self.rank:
-        chunk = self.chunks[owner]
-        message, _ = self._opened(sealed, chunk, self._left)
-        (payloads,) = self.codec.open([message], [chunk], None)
-        values = [v * np.float32(1.25) for v in self.codec.decode(payloads, chunk, [None] * len(chunk))]
-        whole = tuple(s._replace(tensor=i, start=0, stop=s.size) for i, s in enumerate(chunk))
-        again = self.codec.of_averages(values, chunk).encode([whole], values, (), self.key, donate=False)
+        frame = self.layout.frames[owner]
+        message, _ = self._opened(sealed, frame, self._left)
+        payloads = self.codec.payloads(message, frame, self._left)
+        decoded = self.codec.decode(payloads, frame, [None] * len(frame.chunk))
+        values = [v * np.float32(1.25) for v in decoded]
+        again = Codec(values, sealed).encode([frame.as_tensors], values, (), self.call.key, donate=False)
         sealed = seal(again.messages[0], (), self.size)
     return to_the_right(self, sealed, owner)
 
 
-to_the_right = Ring._to_the_right
+to_the_right = _Share._to_the_right
 
 
 class TestExchanges:
     def test_a_ring_that_requantises_what_it_passes_on_is_caught(self, lockstep, monkeypatch):
-        monkeypatch.setattr(Ring, "_to_the_right", requantising)
+        monkeypatch.setattr(_Share, "_to_the_right", requantising)
         with pytest.raises(AssertionError):
             TestMean().test_is_the_same_on_all_ranks(lockstep, 3, SPECS[1])
 
     @sizes
     def test_each_rank_compresses_n_things_and_sends_to_the_right(self, lockstep, monkeypatch, size):
-        calls, encode = [], SegmentCodec.encode
+        calls, encode = [], Codec.encode
 
         def counted(self, *args, **options):
             calls.append(args)
@@ -254,7 +254,7 @@ class TestExchanges:
                     break
             assert exchanges == 2 * (size - 1)
 
-        monkeypatch.setattr(SegmentCodec, "encode", counted)
+        monkeypatch.setattr(Codec, "encode", counted)
         values = [inputs(rank, 0) for rank in range(size)]
         states = start(SIGN, values[0], size)
         lockstep([looked_at(SIGN.stages(values[r], states[r]), r) for r in range(size)])
@@ -278,7 +278,7 @@ class TestExchanges:
 
         messages = [
             sum(padded(c.payload_spec(s.size).nbytes) for s in chunk) + 8 + padded(size)
-            for chunk in mean.segments(tensors, size)
+            for chunk in mean.layout([t.shape for t in tensors], rank=0, size=size).chunks
         ]
         # Of sums a rank sends all but its own, of means all but its right neighbour's.
         expected = [2 * sum(messages) - messages[r] - messages[(r + 1) % size] for r in range(size)]
@@ -314,14 +314,14 @@ class TestSumIdentity:
 
     @pytest.mark.parametrize("hop", [1, 2, 3])
     def test_a_residual_that_is_dropped_at_one_hop_is_caught(self, lockstep, monkeypatch, hop):
-        encode = SegmentCodec.encode
+        encode = Codec.encode
 
         def forgetful(self, chunks, tensors, residuals, key, **options):
             if key.hop == hop:
                 residuals = tuple(0 * r for r in residuals)
             return encode(self, chunks, tensors, residuals, key, **options)
 
-        monkeypatch.setattr(SegmentCodec, "encode", forgetful)
+        monkeypatch.setattr(Codec, "encode", forgetful)
         with pytest.raises(AssertionError):
             check_sum_identity(lockstep, SIGN, 3)
 
@@ -349,13 +349,13 @@ class TestState:
     @sizes
     def test_residuals_are_one_vector_a_rank(self, size):
         for state in start(SIGN, inputs(0, 0), size):
-            worker, server = SIGN.parts(SHAPES, rank=state.rank, size=size)
+            worker, server = SIGN.layout(SHAPES, rank=state.rank, size=size).residuals
             assert [r.shape for r in (*state.worker, *state.server)] == [
                 (s.size,) for s in (*worker, *server)
             ]
             covered = sorted((s.tensor, s.start, s.stop) for s in (*worker, *server) if s.size)
             assert sum(stop - start for _, start, stop in covered) == ELEMENTS
-            assert server == SIGN.segments(inputs(0, 0), size)[state.rank]
+            assert server == SIGN.layout(SHAPES, rank=0, size=size).chunks[state.rank]
             assert {s.tensor for s in worker} == set(range(len(SHAPES)))
             assert state.topology == "ring"
 

@@ -117,12 +117,12 @@ def test_every_residual_is_of_its_own_part(size):
     mean = TensorwiseMean(SIGN)
     served = [np.zeros(int(np.prod(shape)), int) for shape in SHAPES]
     for rank in range(size):
-        worker, server = mean.parts(SHAPES, rank=rank, size=size)
+        worker, server = mean.layout(SHAPES, rank=rank, size=size).residuals
         state = mean.zeros(inputs(0, 0), rank=rank, size=size)
         assert [s.size for s in worker] == [e.shape[0] for e in state.worker]
         assert [s.size for s in server] == [e.shape[0] for e in state.server]
         assert mean.join(mean.split(state, len(SHAPES))) == state
-        assert [s[:3] for s in server] == [s[:3] for s in mean.segments_of_shapes(SHAPES, size)[rank]]
+        assert [s[:3] for s in server] == [s[:3] for s in mean.layout(SHAPES, rank=0, size=size).chunks[rank]]
         for segment in server:
             served[segment.tensor][segment.start : segment.stop] += 1
     assert all((counts == 1).all() for counts in served)

@@ -11,9 +11,9 @@ import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError, PayloadError, PayloadSpec
 from qcomp.comm import run_local
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import SegmentCodec
-from qcomp.core.mean.lengths import announce_lengths, join_lengths, most_bytes, split_lengths
-from qcomp.core.mean.stages import AllGather, AllToAll
+from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.framing import Frame, join_lengths, most_bytes, split_lengths
+from qcomp.core.mean.stages import AllGather, AllToAll, announce_lengths
 from qcomp.core.numeric.arrays import bytes_of, flush, from_bytes_of
 from qcomp.core.payload import Field
 from qcomp.testing import check_compressor
@@ -335,14 +335,14 @@ class TestTrouble:
         run_local(3, rank_main)
 
     def test_a_damaged_message_names_its_rank(self):
-        codec = SegmentCodec([CODED], [np.zeros(300, np.float32)])
-        chunk = (Segment(0, 0, 300, 0),)
-        good = codec.encode([chunk], [inputs(0, 0)[0]], (), Key(), donate=False).messages[0]
-        assert codec.open([good], [chunk], None)[0][0].size == 300
+        codec, verdicts = Codec([np.zeros(300, np.float32)]), Verdicts(at_once=True)
+        frame = Frame((Segment(0, 0, 300, 0),), (CODED,), ("float32",), variable_length=True)
+        good = codec.encode([frame], [inputs(0, 0)[0]], (), Key(), donate=False).messages[0]
+        assert codec.open([good], [frame], verdicts, None)[0][0].size == 300
         with pytest.raises(PayloadError, match="the message from rank 1 has 3 bytes; expected 16 for"):
-            codec.open([good, good[:3]], [chunk] * 2, None)
+            codec.open([good, good[:3]], [frame] * 2, verdicts, None)
         with pytest.raises(PayloadError, match=r"the message from rank 1 has \d+ bytes; expected"):
-            codec.open([good, good[:-8]], [chunk] * 2, None)
+            codec.open([good, good[:-8]], [frame] * 2, verdicts, None)
 
 
 def small(tensors: Sequence[Any]) -> list[bool]:

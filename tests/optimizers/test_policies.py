@@ -78,7 +78,7 @@ class TestSteps:
         owed = [sum(s.exchange.worker[j] for s in run.states) / size for j in range(len(kept))]
         for s in run.states:
             mean = run.opt.mean_of(s)
-            _, served = mean.parts(s.exchange.shapes, rank=s.rank, size=size)
+            _, served = mean.layout(s.exchange.shapes, rank=s.rank, size=size).residuals
             for segment, residual in zip(served, s.exchange.server, strict=True):
                 owed[segment.tensor][segment.start : segment.stop] += residual
         for i, e in zip(kept, owed, strict=True):
@@ -372,7 +372,7 @@ class TestWholeFields:
         run = job(opt, grads(SHAPES, 99, 0), size, NAMES)
         for step in range(2):
             run.step([grads(SHAPES, rank, step) for rank in range(size)])
-        chunks = opt.mean_of(run.state).segments_of_shapes(SHAPES, size)
+        chunks = opt.mean_of(run.state).layout(SHAPES, rank=0, size=size).chunks
         assert all(s.start % 27 == 0 for chunk in chunks for s in chunk if s.tensor == 3)
 
     @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def owed(run: Any) -> list[np.ndarray]:
     whole = [np.zeros(p.size) for p in run.params[0]]
     for state in (s.exchange for s in run.states):
         where = {"rank": state.rank, "size": state.size, "nodes": state.nodes}
-        worker, server = run.opt.mean.parts(state.shapes, **where)
+        worker, server = run.opt.mean.layout(state.shapes, **where).residuals
         for part, residual in zip(worker, state.worker, strict=True):
             whole[part.tensor][part.start : part.stop] += residual / len(set(state.nodes))
         for part, residual in zip(server, state.server, strict=True):

@@ -497,7 +497,11 @@ class TestIdentities:
             if run.state.stage == "local":
                 continue
             error = sum(s.exchange.worker[1] for s in run.states) / 3
-            for s, chunk in zip(run.states, opt.mean.segments(run.state.exchange.worker, 3), strict=True):
+            for s, chunk in zip(
+                run.states,
+                opt.mean.layout([x.shape for x in run.state.exchange.worker], rank=0, size=3).chunks,
+                strict=True,
+            ):
                 for segment, residual in zip(chunk, s.exchange.server, strict=True):
                     if segment.tensor == 1:
                         error[segment.start : segment.stop] += residual

@@ -144,7 +144,7 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
     compressed = [name for name, exact in zip(state.names, state.exact, strict=True) if not exact]
     kept = state.exchange
     if kept.worker:
-        worker, server = mean.parts(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes)
+        worker, server = mean.layout(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes).residuals
         of_worker, of_server = mean.kinds
         keys = (f"{of_worker}.{compressed[s.tensor]}{f'@{s.start}' if s.start else ''}" for s in worker)
         yield from zip(keys, kept.worker, strict=True)

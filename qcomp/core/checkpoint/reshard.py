@@ -28,7 +28,8 @@ from qcomp.core.checkpoint.manifest import (
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
-from qcomp.core.mean.stages import AllGather, AllToAll, Stages, join, joined_size, split
+from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,

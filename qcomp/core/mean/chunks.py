@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from qcomp.core.numeric.buckets import bucket_count
 
-__all__ = ["Chunks", "Cutter", "Segment", "cut", "cut_each", "keep"]
+__all__ = ["Chunk", "Chunks", "Cutter", "Segment", "cut", "cut_each"]
 
 
 class Segment(NamedTuple):
@@ -27,8 +27,10 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-Chunks = tuple[tuple[Segment, ...], ...]
-"""The segments of each chunk, in the order of the tensors."""
+Chunk = tuple[Segment, ...]
+"""What one server averages: its segments, in the order of the tensors."""
+Chunks = tuple[Chunk, ...]
+"""All chunks of the tensors, in the order of their servers."""
 Cutter = Callable[[Sequence[int], Sequence[int], int], Chunks]
 """What `cut` is: from the sizes of tensors, their bucket sizes and the number of chunks."""
 
@@ -96,17 +98,3 @@ def _cut_each(
         for chunk, own in zip(chunks, cut([size], length, count), strict=True):
             chunk += [s._replace(tensor=tensor, bucket=number + s.bucket) for s in own]
     return tuple(map(tuple, chunks))
-
-
-def keep(chunks: Sequence[Sequence[Segment]], tensors: Sequence[int]) -> Chunks:
-    """Return what is of some tensors in each chunk; these are numbered anew, in their order here.
-
-    Examples
-    --------
-    >>> keep(cut([8, 20], 8, 2), [1])
-    ((Segment(tensor=0, start=0, stop=8, bucket=1),), (Segment(tensor=0, start=8, stop=20, bucket=2),))
-    """
-    number = {tensor: index for index, tensor in enumerate(tensors)}
-    return tuple(
-        tuple(s._replace(tensor=number[s.tensor]) for s in chunk if s.tensor in number) for chunk in chunks
-    )

@@ -1,28 +1,87 @@
-"""The compressed mean over ranks as pure stages, in each of the topologies of `qcomp.core.mean.topologies.plans`."""
+"""The compressed mean over ranks: what users call."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
-from qcomp.core import feedback
+from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import handshake
 from qcomp.core.kernels import Blend
-from qcomp.core.mean.assembly import as_list, zeros_for
-from qcomp.core.mean.chunks import Chunks, Cutter, Segment, cut
+from qcomp.core.mean.chunks import Cutter, cut
 from qcomp.core.mean.costs import Link
-from qcomp.core.mean.nodes import learn_nodes
-from qcomp.core.mean.running import Running, Terms, run
-from qcomp.core.mean.stages import Stages, Transport, drive, pipeline
-from qcomp.core.mean.topologies.choice import ETHERNET, TOPOLOGIES, Topology, choose_topology
-from qcomp.core.mean.topologies.plans import PLANS, MeanState, Worker, kept_in, nodes_of
-from qcomp.core.numeric.arrays import Array, compute_dtype_name, detached, dtype_name
+from qcomp.core.mean.layout import Layout, Operands
+from qcomp.core.mean.nodes import Nodes, learn_nodes
+from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
+from qcomp.core.mean.stages import Stages, Transport, announce_lengths, drive, pipeline
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology
+from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
+from qcomp.core.mean.topologies.registry import AUTO, require_name, topology
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    as_list,
+    compute_dtype_name,
+    concat,
+    cut_like,
+    detached,
+    device,
+    dtype_name,
+    flush,
+    to_compute_dtype,
+)
 from qcomp.core.numeric.random import Key
 
-__all__ = ["CompressedMean", "MeanState", "Worker"]
+__all__ = ["CompressedMean", "Computation", "MeanState", "Terms"]
+
+
+_MOST_LAYOUTS = 256
+"""How many layouts a mean remembers; a caller who passes other shapes in every step must not fill the memory."""
+
+
+class MeanState(NamedTuple):
+    """What a rank keeps between two compressed means."""
+
+    rank: int
+    size: int
+    worker: tuple[Array, ...]
+    """The residual of each range of ``CompressedMean.layout(...).residuals.worker``, flat; empty without feedback."""
+    server: tuple[Array, ...]
+    """The residual of each range of ``residuals.server``, flat; empty without feedback or server."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shape of each tensor; empty without feedback."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, where the topology asks for it; empty if each rank is a node of its own."""
+    topology: str = AUTO
+    """In which these residuals are kept, never "auto" after `CompressedMean.init`."""
+
+    def rescaled(self, factor: float) -> "MeanState":
+        """Return the state with residuals in other units, multiplied by a factor."""
+        worker, server = (tuple(flush(factor * e) for e in owed) for owed in (self.worker, self.server))
+        return self._replace(worker=worker, server=server)
+
+
+class Terms(NamedTuple):
+    """On what terms values are averaged; see `CompressedMean.stages`."""
+
+    key: Key | None = None
+    donate: bool = False
+    blends: Sequence[Blend] = ()
+    overwrite: bool = False
+    at_once: bool = False
+    """Whether there is only one round; set by callers that already group tensors."""
+
+
+class Computation(NamedTuple):
+    """A mean that is about to be computed."""
+
+    rounds: Sequence[Stages[Averaged]]
+    """Computations in stages that do not depend on each other, see `pipeline`."""
+    finish: Callable[[Sequence[Averaged]], tuple[Any, MeanState]]
+    """Returns the means and the new state from the results of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +138,7 @@ class CompressedMean:
     """How checkpoints call what a state holds as ``worker`` and as ``server``."""
 
     compressor: Compressor | Sequence[Compressor]
-    topology: Topology = "two_phase"
+    topology: str = "two_phase"
     feedback: bool = True
     link: Link = ETHERNET
 
@@ -90,21 +149,25 @@ class CompressedMean:
             raise TypeError(
                 f"compressor is {self.compressor!r}; expected a qcomp.Compressor, or a sequence of them"
             )
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(f"topology is {self.topology!r}; expected one of {', '.join(TOPOLOGIES)}")
+        require_name(self.topology)
         if self.feedback:
             for compressor in self.compressors:
                 feedback.require_contraction(compressor)
 
-    @property
+    @cached_property
     def compressors(self) -> tuple[Compressor, ...]:
         """The one compressor of all tensors, or the compressor of each."""
         return self.compressor if isinstance(self.compressor, tuple) else (self.compressor,)
 
-    @property
+    @cached_property
     def lossless(self) -> bool:
         """Whether the mean is exact."""
         return all(c.traits.lossless for c in self.compressors)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a state has something to remember."""
+        return self.feedback and not self.lossless
 
     def compressors_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Compressor]:
         """Return the compressor of each of the tensors of these shapes."""
@@ -150,19 +213,47 @@ class CompressedMean:
 
     def learn_nodes(self, comm: Transport, *, like: Array) -> tuple[int, ...]:
         """Return the node of each rank, the same on all ranks; empty, without an exchange, if nothing depends on it."""
-        if self.topology not in ("hierarchical", "auto"):
+        if self.topology != AUTO and not self.resolved.wants_nodes:
             return ()
         return learn_nodes(comm, like=like, topology=self.topology)
+
+    @property
+    def resolved(self) -> Topology:
+        """The topology of this mean's name."""
+        return topology(self.topology)
 
     def chosen(
         self, shapes: Sequence[tuple[int, ...]], size: int, nodes: tuple[int, ...] = ()
     ) -> "CompressedMean":
         """Return the mean with the topology that it takes for tensors of these shapes on so many ranks."""
-        if self.topology != "auto":
+        if self.topology != AUTO:
             return self
         compressors, sizes = self.compressors_of(shapes), list(map(math.prod, shapes))
-        topology = choose_topology(compressors, sizes, nodes_of(size, nodes), self.link)
-        return replace(self, topology=topology)
+        return self.within(choose_topology(compressors, sizes, Nodes.of(size, nodes), self.link))
+
+    def within(self, topology: str) -> "CompressedMean":
+        """Return this mean in another topology; of each there is one, which knows its layouts."""
+        if topology == self.topology:
+            return self
+        if topology not in self._others:
+            self._others[topology] = replace(self, topology=topology)
+        return self._others[topology]
+
+    def around(self, compressors: tuple[Compressor, ...]) -> "CompressedMean":
+        """Return this mean with these compressors, one for each tensor; the last one that was asked for is kept."""
+        for mean in self._with_compressors:
+            if mean.compressor is compressors:
+                return mean
+        self._with_compressors[:] = [replace(self, compressor=compressors)]
+        return self._with_compressors[0]
+
+    @cached_property
+    def _with_compressors(self) -> "list[CompressedMean]":
+        return []
+
+    @cached_property
+    def _others(self) -> "dict[str, CompressedMean]":
+        return {}
 
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
@@ -173,35 +264,63 @@ class CompressedMean:
         """
         shapes = tuple(tuple(t.shape) for t in tensors)
         mean = self.chosen(shapes, size, nodes)
-        if not self._keeps_residuals or mean._is_one_node(size, nodes):
+        if not self.keeps_residuals or mean.resolved.is_exact_on(Nodes.of(size, nodes)):
             return MeanState(rank, size, (), (), nodes=nodes, topology=mean.topology)
         worker, server = (
-            tuple(zeros_for(tensors[s.tensor], s.size) for s in parts)
-            for parts in mean.parts(shapes, rank=rank, size=size, nodes=nodes)
+            tuple(_zeros_for(tensors[s.tensor], s.size) for s in ranges)
+            for ranges in mean.layout(shapes, rank=rank, size=size, nodes=nodes).residuals
         )
         return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
 
-    def parts(
-        self, shapes: Sequence[tuple[int, ...]], *, rank: int, size: int, nodes: tuple[int, ...] = ()
-    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-        """Return what a rank's residuals are of: parts of each tensor as worker, and what it is the server of."""
-        topology, sizes = self.chosen(shapes, size, nodes).topology, list(map(math.prod, shapes))
-        compressors, cutter = self.compressors_of(shapes), self.cutter(shapes)
-        return kept_in(topology, compressors, sizes, rank=rank, nodes=nodes_of(size, nodes), cut=cutter)
+    def layout(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        rank: int,
+        size: int,
+        nodes: tuple[int, ...] = (),
+        dtypes: tuple[str, ...] = (),
+    ) -> Layout:
+        """Return where everything lies in the mean of tensors of these shapes; resolved once.
 
-    def _is_one_node(self, size: int, nodes: tuple[int, ...]) -> bool:
-        return self.topology == "hierarchical" and nodes_of(size, nodes).count == 1
+        Parameters
+        ----------
+        shapes : sequence of tuple of int
+            The shape of each tensor.
+        rank, size : int
+            Number of this rank, and of ranks.
+        nodes : tuple of int
+            The node of each rank; by default each rank is a node of its own.
+        dtypes : tuple of str
+            The name of the dtype in which each tensor is computed; by default ``"float32"``.
+        """
+        shapes = tuple(shapes)
+        found = (shapes, rank, size, nodes, dtypes)
+        if found not in self._layouts:
+            if len(self._layouts) == _MOST_LAYOUTS:
+                self._layouts.clear()
+            mean = self.chosen(shapes, size, nodes)
+            operands = Operands(
+                tuple(self.compressors_of(shapes)),
+                tuple(map(math.prod, shapes)),
+                dtypes or ("float32",) * len(shapes),
+                rank,
+                Nodes.of(size, nodes),
+                self.cutter(shapes),
+            )
+            self._layouts[found] = mean.resolved.lay_out(operands)
+        return self._layouts[found]
 
-    def segments(self, tensors: Sequence[Array], size: int) -> Chunks:
-        """Return the segments of each rank's chunk."""
-        return self.segments_of_shapes([tuple(t.shape) for t in tensors], size)
+    @cached_property
+    def _layouts(self) -> dict[Any, Layout]:
+        return {}
 
-    def segments_of_shapes(self, shapes: Sequence[tuple[int, ...]], size: int) -> Chunks:
-        """Return the segments of each rank's chunk of tensors of these shapes."""
-        lengths = [c.traits.bucket_size for c in self.compressors_of(shapes)]
-        return self.cutter(shapes)(list(map(math.prod, shapes)), lengths, size)
+    @cached_property
+    def _exact(self) -> "CompressedMean":
+        """The exact mean, where the topology compresses nothing."""
+        return CompressedMean(Identity(), feedback=False)
 
-    def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:  # noqa: ARG002 - for who needs to know them
+    def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:  # noqa: ARG002 - for means that depend on them
         """Return what cuts tensors of these shapes into chunks."""
         return cut
 
@@ -263,47 +382,91 @@ class CompressedMean:
         NonFiniteError
             On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
         """
-        running = self.start(x, state, Terms(key, donate, blends, overwrite))
-        return running.finish((yield from pipeline(running.rounds)))
+        computation = self.begin(x, state, Terms(key, donate, blends, overwrite))
+        return computation.finish((yield from pipeline(computation.rounds)))
 
-    def start(self, x: Any, state: MeanState, terms: Terms) -> Running:
-        """Return the rounds of a mean, each of them in stages, for who runs them with those of others.
+    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+        """Return the rounds of a mean, each in stages, for callers that interleave several means.
 
         See `stages` for the rest.
         """
-        if self.topology == "auto":
-            return replace(self, topology=state.topology).start(x, state, terms)
         tensors = [detached(t) for t in as_list(x)]
-        drawing = [c.spec for c in self.compressors if c.traits.random]
-        if drawing and terms.key is None:
-            raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
-        if self._is_one_node(state.size, state.nodes):
-            exact = replace(self, compressor=Identity(), topology="two_phase", feedback=False)
-            return exact.start(x, state, terms._replace(overwrite=False))
-        if self._keeps_residuals:
-            self._require_own(state, tensors)
+        mean = self if self.topology != AUTO else self.within(state.topology)
+        self._require_terms(terms, len(tensors))
+        if mean.resolved.is_exact_on(Nodes.of(state.size, state.nodes)):
+            mean, terms = self._exact, terms._replace(overwrite=False)
+        elif mean.keeps_residuals:
+            mean._require_own(state, tensors)
+        computation = mean._computation(tensors, state, terms)
+        return computation if isinstance(x, list | tuple) else _of_one_tensor(computation)
+
+    def _computation(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
+        """Return the computation of the means of tensors that fit the state and the terms."""
+        resolved = self.resolved
+        flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
+        # What was converted is a copy, and nobody else's.
+        donate = terms.donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
+        targets = [
+            b.m for b in terms.blends
+        ] or tensors  # of half-precision gradients, the momenta are float32
+        blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in terms.blends]
+        if blends and (self.lossless or not resolved.blends):
+            flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
+            blends = []
+        shapes = tuple([tuple(t.shape) for t in tensors])
+        dtypes = tuple([dtype_name(x.dtype) for x in flat])
+        sizes = [x.shape[0] for x in flat]
+        in_one = terms.at_once or terms.overwrite or not resolved.allows_rounds
+        count = 1 if in_one else count_rounds(dtypes, sizes)
+        joined = self.lossless and count == 1
+        mean: CompressedMean = self
+        if joined:  # nothing depends on the boundaries, and one vector is faster than many
+            flat, shapes, dtypes = [concat(flat)], ((sum(sizes),),), dtypes[:1]
+            mean = self._of_one_vector
+        layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
+        call = Call(
+            layout,
+            flat,
+            state.worker,
+            state.server,
+            (terms.key or Key())._replace(rank=state.rank),
+            donate=donate and not blends,
+            blends=blends,
+            overwrite=terms.overwrite and not donate,
+        )
+        if count == 1:
+            rounds: list[Stages[Averaged]] = [resolved.stages(call)]
+            join: Callable[[Sequence[Averaged]], Averaged] = _only
+        else:
+            rounds, join = in_rounds(resolved, call, lay_out_rounds(resolved, layout, count))
+        if layout.operands.variable_length:
+            rounds = [announce_lengths(stages, state.rank) for stages in rounds]
+
+        def finish(results: Sequence[Averaged]) -> tuple[list[Array], MeanState]:
+            average = join(results)
+            values = cut_like(average.means[0], sizes) if joined else average.means
+            new_state = state._replace(worker=average.worker, server=average.server)
+            return _shaped_like(values, targets), new_state
+
+        return Computation(rounds, finish)
+
+    @cached_property
+    def _of_one_vector(self) -> "CompressedMean":
+        """The mean of all tensors as one vector, of lossless compressors."""
+        return CompressedMean(self.compressors[0], self.topology, self.feedback, self.link)
+
+    def _require_terms(self, terms: Terms, count: int) -> None:
+        """Raise ValueError unless terms go together, and with so many tensors."""
+        if terms.key is None:
+            drawing = [c.spec for c in self.compressors if c.traits.random]
+            if drawing:
+                raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
         if terms.overwrite and (terms.donate or terms.blends):
             raise ValueError(
                 "overwrite is True; expected False with donate or blends: x is used up for another purpose"
             )
-        if terms.blends and len(terms.blends) != len(tensors):
-            raise ValueError(f"blends has {len(terms.blends)} entries; x has {len(tensors)} arrays")
-        shapes = [tuple(t.shape) for t in tensors]
-        running = run(
-            tensors,
-            state,
-            terms,
-            topology=self.topology,
-            compressors=self.compressors_of(shapes),
-            cutter=self.cutter(shapes),
-            plan=self._plan,
-            kept=partial(self.parts, state.shapes, rank=state.rank, size=state.size),
-        )
-        return running if isinstance(x, list | tuple) else _single(running)
-
-    @property
-    def _keeps_residuals(self) -> bool:
-        return self.feedback and not self.lossless
+        if terms.blends and len(terms.blends) != count:
+            raise ValueError(f"blends has {len(terms.blends)} entries; x has {count} arrays")
 
     def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
         """Raise ValueError unless a state has the residuals of this mean for these tensors."""
@@ -313,18 +476,32 @@ class CompressedMean:
         if found != expected:
             raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
 
-    def _plan(
-        self, flat: list[Array], state: MeanState, how: Worker
-    ) -> Stages[tuple[list[Array], MeanState]]:
-        """Average flat tensors over the ranks."""
-        return PLANS[self.topology](flat, state, how)
+
+def _only(results: Sequence[Averaged]) -> Averaged:
+    (result,) = results
+    return result
 
 
-def _single(running: Running) -> Running:
+def _of_one_tensor(computation: Computation) -> Computation:
     """Return the mean of one tensor that was not in a list."""
 
-    def finish(results: Sequence[Any]) -> tuple[Any, MeanState]:
-        (mean,), state = running.finish(results)
+    def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
+        (mean,), state = computation.finish(results)
         return mean, state
 
-    return running._replace(finish=finish)
+    return computation._replace(finish=finish)
+
+
+def _zeros_for(tensor: Array, size: int) -> Array:
+    """Return so many zeros in the dtype in which a tensor is computed, on its device."""
+    xp = array_namespace(tensor)
+    dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
+    return xp.zeros((size,), dtype=dtype, device=device(tensor))
+
+
+def _shaped_like(flat: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
+    """Return flat vectors in the shapes and dtypes of tensors."""
+    return [
+        array_namespace(t).astype(array_namespace(t).reshape(x, t.shape), t.dtype, copy=False)
+        for t, x in zip(tensors, flat, strict=True)
+    ]

@@ -1,14 +1,13 @@
-"""What a compressed mean costs by its topology: formulas, which docs/planning/README.md explains."""
+"""What the cost of a mean is made of: links, clusters, loads and messages; see docs/planning/README.md."""
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["INSIDE", "Cluster", "Cost", "Link", "Load", "around", "cost", "to_all"]
+__all__ = ["INSIDE", "Cluster", "Cost", "Link", "Load", "announcements", "around", "inside", "to_all"]
 
-_EXACT, _LENGTH = 4, 16
-"""Bytes of an exact element, and of what tells a rank the length of a message."""
+_LENGTH = 16
+"""Bytes that tell a rank the length of a message."""
 
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
@@ -156,66 +155,6 @@ class Cost(NamedTuple):
         return self.codec + self.wire
 
 
-def cost(topology: str, load: Load, cluster: Cluster) -> Cost:
-    """Return what the compressed mean of a topology costs.
-
-    Examples
-    --------
-    >>> cluster = Cluster(ranks=4, link=Link(bandwidth=1e9, latency=1e-5))
-    >>> load = Load(size=8000, payload=1000, variable_length=False, encode=1e-9, decode=0.0, add=0.0, copy=0.0)
-    >>> [cost(topology, load, cluster).sent for topology in ("two_phase", "ring", "all_gather")]
-    [1500.0, 1500.0, 3000]
-    """
-    return _COSTS[topology](load, cluster)
-
-
-def _two_phase(load: Load, cluster: Cluster) -> Cost:
-    n, share = cluster.ranks, load.payload / cluster.ranks
-    codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode) + 2 * load.call
-    wire = 2 * to_all(share, cluster) + _announcements(load, 2, cluster)
-    return Cost(codec, wire, 2 * (n - 1) * share)
-
-
-def _all_gather(load: Load, cluster: Cluster) -> Cost:
-    n = cluster.ranks
-    wire = to_all(load.payload, cluster) + _announcements(load, 1, cluster)
-    codec = load.packed * (load.encode + n * load.add) + load.call
-    return Cost(codec, wire, (n - 1) * load.payload)
-
-
-def _hierarchical(load: Load, cluster: Cluster) -> Cost:
-    lanes, nodes, copy = cluster.ranks_per_node, cluster.nodes, load.copy
-    if nodes == 1:
-        exact_load = Load(load.size, _EXACT * load.size, False, copy, copy, copy, copy, call=load.call)
-        return _two_phase(exact_load, cluster)
-    if lanes == 1:
-        return _two_phase(load, cluster)
-    exact, lane = _EXACT * load.size / lanes, load.payload / lanes
-    codec = 2 * load.size * copy + 4 * load.call  # packed, and added up over the node
-    codec += load.packed * (load.encode * (1 + 1 / nodes) / lanes + load.add / lanes + load.decode)
-    wire = _inside(exact, cluster) + _inside(lane, cluster)
-    wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
-    wire += _announcements(load, 4, cluster)
-    return Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
-
-
-def _ring(load: Load, cluster: Cluster) -> Cost:
-    n = cluster.ranks
-    sent = 2 * (n - 1) / n * load.payload
-    # What arrives is added to a copy of a rank's own part.
-    codec = load.packed * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
-    codec += 2 * (n - 1) * load.call
-    return Cost(codec, around(sent, cluster) + _announcements(load, 2 * (n - 1), cluster), sent)
-
-
-_COSTS: Mapping[str, Callable[[Load, Cluster], Cost]] = {
-    "two_phase": _two_phase,
-    "all_gather": _all_gather,
-    "hierarchical": _hierarchical,
-    "ring": _ring,
-}
-
-
 def around(sent: float, cluster: Cluster) -> float:
     """Return how long it takes that each rank sends so many bytes to its neighbour, in 2 (N - 1) steps."""
     # One rank of each node sends to the next node, the others to their neighbours, all in step.
@@ -230,14 +169,15 @@ def to_all(share: float, cluster: Cluster) -> float:
     """Return how long it takes that each rank sends so many bytes to each other rank."""
     lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
     between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
-    return max(between, _inside(share, cluster))
+    return max(between, inside(share, cluster))
 
 
-def _inside(share: float, cluster: Cluster) -> float:
+def inside(share: float, cluster: Cluster) -> float:
+    """Return how long it takes that each rank sends so many bytes to each other rank of its node."""
     lanes = cluster.ranks_per_node
     return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
 
 
-def _announcements(load: Load, exchanges: int, cluster: Cluster) -> float:
+def announcements(load: Load, exchanges: int, cluster: Cluster) -> float:
     """Return how long telling the lengths of messages takes, where they vary."""
     return exchanges * to_all(_LENGTH * cluster.ranks, cluster) if load.variable_length else 0.0

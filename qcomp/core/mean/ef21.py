@@ -1,15 +1,18 @@
 """EF21: ranks send how their vectors have changed, and add up what was sent."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from qcomp.core import primitives
-from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import SegmentCodec
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, Worker
+from qcomp.core.mean.chunks import Chunks
+from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.costs import Link
-from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.stages import AllGather as Gather
+from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.topologies.all_gather import AllGather
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.numeric.arrays import Array, empty_like, flush, write_into
 
@@ -72,46 +75,49 @@ class EF21Mean(CompressedMean):
                     "qcomp.TopK, or qcomp.Scaled(...) around an unbiased one"
                 )
 
-    def parts(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        rank: int,
-        size: int,
-        nodes: tuple[int, ...] = (),
-    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-        """Return what the estimates and their means are of: whole tensors."""
-        whole, _ = super().parts(shapes, rank=rank, size=size, nodes=nodes)
-        return whole, whole
-
     @property
-    def _keeps_residuals(self) -> bool:
+    def keeps_residuals(self) -> bool:
+        """Whether there are estimates: not if what is sent is exact."""
         return not self.lossless
 
-    def _plan(
-        self, flat: list[Array], state: MeanState, how: Worker
-    ) -> Stages[tuple[list[Array], MeanState]]:
-        if self.lossless:
-            return (yield from super()._plan(flat, state, how))
-        if how.blends:
-            pairs = zip(flat, how.blends, strict=True)
-            flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in pairs]
-        changes = [flush(flush(x) - g) for x, g in zip(flat, state.worker, strict=True)]
-        codec = SegmentCodec(how.compressors, changes)
-        (whole,) = how.cut_up(flat, 1)
-        sent = codec.encode([whole], changes, (), how.key.at(hop=0), donate=False)
-        arrived = yield AllGather(sent.messages[0], (codec.message_size(whole),) * state.size)
-        payloads = codec.open(arrived, [whole] * state.size, sent.error)
-        own = codec.decode(payloads[state.rank], whole, [None] * len(whole))
-        worker, server = list(state.worker), list(state.server)
-        for segment, change, mean in zip(whole, own, codec.average(payloads, whole), strict=True):
+    @property
+    def resolved(self) -> Topology:
+        """All-gather of changes."""
+        return super().resolved if self.lossless else _TRACKING
+
+
+class _Tracking(AllGather):
+    """All-gather of how the vectors have changed: ``worker`` has the estimates, ``server`` their means."""
+
+    blends = False
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Take all tensors as one chunk, and keep both estimates of whole tensors."""
+        layout = super().lay_out(operands, chunks)
+        return replace(layout, residuals=Residuals(operands.whole, operands.whole))
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send the changes to all, and add them to the estimates."""
+        layout = call.layout
+        changes = [flush(flush(x) - g) for x, g in zip(call.values, call.worker, strict=True)]
+        codec, verdicts = Codec(changes), Verdicts(at_once=layout.operands.variable_length)
+        (whole,) = layout.frames
+        sent = codec.encode(layout.frames, changes, (), call.key.at(hop=0), donate=False)
+        arrived = yield Gather(sent.messages[0], (whole.nbytes,) * layout.world)
+        payloads = codec.open(arrived, (whole,) * layout.world, verdicts, sent.error)
+        verdicts.require_accepted(sent.error)
+        own = codec.decode(payloads[layout.rank], whole, [None] * len(whole.chunk))
+        worker, server = list(call.worker), list(call.server)
+        for segment, change, mean in zip(whole.chunk, own, codec.average(payloads, whole), strict=True):
             worker[segment.tensor] = flush(worker[segment.tensor] + change)
             server[segment.tensor] = flush(server[segment.tensor] + mean)
-        into = how.into
-        new_state = state._replace(worker=_put(worker, into.worker), server=_put(server, into.server))
-        # Copies: what the caller does with the answer is no matter of the state.
-        copies = into.means or [empty_like(g) for g in server]
-        return list(_put(server, copies)), new_state
+        new_server = _put(server, call.into.server)
+        # Copies, so that callers may modify the result.
+        copies = call.into.means or [empty_like(g) for g in server]
+        return Averaged(list(_put(server, copies)), _put(worker, call.into.worker), new_server)
+
+
+_TRACKING = _Tracking()
 
 
 def _put(values: Sequence[Array], places: Sequence[Array | None]) -> tuple[Array, ...]:

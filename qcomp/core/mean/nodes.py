@@ -41,6 +41,13 @@ class Nodes:
                 f"nodes is {self.of_rank}; expected a node for each rank, numbered from 0 without a gap"
             )
 
+    @classmethod
+    def of(cls, size: int, nodes: tuple[int, ...]) -> "Nodes":
+        """Return the nodes of a world of ``size`` ranks; by default each rank is a node of its own."""
+        if nodes and len(nodes) != size:
+            raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
+        return cls(nodes or tuple(range(size)))
+
     @property
     def count(self) -> int:
         """Number of nodes."""

@@ -1,67 +1,83 @@
 """How a large mean is cut into rounds, so that one is on its way while the next is compressed."""
 
-import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.topologies.plans import Averaged, Into, MeanState, Worker
-from qcomp.core.numeric.arrays import Array, concat, dtype_name, empty_like, is_mutable, itemsize
+from qcomp.core.mean.chunks import Chunk, Chunks, Segment
+from qcomp.core.mean.layout import Layout, Operands
+from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.topologies.base import Averaged, Call, Into, Topology
+from qcomp.core.numeric.arrays import Array, concat, empty_like, is_mutable, itemsize
 
-__all__ = ["ROUND_BYTES", "Kept", "Rounds", "count_rounds", "cut_rounds", "in_rounds"]
+__all__ = ["ROUND_BYTES", "Round", "count_rounds", "cut_rounds", "in_rounds", "lay_out_rounds"]
 
 ROUND_BYTES = 16 << 20
 """The least bytes of values in a round: compressing so many takes much longer than starting an exchange."""
 
-Chunk = tuple[Segment, ...]
-Plan = Callable[[list[Array], MeanState, Worker], Averaged]
-Kept = Callable[[], tuple[Sequence[Segment], Sequence[Segment]]]
-Result = tuple[list[Array], MeanState]
+
+class _Place(NamedTuple):
+    """A part of one of several arrays."""
+
+    array: int
+    start: int
+    stop: int
 
 
-def in_rounds(
-    count: int,
-    flat: list[Array],
-    state: MeanState,
-    how: Worker,
-    *,
-    plan: Plan,
-    servers: int,
-    kept: Kept,
-) -> tuple[list[Averaged], Callable[[Sequence[Result]], Result]]:
-    """Return the mean of flat tensors as so many computations, and what makes one result of theirs.
+class Round(NamedTuple):
+    """One round of a mean: a mean of parts of the tensors, whose layout counts each part as a tensor."""
 
-    Parameters
-    ----------
-    count, flat, state, how
-        Of the whole mean.
-    plan : callable
-        What averages.
-    servers : int
-        The number of chunks that the whole mean has.
-    kept : callable
-        Returns what the residuals of the state are of, see `CompressedMean.parts`; asked if there are any.
-    """
-    if count == 1:
-        return [plan(flat, state, how)], lambda results: results[0]
-    cut_chunks = cut_rounds(how.cut_up(flat, servers), [c.traits.bucket_size for c in how.compressors], count)
-    rounds = Rounds(flat, state, how, cut_chunks, kept() if state.worker else ((), ()))
-    return rounds.computations(plan), rounds.joined
+    layout: Layout
+    tensors: tuple[_Place, ...]
+    """The part of the whole tensors that each tensor of the round is; also of the worker residuals."""
+    server: tuple[_Place, ...]
+    """The part of the whole server residuals that each of the round is."""
 
 
-def count_rounds(flat: Sequence[Array]) -> int:
+def count_rounds(dtypes: Sequence[str], sizes: Sequence[int]) -> int:
     """Return in how many rounds tensors are averaged: one if they are small, or of several dtypes.
 
-    Two of `ROUND_BYTES` and more, and more of twice as many: the second round hides half of what encoding takes, each
-    further one less, and the messages of a round take the same time each.
+    One round below 32 MiB, two up to 96 MiB, then one for each 32 MiB: the second round hides half of what encoding
+    takes, each further one less, and the messages of a round take the same time each.
     """
-    if len({x.dtype for x in flat}) != 1:
+    if len(set(dtypes)) != 1:
         return 1
-    nbytes: int = itemsize(dtype_name(flat[0].dtype)) * sum(math.prod(x.shape) for x in flat)
-    rounds = nbytes // ROUND_BYTES
+    rounds = itemsize(dtypes[0]) * sum(sizes) // ROUND_BYTES
     return max(1, min(2, rounds), rounds // 2)
 
 
-def cut_rounds(chunks: Sequence[Chunk], bucket_sizes: Sequence[int], count: int) -> list[tuple[Chunk, ...]]:
+@lru_cache(maxsize=64)
+def lay_out_rounds(topology: Topology, layout: Layout, count: int) -> tuple[Round, ...]:
+    """Return the rounds of a mean; those in which there is nothing are left out. Resolved once for a layout."""
+    operands = layout.operands
+    return tuple(
+        _round(topology, layout, chunks) for chunks in cut_rounds(layout.chunks, operands.bucket_sizes, count)
+    )
+
+
+def _round(topology: Topology, whole: Layout, chunks: Chunks) -> Round:
+    """Return the round of these chunks of the whole tensors."""
+    sent = [segment for chunk in chunks for segment in chunk]  # they are the tensors of the round
+    numbers = iter(range(len(sent)))
+    renumbered = tuple(tuple(Segment(next(numbers), 0, s.size, s.bucket) for s in chunk) for chunk in chunks)
+    operands = Operands(
+        tuple(whole.operands.compressors[s.tensor] for s in sent),
+        tuple(s.size for s in sent),
+        tuple(whole.operands.dtypes[s.tensor] for s in sent),
+        whole.rank,
+        whole.operands.nodes,
+    )
+    layout = topology.lay_out(operands, renumbered)
+    served = []
+    for segment in layout.residuals.server:
+        part = sent[segment.tensor]
+        number = whole.server_residuals[part.tensor]
+        first = whole.residuals.server[number].start
+        served.append(_Place(number, part.start - first, part.stop - first))
+    return Round(layout, tuple(_Place(s.tensor, s.start, s.stop) for s in sent), tuple(served))
+
+
+def cut_rounds(chunks: Chunks, bucket_sizes: Sequence[int], count: int) -> list[Chunks]:
     """Cut each chunk into parts of whole buckets, one for each round and as long as each other.
 
     So all ranks send and serve in every round.
@@ -106,128 +122,88 @@ def _cut_chunk(chunk: Chunk, bucket_sizes: Sequence[int], count: int) -> list[Ch
     return [tuple(part) for part in parts]
 
 
-class Rounds:
-    """A mean of flat tensors in several rounds, each of them a mean of parts of the tensors.
+def in_rounds(
+    topology: Topology, call: Call, rounds: Sequence[Round]
+) -> tuple[list[Stages[Averaged]], Callable[[Sequence[Averaged]], Averaged]]:
+    """Return the mean of a call as a computation for each round, and what makes one result of theirs.
 
     Payloads of buckets, draws and residuals are those of the whole mean: only which of them share a payload and a
     message differs.
-
-    Parameters
-    ----------
-    flat : sequence of arrays
-    state : MeanState
-    how : Worker
-        Of the whole.
-    rounds : sequence of sequences of Chunk
-        From `cut_rounds`.
-    kept : pair of sequences of Segment
-        What the residuals of the state are of, see `CompressedMean.parts`.
     """
-
-    def __init__(
-        self,
-        flat: Sequence[Array],
-        state: MeanState,
-        how: Worker,
-        rounds: Sequence[tuple[Chunk, ...]],
-        kept: tuple[Sequence[Segment], Sequence[Segment]],
-    ) -> None:
-        self.state = state
-        self.how = how
-        self.flat = flat
-        self.rounds = rounds
-        whole = [Segment(i, 0, x.shape[0], 0) for i, x in enumerate(flat)]
-        self._given = how.donate and all(map(is_mutable, flat))
-        self._worker = _Wholes(state.worker, kept[0], flat if self._given and state.worker else None)
-        self._server = _Wholes(state.server, kept[1])
-        self._means = _Wholes(flat, whole)
-
-    def computations(self, plan: Plan) -> list[Averaged]:
-        """Return the mean of each round, as stages."""
-        return [plan(*self._round(chunks)) for chunks in self.rounds]
-
-    def _round(self, chunks: tuple[Chunk, ...]) -> tuple[list[Array], MeanState, Worker]:
-        how, state = self.how, self.state
-        sent = [segment for chunk in chunks for segment in chunk]  # they are the tensors of the round
-        served = chunks[state.rank] if len(chunks) > 1 else chunks[0]
-        numbers = iter(range(len(sent)))
-        values = [self.flat[s.tensor][s.start : s.stop] for s in sent]
+    given = call.donate and all(map(is_mutable, call.values))
+    worker = _Wholes(call.worker, call.values if given and call.worker else None)
+    server = _Wholes(call.server)
+    means = _Wholes(call.values)
+    computations = []
+    for each in rounds:
+        values = _parts(call.values, each.tensors)
         into = Into(
-            self._worker.places(sent, values if self._given else None),
-            self._server.places(served),
-            self._means.places(sent),
+            worker.room(each.tensors, values if given else None),
+            server.room(each.server),
+            means.room(each.tensors),
         )
-        worker, server = self._worker.parts(sent), self._server.parts(served)
-        return (
-            values,
-            state._replace(worker=worker, server=server),
-            how._replace(
-                compressors=[how.compressors[s.tensor] for s in sent],
-                blends=[how.blends[s.tensor].cut(slice(s.start, s.stop)) for s in sent] if how.blends else (),
-                chunks=tuple(
-                    tuple(Segment(next(numbers), 0, s.size, s.bucket) for s in chunk) for chunk in chunks
-                ),
-                into=into,
-            ),
+        blends = [call.blends[p.array].cut(slice(p.start, p.stop)) for p in each.tensors if call.blends]
+        of_round = call._replace(
+            layout=each.layout,
+            values=values,
+            worker=worker.parts(each.tensors),
+            server=server.parts(each.server),
+            blends=blends,
+            into=into,
         )
+        computations.append(topology.stages(of_round))
 
-    def joined(self, results: Sequence[Result]) -> Result:
-        """Return the means of the tensors and the new state, from what the computations returned."""
-        means, states = zip(*results, strict=True)
-        worker = self._worker.joined([state.worker for state in states])
-        server = self._server.joined([state.server for state in states])
-        return list(self._means.joined(means)), self.state._replace(worker=worker, server=server)
+    def join(results: Sequence[Averaged]) -> Averaged:
+        new_means, new_worker, new_server = zip(*results, strict=True)
+        return Averaged(list(means.joined(new_means)), worker.joined(new_worker), server.joined(new_server))
+
+    return computations, join
+
+
+def _parts(arrays: Sequence[Array], places: Sequence[_Place]) -> tuple[Array, ...]:
+    return tuple(arrays[p.array][p.start : p.stop] for p in places)
 
 
 class _Wholes:
-    """Arrays of which every round has parts, and the buffers in which the new ones come about.
+    """Arrays of which every round has parts, and the buffers that the new ones are written to.
 
     Parameters
     ----------
     arrays : sequence of arrays
-        The old ones, flat.
-    of : sequence of Segment
-        Which parts of the tensors they are.
+        The old ones, flat; empty without feedback.
     buffers : sequence of arrays, optional
         By default new ones, and none where arrays are immutable.
     """
 
-    def __init__(
-        self, arrays: Sequence[Array], of: Sequence[Segment], buffers: Sequence[Array] | None = None
-    ) -> None:
+    def __init__(self, arrays: Sequence[Array], buffers: Sequence[Array] | None = None) -> None:
         self._arrays = arrays
-        self._number = {segment.tensor: i for i, segment in enumerate(of)} if arrays else {}
-        self._first = [segment.start for segment in of]
         self._buffers = [empty_like(x) for x in arrays] if buffers is None else list(buffers)
-        self._rounds: list[tuple[Sequence[Segment], Sequence[Array | None]]] = []
+        self._rounds: list[tuple[Sequence[_Place], Sequence[Array | None]]] = []
 
-    def _parts(self, arrays: Sequence[Array], segments: Sequence[Segment]) -> tuple[Array, ...]:
-        found = []
-        for segment in segments if arrays else ():
-            number = self._number[segment.tensor]
-            array, first = arrays[number], self._first[number]
-            found.append(None if array is None else array[segment.start - first : segment.stop - first])
-        return tuple(found)
+    def parts(self, places: Sequence[_Place]) -> tuple[Array, ...]:
+        """Return the old values there."""
+        return _parts(self._arrays, places) if self._arrays else ()
 
-    def parts(self, segments: Sequence[Segment]) -> tuple[Array, ...]:
-        """Return the old values of these parts of tensors."""
-        return self._parts(self._arrays, segments)
-
-    def places(
-        self, segments: Sequence[Segment], places: Sequence[Array] | None = None
+    def room(
+        self, places: Sequence[_Place], given: Sequence[Array] | None = None
     ) -> tuple[Array | None, ...]:
-        """Return where the new values of the parts of the next round go, by default to parts of the buffers."""
-        chosen = self._parts(self._buffers, segments) if places is None else tuple(places)
-        self._rounds.append((segments, chosen))
-        return chosen
+        """Return where the new values of the next round go, by default to parts of the buffers."""
+        if not self._arrays:
+            return ()
+        found = [(self._buffers[p.array], p) for p in places]
+        parts = [None if buffer is None else buffer[p.start : p.stop] for buffer, p in found]
+        room = tuple(parts if given is None else given)
+        self._rounds.append((places, room))
+        return room
 
     def joined(self, results: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
         """Return the new arrays: the buffers if all their parts are where they belong, and else copies."""
         found: list[list[tuple[int, Array, bool]]] = [[] for _ in self._arrays]
-        for (segments, places), values in zip(self._rounds, results, strict=True):
-            # Without feedback there are no values.
-            for segment, place, value in zip(segments, places, values, strict=False):
-                found[self._number[segment.tensor]].append((segment.start, value, value is place))
+        for (places, room), values in zip(
+            self._rounds, results, strict=False
+        ):  # without feedback there are none
+            for place, buffer, value in zip(places, room, values, strict=False):
+                found[place.array].append((place.start, value, value is buffer))
         new = []
         for old, buffer, parts in zip(self._arrays, self._buffers, found, strict=True):
             parts.sort(key=lambda part: part[0])

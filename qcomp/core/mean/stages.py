@@ -1,11 +1,13 @@
 """What a pure stage asks of the outside world, and the loop that answers it over a communicator."""
 
 import contextlib
+import struct
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, overload
 
-from qcomp.core.errors import CommunicatorError
-from qcomp.core.numeric.arrays import Array, array_namespace, concat, device
+from qcomp.core.errors import CommunicatorError, PayloadError
+from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 
 __all__ = [
     "AllGather",
@@ -13,17 +15,13 @@ __all__ = [
     "Exchange",
     "Stages",
     "Transport",
+    "announce_lengths",
     "drive",
     "fuse",
-    "join",
     "pipeline",
-    "split",
 ]
 
 Result = TypeVar("Result")
-
-_ALIGNMENT = 8
-"""Every buffer within a message starts at a multiple of this, so that any dtype can be read in place."""
 
 
 class AllToAll(NamedTuple):
@@ -222,31 +220,49 @@ def _merge(requests: list[Exchange]) -> Exchange:
     return AllToAll(tuple(join([share(request, rank) for request in requests]) for rank in ranks), receive)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
+    """Run a computation whose messages may be shorter than the receivers are ready for.
 
+    Before each of its exchanges all ranks tell each other how long their messages are, and how long they may be.
 
-def joined_size(sizes: Sequence[int]) -> int:
-    """Return the bytes of a message of buffers of these sizes."""
-    return sum(map(_aligned, sizes))
+    Parameters
+    ----------
+    stages : generator
+        What it yields has the bytes of the longest message in ``receive``.
+    rank : int
+        Number of this rank.
 
+    Raises
+    ------
+    PayloadError
+        On every rank alike, if any message is longer than its receiver allows: before that is received, or memory for
+        it is taken, and with nobody left waiting.
 
-def join(buffers: Sequence[Array]) -> Array:
-    """Join one or more uint8 buffers into one message, each padded with zeros to a multiple of 8 bytes."""
-    xp = array_namespace(*buffers)
-    parts = []
-    for buffer in buffers:
-        parts.append(buffer)
-        padding = _aligned(buffer.shape[0]) - buffer.shape[0]
-        if padding:
-            parts.append(xp.zeros((padding,), dtype=xp.uint8, device=device(buffer)))
-    return concat(parts)
-
-
-def split(message: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the buffers of a message, the inverse of `join`."""
-    buffers, start = [], 0
-    for size in sizes:
-        buffers.append(message[start : start + size])
-        start += _aligned(size)
-    return buffers
+    Notes
+    -----
+    Sends 16 bytes a rank to each of the others in a stage of its own. Every rank is told about all messages,
+    and not only about its own, because all must come to the same verdict.
+    """
+    arrived: Sequence[Array] | None = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        ranks = range(len(request.receive))
+        send = request.send if isinstance(request, AllToAll) else (request.send,) * len(ranks)
+        numbers = *(buffer.shape[0] for buffer in send), *request.receive
+        layout = f"<{len(numbers)}Q"
+        tables = yield AllGather(
+            from_host_bytes(struct.pack(layout, *numbers), send[0]), (struct.calcsize(layout),) * len(ranks)
+        )
+        told = [struct.unpack(layout, host_bytes(table)) for table in tables]
+        for source in ranks:
+            for target in ranks:
+                length, most = told[source][target], told[target][len(ranks) + source]
+                if length > most:
+                    raise PayloadError(
+                        f"rank {source} has a message of {length} bytes for rank {target}; expected at most {most}"
+                    )
+        arrived = yield request._replace(receive=tuple(told[source][rank] for source in ranks))

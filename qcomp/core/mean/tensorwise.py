@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from qcomp.core.mean.chunks import Cutter, cut, cut_each
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
-from qcomp.core.mean.running import Running, Terms
+from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
 from qcomp.core.numeric.arrays import Array
 
 __all__ = ["TensorwiseMean"]
@@ -63,9 +62,9 @@ class TensorwiseMean(CompressedMean):
         """Return the state of each of so many tensors."""
         if not state.worker:
             return [state] * count
-        kept = self.parts(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes)
+        ranges = self.layout(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes).residuals
         of_tensor: list[tuple[list[Array], list[Array]]] = [([], []) for _ in state.shapes]
-        for kind, (residuals, segments) in enumerate(zip((state.worker, state.server), kept, strict=True)):
+        for kind, (residuals, segments) in enumerate(zip((state.worker, state.server), ranges, strict=True)):
             for residual, segment in zip(residuals, segments, strict=True):
                 of_tensor[segment.tensor][kind].append(residual)
         return [
@@ -82,6 +81,16 @@ class TensorwiseMean(CompressedMean):
             shapes=tuple(shape for state in states for shape in state.shapes),
         )
 
-    def start(self, x: Any, state: MeanState, terms: Terms) -> Running:
-        """Return the one round of this mean; see `CompressedMean.start`."""
-        return super().start(x, state, terms._replace(at_once=True))
+    def numbered(self, numbers: tuple[int, ...]) -> "TensorwiseMean":
+        """Return this mean with these numbers of first buckets; of each there is one, which knows its layouts."""
+        if numbers not in self._numbered:
+            self._numbered[numbers] = replace(self, numbers=numbers)
+        return self._numbered[numbers]
+
+    @cached_property
+    def _numbered(self) -> "dict[tuple[int, ...], TensorwiseMean]":
+        return {}
+
+    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+        """Return the one round of this mean; see `CompressedMean.begin`."""
+        return super().begin(x, state, terms._replace(at_once=True))

@@ -7,8 +7,10 @@ path for NumPy, torch, CuPy, JAX and any other library of the standard.
 import hashlib
 import math
 import sys
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import array_api_compat
 from array_api_compat import device, is_array_api_obj, is_torch_array
@@ -21,9 +23,11 @@ __all__ = [
     "TINY",
     "Array",
     "array_namespace",
+    "as_list",
     "bitcast",
     "bytes_of",
     "concat",
+    "cut_like",
     "detached",
     "device",
     "digest",
@@ -34,10 +38,13 @@ __all__ = [
     "from_bytes_of",
     "from_host_bytes",
     "host_bytes",
+    "host_numbers",
     "is_mutable",
+    "is_read_late",
     "is_traced",
     "itemsize",
     "kind_of_array",
+    "out_of_range",
     "require_below",
     "require_dense",
     "require_like",
@@ -93,6 +100,17 @@ def require_dense(x: Any, argument: str) -> None:
         raise TypeError(f"{argument} is sparse; expected a dense array, such as {argument}.to_dense()")
     if not is_array_api_obj(x):
         raise TypeError(f"{argument} is a {kind_of_array(x)}; expected an array")
+
+
+def as_list(x: Array | Sequence[Array]) -> list[Array]:
+    """Return one or several tensors as a list; raise TypeError unless all are dense arrays."""
+    several = isinstance(x, list | tuple)
+    tensors = list(x) if several else [x]
+    if not tensors:
+        raise ValueError("x is empty; expected an array or a sequence of at least one")
+    for index, tensor in enumerate(tensors):
+        require_dense(tensor, f"x[{index}]" if several else "x")
+    return tensors
 
 
 @cache
@@ -223,6 +241,11 @@ def concat(parts: list[Array]) -> Array:
     return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts)
 
 
+def cut_like(joined: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return the parts of a flat vector that has tensors of these sizes one after the other."""
+    return [joined[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
 def flush(x: Array) -> Array:
     """Return x with +0 in place of -0 and of everything below 2**-126 in magnitude.
 
@@ -290,6 +313,32 @@ def require_below(x: Array, limit: float, what: str) -> None:
         raise NonFiniteError(
             f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {limit:.6g}"
         )
+
+
+def is_read_late(x: Array) -> bool:
+    """Return whether reading a value of x may have to wait for a device."""
+    kind: object = type(x)
+    return _is_of_device_library(kind)
+
+
+@cache
+def _is_of_device_library(kind: Any) -> bool:
+    return kind.__module__.partition(".")[0] in ("cupy", "jax", "jaxlib", "torch")
+
+
+def out_of_range(x: Array, limit: float) -> Array:
+    """Return whether any magnitude of a vector is not below a limit, as a uint8 of shape (1,); reads nothing."""
+    xp = array_namespace(x)
+    if x.shape[0] == 0:
+        return xp.zeros((1,), dtype=xp.uint8, device=device(x))
+    return xp.reshape(xp.astype(~(xp.max(xp.abs(x)) < limit), xp.uint8), (1,))  # NaN is not below
+
+
+def host_numbers(x: Array) -> list[float]:
+    """Return the elements of a float32 or float64 array as numbers, in one read."""
+    code: Literal["d", "f"] = "d" if dtype_name(x.dtype) == "float64" else "f"
+    numbers: list[float] = memoryview(host_bytes(x)).cast(code).tolist()  # type: ignore[assignment]
+    return numbers
 
 
 def is_mutable(x: Array) -> bool:

@@ -1,19 +1,22 @@
 """Sums in one fixed order, the halving tree, so that every library returns the same bits."""
 
 import math
+from collections.abc import Sequence
 
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     bitcast,
+    concat,
     device,
     divide,
     dtype_name,
+    host_numbers,
     sqrt,
     truncate_last_bit,
 )
 
-__all__ = ["mean_abs", "norm2", "pad_to_power_of_two", "rms", "sum_of_squares", "total", "tree_sum"]
+__all__ = ["mean_abs", "norm2", "pad_to_power_of_two", "rms", "sum_of_squares", "total", "totals", "tree_sum"]
 
 
 def tree_sum(rows: Array) -> Array:
@@ -95,6 +98,14 @@ def total(x: Array) -> Array:
         low, high = flat[:half], flat[half:]
         flat = low + (high if length % 2 == 0 else xp.concat([high, xp.zeros_like(low[:1])]))
     return flat[0]
+
+
+def totals(arrays: Sequence[Array]) -> list[float]:
+    """Return the `total` of each array, in one read where all have one dtype."""
+    sums = [array_namespace(x).reshape(total(x), (1,)) for x in arrays]
+    if len({x.dtype for x in sums}) > 1:
+        return [float(x[0]) for x in sums]
+    return host_numbers(concat(sums)) if sums else []
 
 
 def sum_of_squares(x: Array) -> float:

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
-from qcomp.core.mean.running import Terms
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, Terms
 from qcomp.core.mean.stages import Stages, fuse, pipeline
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
@@ -61,8 +60,8 @@ class Average(NamedTuple):
         """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)
-        running = [
-            p.mean.start(
+        begun = [
+            p.mean.begin(
                 p.values,
                 p.state,
                 Terms(p.key, not (p.blends or self.own or self.overwrite), p.blends, self.overwrite),
@@ -70,14 +69,16 @@ class Average(NamedTuple):
             for p in self.parts
         ]
         rounds = [
-            fuse([part.rounds[index] for part in running if index < len(part.rounds)])
-            for index in range(max(len(part.rounds) for part in running))
+            fuse([part.rounds[index] for part in begun if index < len(part.rounds)])
+            for index in range(max(len(part.rounds) for part in begun))
         ]
         answers = list(map(iter, (yield from pipeline(rounds))))
         values: dict[int, Array] = {}
         exchange = self.exchange
-        for part, started in zip(self.parts, running, strict=True):
-            means, state = started.finish([next(of_round) for of_round in answers[: len(started.rounds)]])
+        for part, computation in zip(self.parts, begun, strict=True):
+            means, state = computation.finish(
+                [next(of_round) for of_round in answers[: len(computation.rounds)]]
+            )
             values.update(zip(part.tensors, means, strict=True))
             if part.state is self.exchange:
                 exchange = state

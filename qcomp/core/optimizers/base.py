@@ -3,9 +3,9 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
 from qcomp.core.checkpoint.reshard import World
@@ -13,7 +13,8 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import handshake
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.stages import Stages, Transport, drive
-from qcomp.core.mean.topologies.choice import TOPOLOGIES, Topology
+from qcomp.core.mean.topologies.registry import AUTO
+from qcomp.core.mean.topologies.registry import names as topology_names
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
@@ -246,7 +247,7 @@ class Optimizer(ABC):
         Parameters are named as in `init`. The residuals are this rank's own: every rank keeps its dict.
         """
         saved = to_state_dict(state, self.mean_of(state)) | {MAKER: maker(self)}
-        return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == "auto" else saved
+        return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else saved
 
     def load_state_dict(
         self,
@@ -298,7 +299,7 @@ class Optimizer(ABC):
 
         def load(own: Mapping[str, Any]) -> OptimizerState:
             begun = fresh
-            if isinstance(saved, Mapping) and self.mean.topology == "auto" and TOPOLOGY in saved:
+            if isinstance(saved, Mapping) and self.mean.topology == AUTO and TOPOLOGY in saved:
                 begun = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
             if isinstance(saved, Mapping):
                 accept(own)
@@ -366,24 +367,22 @@ class Optimizer(ABC):
         """Return a part in which these tensors are averaged exactly, in the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = EXACT.topology if state.stage == "warmup" else self.mean_of(state).topology
-        return Part(
-            replace(EXACT, topology=topology), tuple(tensors), tuple(values), nothing, self._key(state)
-        )
+        return Part(EXACT.within(topology), tuple(tensors), tuple(values), nothing, self._key(state))
 
     def _on_nodes(
         self, state: OptimizerState, params: Sequence[Array], nodes: tuple[int, ...]
     ) -> OptimizerState:
         """Return a first state that knows the node of each rank, and the topology that is best for them."""
-        on_nodes = state._replace(exchange=state.exchange._replace(nodes=nodes, topology="auto"))
+        on_nodes = state._replace(exchange=state.exchange._replace(nodes=nodes, topology=AUTO))
         compressed = [tuple(p.shape) for p, exact in zip(params, state.exact, strict=False) if not exact]
         topology = self.mean_of(on_nodes).chosen(compressed, state.size, nodes).topology
         return self._in_topology(topology, on_nodes, params)
 
     def _in_topology(self, topology: str, state: OptimizerState, params: Sequence[Array]) -> OptimizerState:
         """Return a first state in a topology, with the residuals that a rank keeps there."""
-        if topology not in TOPOLOGIES or topology == "auto":
+        if topology not in topology_names():
             raise ValueError(f"the state has topology {topology!r}; expected one that this release knows")
-        exchange = state.exchange._replace(topology=cast("Topology", topology))
+        exchange = state.exchange._replace(topology=topology)
         state = state._replace(exchange=exchange)
         if exchange.nodes and exchange.worker:
             compressed = [p for p, is_exact in zip(params, state.exact, strict=True) if not is_exact]

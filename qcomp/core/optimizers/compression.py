@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -10,7 +11,8 @@ from qcomp.core.kernels import Blend
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.tensorwise import TensorwiseMean
-from qcomp.core.mean.topologies.choice import ETHERNET, Topology
+from qcomp.core.mean.topologies.choice import ETHERNET
+from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.average import Average, Means, Part
 from qcomp.core.optimizers.base import Optimizer
@@ -58,7 +60,7 @@ class CompressingOptimizer(Optimizer):
 
     compressor: Compressor
     feedback: bool = True
-    topology: Topology = "two_phase"
+    topology: str = "two_phase"
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     rescale_feedback: bool = False
@@ -80,7 +82,7 @@ class CompressingOptimizer(Optimizer):
                 "rescale_feedback is True and feedback is False; expected feedback that can be rescaled"
             )
 
-    @property
+    @cached_property
     def mean(self) -> CompressedMean:
         """The compressed mean of this optimizer, if all tensors have its compressor."""
         kind = TensorwiseMean if self.tensorwise else CompressedMean
@@ -89,9 +91,9 @@ class CompressingOptimizer(Optimizer):
     def mean_of(self, state: OptimizerState) -> CompressedMean:
         """Return how the compressed stage averages: with what policies, and the topology "auto", have chosen."""
         mean = self.mean
-        if mean.topology == "auto":
-            mean = replace(mean, topology=state.exchange.topology)
-        return replace(mean, compressor=state.compressors) if state.compressors else mean
+        if mean.topology == AUTO:
+            mean = mean.within(state.exchange.topology)
+        return mean.around(state.compressors) if state.compressors else mean
 
     def _require_suitable(self, compressor: Compressor) -> None:
         """Raise ValueError if this optimizer cannot work with a compressor."""

@@ -8,7 +8,6 @@ from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.topk import TopK
 from qcomp.core.mean.ef21 import EF21Mean
-from qcomp.core.mean.topologies.choice import Topology
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
@@ -67,7 +66,7 @@ class EF21SGD(CompressingOptimizer):
 
     compressor: Compressor = TopK()
     feedback: bool = False
-    topology: Topology = "all_gather"
+    topology: str = "all_gather"
     eta: float = 1.0
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from qcomp.core import primitives
 from qcomp.core.checkpoint.format import NUMBER, plain
 from qcomp.core.kernels import Blend
 from qcomp.core.numeric.arrays import Array
-from qcomp.core.numeric.sums import total
+from qcomp.core.numeric.sums import totals
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.compression import CompressingOptimizer
@@ -129,7 +129,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
 
         def norm() -> float:
             # Sums in a fixed order of values that are the same on all ranks, so that all decide alike.
-            return sum(float(total(v)) for v in state.variance) / (1 - beta2**state.step)
+            return sum(totals(state.variance)) / (1 - beta2**state.step)
 
         verdict = ask(
             freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=self._rate_rises(state)

@@ -8,7 +8,6 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, Transport, drive
-from qcomp.core.mean.topologies.choice import Topology
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import require_rank
@@ -73,7 +72,7 @@ class QSVRG(CompressingOptimizer):
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
     feedback: bool = False
-    topology: Topology = "all_gather"
+    topology: str = "all_gather"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,20 +4,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from qcomp.core.checkpoint.format import NUMBER
-from qcomp.core.mean.assembly import cut_like
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     concat,
+    cut_like,
     divide,
-    dtype_name,
-    host_bytes,
+    host_numbers,
     to_compute_dtype,
 )
-from qcomp.core.numeric.sums import total
+from qcomp.core.numeric.sums import totals
 from qcomp.core.state import OptimizerState
 
 __all__ = ["VarianceWatch", "watch_entries", "without_watch"]
@@ -220,7 +219,11 @@ class VarianceWatch:
         changes: dict[str, float] = {}
         chosen = [i for i, exact in enumerate(state.exact) if not exact]
         if not numbers[_FELT]:
-            changes |= {_FROZEN + state.names[i]: _mean(state.variance[i]) for i in chosen}
+            sums = totals([state.variance[i] for i in chosen])
+            means = [
+                s / max(1, math.prod(state.variance[i].shape)) for s, i in zip(sums, chosen, strict=True)
+            ]
+            changes |= {_FROZEN + state.names[i]: mean for i, mean in zip(chosen, means, strict=True)}
         learning = numbers[_FELT] < _LEARNING
         if learning:
             changes[_FELT] = numbers[_FELT] + 1
@@ -252,7 +255,7 @@ class VarianceWatch:
         count = int(state.numbers[_MEASURED]) + 1
         averages = tuple(
             array_namespace(w).astype(average, w.dtype, copy=False)
-            for w, average in zip(parts, cut_like(joined, parts), strict=True)
+            for w, average in zip(parts, cut_like(joined, [w.shape[0] for w in parts]), strict=True)
         )
         state = state._replace(arrays={**state.arrays, WATCHED: averages})
 
@@ -267,7 +270,8 @@ class VarianceWatch:
             xp.astype((frozen == 0) & (now > 0), now.dtype),
             xp.astype((frozen > 0) & (now > _OUTGROWN * frozen + _OUTGROWN * eps**2), now.dtype),
         )
-        by_fact = [[math.fsum(values) for values in _to_host(fact, parts)] for fact in facts]
+        of_parts = iter(_to_host(concat(list(facts)), [*parts] * len(facts)))
+        by_fact = [[math.fsum(next(of_parts)) for _ in parts] for _ in facts]
         seen = [_Seen(part.shape[0], *sums) for part, *sums in zip(parts, *by_fact, strict=True)]
         total = _Seen(*map(math.fsum, zip(*seen, strict=True)))
         whole = count * self._every(beta2) >= round(1 / (1 - beta2))
@@ -392,14 +396,9 @@ def _spread(tensor: Array, count: int) -> Array:
 
 def _to_host(joined: Array, parts: Sequence[Array]) -> list[Sequence[float]]:
     """Return the elements of a vector as numbers, those that belong to each of the parts it was made of."""
-    code: Literal["d", "f"] = "d" if dtype_name(joined.dtype) == "float64" else "f"
-    values: Sequence[float] = memoryview(host_bytes(joined)).cast(code).tolist()
+    values = host_numbers(joined)
     stops = accumulate(part.shape[0] for part in parts)
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
-
-
-def _mean(variance: Array) -> float:
-    return float(total(variance)) / float(max(1, math.prod(variance.shape)))
 
 
 def _worst(by_name: Mapping[str, float], most: int = 3) -> str:

@@ -11,7 +11,7 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
-from qcomp.core.numeric.sums import sum_of_squares, total
+from qcomp.core.numeric.sums import sum_of_squares, totals
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
@@ -235,7 +235,7 @@ class ZeroOneAdam(LocalAdam):
 
         def norm() -> float:
             correction = 1 - self.betas[1] ** int(state.numbers["updates"])
-            return sum(float(total(v)) for v in state.variance) / correction
+            return sum(totals(state.variance)) / correction
 
         if self.freeze is not None and not state.numbers["frozen"]:
             verdict = ask(

@@ -291,7 +291,7 @@ class BucketedStep:
         average: Average = self.optimizer.prepare(list(part.sent), self._part(part.numbers), scale=scale)
         draws = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.numbers))
         parts = tuple(
-            p._replace(mean=replace(p.mean, numbers=draws)) if isinstance(p.mean, TensorwiseMean) else p
+            p._replace(mean=p.mean.numbered(draws)) if isinstance(p.mean, TensorwiseMean) else p
             for p in average.parts
         )
         part.of_gradients = average.of_gradients

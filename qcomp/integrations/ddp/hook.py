@@ -10,7 +10,6 @@ from torch._C._distributed_c10d import GradBucket
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.compressor import Compressor
-from qcomp.core.mean.topologies.choice import Topology
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
@@ -177,7 +176,7 @@ def hook(
     model: Any,
     *,
     feedback: bool | None = None,
-    topology: Topology = "auto",
+    topology: str = "auto",
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     exact_iterations: int = 2,

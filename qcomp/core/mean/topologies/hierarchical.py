@@ -1,41 +1,214 @@
-"""The hierarchical mean as pure stages: exact inside a node, compressed between nodes."""
+"""The hierarchical topology: exact sums inside each node, two compressed phases between nodes."""
 
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from qcomp.core import primitives
-from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError, PayloadError
-from qcomp.core.mean.chunks import Cutter, Segment, cut
-from qcomp.core.mean.codec import Encoded, SegmentCodec
+from qcomp.core.mean.chunks import Chunk, Chunks, Cutter, Segment, cut
+from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, inside
+from qcomp.core.mean.framing import Frame, join, joined_size, seal, sealed_size, split, unseal
+from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
-from qcomp.core.mean.stages import AllToAll, Stages, join, joined_size, split
-from qcomp.core.mean.topologies.lanes import Lanes
-from qcomp.core.mean.verdicts import seal, sealed_size, unseal
+from qcomp.core.mean.stages import AllToAll, Stages
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
+from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
-from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Hierarchy", "Received"]
-
-Chunk = tuple[Segment, ...]
+__all__ = ["Hierarchical", "Lanes"]
 
 _WORKER, _SERVER = 0, 1
+"""The hops of the draws."""
 _LENGTH_BYTES = 8
+_EXACT_BYTES = 4
+"""Bytes of an exact element."""
 
 
-class Received(NamedTuple):
-    """What a rank has after the stages."""
+@dataclass(frozen=True)
+class Lanes:
+    """How tensors are cut: into a lane for every rank of the smallest node, and a lane into a chunk for every node.
 
-    payloads: list[list[Payload]]
-    chunks: list[Chunk]
-    """Which parts of the tensors the payloads are of."""
-    worker: tuple[Array, ...]
-    server: tuple[Array, ...]
+    Rank number l of a node works on lane l; of the others in its lane, one of each node, it serves the chunk that has
+    the number of its node. With nodes of one rank there is one lane, and its chunks are those of two phases.
+
+    Parameters
+    ----------
+    nodes : Nodes
+    sizes, bucket_sizes : tuple of int
+        Of each tensor.
+    cut : callable
+        Cuts tensors into chunks.
+
+    Examples
+    --------
+    >>> lanes = Lanes(Nodes((0, 0, 1, 1)), (40, 8), (8, 8))
+    >>> lanes.parts(0), lanes.parts(1)  # three buckets of 8 for the first rank of a node, three for the second
+    ([(0, 24), (0, 0)], [(24, 40), (0, 8)])
+    """
+
+    nodes: Nodes
+    sizes: tuple[int, ...]
+    bucket_sizes: tuple[int, ...]
+    cut: Cutter = cut
+
+    @cached_property
+    def cuts(self) -> Chunks:
+        """The lanes, as segments of the tensors."""
+        return self.cut(self.sizes, self.bucket_sizes, self.nodes.lanes)
+
+    def parts(self, lane: int | None) -> list[tuple[int, int]]:
+        """Return where the part of each tensor that is in a lane starts and stops; nothing is in no lane."""
+        parts = [(0, 0)] * len(self.sizes)
+        for segment in () if lane is None else self.cuts[lane]:
+            parts[segment.tensor] = (segment.start, segment.stop)
+        return parts
+
+    def chunks(self, lane: int) -> list[Chunk]:
+        """Return the chunks of a lane, as segments of the tensors."""
+        parts = self.parts(lane)
+        numbers = {segment.tensor: segment.bucket for segment in self.cuts[lane]}
+
+        def whole(part: Segment) -> Segment:
+            start = parts[part.tensor][0]
+            bucket = numbers[part.tensor] + part.start // self.bucket_sizes[part.tensor]
+            return Segment(part.tensor, start + part.start, start + part.stop, bucket)
+
+        sizes = [stop - start for start, stop in parts]
+        return [
+            tuple(whole(part) for part in chunk)
+            for chunk in self.cut(sizes, self.bucket_sizes, self.nodes.count)
+        ]
+
+    def residuals(self, rank: int) -> Residuals:
+        """Return the ranges whose residuals a rank stores: its part of each tensor, and as server its chunk."""
+        lane = self.nodes.lane(rank)
+        worker = tuple(Segment(i, start, stop, 0) for i, (start, stop) in enumerate(self.parts(lane)))
+        return Residuals(worker, () if lane is None else self.chunks(lane)[self.nodes.of_rank[rank]])
+
+    def own_chunks(self, lane: int) -> list[Chunk]:
+        """Return the chunks of a lane, as segments of its parts of the tensors."""
+        starts = [start for start, _ in self.parts(lane)]
+        return [
+            tuple(s._replace(start=s.start - starts[s.tensor], stop=s.stop - starts[s.tensor]) for s in chunk)
+            for chunk in self.chunks(lane)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class _LaneLayout(Layout):
+    """A layout whose chunks are those of all lanes, one lane after the other."""
+
+    lanes: Lanes
+
+    @cached_property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.operands.nodes.of_rank[self.rank]
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return self.operands.nodes.members[self.node]
+
+    @cached_property
+    def lane(self) -> int | None:
+        """The lane that this rank works on; None if the smallest node has no partner for it."""
+        return self.operands.nodes.lane(self.rank)
+
+    @cached_property
+    def exact_frames(self) -> tuple[Frame, ...]:
+        """The frame of each lane's exact values."""
+        return tuple(self.operands.frame(lane, Identity()) for lane in self.lanes.cuts)
+
+    @cached_property
+    def relayed(self) -> tuple[tuple[Frame, ...], ...]:
+        """The frames of each lane's chunks, as they are passed on inside the node."""
+        return tuple(self.frame_of(self.lanes.chunks(lane)) for lane in range(self.operands.nodes.lanes))
+
+    @cached_property
+    def own_frames(self) -> tuple[Frame, ...]:
+        """The frames of the chunks of this rank's lane, as segments of its parts of the tensors."""
+        return () if self.lane is None else self.frame_of(self.lanes.own_chunks(self.lane))
+
+    def sealed_size(self, frame: Frame) -> int:
+        """Return the bytes of a sealed message of a chunk, of the longest one where the length varies."""
+        return sealed_size(frame.nbytes, self.world)
+
+    @cached_property
+    def relay_sizes(self) -> tuple[int, ...]:
+        """Bytes of each lane's messages as they are passed on, of the longest ones."""
+        table = self.operands.nodes.count * _LENGTH_BYTES
+        return tuple(joined_size([table, *map(self.sealed_size, of_lane)]) for of_lane in self.relayed)
+
+
+class Hierarchical(Topology):
+    """Exact sums inside each node, two phases between nodes, and what arrives is passed on inside the node.
+
+    Four exchanges: every rank sends its exact values to the ranks of its node, to each those of its lane, which adds
+    them in rank order; the ranks of a lane, one of each node, exchange compressed messages in two phases; what arrives
+    in the second one is passed on inside the node as it is, so that all ranks decode the same bytes.
+
+    The vector is cut into L lanes of whole buckets, L being
+    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
+    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
+    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
+    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
+    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
+    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
+    Bagua's hierarchical communication, where one leader does the work of a node.
+
+    A rank that finds values out of range goes on with refusals in place of payloads: all ranks of all nodes learn it
+    from what is passed on last, and raise then, with the same words.
+    """
+
+    name = "hierarchical"
+    wants_nodes = True
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Cut the tensors into lanes, and these into chunks."""
+        assert chunks is None
+        lanes = Lanes(operands.nodes, operands.sizes, operands.bucket_sizes, operands.cut)
+        found = tuple(chunk for lane in range(operands.nodes.lanes) for chunk in lanes.chunks(lane))
+        return _LaneLayout(operands, found, lanes.residuals(operands.rank), lanes)
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Run the four exchanges."""
+        assert isinstance(call.layout, _LaneLayout)
+        return _Share(call, call.layout).stages()
+
+    def cost(self, load: Load, cluster: Cluster) -> Cost:
+        """Return what a rank spends."""
+        lanes, nodes, copy = cluster.ranks_per_node, cluster.nodes, load.copy
+        if nodes == 1:
+            exact_load = Load(
+                load.size, _EXACT_BYTES * load.size, False, copy, copy, copy, copy, call=load.call
+            )
+            return TwoPhase().cost(exact_load, cluster)
+        if lanes == 1:
+            return TwoPhase().cost(load, cluster)
+        exact, lane = _EXACT_BYTES * load.size / lanes, load.payload / lanes
+        codec = 2 * load.size * copy + 4 * load.call  # packed, and added up over the node
+        codec += load.packed * (load.encode * (1 + 1 / nodes) / lanes + load.add / lanes + load.decode)
+        wire = inside(exact, cluster) + inside(lane, cluster)
+        wire += 2 * cluster.link.seconds((nodes - 1) / nodes * lane, ranks=lanes, messages=nodes - 1)
+        wire += announcements(load, 4, cluster)
+        return Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
+
+    def is_exact_on(self, nodes: Nodes) -> bool:
+        """Return whether there is one node, inside which sums are exact."""
+        return nodes.count == 1
+
+    def suits(self, nodes: int, ranks_per_node: int) -> bool:
+        """Return whether there are several nodes with several ranks each."""
+        return nodes > 1 and ranks_per_node > 1
 
 
 class _Sums(NamedTuple):
@@ -59,170 +232,128 @@ class _Answer(NamedTuple):
     error: NonFiniteError | None
 
 
-class Hierarchy:
-    """One rank's share in a hierarchical mean.
+class _Share:
+    """One rank's share in a hierarchical mean."""
 
-    Four exchanges: every rank sends its exact values to the ranks of its node, to each those of its lane, which adds
-    them in rank order; the ranks of a lane, one of each node, exchange compressed messages in two phases; what arrives
-    in the second one is passed on inside the node as it is, so that all ranks decode the same bytes.
+    def __init__(self, call: Call, layout: _LaneLayout) -> None:
+        self.call = call
+        self.layout = layout
+        self.nodes = layout.operands.nodes
 
-    The vector is cut into L lanes of whole buckets, L being
-    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
-    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
-    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
-    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
-    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
-    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
-    Bagua's hierarchical communication, where one leader does the work of a node.
-
-    A rank that finds values out of range goes on with refusals in place of payloads: all ranks of all nodes learn it
-    from what is passed on last, and raise then, with the same words.
-
-    Parameters
-    ----------
-    compressors : sequence of Compressor
-        Of each tensor, for what is sent between nodes.
-    flat : sequence of arrays
-        This rank's values, flat, in the dtype in which they are computed. They are not written to.
-    nodes : Nodes
-    key : Key
-        Of this rank.
-    cut : callable
-        Cuts tensors into chunks.
-    """
-
-    def __init__(
-        self,
-        compressors: Sequence[Compressor],
-        flat: Sequence[Array],
-        nodes: Nodes,
-        key: Key,
-        cut: Cutter = cut,
-    ) -> None:
-        self.compressors = compressors
-        self.flat = flat
-        self.nodes = nodes
-        self.rank: int = key.rank
-        self.key = key
-        self.node = nodes.of_rank[self.rank]
-        self.members = nodes.members[self.node]
-        self.lane = nodes.lane(self.rank)
-        self.lanes = Lanes(
-            nodes, tuple(x.shape[0] for x in flat), tuple(c.traits.bucket_size for c in compressors), cut
-        )
-
-    def stages(self, worker: Sequence[Array], server: Sequence[Array]) -> Stages[Received]:
-        """Run the four exchanges, with this rank's residuals, which are not written to."""
+    def stages(self) -> Stages[Averaged]:
+        """Run the four exchanges."""
+        layout, members = self.layout, self.layout.members
         sums = yield from self._inside_node()
-        if self.lane is None:  # the smallest node has no partner for this rank
+        if layout.lane is None:
             for _ in range(2):
                 yield self._exchange({}, {})
-            answer = _Answer(self._bytes([]), tuple(worker), (), None)
+            answer = _Answer(self._bytes([]), tuple(self.call.worker), (), None)
         else:
-            answer = yield from self._between_nodes(self.lane, sums, worker, server)
-        codec = SegmentCodec(self.compressors, self.flat)
-        chunks = [self.lanes.chunks(lane) for lane in range(self.nodes.lanes)]
-        sizes = [self._relay_size(codec, of_lane) for of_lane in chunks]
+            answer = yield from self._between_nodes(layout.lane, sums)
         arrived = yield self._exchange(
-            dict.fromkeys(self.members, answer.message), dict(zip(self.members, sizes, strict=False))
+            dict.fromkeys(members, answer.message), dict(zip(members, layout.relay_sizes, strict=False))
         )
+        codec = Codec(self.call.values)
         messages, blamed = [], set()
-        for lane, leader in enumerate(self.members[: self.nodes.lanes]):
-            opened, accused = self._unseal(codec, self._unpacked(arrived[leader], leader), chunks[lane], lane)
+        for lane, (frames, leader) in enumerate(zip(layout.relayed, members, strict=False)):
+            opened, accused = self._unseal(codec, self._unpacked(arrived[leader], leader), frames, lane)
             messages += opened
             blamed |= accused
         if blamed:
             raise NonFiniteError(
                 f"a value on {name_ranks(blamed)} is not finite, or too large to compress"
             ) from (sums.error or answer.error)
-        all_chunks = [chunk for of_lane in chunks for chunk in of_lane]
-        return Received(codec.open(messages, all_chunks, None), all_chunks, answer.worker, answer.server)
+        payloads = self._payloads(codec, messages, layout.frames)
+        return Averaged(decode_means(codec, payloads, layout.frames, self.call), answer.worker, answer.server)
 
     def _inside_node(self) -> Stages[_Sums]:
         """Add up this rank's lane over the node. The exact values are not held any longer than this takes."""
-        exact = SegmentCodec([Identity()] * len(self.flat), self.flat)
-        mine = exact.encode(self.lanes.cuts, self.flat, (), self.key, donate=False)
-        size = 0 if self.lane is None else exact.message_size(self.lanes.cuts[self.lane])
+        layout, members, codec = self.layout, self.layout.members, Codec(self.call.values)
+        frame = None if layout.lane is None else layout.exact_frames[layout.lane]
+        mine = codec.encode(layout.exact_frames, self.call.values, (), self.call.key, donate=False)
         arrived = yield self._exchange(
-            dict(zip(self.members, mine.messages, strict=False)), dict.fromkeys(self.members, size)
+            dict(zip(members, mine.messages, strict=False)),
+            dict.fromkeys(members, 0 if frame is None else frame.nbytes),
         )
-        if self.lane is None:
+        if frame is None:
             return _Sums([], set(), mine.error)
-        messages = [arrived[rank] for rank in self.members]
-        return self._add(exact, messages, self.lanes.cuts[self.lane])._replace(error=mine.error)
+        messages = [arrived[rank] for rank in members]
+        return self._add(codec, messages, frame)._replace(error=mine.error)
 
-    def _add(self, exact: SegmentCodec, messages: Sequence[Array], lane: Chunk) -> _Sums:
+    def _add(self, codec: Codec, messages: Sequence[Array], lane: Frame) -> _Sums:
         """Return this node's share of the mean: the sum over its ranks, times nodes, divided by ranks."""
         blamed = {
             rank
-            for rank, message in zip(self.members, messages, strict=True)
-            if exact.refuses(message, lane, rank)
+            for rank, message in zip(self.layout.members, messages, strict=True)
+            if codec.refuses(message, lane, rank)
         }
-        values = [_empty(x) for x in self.flat]
+        values = [_empty(x) for x in self.call.values]
         if blamed:
             return _Sums(values, blamed)
-        sums = exact.total(exact.open(messages, [lane] * len(messages), None), lane)
+        sums = codec.total(self._payloads(codec, messages, [lane] * len(messages)), lane)
         # In lowest terms: with nodes of the same size, and for nodes of one rank, nothing is rounded twice.
-        weight = math.gcd(self.nodes.count, len(self.nodes.of_rank))
-        factor, divisor = self.nodes.count // weight, len(self.nodes.of_rank) // weight
-        for segment, total in zip(lane, sums, strict=True):
+        weight = math.gcd(self.nodes.count, self.layout.world)
+        factor, divisor = self.nodes.count // weight, self.layout.world // weight
+        for segment, total in zip(lane.chunk, sums, strict=True):
             scaled = total if factor == 1 else total * factor
             values[segment.tensor] = scaled if divisor == 1 else primitives.finish_mean(scaled, divisor)
         return _Sums(values, set())
 
-    def _between_nodes(
-        self, lane: int, sums: _Sums, worker: Sequence[Array], server: Sequence[Array]
-    ) -> Stages[_Answer]:
+    def _between_nodes(self, lane: int, sums: _Sums) -> Stages[_Answer]:
         """Average over nodes in two phases; what is out of range travels on as refusals."""
-        team, chunks = self.nodes.team(lane), self.lanes.own_chunks(lane)
-        own = chunks[self.node]
-        parts = [x[start:stop] for x, (start, stop) in zip(self.flat, self.lanes.parts(lane), strict=True)]
-        codec = SegmentCodec(self.compressors, parts)
-        asked = self._refusals(codec, chunks)
-        if not sums.blamed:
-            asked = codec.encode(chunks, sums.values, worker, self.key.at(hop=_WORKER), donate=True)
+        layout, key = self.layout, self.call.key
+        team, frames = self.nodes.team(lane), layout.own_frames
+        own = frames[layout.node]
+        ranges = layout.lanes.parts(lane)
+        codec = Codec([x[start:stop] for x, (start, stop) in zip(self.call.values, ranges, strict=True)])
+        if sums.blamed:
+            asked = codec.refusals(frames, None)
+        else:
+            asked = codec.encode(frames, sums.values, self.call.worker, key.at(hop=_WORKER), donate=True)
         arrived = yield self._exchange(
             {rank: self._seal(m, sums.blamed) for rank, m in zip(team, asked.messages, strict=True)},
-            dict.fromkeys(team, self._sealed_size(codec, own)),
+            dict.fromkeys(team, layout.sealed_size(own)),
         )
-        messages, blamed = self._unseal(codec, [arrived[rank] for rank in team], [own] * len(team), lane)
-        answered = self._refusals(codec, [own])
-        if not blamed:
-            opened = codec.open(messages, [own] * len(team), None)
-            answered = codec.encode_average(opened, own, server, self.key.at(hop=_SERVER))
+        of_team = [own] * len(team)
+        messages, blamed = self._unseal(codec, [arrived[rank] for rank in team], of_team, lane)
+        if blamed:
+            answered = codec.refusals([own], None)
+        else:
+            opened = self._payloads(codec, messages, of_team)
+            answered = codec.encode_average(opened, own, self.call.server, key.at(hop=_SERVER))
         sealed = self._seal(answered.messages[0], blamed)
         arrived = yield self._exchange(
-            dict.fromkeys(team, sealed),
-            {rank: self._sealed_size(codec, chunk) for rank, chunk in zip(team, chunks, strict=True)},
+            dict.fromkeys(team, sealed), dict(zip(team, map(layout.sealed_size, frames), strict=True))
         )
         message = self._packed([arrived[rank] for rank in team])
         return _Answer(message, asked.residuals, answered.residuals, asked.error or answered.error)
 
     def _exchange(self, send: dict[int, Array], receive: dict[int, int]) -> AllToAll:
         """Return an exchange with some ranks, in which all the others take part with nothing."""
-        ranks, nothing = range(len(self.nodes.of_rank)), self._bytes([])
+        ranks, nothing = range(self.layout.world), self._bytes([])
         return AllToAll(
             tuple(send.get(rank, nothing) for rank in ranks), tuple(receive.get(rank, 0) for rank in ranks)
         )
 
     @staticmethod
-    def _refusals(codec: SegmentCodec, chunks: Sequence[Chunk]) -> Encoded:
-        return Encoded(tuple(codec.refusal(chunk) for chunk in chunks), (), None)
+    def _payloads(codec: Codec, messages: Sequence[Array], frames: Sequence[Frame]) -> list[list[Payload]]:
+        """Return the payloads of messages that nobody refused."""
+        return [
+            codec.payloads(message, frame, number)
+            for number, (message, frame) in enumerate(zip(messages, frames, strict=True))
+        ]
 
     def _seal(self, message: Array, blamed: set[int]) -> Array:
-        return seal(message, blamed, len(self.nodes.of_rank))
-
-    def _sealed_size(self, codec: SegmentCodec, chunk: Chunk) -> int:
-        return sealed_size(codec.message_size(chunk), len(self.nodes.of_rank))
+        return seal(message, blamed, self.layout.world)
 
     def _unseal(
-        self, codec: SegmentCodec, sealed: Sequence[Array], chunks: Sequence[Chunk], lane: int
+        self, codec: Codec, sealed: Sequence[Array], frames: Sequence[Frame], lane: int
     ) -> tuple[list[Array], set[int]]:
         """Return the messages of the ranks of a lane, and who is to blame for refusals: by default their senders."""
         messages, blamed = [], set()
-        for sender, buffer, chunk in zip(self.nodes.team(lane), sealed, chunks, strict=True):
-            message, accused = unseal(buffer, len(self.nodes.of_rank))
-            if codec.refuses(message, chunk, sender):
+        for sender, buffer, frame in zip(self.nodes.team(lane), sealed, frames, strict=True):
+            message, accused = unseal(buffer, self.layout.world)
+            if codec.refuses(message, frame, sender):
                 blamed |= accused or {sender}
             messages.append(message)
         return messages, blamed
@@ -230,7 +361,7 @@ class Hierarchy:
     def _packed(self, messages: Sequence[Array]) -> Array:
         """Return several messages as one: their lengths, which may depend on the values, and then themselves."""
         lengths = struct.pack(f"<{len(messages)}Q", *(message.shape[0] for message in messages))
-        return join([from_host_bytes(lengths, self.flat[0]), *messages])
+        return join([from_host_bytes(lengths, self.call.values[0]), *messages])
 
     def _unpacked(self, packed: Array, sender: int) -> list[Array]:
         table, size = self.nodes.count * _LENGTH_BYTES, packed.shape[0]
@@ -242,13 +373,8 @@ class Hierarchy:
             )
         return split(packed[table:], lengths)
 
-    def _relay_size(self, codec: SegmentCodec, chunks: Sequence[Chunk]) -> int:
-        """Return the bytes of the messages of a lane as they are passed on, of the longest ones."""
-        table = self.nodes.count * _LENGTH_BYTES
-        return joined_size([table, *(self._sealed_size(codec, chunk) for chunk in chunks)])
-
     def _bytes(self, values: Sequence[int]) -> Array:
-        return from_host_bytes(bytes(values), self.flat[0])
+        return from_host_bytes(bytes(values), self.call.values[0])
 
 
 def _empty(like: Array) -> Array:

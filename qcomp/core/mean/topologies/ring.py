@@ -1,35 +1,34 @@
-"""The mean around a ring as pure stages: sums that grow from rank to rank, each of them compressed for the next."""
+"""The ring topology: sums that grow from rank to rank, each compressed anew for the next."""
 
 from collections.abc import Mapping, Sequence
 
 from qcomp.core import primitives
-from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.chunks import Chunks, Segment
-from qcomp.core.mean.codec import Encoded, SegmentCodec
+from qcomp.core.mean.chunks import Chunk, Chunks, Segment
+from qcomp.core.mean.codec import Codec, Compressed
+from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, around
+from qcomp.core.mean.framing import Frame, seal, sealed_size, unseal
+from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllToAll, Stages
-from qcomp.core.mean.topologies.hierarchical import Received
-from qcomp.core.mean.verdicts import seal, sealed_size, unseal
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
 from qcomp.core.numeric.arrays import Array, flush, from_host_bytes
-from qcomp.core.numeric.random import Key
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Ring", "kept"]
-
-Chunk = tuple[Segment, ...]
+__all__ = ["Ring", "residuals_of"]
 
 _SERVER, _FIRST_HOP = 1, 2
+"""The hops of the draws: that of the mean, and that of the sums of the first exchange."""
 
 
-def kept(chunks: Sequence[Chunk], rank: int, tensors: int) -> tuple[Chunk, Chunk]:
-    """Return what a rank's residuals are of: all chunks but its own as worker, and its own as server.
+def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
+    """Return the ranges whose residuals a rank stores: all chunks but its own as worker, and its own as server.
 
     Each of so many tensors has at least one part as worker, which may have no elements.
 
     Examples
     --------
     >>> from qcomp.core.mean.chunks import cut
-    >>> worker, server = kept(cut([20, 8], 8, 2), 1, tensors=2)
+    >>> worker, server = residuals_of(cut([20, 8], 8, 2), 1, tensors=2)
     >>> worker
     (Segment(tensor=0, start=0, stop=16, bucket=0), Segment(tensor=1, start=0, stop=0, bucket=0))
     >>> server
@@ -37,11 +36,12 @@ def kept(chunks: Sequence[Chunk], rank: int, tensors: int) -> tuple[Chunk, Chunk
     """
     passed = [segment for owner, chunk in enumerate(chunks) if owner != rank for segment in chunk]
     absent = set(range(tensors)) - {segment.tensor for segment in passed}
-    return tuple(sorted([*passed, *(Segment(tensor, 0, 0, 0) for tensor in absent)])), chunks[rank]
+    worker = sorted([*passed, *(Segment(tensor, 0, 0, 0) for tensor in absent)])
+    return Residuals(tuple(worker), chunks[rank])
 
 
-class Ring:
-    """One rank's share in a mean around a ring of N ranks.
+class Ring(Topology):
+    """Sums of each chunk grow from rank to rank, and the means go around as bytes.
 
     The vector is cut into a chunk for every rank. The sum of a chunk starts at the right neighbour of its owner, and in
     N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its own part, and compresses
@@ -52,16 +52,7 @@ class Ring:
     A rank that finds values out of range sends a refusal in place of that sum, and who hears of it passes that
     on, with the ranks that are to blame. All ranks have all N verdicts in the end, and raise then, with the same words.
 
-    Parameters
-    ----------
-    compressors : sequence of Compressor
-        Of each tensor.
-    flat : sequence of arrays
-        This rank's values, flat, in the dtype in which they are computed. They are not written to.
-    chunks : sequence of sequences of Segment
-        The chunk of each rank.
-    key : Key
-        Of this rank. The sums of exchange s draw from hop 2 + s of it, the mean from hop 1.
+    The sums of exchange s draw from hop 2 + s of a rank's key, the mean from hop 1.
 
     Notes
     -----
@@ -81,29 +72,56 @@ class Ring:
     well. The sum of values just below 2^100 may be out of range where their mean is not.
     """
 
-    def __init__(
-        self, compressors: Sequence[Compressor], flat: Sequence[Array], chunks: Chunks, key: Key
-    ) -> None:
-        self.flat = flat
-        self.chunks = chunks
-        self.size = len(chunks)
-        self.rank: int = key.rank
-        self.key = key
-        self.codec = SegmentCodec(compressors, flat)
+    name = "ring"
+    roundings = None
 
-    def stages(self, worker: Sequence[Array], server: Sequence[Array]) -> Stages[Received]:
-        """Run the 2 (N - 1) exchanges, with this rank's residuals, which are not written to."""
-        parts = kept(self.chunks, self.rank, len(self.flat))
-        owed = dict(zip((*parts[0], *parts[1]), (*worker, *server), strict=bool(worker)))
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Cut the tensors into a chunk for every rank."""
+        assert chunks is None
+        found = operands.chunks(operands.world)
+        return Layout(operands, found, residuals_of(found, operands.rank, len(operands.sizes)))
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Run the 2 (N - 1) exchanges."""
+        return _Share(call).stages()
+
+    def cost(self, load: Load, cluster: Cluster) -> Cost:
+        """Return what a rank spends."""
+        n = cluster.ranks
+        sent = 2 * (n - 1) / n * load.payload
+        # What arrives is added to a copy of a rank's own part.
+        codec = load.packed * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
+        codec += 2 * (n - 1) * load.call
+        return Cost(codec, around(sent, cluster) + announcements(load, 2 * (n - 1), cluster), sent)
+
+    def suits(self, nodes: int, ranks_per_node: int) -> bool:
+        """Return whether there are several ranks."""
+        return nodes * ranks_per_node > 1
+
+
+class _Share:
+    """One rank's share in a mean around a ring."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.layout = call.layout
+        self.rank, self.size = call.layout.rank, call.layout.world
+        self.codec = Codec(call.values)
+
+    def stages(self) -> Stages[Averaged]:
+        """Run the 2 (N - 1) exchanges."""
+        layout, ranges = self.layout, self.layout.residuals
+        residuals = (*self.call.worker, *self.call.server)
+        owed = dict(zip((*ranges.worker, *ranges.server), residuals, strict=bool(residuals)))
         left: dict[Segment, Array] = {}
         errors: list[NonFiniteError] = []
         sealed = arrived = None
         for hop in range(self.size):
             owner = (self.rank - 1 - hop) % self.size
-            encoded, blamed = self._passed_on(owner, hop, arrived, owed)
-            left.update(zip(self.chunks[owner], encoded.residuals, strict=False))
-            errors += [encoded.error] if encoded.error else []
-            sealed = seal(encoded.messages[0], blamed, self.size)
+            compressed, blamed = self._passed_on(owner, hop, arrived, owed)
+            left.update(zip(layout.chunks[owner], compressed.residuals, strict=False))
+            errors += [compressed.error] if compressed.error else []
+            sealed = seal(compressed.messages[0], blamed, self.size)
             if owner != self.rank:
                 arrived = (yield self._to_the_right(sealed, owner))[self._left]
         finished = {self.rank: sealed}
@@ -112,18 +130,21 @@ class Ring:
             came = (yield self._to_the_right(finished[owner], owner))[self._left]
             finished[(owner - 1) % self.size] = came
         messages, accused = [], set()
-        for owner, chunk in enumerate(self.chunks):
-            message, blamed = self._opened(finished[owner], chunk, owner)
+        for owner, frame in enumerate(layout.frames):
+            message, blamed = self._opened(finished[owner], frame, owner)
             messages.append(message)
             accused |= blamed
         if accused:
             raise NonFiniteError(
                 f"a value on {name_ranks(accused)} is not finite, or too large to compress"
             ) from (errors[0] if errors else None)
-        payloads = self.codec.open(messages, self.chunks, None)
+        payloads = [
+            self.codec.payloads(message, frame, owner)
+            for owner, (message, frame) in enumerate(zip(messages, layout.frames, strict=True))
+        ]
         after = {**owed, **left}  # what has no elements stays as it was
-        new_worker, new_server = (tuple(after[s] for s in of_kind) if owed else () for of_kind in parts)
-        return Received(payloads, list(self.chunks), new_worker, new_server)
+        worker, server = (tuple(after[s] for s in of_kind) if owed else () for of_kind in ranges)
+        return Averaged(decode_means(self.codec, payloads, layout.frames, self.call), worker, server)
 
     @property
     def _left(self) -> int:
@@ -131,52 +152,50 @@ class Ring:
 
     def _passed_on(
         self, owner: int, hop: int, sealed: Array | None, owed: Mapping[Segment, Array]
-    ) -> tuple[Encoded, set[int]]:
+    ) -> tuple[Compressed, set[int]]:
         """Return what this rank sends on of a chunk, and who is to blame if others refused before.
 
         That is the sum that arrived plus this rank's part, or of its own chunk the mean.
         """
-        chunk, is_mean = self.chunks[owner], owner == self.rank
-        values = [self.flat[s.tensor][s.start : s.stop] for s in chunk]
+        frame, is_mean = self.layout.frames[owner], owner == self.rank
+        chunk = frame.chunk
+        values = [self.call.values[s.tensor][s.start : s.stop] for s in chunk]
         if hop or is_mean:  # our own then, and below 2^-126 zero before it is added to anything
             values = [flush(x) for x in values]
         blamed: set[int] = set()
         if sealed is not None:
-            message, blamed = self._opened(sealed, chunk, self._left)
+            message, blamed = self._opened(sealed, frame, self._left)
             if not blamed:
-                (payloads,) = self.codec.open([message], [chunk], None)
+                payloads = self.codec.payloads(message, frame, self._left)
                 values = [
-                    self.codec.compressors[s.tensor].add(payload, x)
-                    for s, payload, x in zip(chunk, payloads, values, strict=True)
+                    compressor.add(payload, x)
+                    for compressor, payload, x in zip(frame.compressors, payloads, values, strict=True)
                 ]
         if is_mean:
             values = [primitives.finish_mean(x, self.size) for x in values]
         # The sums are tensors of their own now, whole but numbered by the buckets of the segments.
-        whole = tuple(Segment(index, 0, s.size, s.bucket) for index, s in enumerate(chunk))
-        encoded = self.codec.of_averages(values, chunk).encode(
-            [whole],
+        compressed = Codec(values, self.codec.like).encode(
+            [frame.as_tensors],
             values,
             [owed[s] for s in chunk] if owed else (),
-            self.key.at(hop=_SERVER if is_mean else _FIRST_HOP + hop),
+            self.call.key.at(hop=_SERVER if is_mean else _FIRST_HOP + hop),
             donate=hop > 0 or is_mean,
         )
-        if (
-            blamed
-        ):  # nothing but refusals goes on from here; this rank's own values may be out of range as well
-            if self.codec.refuses(encoded.messages[0], chunk, self.rank):
+        if blamed:  # nothing but refusals goes on; this rank's own values may be out of range as well
+            if self.codec.refuses(compressed.messages[0], frame, self.rank):
                 blamed |= {self.rank}
-            encoded = Encoded((self.codec.refusal(chunk),), (), encoded.error)
-        return encoded, blamed
+            compressed = self.codec.refusals([frame], compressed.error)
+        return compressed, blamed
 
-    def _opened(self, sealed: Array, chunk: Chunk, sender: int) -> tuple[Array, set[int]]:
+    def _opened(self, sealed: Array, frame: Frame, sender: int) -> tuple[Array, set[int]]:
         """Return a message, and who is to blame if it is a refusal."""
         message, accused = unseal(sealed, self.size)
-        return message, (accused or {sender}) if self.codec.refuses(message, chunk, sender) else set()
+        return message, (accused or {sender}) if self.codec.refuses(message, frame, sender) else set()
 
     def _to_the_right(self, sealed: Array, owner: int) -> AllToAll:
         """Return an exchange in which a message of the chunk of an owner goes right, and that of the next comes."""
         nothing = from_host_bytes(b"", sealed)
-        size = sealed_size(self.codec.message_size(self.chunks[(owner - 1) % self.size]), self.size)
+        size = sealed_size(self.layout.message_sizes[(owner - 1) % self.size], self.size)
         right, ranks = (self.rank + 1) % self.size, range(self.size)
         return AllToAll(
             tuple(sealed if rank == right else nothing for rank in ranks),

@@ -1,0 +1,132 @@
+"""What a compressed mean needs to know before it sees a value: resolved once, then only asked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.mean.chunks import Chunk, Chunks, Cutter, Segment, cut
+from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.nodes import Nodes
+
+__all__ = ["Layout", "Operands", "Residuals"]
+
+
+class Residuals(NamedTuple):
+    """The tensor ranges whose residuals a rank stores."""
+
+    worker: Chunk
+    server: Chunk
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The tensors of a mean, and the rank that averages them.
+
+    Parameters
+    ----------
+    compressors : tuple of Compressor
+        One for each tensor.
+    sizes : tuple of int
+        Elements of each tensor.
+    dtypes : tuple of str
+        The name of the dtype in which each tensor is computed, ``"float32"`` or ``"float64"``.
+    rank : int
+        Number of this rank.
+    nodes : Nodes
+        Which ranks share a machine.
+    cut : callable
+        Cuts tensors into chunks; see `qcomp.core.mean.chunks.cut`.
+    """
+
+    compressors: tuple[Compressor, ...]
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    rank: int
+    nodes: Nodes
+    cut: Cutter = cut
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.nodes.of_rank)
+
+    @cached_property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Elements in a bucket of each tensor."""
+        return tuple(c.traits.bucket_size for c in self.compressors)
+
+    @cached_property
+    def variable_length(self) -> bool:
+        """Whether the length of any payload depends on the values."""
+        return any(c.variable_length for c in self.compressors)
+
+    @property
+    def whole(self) -> Chunk:
+        """All tensors, each as one segment without draws of its own."""
+        return tuple(Segment(i, 0, size, 0) for i, size in enumerate(self.sizes))
+
+    def chunks(self, count: int) -> Chunks:
+        """Return the tensors, cut into so many chunks of whole buckets."""
+        return self.cut(self.sizes, self.bucket_sizes, count)
+
+    def frame(self, chunk: Chunk, compressor: Compressor | None = None) -> Frame:
+        """Return the frame of a chunk's messages, by default with the compressor of each tensor."""
+        chosen = [self.compressors[s.tensor] if compressor is None else compressor for s in chunk]
+        dtypes = tuple(self.dtypes[s.tensor] for s in chunk)
+        return Frame(chunk, tuple(chosen), dtypes, self.variable_length and compressor is None)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything lies in a mean of these tensors on these ranks, for one rank.
+
+    A topology resolves it once from the operands. Each step asks it and derives nothing.
+
+    Parameters
+    ----------
+    operands : Operands
+    chunks : tuple of chunks
+        What the messages of the topology hold; one for each server, in the order of the ranks.
+    residuals : Residuals
+        The tensor ranges whose residuals this rank stores.
+    """
+
+    operands: Operands
+    chunks: Chunks
+    residuals: Residuals
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.operands.rank
+
+    @cached_property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.operands.world
+
+    @cached_property
+    def lossless(self) -> bool:
+        """Whether the mean is exact."""
+        return all(c.traits.lossless for c in self.operands.compressors)
+
+    @cached_property
+    def frames(self) -> tuple[Frame, ...]:
+        """The frame of each chunk's messages."""
+        return tuple(map(self.operands.frame, self.chunks))
+
+    @cached_property
+    def message_sizes(self) -> tuple[int, ...]:
+        """Bytes of each chunk's message, of the longest one where the length varies."""
+        return tuple(frame.nbytes for frame in self.frames)
+
+    @cached_property
+    def server_residuals(self) -> dict[int, int]:
+        """The number of the server residual of each tensor that this rank serves a segment of."""
+        return {segment.tensor: number for number, segment in enumerate(self.residuals.server)}
+
+    def frame_of(self, chunks: Sequence[Chunk]) -> tuple[Frame, ...]:
+        """Return the frame of each of some chunks."""
+        return tuple(map(self.operands.frame, chunks))

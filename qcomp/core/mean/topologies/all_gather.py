@@ -1,0 +1,60 @@
+"""All-gather: each rank sends its payload to all, and all compute the same average."""
+
+from qcomp.core.mean.chunks import Chunks
+from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.stages import AllGather as Gather
+from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology, assemble, places_in
+
+__all__ = ["AllGather"]
+
+_WORKER = 0
+"""The hop of the draws."""
+
+
+class AllGather(Topology):
+    """Every rank sends its payload to every other: one exchange and one compression, N times the bytes.
+
+    With b bytes in the payload of the whole vector, a rank of N sends (N - 1) * b bytes. There is no server.
+    """
+
+    name = "all_gather"
+    allows_rounds = True
+    blends = True
+    roundings = 1
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Take all tensors as one chunk."""
+        return Layout(
+            operands, operands.chunks(1) if chunks is None else chunks, Residuals(operands.whole, ())
+        )
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send everything to all."""
+        layout, codec = call.layout, Codec(call.values)
+        (whole,) = layout.frames
+        verdicts = Verdicts(at_once=layout.operands.variable_length)
+        worker = codec.encode(
+            layout.frames,
+            call.values,
+            call.worker,
+            call.key.at(hop=_WORKER),
+            donate=call.donate,
+            blends=call.blends,
+            into=call.into.worker,
+        )
+        arrived = yield Gather(worker.messages[0], (whole.nbytes,) * layout.world)
+        opened = codec.open(arrived, (whole,) * layout.world, verdicts, worker.error)
+        verdicts.require_accepted(worker.error)
+        places = call.places
+        values = codec.average(opened, whole, into=places_in(places, whole.chunk))
+        return Averaged(assemble(layout.chunks, [values], call.values, places), worker.residuals, ())
+
+    def cost(self, load: Load, cluster: Cluster) -> Cost:
+        """Return what a rank spends."""
+        n = cluster.ranks
+        wire = to_all(load.payload, cluster) + announcements(load, 1, cluster)
+        codec = load.packed * (load.encode + n * load.add) + load.call
+        return Cost(codec, wire, (n - 1) * load.payload)

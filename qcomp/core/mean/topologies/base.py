@@ -1,0 +1,165 @@
+"""What a topology is: who sends what to whom, as pure stages, and what that costs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from qcomp.core.kernels import Blend
+from qcomp.core.mean.chunks import Chunk, Chunks
+from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.costs import Cluster, Cost, Load
+from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.layout import Layout, Operands
+from qcomp.core.mean.nodes import Nodes
+from qcomp.core.mean.stages import Stages
+from qcomp.core.numeric.arrays import Array, concat, empty_like, is_mutable
+from qcomp.core.numeric.random import Key
+from qcomp.core.payload import Payload
+
+__all__ = ["Averaged", "Call", "Into", "Topology", "decode_means", "places_in"]
+
+
+class Into(NamedTuple):
+    """Buffers for the results of a mean, each empty if the topology finds its own; None where arrays are immutable."""
+
+    worker: Sequence[Array | None] = ()
+    """For the worker residual of each tensor."""
+    server: Sequence[Array | None] = ()
+    """For the server residual of each segment of this rank's chunk."""
+    means: Sequence[Array | None] = ()
+    """For the mean of each tensor."""
+
+
+class Call(NamedTuple):
+    """One call of a mean, as a topology gets it."""
+
+    layout: Layout
+    values: Sequence[Array]
+    """This rank's tensors, flat, in the dtype in which they are computed."""
+    worker: Sequence[Array]
+    """The residuals of ``layout.residuals.worker``, flat; empty without feedback. They must not be written to."""
+    server: Sequence[Array]
+    """The residuals of ``layout.residuals.server``, likewise."""
+    key: Key
+    """Of this rank; each compression on the way draws from a hop of its own."""
+    donate: bool = False
+    """Whether ``values`` may be used up for the new worker residuals."""
+    blends: Sequence[Blend] = ()
+    """The momentum that each tensor is blended into before it is compressed; empty where none is."""
+    overwrite: bool = False
+    """Whether the means may take the buffers of ``values``, once nothing can be refused any more."""
+    into: Into = Into()
+
+    @property
+    def places(self) -> Sequence[Array | None]:
+        """A buffer for the mean of each tensor, None where arrays are immutable."""
+        if self.into.means:
+            return self.into.means
+        return [x if self.overwrite and is_mutable(x) else empty_like(x) for x in self.values]
+
+
+class Averaged(NamedTuple):
+    """What a topology returns."""
+
+    means: list[Array]
+    """The mean of each tensor, flat; the same on all ranks bit for bit."""
+    worker: tuple[Array, ...]
+    """The new worker residuals; empty without feedback."""
+    server: tuple[Array, ...]
+    """The new server residuals; empty without feedback."""
+
+
+class Topology(ABC):
+    """How the ranks average: a stateless object, known by its name once it is registered.
+
+    A subclass lays tensors out, averages them in stages, and says what that costs. It knows nothing of communicators,
+    array libraries or optimizers. Make it known by `qcomp.topologies.register`; then its name is a ``topology`` of
+    `qcomp.CompressedMean`, of every optimizer, of checkpoints and of `qcomp.planning`.
+
+    Notes
+    -----
+    The promises of `qcomp.CompressedMean` are this class's to keep: all ranks decode the same bytes; the old residuals
+    are never written to; if any rank refuses, all raise `NonFiniteError` in the same stage; no rank is left waiting.
+    `Codec` compresses, averages and decodes the chunks of a layout, and `Verdicts` collects refusals.
+    """
+
+    name: ClassVar[str]
+    """As users write it."""
+    allows_rounds: ClassVar[bool] = False
+    """Whether a large mean may be cut into rounds; `lay_out` must then take the chunks of a round."""
+    blends: ClassVar[bool] = False
+    """Whether ``Call.blends`` is obeyed; otherwise the momenta are averaged as values."""
+    wants_nodes: ClassVar[bool] = False
+    """Whether it matters which ranks share a machine; the ranks then tell each other in `qcomp.CompressedMean.init`."""
+    roundings: ClassVar[int | None] = 2
+    """How often a value is rounded on its way into a mean; None if that grows with the number of ranks."""
+
+    @abstractmethod
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Resolve what a mean of these tensors needs to know.
+
+        Parameters
+        ----------
+        operands : Operands
+        chunks : tuple of chunks, optional
+            Those of one round; by default the tensors are cut anew. Only given if `allows_rounds`.
+        """
+
+    @abstractmethod
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Average over the ranks, as a generator of pure stages.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if any rank refuses.
+        PayloadError
+            If a message is not what the layout says.
+        """
+
+    @abstractmethod
+    def cost(self, load: Load, cluster: Cluster) -> Cost:
+        """Return what a rank spends on a mean, by a formula."""
+
+    def is_exact_on(self, nodes: Nodes) -> bool:  # noqa: ARG002
+        """Return whether nothing is compressed on these nodes."""
+        return False
+
+    def suits(self, nodes: int, ranks_per_node: int) -> bool:  # noqa: ARG002
+        """Return whether this topology is worth considering on so many nodes, each with so many ranks."""
+        return True
+
+
+def places_in(tensors: Sequence[Array | None], chunk: Chunk) -> list[Array | None]:
+    """Return the part of a tensor that each segment of a chunk is, None where there is no tensor."""
+    found = ((tensors[segment.tensor], segment) for segment in chunk)
+    return [None if tensor is None else tensor[s.start : s.stop] for tensor, s in found]
+
+
+def decode_means(
+    codec: Codec, payloads: Sequence[Sequence[Payload]], frames: Sequence[Frame], call: Call
+) -> list[Array]:
+    """Return the mean of each tensor from the payloads of all chunks, in the buffers that the call has for them."""
+    places = call.places
+    values = [
+        codec.decode(of_chunk, frame, places_in(places, frame.chunk))
+        for of_chunk, frame in zip(payloads, frames, strict=True)
+    ]
+    return assemble([frame.chunk for frame in frames], values, call.values, places)
+
+
+def assemble(
+    chunks: Sequence[Chunk],
+    values: Sequence[Sequence[Array]],
+    like: Sequence[Array],
+    places: Sequence[Array | None],
+) -> list[Array]:
+    """Return the tensors with these segments: the buffers that hold them, or copies where there are none."""
+    filled = [place for place in places if place is not None]
+    if len(filled) == len(like):
+        return filled
+    parts: list[list[Array]] = [[] for _ in like]
+    for chunk, of_chunk in zip(chunks, values, strict=True):
+        for segment, value in zip(chunk, of_chunk, strict=True):
+            parts[segment.tensor].append(value)
+    return [concat(p) if p else x for p, x in zip(parts, like, strict=True)]

@@ -1,0 +1,62 @@
+"""Two phases: each rank averages a chunk of the vector, and sends the compressed average to all."""
+
+from qcomp.core.mean.chunks import Chunks
+from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
+
+__all__ = ["TwoPhase"]
+
+_WORKER, _SERVER = 0, 1
+"""The hops of the draws."""
+
+
+class TwoPhase(Topology):
+    """Each rank is the server of a chunk, which averages that chunk and compresses the average again.
+
+    In the first phase every rank sends each server the payload of its chunk; in the second every server sends the
+    payload of its average to all. With b bytes in the payload of the whole vector, a rank of N sends
+    2 (N - 1) / N * b bytes. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    """
+
+    name = "two_phase"
+    allows_rounds = True
+    blends = True
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Cut the tensors into a chunk for every rank."""
+        found = operands.chunks(operands.world) if chunks is None else chunks
+        return Layout(operands, found, Residuals(operands.whole, found[operands.rank]))
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send each chunk to its server, and its average to all."""
+        layout, codec = call.layout, Codec(call.values)
+        own = layout.frames[layout.rank]
+        verdicts = Verdicts(at_once=layout.operands.variable_length)
+        worker = codec.encode(
+            layout.frames,
+            call.values,
+            call.worker,
+            call.key.at(hop=_WORKER),
+            donate=call.donate,
+            blends=call.blends,
+            into=call.into.worker,
+        )
+        arrived = yield AllToAll(worker.messages, (own.nbytes,) * layout.world)
+        opened = codec.open(arrived, (own,) * layout.world, verdicts, worker.error)
+        server = codec.encode_average(
+            opened, own, call.server, call.key.at(hop=_SERVER), into=call.into.server
+        )
+        arrived = yield AllGather(server.messages[0], layout.message_sizes)
+        opened = codec.open(arrived, layout.frames, verdicts, server.error)
+        verdicts.require_accepted(worker.error or server.error)
+        return Averaged(decode_means(codec, opened, layout.frames, call), worker.residuals, server.residuals)
+
+    def cost(self, load: Load, cluster: Cluster) -> Cost:
+        """Return what a rank spends."""
+        n, share = cluster.ranks, load.payload / cluster.ranks
+        codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode) + 2 * load.call
+        wire = 2 * to_all(share, cluster) + announcements(load, 2, cluster)
+        return Cost(codec, wire, 2 * (n - 1) * share)
