@@ -55,7 +55,7 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
     """
     if type(root) is not int or not 0 <= root < comm.size:
         raise ValueError(f"root is {root!r}; expected a rank from 0 to {comm.size - 1}")
-    tensors = [detached(t) for t in as_list(x)]
+    tensors = detached(as_list(x))
     array_namespace(*tensors)  # raises unless all are arrays of one library
     facts = {
         "root": root,

@@ -62,6 +62,7 @@ class PayloadSpec:
         if self.variable_length and (not self.fields or self.fields[-1].dtype != "uint8"):
             raise ValueError(f"fields are {self.fields}; expected a last one of uint8, whose length varies")
 
+    @cached_property
     def _offsets(self) -> tuple[int, ...]:
         """Return where each field starts, and last where the buffer ends."""
         offsets, end = [], 0
@@ -75,17 +76,17 @@ class PayloadSpec:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the buffer, of the longest one where the length varies."""
-        return self._offsets()[-1]
+        return self._offsets[-1]
 
     @cached_property
     def shortest(self) -> int:
         """Bytes of the shortest buffer."""
-        return self._offsets()[-2] if self.variable_length else self.nbytes
+        return self._offsets[-2] if self.variable_length else self.nbytes
 
     def join(self, parts: Mapping[str, Array]) -> Array:
         """Return the buffer of these fields, uint8 of shape (nbytes,), or less where the length varies."""
         pieces, end = [], 0
-        for field, start in zip(self.fields, self._offsets(), strict=False):
+        for field, start in zip(self.fields, self._offsets, strict=False):
             part = parts[field.name]
             if start > end:
                 xp = array_namespace(part)
@@ -111,7 +112,7 @@ class PayloadSpec:
         self.check(data)
         return {
             field.name: from_bytes_of(data[start : start + field.size * itemsize(field.dtype)], field.dtype)
-            for field, start in zip(self.fields, self._offsets(), strict=False)
+            for field, start in zip(self.fields, self._offsets, strict=False)
         }
 
 

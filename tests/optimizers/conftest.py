@@ -56,12 +56,10 @@ class Job:
             sum(np.asarray(s.exchange.worker[i], dtype=np.float64) for s in self.states) / size
             for i in range(len(self.state.exchange.worker))
         ]
-        for s, chunk in zip(
-            self.states,
-            self.opt.mean.layout([x.shape for x in worker], rank=0, size=size).chunks,
-            strict=True,
-        ):
-            for segment, residual in zip(chunk, s.exchange.server, strict=False):
+        shapes = [x.shape for x in worker]
+        for rank, s in enumerate(self.states):
+            served = self.opt.mean.layout(shapes, rank=rank, size=size).residuals.server
+            for segment, residual in zip(served, s.exchange.server, strict=False):
                 worker[segment.tensor][segment.start : segment.stop] += residual
         return worker
 

@@ -497,11 +497,8 @@ class TestIdentities:
             if run.state.stage == "local":
                 continue
             error = sum(s.exchange.worker[1] for s in run.states) / 3
-            for s, chunk in zip(
-                run.states,
-                opt.mean.layout([x.shape for x in run.state.exchange.worker], rank=0, size=3).chunks,
-                strict=True,
-            ):
+            chunks = opt.mean.layout([x.shape for x in run.state.exchange.worker], rank=0, size=3).chunks
+            for s, chunk in zip(run.states, chunks, strict=True):
                 for segment, residual in zip(chunk, s.exchange.server, strict=True):
                     if segment.tensor == 1:
                         error[segment.start : segment.stop] += residual

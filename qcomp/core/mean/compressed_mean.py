@@ -390,7 +390,7 @@ class CompressedMean:
 
         See `stages` for the rest.
         """
-        tensors = [detached(t) for t in as_list(x)]
+        tensors = detached(as_list(x))
         mean = self if self.topology != AUTO else self.within(state.topology)
         self._require_terms(terms, len(tensors))
         if mean.resolved.is_exact_on(Nodes.of(state.size, state.nodes)):

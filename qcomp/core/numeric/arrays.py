@@ -44,6 +44,7 @@ __all__ = [
     "is_traced",
     "itemsize",
     "kind_of_array",
+    "one_of_each_kind",
     "out_of_range",
     "require_below",
     "require_dense",
@@ -108,9 +109,22 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
     tensors = list(x) if several else [x]
     if not tensors:
         raise ValueError("x is empty; expected an array or a sequence of at least one")
-    for index, tensor in enumerate(tensors):
+    for index, tensor in one_of_each_kind(tensors):
         require_dense(tensor, f"x[{index}]" if several else "x")
     return tensors
+
+
+def one_of_each_kind(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Return the first tensor of each class, dtype and layout, with its number; the others are like it.
+
+    Checking every one of many small tensors takes longer than their arithmetic.
+    """
+    kinds: dict[object, tuple[int, Any]] = {}
+    for index, tensor in enumerate(tensors):
+        kind = (type(tensor), getattr(tensor, "dtype", None), getattr(tensor, "layout", None))
+        if kind not in kinds:
+            kinds[kind] = index, tensor
+    return list(kinds.values())
 
 
 @cache
@@ -175,10 +189,9 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
     return xp.astype(x, getattr(xp, compute))
 
 
-def detached(x: Array) -> Array:
-    """Return x outside any automatic differentiation, which torch otherwise records."""
-    detach = getattr(x, "detach", None)
-    return x if detach is None else detach()
+def detached(tensors: Sequence[Array]) -> list[Array]:
+    """Return tensors outside any automatic differentiation, which torch otherwise records."""
+    return [x.detach() if hasattr(x, "detach") else x for x in tensors]
 
 
 def bitcast(x: Array, dtype: Any) -> Array:

@@ -11,6 +11,7 @@ from qcomp.core.numeric.arrays import (
     device,
     dtype_name,
     kind_of_array,
+    one_of_each_kind,
     require_dense,
     to_compute_dtype,
 )
@@ -36,22 +37,22 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     tensors = list(values) if several else [values]
     if not tensors:
         raise ValueError(f"{argument} is empty; expected an array or a sequence of at least one")
-    for index, tensor in enumerate(tensors):
+    different = one_of_each_kind(tensors)
+    for index, tensor in different:
         require_dense(tensor, f"{argument}[{index}]" if several else argument)
-    libraries = [array_namespace(tensor).__name__ for tensor in tensors]
-    for index, library in enumerate(libraries):
-        if library != libraries[0]:
+    for index, tensor in different:
+        if array_namespace(tensor).__name__ != array_namespace(tensors[0]).__name__:
             raise TypeError(
                 f"{argument}[0] is a {kind_of_array(tensors[0])}, {argument}[{index}] a "
-                f"{kind_of_array(tensors[index])}; expected arrays of one library"
+                f"{kind_of_array(tensor)}; expected arrays of one library"
             )
     names = {
         compute_dtype_name(dtype_name(t.dtype), argument=f"{argument}[{index}]" if several else argument)
-        for index, t in enumerate(tensors)
+        for index, t in different
     }
     if len(names) > 1:
         raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
-    return [detached(tensor) for tensor in tensors]
+    return detached(tensors)
 
 
 def as_given(tensors: Sequence[Array], values: Any) -> Any:
@@ -72,28 +73,39 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
     given = list(grads) if isinstance(grads, list | tuple | Iterator) else [grads]
     if len(given) != len(params):
         raise ValueError(f"grads has {len(given)} arrays; params has {len(params)}")
-    for index, (g, p, name) in enumerate(zip(given, params, names, strict=True)):
+    for index, g in one_of_each_kind(given):
         if g is None:
             raise ValueError(
-                f"grads[{index}] is None: the parameter {name!r} has no gradient in this step; pass zeros for it, or "
-                "leave a parameter that never has one out of params in init and step"
+                f"grads[{index}] is None: the parameter {names[index]!r} has no gradient in this step; pass zeros for "
+                "it, or leave a parameter that never has one out of params in init and step"
             )
         require_dense(g, f"grads[{index}]")
-        which = f"grads[{index}], the gradient of {name!r},"
-        if tuple(g.shape) != tuple(p.shape):
-            raise ValueError(f"{which} has shape {tuple(g.shape)}; expected {tuple(p.shape)}")
-        if array_namespace(g) is not array_namespace(p):
-            raise TypeError(
-                f"{which} is a {kind_of_array(g)}; expected a {kind_of_array(p)}, as the parameter"
+    for index, (g, p) in enumerate(zip(given, params, strict=True)):
+        if g.shape != p.shape and tuple(g.shape) != tuple(p.shape):
+            raise ValueError(
+                f"grads[{index}], the gradient of {names[index]!r}, has shape {tuple(g.shape)}; "
+                f"expected {tuple(p.shape)}"
             )
-        computed = compute_dtype_name(dtype_name(g.dtype), argument=f"grads[{index}]")
-        expected = compute_dtype_name(dtype_name(p.dtype))
-        if computed != expected:
-            raise TypeError(
-                f"{which} has dtype {dtype_name(g.dtype)} and the parameter {dtype_name(p.dtype)}; expected one "
-                f"that is computed in {expected}"
-            )
-    return [detached(g) for g in given]
+    kinds: dict[object, int] = {}
+    for index, (g, p) in enumerate(zip(given, params, strict=True)):
+        kinds.setdefault((type(g), g.dtype, type(p), p.dtype), index)
+    for index in kinds.values():
+        _require_alike(given[index], params[index], f"grads[{index}]", names[index])
+    return detached(given)
+
+
+def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:
+    """Raise TypeError unless a gradient has the library and the precision of its parameter."""
+    which = f"{argument}, the gradient of {name!r},"
+    if array_namespace(g) is not array_namespace(p):
+        raise TypeError(f"{which} is a {kind_of_array(g)}; expected a {kind_of_array(p)}, as the parameter")
+    computed = compute_dtype_name(dtype_name(g.dtype), argument=argument)
+    expected = compute_dtype_name(dtype_name(p.dtype))
+    if computed != expected:
+        raise TypeError(
+            f"{which} has dtype {dtype_name(g.dtype)} and the parameter {dtype_name(p.dtype)}; expected one "
+            f"that is computed in {expected}"
+        )
 
 
 def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
