@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG
 from qcomp.comm.mpi_library import MPI
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
-
-if TYPE_CHECKING:
-    from qcomp.comm.mpi import MPICommunicator
 
 __all__ = ["MPIExchange", "poll"]
 
@@ -30,6 +27,17 @@ _SPIN_SECONDS = 100e-6
 _LONGEST_PAUSE = 1e-3
 # A sleep of 0 seconds takes up to 100 us. Where there is no sched_yield (Windows), spinning must do.
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
+
+class _Ranks(Protocol):
+    """What an exchange needs of its communicator."""
+
+    rank: int
+    size: int
+
+    def complete(self, exchange: MPIExchange) -> None:
+        """Wait until an exchange is complete."""
+        ...
 
 
 class MPIExchange:
@@ -54,7 +62,7 @@ class MPIExchange:
 
     def __init__(
         self,
-        comm: MPICommunicator,
+        comm: _Ranks,
         verb: str,
         like: Sequence[Array],
         buffers: list[Array],

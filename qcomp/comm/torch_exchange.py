@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import array_api_compat
 
@@ -14,9 +15,6 @@ from qcomp.comm.headers import disagreement, header, header_size, reason_size
 from qcomp.comm.torch_library import torch
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
-
-if TYPE_CHECKING:
-    from qcomp.comm.torch_dist import TorchCommunicator
 
 __all__ = ["HEADER_TAG", "REASON_TAG", "TorchExchange"]
 
@@ -29,6 +27,33 @@ _IN_TURN_FROM = 1 << 16
 _AT_ONCE = timedelta(milliseconds=1)
 
 
+class _Connections(Protocol):
+    """What an exchange needs of its communicator."""
+
+    rank: int
+    timeout: float
+
+    def require_open(self, verb: str) -> None:
+        """Raise if an exchange has failed before."""
+        ...
+
+    def closing_on_failure(self, verb: str, exchange: object) -> AbstractContextManager[None]:
+        """Close the communicator and tell the others if an exchange fails in this context."""
+        ...
+
+    def post_send(self, tensor: Any, peer: int, tag: int) -> Any:
+        """Start to send a tensor in host memory."""
+        ...
+
+    def post_receive(self, tensor: Any, peer: int, tag: int) -> Any:
+        """Start to receive into a tensor in host memory."""
+        ...
+
+    def post_on_device(self, receives: Mapping[int, Any], sends: Mapping[int, Any]) -> list[Any]:
+        """Start to receive from and to send to several peers, as one operation of NCCL."""
+        ...
+
+
 class TorchExchange:
     """One exchange under way.
 
@@ -39,7 +64,7 @@ class TorchExchange:
 
     def __init__(
         self,
-        comm: TorchCommunicator,
+        comm: _Connections,
         verb: str,
         like: Sequence[Array],
         tensors: list[Any],
