@@ -13,14 +13,14 @@ from timing import Candidate, Timer, timer
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.kernels import StepNumbers, chosen
+from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
+from qcomp.core.numeric.arrays import empty_like
 
 __all__ = [
     "COMPRESSORS",
     "DECODES",
     "ENCODES",
     "KINDS",
-    "LIMIT",
     "VECTORS",
     "Vectors",
     "calls_of",
@@ -51,17 +51,15 @@ KINDS = [("pure", "numpy"), ("numba", "numpy"), ("numba", "torch")]
 PURE_LIMIT = 1 << 22
 """Elements above which the pure version is not timed: it takes some twenty copies, or hundreds with draws."""
 
-LIMIT = 1e6
-"""What no element reaches here."""
-
 ENCODES = [
     "encode, no feedback",
-    "encode, fresh residual",
+    "encode in a step",
+    "encode in a step, blended",
     "encode, residual donated",
-    "encode, residual donated, limit",
 ]
+"""In a step the new residual has a buffer of its own, and 1-bit Adam blends the gradient into its momentum."""
 DECODES = ["decode, fresh", "decode into a buffer", "decode and add"]
-FRESH = ["encode, fresh residual", "decode, fresh", "momentum", "frozen_step"]
+FRESH = ["encode in a step", "encode in a step, blended", "decode, fresh", "momentum", "frozen_step"]
 """What returns a new array as large as the input; it is compared with ``x.copy()`` as well."""
 
 
@@ -73,18 +71,19 @@ class Vectors:
     residual: Array
     out: Array
     variance: Array
+    m: Array
 
     @classmethod
     def draw(cls, size: int) -> Vectors:
         """Return NumPy arrays, float32."""
         x = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
-        return cls(x, np.zeros_like(x), np.zeros_like(x), np.full_like(x, 0.5))
+        return cls(x, np.zeros_like(x), np.zeros_like(x), np.full_like(x, 0.5), x.copy())
 
     def as_library(self, library: str) -> Vectors:
         """Return arrays of "numpy" or "torch" on the same memory."""
         if library == "numpy":
             return self
-        parts = (self.x, self.residual, self.out, self.variance)
+        parts = (self.x, self.residual, self.out, self.variance, self.m)
         return Vectors(*(torch.from_numpy(part) for part in parts))
 
 
@@ -101,8 +100,6 @@ def candidates(vectors: Vectors) -> list[Candidate]:
         arrays = vectors.as_library(library)
         for subject, compressor in [*COMPRESSORS.items(), (VECTORS, None)]:
             for what, call in calls_of(compressor, arrays).items():
-                if kernels == "pure" and what == ENCODES[-1]:
-                    continue  # the pure version makes no use of a limit
                 row = {
                     "subject": subject,
                     "what": what,
@@ -128,7 +125,7 @@ def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
         found = chosen(x)
         if found is None:
             return kernels == "pure"
-        return found.encode(compressor, x, None, qcomp.Key(), out=None, limit=None, blend=None) is not None
+        return found.encode(compressor, x, None, qcomp.Key(), out=None, blend=None) is not None
 
 
 def calls_of(compressor: qcomp.Compressor | None, arrays: Vectors) -> Calls:
@@ -141,12 +138,17 @@ def calls_of(compressor: qcomp.Compressor | None, arrays: Vectors) -> Calls:
 def encode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
     """Return the ways to compress."""
     key, x, residual = qcomp.Key(), arrays.x, arrays.residual
-    feedback = qcomp.feedback.compress
+    blend = Blend(arrays.m, 0.9, 1.0)
+
+    def step(blend: Blend | None) -> Encoded:
+        """Do what `qcomp.core.mean.codec.SegmentCodec` does with a tensor that it may not write to."""
+        return primitives.encode(compressor, x, residual, key, out=empty_like(residual), blend=blend)
+
     calls: list[Callable[[], object]] = [
         lambda: compressor.compress(x, key=key),
-        lambda: feedback(compressor, x, residual, key=key),
-        lambda: feedback(compressor, x, residual, key=key, donate=True),
-        lambda: feedback(compressor, x, residual, key=key, donate=True, limit=LIMIT),
+        lambda: step(None),
+        lambda: step(blend),
+        lambda: qcomp.feedback.compress(compressor, x, residual, key=key, donate=True),
     ]
     return dict(zip(ENCODES, calls, strict=True))
 

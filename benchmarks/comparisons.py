@@ -48,8 +48,8 @@ def qcomp_calls(vectors: Vectors) -> Calls:
     """Return the kernels' own."""
     calls: Calls = {}
     for subject, (encode, decode, what) in {
-        "sign l1": (ENCODE_SIGNS, DECODE_SIGNS, "encode, residual donated"),
-        "sign rms": (ENCODE_SIGNS, DECODE_SIGNS, "encode, residual donated"),
+        "sign l1": (ENCODE_SIGNS, DECODE_SIGNS, "encode in a step"),
+        "sign rms": (ENCODE_SIGNS, DECODE_SIGNS, "encode in a step"),
         "QSGD 8-bit": (ENCODE_BYTES, DECODE_BYTES, "encode, no feedback"),
         "min-max 8-bit": (ENCODE_BYTES, DECODE_BYTES, "encode, no feedback"),
     }.items():

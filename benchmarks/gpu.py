@@ -19,13 +19,14 @@ import baselines
 import page
 import pictures
 import torch
-from cases import COMPRESSORS, LIMIT, has_kernels, under
+from cases import COMPRESSORS, has_kernels, under
 from devices import Cpu, Cuda, Device
 from matplotlib.figure import Figure
 from timing import Candidate, Timer, interleaved, rounded
 
 import qcomp
 from qcomp.core import primitives
+from qcomp.core.numeric.arrays import empty_like
 
 SUBJECTS = ["sign l1", "QSGD 4-bit", "min-max 8-bit"]
 DEEPSPEED = "DeepSpeed's operations"
@@ -147,9 +148,10 @@ def calls_of(
     key = qcomp.Key()
     with qcomp.backends.use(kernels):
         payload = compressor.compress(x, key=key)
+        room = empty_like(residual)
     return {
-        WITH_FEEDBACK: lambda: primitives.encode(compressor, x, residual, key, out=residual, limit=LIMIT),
-        PUBLIC: lambda: qcomp.feedback.compress(compressor, x, residual, key=key, donate=True, limit=LIMIT),
+        WITH_FEEDBACK: lambda: primitives.encode(compressor, x, residual, key, out=room),
+        PUBLIC: lambda: qcomp.feedback.compress(compressor, x, residual, key=key, donate=True),
         NO_FEEDBACK: lambda: primitives.encode(compressor, x, None, key),
         DECODE: lambda: primitives.decode(compressor, payload, x, out=out),
         ADD: lambda: primitives.decode(compressor, payload, out, out=out, accumulate=True),

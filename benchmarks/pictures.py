@@ -13,7 +13,7 @@ Rows = Sequence[dict[str, Any]]
 
 COLOURS = {
     "encode, no feedback": "#e0962b",
-    "encode, residual donated": "#d1495b",
+    "encode in a step": "#d1495b",
     "decode into a buffer": "#2e86ab",
     "decode and add": "#3d9970",
     "finish_mean": "#2e86ab",

@@ -16,7 +16,6 @@ def compress(
     *,
     key: Key | None = None,
     donate: bool = False,
-    limit: float | None = None,
 ) -> tuple[Payload, Array]:
     """Compress x plus the residual, and return what that lost as the new residual.
 
@@ -38,9 +37,6 @@ def compress(
     donate : bool
         Whether the new residual may take the buffer of the old one, whose values are lost then. Arrays of an
         immutable library are not reused.
-    limit : float, optional
-        With ``donate``: your word that no ``|x_i| + |residual_i|`` is larger. Below 2^99 it spares the CPU kernels a
-        pass that makes sure, before they overwrite the residual, that nothing will be refused.
 
     Returns
     -------
@@ -51,7 +47,7 @@ def compress(
     Raises
     ------
     NonFiniteError
-        If x is not finite; the residual is as it was, also with ``donate``, unless ``limit`` was false.
+        If x is not finite; the residual is as it was, also with ``donate``.
 
     Notes
     -----
@@ -73,7 +69,7 @@ def compress(
         raise TypeError(f"residual has dtype {dtype_name(residual.dtype)}; expected {expected}")
     out = residual if donate and is_mutable(residual) else None
     compressor = compressor.for_shape(tuple(x.shape))
-    encoded = primitives.encode(compressor, x, residual, key, out=out, limit=limit)
+    encoded = primitives.encode(compressor, x, residual, key, out=out)
     primitives.require_accepted(compressor, encoded)
     return compressor.payload(x, encoded.data), encoded.residual
 

@@ -92,7 +92,6 @@ class KernelSet(Protocol):
         key: Key | None,
         *,
         out: Array | None,
-        limit: float | None,
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x, or the momentum that x is blended into, plus the residual if there is one.
@@ -100,7 +99,7 @@ class KernelSet(Protocol):
         The new residual goes into ``out`` if that is given and not None is returned: the old residual, x, or a buffer
         that shares memory with neither. A set that finds a value out of range before it returns may return
         None: the pure version then says so. If ``out`` is the residual and a value is out of range, the residual
-        stays as it is, unless ``limit`` was false; so a set that finds it later takes a new array instead.
+        stays as it is; so a set that finds it later takes a new array instead.
         """
         ...
 

@@ -60,7 +60,6 @@ def encode(
     key: Key | None,
     *,
     out: Array | None = None,
-    limit: float | None = None,
     blend: Blend | None = None,
 ) -> Encoded:
     """Compress x, plus the residual if there is one, and return what that lost as the new residual.
@@ -75,9 +74,8 @@ def encode(
         For compressors that draw.
     out : array, optional
         A buffer for the new residual: the old one, x itself if it has the dtype of the residual, or one that shares
-        memory with neither. x is used up then, the old residual only if nothing is out of range.
-    limit : float, optional
-        The caller's word that no ``|x_i| + |residual_i|`` is larger, which spares a pass where ``out`` is the residual.
+        memory with neither, which is the fastest. x is used up then, the old residual only if nothing is out of
+        range.
     blend : Blend, optional
         Compress `momentum` of its m and x instead of x, on the way if there is a kernel for that.
 
@@ -100,18 +98,18 @@ def encode(
         raise ValueError(f"key is None; {compressor.spec} draws random numbers and needs a qcomp.Key")
     coder = compressor.coder
     if coder is not None:
-        plain = encode(coder.plain, x, residual, key, out=out, limit=limit, blend=blend)
+        plain = encode(coder.plain, x, residual, key, out=out, blend=blend)
         return _shortened(coder, plain, math.prod(x.shape))
     kernels = chosen(x)
     if kernels is not None:
-        encoded = kernels.encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+        encoded = kernels.encode(compressor, x, residual, key, out=out, blend=blend)
         if encoded is not None:
             return encoded
     if blend is not None:
         mixed = momentum(blend.m, x, blend.beta1, blend.scale)
         if out is None and residual is not None and is_mutable(mixed):
             out = mixed
-        return encode(compressor, mixed, residual, key, out=out, limit=limit)
+        return encode(compressor, mixed, residual, key, out=out)
     xp = array_namespace(x)
     compensated = to_compute_dtype(x)
     if residual is not None:

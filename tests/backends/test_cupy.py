@@ -399,7 +399,7 @@ def test_a_vector_of_any_shape_keeps_it(emulated_library):
     c = qcomp.ScaledSign(bucket_size=64)
     m = vector("gaussian", x.size, 2)
     for blend, same in ((None, None), (Blend(m, 0.9, 0.7), Blend(m.reshape(x.shape), 0.9, 0.7))):
-        found = kernels.encode(c, x, old, None, out=None, limit=None, blend=blend)
+        found = kernels.encode(c, x, old, None, out=None, blend=blend)
         with use_kernels(None):
             expected = primitives.encode(c, x, old, None, blend=same)
         assert found.residual.shape == x.shape
@@ -416,7 +416,7 @@ def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
 
     def encode(compressor, x, residual=None, *, key=KEY, out=None, m=None):
         blend = None if m is None else Blend(m, 0.9, 0.7)
-        return kernels.encode(compressor, x, residual, key, out=out, limit=None, blend=blend)
+        return kernels.encode(compressor, x, residual, key, out=out, blend=blend)
 
     assert kernels.takes(x)
     assert not kernels.takes(x.astype(np.float64))

@@ -121,7 +121,7 @@ class TestBytes:
     def test_a_compressor_without_a_program_is_left_to_the_pure_version(self):
         x = jnp.asarray(vector("gaussian", 9, 0))
         for compressor in (qcomp.Identity(), qcomp.Cast(), qcomp.Scaled(qcomp.Identity())):
-            assert KERNELS.encode(compressor, x, None, None, out=None, limit=None, blend=None) is None
+            assert KERNELS.encode(compressor, x, None, None, out=None, blend=None) is None
             assert KERNELS.decode(compressor, x, x, out=None, accumulate=False) is None
 
 
@@ -156,14 +156,12 @@ class TestRefusal:
     @pytest.mark.parametrize("compressor", COMPRESSORS[::2], ids=str)
     def test_one_value_out_of_range_is_told(self, compressor, bad):
         x, residual = vector("gaussian", SIZE, 0), jnp.zeros(SIZE)
-        good = KERNELS.encode(compressor, jnp.asarray(x), residual, KEY, out=None, limit=None, blend=None)
+        good = KERNELS.encode(compressor, jnp.asarray(x), residual, KEY, out=None, blend=None)
         assert (good.refused.shape, good.refused.dtype, int(good.refused[0])) == ((1,), jnp.uint8, 0)
         for position in (0, 70, SIZE - 1):
             x = vector("gaussian", SIZE, 0)
             x[position] = bad
-            encoded = KERNELS.encode(
-                compressor, jnp.asarray(x), residual, KEY, out=None, limit=None, blend=None
-            )
+            encoded = KERNELS.encode(compressor, jnp.asarray(x), residual, KEY, out=None, blend=None)
             assert int(encoded.refused[0]) == 1
             with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError, match="cannot be compressed by"):
                 qcomp.feedback.compress(compressor, jnp.asarray(x), residual, key=KEY)
@@ -174,9 +172,7 @@ class TestRefusal:
         below = np.full(SIZE, np.nextafter(np.float32(LIMIT), np.float32(0)), np.float32)
         c = COMPRESSORS[0]
         for x, residual, refused in ((below, 0 * below, 0), (below, below, 1), (below, -below, 0)):
-            encoded = KERNELS.encode(
-                c, jnp.asarray(x), jnp.asarray(residual), None, out=None, limit=None, blend=None
-            )
+            encoded = KERNELS.encode(c, jnp.asarray(x), jnp.asarray(residual), None, out=None, blend=None)
             assert int(encoded.refused[0]) == refused
 
 
@@ -339,7 +335,7 @@ for dtype in ("float32", "float64"):
     x, residual = (jax.device_put(a.astype(dtype), second) for a in (host, host[::-1].copy()))
     assert KERNELS.takes(x), dtype
     for c in (qcomp.ScaledSign(64), qcomp.QSGD(bucket_size=64, norm="l2"), qcomp.MinMaxUInt8(64)):
-        encoded = KERNELS.encode(c, x, residual, key, out=None, limit=None, blend=None)
+        encoded = KERNELS.encode(c, x, residual, key, out=None, blend=None)
         with use_kernels(None):
             payload, lost = qcomp.feedback.compress(c, np.asarray(x), np.asarray(residual), key=key)
             decoded = c.decompress(payload, like=np.array(x))

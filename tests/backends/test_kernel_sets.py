@@ -276,7 +276,7 @@ def test_broken_kernels_for_wide_codes_are_caught(fault):
 )
 def test_which_compressors_are_not_left_to_the_pure_version(compressor, has_kernels):
     x = vector("gaussian", 100, 0)
-    how = {"out": None, "limit": None, "blend": None}
+    how = {"out": None, "blend": None}
     data = compressor.compress(x, key=qcomp.Key()).data
     assert (KERNELS.encode(compressor, x, None, qcomp.Key(), **how) is not None) == has_kernels
     assert (KERNELS.decode(compressor, data, x, out=None, accumulate=False) is not None) == has_kernels

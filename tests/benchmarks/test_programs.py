@@ -41,8 +41,7 @@ def test_kernels(run_program, tmp_path):
     for subject in cases.COMPRESSORS:
         for what in [*cases.ENCODES, *cases.DECODES]:
             for kind in cases.KINDS:
-                without_use = kind[0] == "pure" and what.endswith("limit")
-                assert ((subject, what, *kind) in timed) != without_use
+                assert (subject, what, *kind) in timed
     assert all(r["elements"] == 1 << 10 and is_spread(r["over_copy"]) for r in document["results"])
     assert {r["what"] for r in document["results"] if "over_fresh_copy" in r} == set(cases.FRESH)
     assert all(is_spread(r["over_two_threads"]) for r in document["threads"])
@@ -92,7 +91,7 @@ def test_what_is_timed_can_go_on_for_ever(kernels_name):
             for call in cases.calls_of(compressor, vectors).values():
                 for _ in range(30):
                     call()
-    assert max(np.max(np.abs(v)) for v in (vectors.residual, vectors.out)) < cases.LIMIT / 2
+    assert max(np.max(np.abs(v)) for v in (vectors.residual, vectors.out)) < 5e5
 
 
 def test_overhead(run_program, monkeypatch):

@@ -23,10 +23,10 @@ class Whole:
     def takes(self, x):
         return isinstance(x, np.ndarray) and x.dtype == np.float32
 
-    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+    def encode(self, compressor, x, residual, key, *, out, blend):
         with use_kernels(None):
             try:
-                return primitives.encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+                return primitives.encode(compressor, x, residual, key, out=out, blend=blend)
             except NonFiniteError:
                 return None
 
@@ -173,9 +173,9 @@ broken(
 class OneBeta(Whole):
     name = "one beta"
 
-    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+    def encode(self, compressor, x, residual, key, *, out, blend):
         blend = None if blend is None else blend._replace(beta1=0.9)
-        return super().encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+        return super().encode(compressor, x, residual, key, out=out, blend=blend)
 
 
 class NoNewBuffer(Whole):
@@ -183,8 +183,8 @@ class NoNewBuffer(Whole):
 
     name = "another buffer"
 
-    def encode(self, compressor, x, residual, key, *, out, limit, blend):
-        return super().encode(compressor, x, residual, key, out=None, limit=limit, blend=blend)
+    def encode(self, compressor, x, residual, key, *, out, blend):
+        return super().encode(compressor, x, residual, key, out=None, blend=blend)
 
 
 class Pool(Whole):
@@ -210,10 +210,10 @@ class OneBuffer(Pool):
 class TakesNaN(Whole):
     name = "takes NaN"
 
-    def encode(self, compressor, x, residual, key, *, out, limit, blend):
+    def encode(self, compressor, x, residual, key, *, out, blend):
         if x.size > 20 and not np.isfinite(x.reshape(-1)[8]):
             return Encoded(np.zeros(compressor.payload_spec(x.size).nbytes, dtype=np.uint8), residual, None)
-        return super().encode(compressor, x, residual, key, out=out, limit=limit, blend=blend)
+        return super().encode(compressor, x, residual, key, out=out, blend=blend)
 
 
 BROKEN += [

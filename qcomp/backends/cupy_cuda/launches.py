@@ -96,7 +96,6 @@ class CudaKernels(Partial):
         key: Key | None,
         *,
         out: Array | None,
-        limit: float | None,  # noqa: ARG002 - the protocol's
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x, or the momentum that it is blended into, plus the residual if there is one, in one pass.

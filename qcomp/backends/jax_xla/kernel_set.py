@@ -46,7 +46,6 @@ class JaxKernels(Partial):
         key: Key | None,
         *,
         out: Array | None,
-        limit: float | None,  # noqa: ARG002
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x, plus the residual if there is one; what is out of range is told without waiting for it.

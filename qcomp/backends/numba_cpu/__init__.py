@@ -12,7 +12,7 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.threads import default_threads, get_num_threads, set_num_threads
-from qcomp.backends.numba_cpu.vectors import finish_mean, largest, largest_sum, momentum
+from qcomp.backends.numba_cpu.vectors import finish_mean, largest_sum, momentum
 
 __all__ = [
     "decode",
@@ -21,7 +21,6 @@ __all__ = [
     "finish_mean",
     "frozen_adam_step",
     "get_num_threads",
-    "largest",
     "largest_sum",
     "minmax_decoder",
     "minmax_encoder",

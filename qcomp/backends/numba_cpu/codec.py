@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,21 +25,17 @@ Mix = tuple[Floats, float, float]
 
 _SAFE = LIMIT / 2
 """Rounding cannot bring what is below this to the limit."""
-_TINY = 2.0**-126
 
 
 class Encoder(NamedTuple):
     """Compresses the buckets of an array, of which it is made, into a payload."""
 
-    run: Callable[[Floats, Floats, int, int, int], tuple[int, int]]
+    run: Callable[[Floats, Floats, int, int, int], int]
     """``run(residual, out, mode, first, last)`` does a run of buckets; the modes are those of
-    `qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1, and the bits
-    of the largest scale."""
+    `qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1."""
     x: Floats
     bucket_size: int
     """Elements of x in a bucket."""
-    largest_error: float
-    """No element of the new residual is larger than so many times the largest scale, or 2**-126 if that is larger."""
     blended: bool
     """Whether it is not x that is compressed, but what x is blended into."""
 
@@ -57,9 +52,7 @@ class Decoder(NamedTuple):
     """Elements of the array in a bucket."""
 
 
-def encode(
-    encoder: Encoder, residual: Floats | None, residual_out: Floats | None, *, limit: float | None = None
-) -> float | None:
+def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | None) -> bool:
     """Compress x plus the residual, and put what that lost into the new residual.
 
     Parameters
@@ -71,16 +64,12 @@ def encode(
     residual_out : array of float32, shape (n,), or None
         For the new residual: the residual itself, x unless it is blended, an array that shares memory with neither, or
         None if the residual is None.
-    limit : float, optional
-        The caller's word that no ``|x_i| + |residual_i|`` is larger; NaN and infinity promise nothing. It matters only
-        if the residual is donated: below 2**99 it spares an extra pass that reads x and the residual.
 
     Returns
     -------
-    float or None
-        A limit on the magnitudes of the new residual, loose, for the next call's ``limit``; None if x plus the
-        residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a residual that is donated
-        is as it was, unless ``limit`` was false; an x that is donated is lost.
+    bool
+        False if x plus the residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a
+        residual that is donated is as it was; an x that is donated is lost.
     """
     if residual is None or residual_out is None:
         old, new, mode = EMPTY, EMPTY, NO_RESIDUAL
@@ -90,25 +79,20 @@ def encode(
     elif residual_out is not residual:
         old, new, mode = residual, residual_out, FRESH
     else:
-        if limit is None and not encoder.blended:
-            limit = largest_sum(encoder.x, residual)
-        if limit is None or not limit < _SAFE:  # also for a NaN
+        if encoder.blended or not largest_sum(encoder.x, residual) < _SAFE:  # also for a NaN
             # Something may be too large: find out beside the residual, which must then stay as it is.
             beside = np.empty_like(residual)
-            rest = encode(encoder, residual, beside)
-            if rest is not None:
+            accepted = encode(encoder, residual, beside)
+            if accepted:
                 residual[...] = beside
-            return rest
+            return accepted
         old, new, mode = residual, residual, IN_PLACE
     results = threads.run(
         lambda first, last: encoder.run(old, new, mode, first, last),
         bucket_count(encoder.x.size, encoder.bucket_size),
         encoder.bucket_size,
     )
-    if any(failed >= 0 for failed, _ in results):
-        return None
-    scale: float = struct.unpack("<f", struct.pack("<I", max(bits for _, bits in results)))[0]
-    return encoder.largest_error * max(scale, _TINY)
+    return all(failed < 0 for failed in results)
 
 
 def decode(decoder: Decoder, *, accumulate: bool = False) -> None:

@@ -135,6 +135,5 @@ def _types() -> dict[str, Any]:
         "uint32": types.uint32,
         "boolean": types.boolean,
         "void": types.void,
-        "pair": types.UniTuple(types.int64, 2),
         "triple": types.UniTuple(types.int64, 3),
     }

@@ -55,7 +55,6 @@ class NumbaKernels:
         key: Key | None,
         *,
         out: Array | None,
-        limit: float | None,
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x plus the residual; None if there is no kernel, or if a value is out of range."""
@@ -78,7 +77,7 @@ class NumbaKernels:
             new = empty(old.shape) if out is None else _values(out) if shared is None else shared
             if new is None or not new.flags.writeable:
                 return None
-        if encode(encoder, old, new, limit=limit) is None:
+        if not encode(encoder, old, new):
             if out is not x:
                 return None  # the pure version says so
             return Encoded(_as_array_of(x, data), out, _as_array_of(x, np.ones(1, dtype=np.uint8)))

@@ -56,8 +56,7 @@ def compress_mean(decoders: Sequence[Decoder], encoder: Encoder, residual: Float
     def work(first: int, last: int) -> bool:
         for start, stop in _blocks(first, last, encoder.bucket_size):
             _average_block(decoders, start, stop)
-            failed, _ = encoder.run(old, new, mode, start, stop)
-            if failed >= 0:
+            if encoder.run(old, new, mode, start, stop) >= 0:
                 return False
         return True
 

@@ -46,15 +46,12 @@ def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | No
     """
     m, keep, new = mix(blend)
 
-    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> int:
         scratch = np.empty(bucket_size, dtype=np.float32)
-        result: tuple[int, int] = _encode(
-            x, old, out, mode, m, keep, new, bucket_size, first, last, data_out, scratch
-        )
+        result: int = _encode(x, old, out, mode, m, keep, new, bucket_size, first, last, data_out, scratch)
         return result
 
-    # What rounding to float32 loses of a base far from zero can exceed a step, but not the range of the bucket.
-    return Encoder(run, x, bucket_size, largest_error=1024.0, blended=blend is not None)
+    return Encoder(run, x, bucket_size, blended=blend is not None)
 
 
 def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
@@ -112,7 +109,7 @@ def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32
         p[i] = flush(value - (base + (rounded - ROUND) * step))
 
 
-@kernel("pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, u8, f32)")
+@kernel("int64(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, u8, f32)")
 def _encode(
     x: Floats,
     residual: Floats,
@@ -126,7 +123,7 @@ def _encode(
     last: int,
     data: Bytes,
     scratch: Floats,
-) -> tuple[int, int]:
+) -> int:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m = borrow(m)
     size = x.size
@@ -135,7 +132,6 @@ def _encode(
     codes_end = size - rest + (bucket_length(rest) if rest > 0 else 0)
     bases = codes_end  # buckets are multiples of 8 long: the scales are aligned
     steps = bases + 4 * count
-    largest_step = U(0)
     for bucket in range(first, last):
         start = bucket * bucket_size
         stop = min(start + bucket_size, size)
@@ -143,9 +139,8 @@ def _encode(
         p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch)
         low, high = _extremes(p)
         if too_large(as_bits(low)) or too_large(as_bits(high)):
-            return bucket, 0
+            return bucket
         step = round_up_step(flush(high - low), 255, 0xFF)
-        largest_step = max(largest_step, as_bits(step))
         divisor = step if step > ZERO else F(1)
         base = low
         if low <= ZERO and high >= ZERO:
@@ -156,7 +151,7 @@ def _encode(
         _quantise(p, base, step, divisor, data[start:stop])
     if last == count:
         data[size:codes_end] = np.uint8(0)
-    return -1, int(largest_step)
+    return -1
 
 
 @inline

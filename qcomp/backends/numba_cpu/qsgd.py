@@ -88,11 +88,11 @@ def qsgd_encoder(
     kernel = _encode if bits <= 8 else _encode_wide
     m, keep, new = mix(blend)
 
-    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> int:
         room = max(bucket_size, BATCH)
         codes = empty_codes(room, bits)
         scratch = np.empty(3 * room, dtype=np.float32)
-        result: tuple[int, int] = kernel(
+        result: int = kernel(
             x,
             old,
             out,
@@ -118,9 +118,7 @@ def qsgd_encoder(
         )
         return result
 
-    # An element is rounded to one of its two neighbours, and then loses 1 - factor of that.
-    largest_error = 1.0 if factor is None else 1.0 + levels * (1 - factor)
-    return Encoder(run, x, filled, largest_error, blended=blend is not None)
+    return Encoder(run, x, filled, blended=blend is not None)
 
 
 @inline
@@ -218,7 +216,7 @@ def _encode_buckets(
     codes: Codes,
     scratch: Floats,
     factor: np.float32,
-) -> tuple[int, int]:
+) -> int:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m, codes = borrow(m), borrow(codes)
     size = x.size
@@ -234,7 +232,6 @@ def _encode_buckets(
     draws = scratch[room // 2 : room].view(np.uint16)
     squares = scratch[room : room + room // 2]
     beside = scratch[2 * room :]
-    largest_step = U(0)
     batch = first
     while batch < last:
         # As many full buckets as there is room for, or the tail alone, or one that has padding.
@@ -255,14 +252,13 @@ def _encode_buckets(
             p = values[a:b]
             largest = largest_bits(p)
             if too_large(largest):
-                return batch + i, 0
+                return batch + i
             norm = as_float(largest)
             if l2:
                 total, power = scaled_squares(p, largest, squares[: length // 2])
                 norm = F(math.sqrt(total)) * power
             step = round_up_step(norm, levels, low)
             store_scale(data, scales + 4 * (batch + i), step)
-            largest_step = max(largest_step, as_bits(step))
             divisor = step if step > ZERO else F(1)
             top = U(1 << (bits - 1))
             if factor == ZERO:
@@ -278,12 +274,12 @@ def _encode_buckets(
         batch += buckets
     if last == count:
         data[codes_end:scales] = np.uint8(0)
-    return -1, int(largest_step)
+    return -1
 
 
 _encode, _encode_wide = (
     kernel(
-        "pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, int64, boolean, "
+        "int64(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, int64, boolean, "
         f"uint32, uint32, int64, int64, int64, int64, u8, {codes}, f32, float32)"
     )(_encode_buckets)
     for codes in ("u8", "u16")

@@ -61,15 +61,14 @@ def sign_encoder(
     """
     m, keep, new = mix(blend)
 
-    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> tuple[int, int]:
+    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> int:
         scratch = np.empty(2 * bucket_size, dtype=np.float32)
-        result: tuple[int, int] = _encode(
+        result: int = _encode(
             x, old, out, mode, m, keep, new, bucket_size, scale == "rms", first, last, data_out, scratch
         )
         return result
 
-    # Magnitudes add up to no less than the largest of them, in float32 too.
-    return Encoder(run, x, bucket_size, largest_error=2.0 * bucket_size, blended=blend is not None)
+    return Encoder(run, x, bucket_size, blended=blend is not None)
 
 
 def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
@@ -134,7 +133,7 @@ def _subtract(p: Floats, scale: np.float32) -> None:
         p[i] = flush(value - as_float(scale_bits | as_bits(value) & SIGN))
 
 
-@kernel("pair(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, boolean, int64, int64, u8, f32)")
+@kernel("int64(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, boolean, int64, int64, u8, f32)")
 def _encode(
     x: Floats,
     residual: Floats,
@@ -149,7 +148,7 @@ def _encode(
     last: int,
     data: Bytes,
     scratch: Floats,
-) -> tuple[int, int]:
+) -> int:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m = borrow(m)
     size = x.size
@@ -158,7 +157,6 @@ def _encode(
     codes_end = (size - rest) // 8 + (bucket_length(rest) // 8 if rest > 0 else 0)
     scales = (codes_end + 3) // 4 * 4
     beside, sums = scratch[:bucket_size], scratch[bucket_size:]
-    largest_scale = U(0)
     for bucket in range(first, last):
         start = bucket * bucket_size
         stop = min(start + bucket_size, size)
@@ -170,24 +168,23 @@ def _encode(
         if rms:
             largest = largest_bits(p)
             if too_large(largest):
-                return bucket, 0
+                return bucket
             total, power = scaled_squares(p, largest, sums[: length // 2])
             scale = flush(F(math.sqrt(total / F(filled))) * power)
         else:
             # No magnitude is larger than their sum; only if that is too large is there more to look at.
             total = tree_sum(sums[:width])
             if too_large(as_bits(total)) and too_large(largest_bits(p)):
-                return bucket, 0
+                return bucket
             scale = flush(total / F(filled))
         store_scale(data, scales + 4 * bucket, scale)
-        largest_scale = max(largest_scale, as_bits(scale))
         if mode != NO_RESIDUAL:
             _subtract(p, scale)
             if filled < length:
                 out[start:stop] = p[:filled]
     if last == count:
         data[codes_end:scales] = np.uint8(0)
-    return -1, int(largest_scale)
+    return -1
 
 
 # A choice between two values, of which vector units have one for every lane: shifts of bytes numba does in 64 bits.

@@ -1,6 +1,6 @@
-"""Passes over whole vectors: the largest magnitude, the end of a mean over ranks, the momentum.
+"""Passes over whole vectors: the largest magnitude of a sum, the end of a mean over ranks, the momentum.
 
-Bytes read and written per element: `largest` 4 and 0, `largest_sum` 8 and 0, `finish_mean` 4 and 4, `momentum` 8 and 4.
+Bytes read and written per element: `largest_sum` 8 and 0, `finish_mean` 4 and 4, `momentum` 8 and 4.
 All of them are bound by the memory.
 """
 
@@ -12,28 +12,13 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
-from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, largest_bits
+from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish
 
-__all__ = ["finish_mean", "largest", "largest_sum", "momentum"]
+__all__ = ["finish_mean", "largest_sum", "momentum"]
 
 _RUN = 1 << 12
 """Elements that a thread's share is a multiple of."""
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-
-
-def largest(x: Floats) -> float:
-    """Return the largest magnitude of an array, NaN if it holds one, 0 if it is empty.
-
-    Parameters
-    ----------
-    x : array of float32, shape (n,)
-
-    Returns
-    -------
-    float
-        Exact; the sum of two of them limits the magnitudes of a sum.
-    """
-    return _maximum(threads.run(lambda a, b: _largest(x, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN))
 
 
 def largest_sum(x: Floats, y: Floats) -> float:
@@ -53,7 +38,7 @@ def largest_sum(x: Floats, y: Floats) -> float:
     )
 
 
-def finish_mean(total: Floats, count: int) -> float:
+def finish_mean(total: Floats, count: int) -> None:
     """Divide a sum over ranks by their number, in place; below 2**-126 it is +0.
 
     Parameters
@@ -62,21 +47,11 @@ def finish_mean(total: Floats, count: int) -> float:
         The sum, from the decoders with ``accumulate=True``, in rank order.
     count : int
         Number of ranks.
-
-    Returns
-    -------
-    float
-        The largest magnitude of the mean, NaN if it holds one: a limit for the encoder that comes next.
     """
-
-    def work(a: int, b: int) -> float:
-        result: float = _finish(total, F(count), a * _RUN, b * _RUN)
-        return result
-
-    return _maximum(threads.run(work, -(-total.size // _RUN), _RUN))
+    threads.run(lambda a, b: _finish(total, F(count), a * _RUN, b * _RUN), -(-total.size // _RUN), _RUN)
 
 
-def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> float:
+def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> None:
     """Let out = beta1 * m + (1 - beta1) * scale * g, with the roundings of NumPy's expression.
 
     Parameters
@@ -87,29 +62,18 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> f
         Decay, and the factor of the gradient that clipping demands.
     out : array of float32, shape (n,)
         May be m.
-
-    Returns
-    -------
-    float
-        The largest magnitude of the result, NaN if it holds one: a limit for the encoder that comes next.
     """
     keep, new = F(beta1), F((1 - beta1) * scale)
 
-    def work(a: int, b: int) -> float:
-        result: float = _momentum(m, g, keep, new, out, out is m, a * _RUN, b * _RUN)
-        return result
+    def work(a: int, b: int) -> None:
+        _momentum(m, g, keep, new, out, out is m, a * _RUN, b * _RUN)
 
-    return _maximum(threads.run(work, -(-m.size // _RUN), _RUN))
+    threads.run(work, -(-m.size // _RUN), _RUN)
 
 
 def _maximum(parts: Sequence[float]) -> float:
     """Return the largest, NaN if there is one: `max` alone would let the order decide."""
     return max(parts) if all(part == part for part in parts) else float("nan")  # noqa: PLR0124
-
-
-@kernel("float32(f32_in, int64, int64)")
-def _largest(x: Floats, first: int, last: int) -> np.float32:
-    return as_float(largest_bits(x[first:last]))
 
 
 @inline
@@ -125,38 +89,24 @@ def _largest_sum(x: Floats, y: Floats, first: int, last: int) -> np.float32:
     return as_float(_largest_sum_bits(x[first:last], y[first:last]))
 
 
-@kernel("float32(f32, float32, int64, int64)")
-def _finish(total: Floats, count: np.float32, first: int, last: int) -> np.float32:
-    largest = np.uint32(0)
-    # Two passes over what fits into the first-level cache.
-    for start in range(first, min(last, total.size), _RUN):
-        part = total[start : min(start + _RUN, last)]
-        finish(part, count)
-        largest = max(largest, largest_bits(part))
-    return as_float(np.uint32(largest))
+@kernel("void(f32, float32, int64, int64)")
+def _finish(total: Floats, count: np.float32, first: int, last: int) -> None:
+    finish(total[first:last], count)
 
 
 @inline
-def _mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> np.uint32:
-    bits = np.int32(0)
+def _mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
     for i in range(out.size):
-        value = keep * m[i] + new * g[i]
-        out[i] = value
-        bits = max(bits, np.int32(as_bits(value) & _MAGNITUDE))
-    return np.uint32(bits)
+        out[i] = keep * m[i] + new * g[i]
 
 
 @inline
-def _mix_into(m: Floats, g: Floats, keep: np.float32, new: np.float32) -> np.uint32:
-    bits = np.int32(0)
+def _mix_into(m: Floats, g: Floats, keep: np.float32, new: np.float32) -> None:
     for i in range(m.size):
-        value = keep * m[i] + new * g[i]
-        m[i] = value
-        bits = max(bits, np.int32(as_bits(value) & _MAGNITUDE))
-    return np.uint32(bits)
+        m[i] = keep * m[i] + new * g[i]
 
 
-@kernel("float32(f32_in, f32_in, float32, float32, f32, boolean, int64, int64)")
+@kernel("void(f32_in, f32_in, float32, float32, f32, boolean, int64, int64)")
 def _momentum(
     m: Floats,
     g: Floats,
@@ -166,8 +116,9 @@ def _momentum(
     in_place: bool,
     first: int,
     last: int,
-) -> np.float32:
+) -> None:
     part = out[first:last]
     if in_place:
-        return as_float(_mix_into(part, g[first:last], keep, new))
-    return as_float(_mix(m[first:last], g[first:last], keep, new, part))
+        _mix_into(part, g[first:last], keep, new)
+    else:
+        _mix(m[first:last], g[first:last], keep, new, part)

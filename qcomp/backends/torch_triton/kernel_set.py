@@ -16,7 +16,6 @@ from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, moment
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
-from qcomp.core.numeric.arrays import LIMIT
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "TritonKernels"]
@@ -26,8 +25,6 @@ Array = Any
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 """ROCm's devices are called cuda too. Triton's interpreter runs on the CPU."""
-_SAFE = LIMIT / 2
-"""Rounding cannot bring what is below this to the limit."""
 
 
 class TritonKernels(Partial):
@@ -51,13 +48,12 @@ class TritonKernels(Partial):
         key: Key | None,
         *,
         out: Array | None,
-        limit: float | None,
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x, or the momentum that x is blended into, plus the residual.
 
-        If ``out`` is the residual, and no ``limit`` says that nothing can be out of range, the new residual has a
-        buffer of its own: only the device knows whether the old one will still be needed.
+        If ``out`` is the residual, the new residual has a buffer of its own: only the device knows whether the old one
+        will still be needed.
         """
         inner, factor = _unwrapped(compressor)
         if not _has_kernel(inner) or x.numel() == 0 or not _matches(x, x, x.dtype):
@@ -76,7 +72,7 @@ class TritonKernels(Partial):
             if not (_matches(residual, x) and (out is None or _matches(out, x))):
                 return None
             new = out
-            if out is None or (_same_memory(out, residual) and not (limit is not None and limit < _SAFE)):
+            if out is None or _same_memory(out, residual):
                 new = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         with _on_device_of(x):
             spec = compressor.payload_spec(x.numel())
