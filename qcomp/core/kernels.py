@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qcomp.core.numeric.random import Key
 
 __all__ = [
+    "AdamNumbers",
     "Blend",
     "Chooser",
     "Coders",
@@ -71,6 +72,17 @@ class StepNumbers(NamedTuple):
     weight_decay: float
 
 
+class AdamNumbers(NamedTuple):
+    """The numbers of a step of Adam that updates the variance, too."""
+
+    betas: tuple[float, float]
+    variance_correction: float
+    """What the new variance is divided by, usually 1 - beta2^step."""
+    coupled_decay: float
+    """Times the parameters, it is added to the gradient; 0 with decoupled weight decay."""
+    step: StepNumbers
+
+
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
@@ -79,6 +91,8 @@ class KernelSet(Protocol):
     """
 
     name: str
+    any_shape: bool
+    """Whether what is compiled for arrays of one shape serves all: `qcomp.core.rehearsal` then compiles it."""
 
     def takes(self, x: Array) -> bool:
         """Return whether there are kernels for arrays of the library, device and dtype of x, by nothing else."""
@@ -159,9 +173,39 @@ class KernelSet(Protocol):
         """
         ...
 
+    def frozen_steps(
+        self,
+        params: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        numbers: Sequence[StepNumbers],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array]] | None:
+        """Return `frozen_step` of each of several tensors; with ``donate`` in the buffers of the parameters."""
+        ...
+
+    def adam_steps(
+        self,
+        params: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        gradients: Sequence[Array],
+        numbers: Sequence[AdamNumbers],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array, Array]] | None:
+        """Return the parameters, momentum and variance of each of several tensors after a step of Adam.
+
+        In new arrays, or with ``donate`` in the buffers of the old ones.
+        """
+        ...
+
 
 class Partial:
     """Base of sets that leave these to the pure version, which calls the other kernels one after the other."""
+
+    any_shape = False
 
     def empty_like(self, x: Array) -> Array | None:  # noqa: ARG002
         """Return None."""
@@ -188,6 +232,31 @@ class Partial:
         *,
         out: Array | None,  # noqa: ARG002
     ) -> Encoded | None:
+        """Return None."""
+        return None
+
+    def frozen_steps(
+        self,
+        params: Sequence[Array],  # noqa: ARG002
+        momenta: Sequence[Array],  # noqa: ARG002
+        variances: Sequence[Array],  # noqa: ARG002
+        numbers: Sequence[StepNumbers],  # noqa: ARG002
+        *,
+        donate: bool,  # noqa: ARG002
+    ) -> list[tuple[Array, Array]] | None:
+        """Return None."""
+        return None
+
+    def adam_steps(
+        self,
+        params: Sequence[Array],  # noqa: ARG002
+        momenta: Sequence[Array],  # noqa: ARG002
+        variances: Sequence[Array],  # noqa: ARG002
+        gradients: Sequence[Array],  # noqa: ARG002
+        numbers: Sequence[AdamNumbers],  # noqa: ARG002
+        *,
+        donate: bool,  # noqa: ARG002
+    ) -> list[tuple[Array, Array, Array]] | None:
         """Return None."""
         return None
 

@@ -1,8 +1,8 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
 `encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
-these and of `finish_mean`, `momentum` and `frozen_step` of the frozen-variance optimizers. All else in the core is made
-of these, or runs once a step on small arrays.
+these and of `finish_mean`, `momentum`, `adam_steps`, and `frozen_steps` of the frozen-variance optimizers. All else in
+the core is made of these, or runs once a step on small arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
+from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers, chosen
 from qcomp.core.numeric.arrays import (
     LIMIT,
     Array,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adam_step",
+    "adam_steps",
     "add_up",
     "average",
     "compress_mean",
@@ -48,6 +49,7 @@ __all__ = [
     "encode",
     "finish_mean",
     "frozen_step",
+    "frozen_steps",
     "momentum",
     "require_accepted",
 ]
@@ -339,6 +341,82 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Arr
     xp = array_namespace(p)
     masked = xp.where(v > 0, m, xp.zeros_like(m))
     return adam_step(p, masked, v, numbers), masked
+
+
+def frozen_steps(
+    params: Sequence[Array],
+    momenta: Sequence[Array],
+    variances: Sequence[Array],
+    numbers: Sequence[StepNumbers],
+    *,
+    donate: bool = False,
+) -> list[tuple[Array, Array]]:
+    """Return `frozen_step` of each of several tensors.
+
+    Parameters
+    ----------
+    params, momenta, variances, numbers
+        See `frozen_step`, one for each tensor.
+    donate : bool
+        Whether new parameters may take the buffers of the old ones.
+    """
+    kernels = chosen(momenta[0])
+    if kernels is not None:
+        moved = kernels.frozen_steps(params, momenta, variances, numbers, donate=donate)
+        if moved is not None:
+            return moved
+    tensors = list(zip(params, momenta, variances, numbers, strict=True))
+    if len(tensors) == 1:
+        return [frozen_step(*tensors[0])]
+    # One of them, perhaps, that the kernels do not take.
+    return [moved for p, m, v, n in tensors for moved in frozen_steps([p], [m], [v], [n], donate=donate)]
+
+
+def adam_steps(
+    params: Sequence[Array],
+    momenta: Sequence[Array],
+    variances: Sequence[Array],
+    gradients: Sequence[Array],
+    numbers: Sequence[AdamNumbers],
+    *,
+    donate: bool = False,
+) -> list[tuple[Array, Array, Array]]:
+    """Return parameters, momentum and variance of each of several tensors after a step of Adam.
+
+    Parameters
+    ----------
+    params, momenta, variances, gradients : sequence of arrays
+        Parameters, moments, mean gradients.
+    numbers : sequence of AdamNumbers
+    donate : bool
+        Whether the results may take the buffers of the old parameters and moments.
+
+    Notes
+    -----
+    g' = g + coupled_decay * p; m' and v' are `momentum` of m and g', of v and g' * g'; p' is `adam_step` of m' and
+    v' / variance_correction. Everything is checked before anything is written.
+    """
+    kernels = chosen(momenta[0])
+    if kernels is not None:
+        moved = kernels.adam_steps(params, momenta, variances, gradients, numbers, donate=donate)
+        if moved is not None:
+            return moved
+    tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
+    if len(tensors) == 1:
+        return [_whole_adam_step(*tensors[0])]
+    return [
+        moved for p, m, v, g, n in tensors for moved in adam_steps([p], [m], [v], [g], [n], donate=donate)
+    ]
+
+
+def _whole_adam_step(
+    p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers
+) -> tuple[Array, Array, Array]:
+    beta1, beta2 = numbers.betas
+    if numbers.coupled_decay:
+        g = g + numbers.coupled_decay * to_compute_dtype(p)
+    m, v = momentum(m, g, beta1, 1.0), momentum(v, g * g, beta2, 1.0)
+    return adam_step(p, m, v / numbers.variance_correction, numbers.step), m, v
 
 
 def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:

@@ -14,7 +14,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Blend, KernelSet, StepNumbers, use_kernels
+from qcomp.core.kernels import AdamNumbers, Blend, KernelSet, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.contract import ContractError
@@ -147,9 +147,10 @@ def check_kernels(
 
     Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
     and the sum with another one; the mean of two and of three payloads, compressed or not; the end of a mean over
-    ranks, the momentum, and the step with a frozen variance: equal to the last bit, for sizes at which tails and
-    padding show, for values with zeros, subnormals, ties and huge magnitudes, in every dtype that is computed in
-    float32. A vector that the pure version refuses is refused, and a donated residual is then as it was.
+    ranks, the momentum, and the steps of Adam, also of several tensors at once and in donated buffers: equal to the
+    last bit, for sizes at which tails and padding show, for values with zeros, subnormals, ties and huge magnitudes, in
+    every dtype that is computed in float32. A vector that the pure version refuses is refused, and a donated residual
+    is then as it was.
 
     Parameters
     ----------
@@ -175,6 +176,7 @@ def check_kernels(
     broken = []
     parts: list[tuple[str, Callable[[], None]]] = [
         ("mean, momentum or step with a frozen variance", lambda: _check_updates(kernels, xp)),
+        ("steps of Adam", lambda: _check_steps(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
     ]
     parts += [
@@ -203,6 +205,29 @@ def _check_updates(kernels: KernelSet, xp: Namespace) -> None:
     for count in _COUNTS:
         for size in (9, 1000):
             _compare_ends(kernels, xp, size, count)
+
+
+_SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
+"""Of tensors that are moved at once: one, small ones and none, and enough for several threads."""
+
+
+def _check_steps(kernels: KernelSet, xp: Namespace) -> None:
+    """Check the steps of several tensors, in new arrays and in donated ones, each with numbers of its own."""
+    for round_, tensors in enumerate(_SIZES_OF_TENSORS):
+        for layout, donate, coupled in product(("dense", "strided", "offset"), (False, True), (0.0, 0.1)):
+            numbers = [
+                AdamNumbers(
+                    (0.9, 0.999) if i % 2 else (0.0, 0.5), 0.1 + 0.2 * i, coupled, _STEPS[i % len(_STEPS)]
+                )
+                for i in range(round_, round_ + len(tensors))
+            ]
+            what = f"of tensors of {tensors} elements, {layout}, donated: {donate}, with {numbers}"
+            for name, steps in (("Adam", _exact_steps), ("Adam with a frozen variance", _frozen_steps)):
+                expected, got = (
+                    steps(chosen, _Tensors(xp, tensors, layout), numbers, donate=donate)
+                    for chosen in (None, kernels)
+                )
+                assert got == expected, f"steps of {name} {what}"
 
 
 def _powers(most: int) -> list[int]:
@@ -325,6 +350,52 @@ class _Untouched:
         """Check that all arrays hold what they held."""
         for name, memory, before in self._kept:
             assert to_numpy(memory).tobytes() == before, f"{name} was written to"
+
+
+class _Tensors:
+    """Parameters, momenta, variances and gradients of several tensors, and the memory around each of them."""
+
+    def __init__(self, xp: Namespace, sizes: Sequence[int], layout: str) -> None:
+        self.arrays: dict[str, list[Any]] = {}
+        self.memory: dict[str, list[Any]] = {}
+        families = {"params": "gaussian", "momenta": "wide", "variances": "sparse", "gradients": "gaussian"}
+        for name, family in families.items():
+            drawn = [vector(family, size, number) for number, size in enumerate(sizes)]
+            pairs = [_laid_out(xp, np.abs(x) if name == "variances" else x, layout) for x in drawn]
+            self.arrays[name] = [array for array, _ in pairs]
+            self.memory[name] = [memory for _, memory in pairs]
+
+    def keep(self, *names: str) -> _Untouched:
+        """Return a watch over arrays that nothing may write to."""
+        untouched = _Untouched()
+        for name in names:
+            for memory in self.memory[name]:
+                untouched.keep(name, memory)
+        return untouched
+
+
+def _exact_steps(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return parameters, momenta and variances after a step of each of several tensors."""
+    params, momenta, variances, gradients = tensors.arrays.values()
+    untouched = tensors.keep("gradients") if donate else tensors.keep(*tensors.arrays)
+    with use_kernels(kernels):
+        moved = primitives.adam_steps(params, momenta, variances, gradients, numbers, donate=donate)
+    untouched.check()
+    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
+
+
+def _frozen_steps(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return parameters and momenta after a step with a frozen variance of each of several tensors."""
+    params, momenta, variances, _ = tensors.arrays.values()
+    untouched = tensors.keep("variances") if donate else tensors.keep("params", "variances")
+    with use_kernels(kernels):
+        moved = primitives.frozen_steps(params, momenta, variances, [n.step for n in numbers], donate=donate)
+    untouched.check()
+    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
 
 
 def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) -> _Results:

@@ -46,3 +46,28 @@ for step in range(7):
     assert same(optimizer.state.momentum, state.momentum)
 say(state.stage)
 """
+
+
+def test_what_was_saved_or_loaded_stays_as_it_is(said):
+    """Steps write over the optimizer's own state, and over nothing else."""
+    said(
+        1,
+        """
+model = wrapped()
+with qcomp.backends.use("numba"):
+    optimizer = ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, freeze=9, exact=None))
+    for step in range(6):
+        if step == 2:
+            saved = optimizer.state_dict()
+            moments = [name for name in saved if name.startswith(("momentum", "variance"))]
+            before = {name: saved[name].clone() for name in moments}
+        if step == 4:
+            assert all(torch.equal(saved[name], before[name]) for name in moments)
+            optimizer.load_state_dict(saved)
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert moments and all(torch.equal(saved[name], before[name]) for name in moments)
+say(True)
+""",
+    )

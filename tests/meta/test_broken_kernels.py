@@ -66,6 +66,21 @@ class Whole:
         with use_kernels(None):
             return primitives.frozen_step(p, m, v, numbers)
 
+    def frozen_steps(self, params, momenta, variances, numbers, *, donate):
+        with use_kernels(None):
+            moved = primitives.frozen_steps(params, momenta, variances, numbers)
+        return (
+            [(write_into(p, new), m) for p, (new, m) in zip(params, moved, strict=True)] if donate else moved
+        )
+
+    def adam_steps(self, params, momenta, variances, gradients, numbers, *, donate):
+        with use_kernels(None):
+            moved = primitives.adam_steps(params, momenta, variances, gradients, numbers)
+        if not donate:
+            return moved
+        old = zip(params, momenta, variances, strict=True)
+        return [tuple(map(write_into, *each)) for each in zip(old, moved, strict=True)]
+
 
 BROKEN = []
 
@@ -265,6 +280,90 @@ broken(
     "writes to the parameters",
     frozen_step=lambda self, whole, p, m, v, n: (write_into(p, whole(p, m, v, n)[0]), np.where(v > 0, m, 0)),
 )
+
+
+def steps_with(**changes):
+    """Have steps of Adam made with other numbers."""
+
+    def adam_steps(self, whole, params, momenta, variances, gradients, numbers):
+        changed = [
+            n._replace(**{name: change(n) for name, change in changes.items() if name in n._fields})._replace(
+                step=n.step._replace(
+                    **{name: change(n) for name, change in changes.items() if name in n.step._fields}
+                )
+            )
+            for n in numbers
+        ]
+        return whole(params, momenta, variances, gradients, changed)
+
+    return adam_steps
+
+
+broken("Adam: the first beta for both", adam_steps=steps_with(betas=lambda n: (n.betas[0], n.betas[0])))
+broken("Adam: never corrects", adam_steps=steps_with(variance_correction=lambda n: 1.0))
+broken("Adam: never couples decay", adam_steps=steps_with(coupled_decay=lambda n: 0.0))
+broken("Adam: always eps of 1e-8", adam_steps=steps_with(eps=lambda n: 1e-8))
+broken("Adam: never decays", adam_steps=steps_with(weight_decay=lambda n: 0.0))
+broken(
+    "Adam: the numbers of the first tensor for all",
+    adam_steps=lambda self, whole, p, m, v, g, numbers: whole(p, m, v, g, [numbers[0]] * len(numbers)),
+)
+broken(
+    "Adam: writes to the gradients",
+    adam_steps=lambda self, whole, p, m, v, g, numbers: (whole(p, m, v, g, numbers), g[0].fill(0))[0],
+)
+broken(
+    "Adam: contracts a product and a sum",
+    adam_steps=lambda self, whole, p, m, v, g, numbers: [
+        (
+            moved,
+            (np.float64(np.float32(n.betas[0])) * old + np.float64(np.float32(1 - n.betas[0])) * new).astype(
+                np.float32
+            ),
+            square,
+        )
+        for (moved, _, square), old, new, n in zip(whole(p, m, v, g, numbers), m, g, numbers, strict=True)
+    ],
+)
+
+
+class AlwaysDonates(Whole):
+    """Takes the buffers of parameters and moments, given or not."""
+
+    name = "always donates"
+
+    def adam_steps(self, params, momenta, variances, gradients, numbers, *, donate):
+        return super().adam_steps(params, momenta, variances, gradients, numbers, donate=True)
+
+
+class AlwaysMovesInPlace(Whole):
+    name = "always moves in place"
+
+    def frozen_steps(self, params, momenta, variances, numbers, *, donate):
+        return super().frozen_steps(params, momenta, variances, numbers, donate=True)
+
+
+class WritesToTheVariance(Whole):
+    name = "writes to the frozen variance"
+
+    def frozen_steps(self, params, momenta, variances, numbers, *, donate):
+        moved = super().frozen_steps(params, momenta, variances, numbers, donate=donate)
+        variances[0].fill(0)
+        return moved
+
+
+broken(
+    "frozen: the numbers of the first tensor for all",
+    frozen_steps=lambda self, whole, p, m, v, numbers: whole(p, m, v, [numbers[0]] * len(numbers)),
+)
+broken(
+    "frozen: forgets the last tensor",
+    frozen_steps=lambda self, whole, p, m, v, numbers: [*whole(p, m, v, numbers)[:-1], (p[-1], m[-1])],
+)
+BROKEN += [
+    pytest.param(kind(), SIGN, id=kind.name)
+    for kind in (AlwaysDonates, AlwaysMovesInPlace, WritesToTheVariance)
+]
 
 
 @pytest.mark.parametrize(("kernels", "compressor"), BROKEN)

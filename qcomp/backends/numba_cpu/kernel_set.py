@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from array_api_compat import is_torch_array
 from numpy.typing import NDArray
 
-from qcomp.backends.numba_cpu.adam import frozen_adam_step
+from qcomp.backends.numba_cpu.adam import adam_steps, frozen_steps
 from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, decode, encode
 from qcomp.backends.numba_cpu.jit import Bytes, Floats
 from qcomp.backends.numba_cpu.means import average, compress_mean
@@ -22,8 +24,8 @@ from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
-from qcomp.core.kernels import Blend, Encoded, StepNumbers
-from qcomp.core.numeric.arrays import array_namespace, dtype_name, to_compute_dtype
+from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers
+from qcomp.core.numeric.arrays import array_namespace, dtype_name, is_mutable, to_compute_dtype
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 __all__ = ["KERNELS", "NumbaKernels"]
@@ -40,6 +42,7 @@ class NumbaKernels:
     """
 
     name = "numba"
+    any_shape = True
 
     def takes(self, x: Array) -> bool:
         """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that is computed in float32."""
@@ -159,19 +162,61 @@ class NumbaKernels:
 
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters in a new array, and the masked momentum in the buffer of m."""
-        old, mean, variance = _values(p), _values(m), _values(v)
-        if old is None or mean is None or variance is None or not mean.flags.writeable:
+        moved = self.frozen_steps([p], [m], [v], [numbers], donate=False)
+        return None if moved is None else moved[0]
+
+    def frozen_steps(
+        self,
+        params: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        numbers: Sequence[StepNumbers],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array]] | None:
+        """Return the parameters in new arrays or in their own, and the masked momenta in their buffers."""
+        old = _addresses(params, momenta, variances)
+        if old is None or not all(map(is_mutable, momenta)):
             return None
-        moved = empty(old.shape)
-        frozen_adam_step(
-            old,
-            mean,
-            variance,
-            numbers,
-            p_out=moved,
-            m_out=mean,
-        )
-        return _as_array_of(p, moved.reshape(p.shape)), m
+        moved = [p if donate and is_mutable(p) else _empty(p) for p in params]
+        address = _address_of_tensor if is_torch_array(moved[0]) else _address_of_array
+        rows = [
+            (*row, row[0] if new is p else address(new), row[1])
+            for row, p, new in zip(old, params, moved, strict=True)
+        ]
+        frozen_steps(rows, _sizes(params), numbers)
+        _tell_torch([*momenta, *(params if donate else ())])
+        return list(zip(moved, momenta, strict=True))
+
+    def adam_steps(
+        self,
+        params: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        gradients: Sequence[Array],
+        numbers: Sequence[AdamNumbers],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array, Array]] | None:
+        """Return parameters, momenta and variances in new arrays, or in their own."""
+        old = _addresses(params, momenta, variances, gradients)
+        if old is None:
+            return None
+        moved = [
+            tensor
+            if donate and all(map(is_mutable, tensor))
+            else (_empty(tensor[0]), _empty(tensor[0]), _empty(tensor[0]))
+            for tensor in zip(params, momenta, variances, strict=True)
+        ]
+        address = _address_of_tensor if is_torch_array(params[0]) else _address_of_array
+        rows = [
+            (*row, *(row[:3] if new[0] is p else map(address, new)))
+            for row, p, new in zip(old, params, moved, strict=True)
+        ]
+        adam_steps(rows, _sizes(params), numbers)
+        if donate:
+            _tell_torch([*params, *momenta, *variances])
+        return moved
 
 
 KERNELS = NumbaKernels()
@@ -184,6 +229,52 @@ def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
 
 def _empty(like: Array) -> Array:
     return _as_array_of(like, empty(tuple(like.shape)))
+
+
+def _addresses(*arrays: Sequence[Array]) -> list[list[int]] | None:
+    """Return the addresses of the arrays of each tensor, None if the kernels do not reach them all."""
+    address = _address_of_tensor if is_torch_array(arrays[0][0]) else _address_of_array
+    rows = []
+    for tensor in zip(*arrays, strict=True):
+        row = [address(x) for x in tensor]
+        if -1 in row or any(x.shape != tensor[0].shape for x in tensor):
+            return None
+        rows.append(row)
+    return rows
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _sizes(arrays: Sequence[Array]) -> list[int]:
+    return [math.prod(x.shape) for x in arrays]
+
+
+def _address_of_array(x: Array) -> int:
+    """Return where the elements of a NumPy array are, -1 if they are not float32 side by side."""
+    if not isinstance(x, np.ndarray) or x.dtype != _FLOAT32:
+        return -1
+    flags = x.flags
+    if not (flags.c_contiguous and flags.aligned):
+        return -1
+    at: int = x.__array_interface__["data"][0]
+    return at
+
+
+def _address_of_tensor(x: Array) -> int:
+    """Return where the elements of a tensor of torch are, -1 if they are not float32 side by side on the CPU."""
+    if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
+        return -1
+    at: int = x.data_ptr()
+    return at
+
+
+def _tell_torch(written: Sequence[Array]) -> None:
+    """Tell automatic differentiation which tensors were written to, as torch's own operations do."""
+    if is_torch_array(written[0]):
+        increment_version = import_module("torch").autograd.graph.increment_version
+        for x in written:
+            increment_version(x)
 
 
 def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:

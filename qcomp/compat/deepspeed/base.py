@@ -91,7 +91,14 @@ class DeepSpeedOptimizer(Optimizer):
         """Raise TypeError: see the notes."""
         raise TypeError(f"{type(self).__name__} has no apply; drive stages(params, grads, state) instead")
 
-    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+    def stages(
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        *,
+        donate: bool = False,  # noqa: ARG002 - these steps make new arrays
+    ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, for those who move the buffers themselves."""
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)

@@ -74,9 +74,16 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         zeros = tuple(array_namespace(m).zeros_like(m) for m in state.momentum)
         return state._replace(stage=stage, arrays={**self._errors(state), _ACCUMULATOR: zeros})
 
-    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+    def stages(
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        *,
+        donate: bool = False,
+    ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages; in a step without a synchronisation it yields nothing."""
-        return (yield from super().stages(params, grads, state))
+        return (yield from super().stages(params, grads, state, donate=donate))
 
     def _advance(
         self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.kernels import StepNumbers
+from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.base import Optimizer
@@ -84,17 +84,21 @@ class Adam(Optimizer):
         self, params: Any, means: Means, state: OptimizerState, *, correction: float
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam with this bias correction of the variance."""
-        beta1, beta2 = self.betas
-        tensors = as_tensors(params, "params")
-        gradients = self._decayed(means.values, tensors, state)
-        momentum = tuple(
-            primitives.momentum(m, g, beta1, 1.0) for m, g in zip(state.momentum, gradients, strict=True)
+        numbers = [
+            AdamNumbers(self.betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
+            for step, decay in zip(self._numbers(state), self.weight_decays(state), strict=True)
+        ]
+        moved = primitives.adam_steps(
+            as_tensors(params, "params"),
+            state.momentum,
+            state.variance,
+            means.values,
+            numbers,
+            donate=means.donate,
         )
-        variance = tuple(
-            primitives.momentum(v, g * g, beta2, 1.0) for v, g in zip(state.variance, gradients, strict=True)
-        )
-        new_params, state = self._move(tensors, momentum, _corrected(variance, correction), state)
-        return new_params, state._replace(step=state.step + 1, momentum=momentum, variance=variance)
+        new_params, momentum, variance = zip(*moved, strict=True)
+        state = state._replace(step=state.step + 1, momentum=momentum, variance=variance)
+        return list(new_params), state
 
     def _decayed(
         self,
@@ -114,28 +118,11 @@ class Adam(Optimizer):
 
     def _corrected(self, variance: Sequence[Array], step: int) -> tuple[Array, ...]:
         """Return the variance divided by 1 - b2^step."""
-        return _corrected(variance, 1 - self.betas[1] ** step)
+        return tuple(v / (1 - self.betas[1] ** step) for v in variance)
 
     def _rate_rises(self, state: OptimizerState) -> bool:
         """Return whether the next step has a larger learning rate than the last."""
         return self.rate(state) > self.rate(state._replace(step=state.step - 1))
-
-    def _move(
-        self,
-        params: Sequence[Array],
-        momentum: Sequence[Array],
-        corrected: Sequence[Array],
-        state: OptimizerState,
-    ) -> tuple[list[Array], OptimizerState]:
-        """Return the parameters after the step from the new momentum and the bias-corrected variance.
-
-        And the state with what else the step should remember.
-        """
-        moved = [
-            primitives.adam_step(p, m, v, numbers)
-            for p, m, v, numbers in zip(params, momentum, corrected, self._numbers(state), strict=True)
-        ]
-        return moved, state
 
     def _numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
         """Return the numbers of the next step of each tensor."""
@@ -144,7 +131,3 @@ class Adam(Optimizer):
             StepNumbers(rate, correction, self.eps, decay if self.decoupled_weight_decay else 0.0)
             for rate, decay in zip(self.rates(state), self.weight_decays(state), strict=True)
         )
-
-
-def _corrected(variance: Sequence[Array], correction: float) -> tuple[Array, ...]:
-    return tuple(v / correction for v in variance)

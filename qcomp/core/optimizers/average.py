@@ -37,6 +37,8 @@ class Means(NamedTuple):
     """The residuals after the exchange."""
     own: tuple[Array, ...] = ()
     """What `Average` has as this rank's own values."""
+    donate: bool = False
+    """Whether `Optimizer.apply` may write over the parameters and the state that it is given."""
 
 
 class Average(NamedTuple):

@@ -198,23 +198,30 @@ class Optimizer(ABC):
         return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(
-        self, params: Any, grads: Any, state: OptimizerState, comm: Transport
+        self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
     ) -> tuple[Any, OptimizerState]:
         """Make one step over a communicator.
 
         Parameters
         ----------
         params, grads : array or sequence of arrays
-            Parameters, the same on all ranks, and this rank's gradients of them. Neither is written to.
+            Parameters, the same on all ranks, and this rank's gradients of them. Neither is written to, unless the
+            parameters are donated.
         state : OptimizerState
             From `init` or the last step.
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
+        donate : bool
+            Whether the new parameters and moments may take the buffers of the old ones, which spares memory and time;
+            only the returned ones are valid then, and what shares memory with the old ones, such as a dict of
+            `state_dict`, changes. No two of the arrays may share memory. It does so where there are kernels, once the
+            exchange has succeeded: whatever the exchange raises leaves everything as it was. A freeze rule that raises,
+            or a warning that is an error, does so when the old values are gone.
 
         Returns
         -------
         params : array or list of arrays
-            New arrays, the same on all ranks bit for bit.
+            New arrays, or donated ones, the same on all ranks bit for bit.
         state : OptimizerState
 
         Raises
@@ -225,9 +232,11 @@ class Optimizer(ABC):
             If the exchange did not complete. The parameters and the state passed in are still valid.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, grads, state), comm)
+        return drive(self.stages(params, grads, state, donate=donate), comm)
 
-    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+    def stages(
+        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False
+    ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, for those who move the buffers themselves."""
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
@@ -238,7 +247,7 @@ class Optimizer(ABC):
             if self.nonfinite == "raise":  # which gradients it is about, no rank knows of the others
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
-        new_params, new_state = self.apply(tensors, means, state)
+        new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
         return as_given(new_params, params), new_state
 
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:

@@ -106,24 +106,25 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam and ask the freeze rule, or a step with the frozen variance."""
         if state.stage == "warmup":
+            # A schedule may raise, and then nothing must have been written over.
+            rising = self._rate_rises(state._replace(step=state.step + 1))
             new_params, new_state = super().apply(params, means, state)
-            return new_params, self._observed(new_state)
+            return new_params, self._observed(new_state, rising=rising)
         if state.stage == "rewarm":
             new_params, new_state = self._exact_step(params, means, state, correction=1.0)
             return new_params, self._rewarmed(new_state)
         tensors = as_tensors(params, "params")
         own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
         momentum = self._decayed(own, tensors, state, factor=1 - self.betas[0])
-        moved = [
-            primitives.frozen_step(p, m, v, numbers)
-            for p, m, v, numbers in zip(tensors, momentum, state.variance, self._numbers(state), strict=True)
-        ]
+        moved = primitives.frozen_steps(
+            tensors, momentum, state.variance, self._numbers(state), donate=means.donate
+        )
         new_state = self._paid(state, means)._replace(
             step=state.step + 1, momentum=tuple(m for _, m in moved)
         )
         return [p for p, _ in moved], self._watched(new_state, beside, tensors)
 
-    def _observed(self, state: OptimizerState) -> OptimizerState:
+    def _observed(self, state: OptimizerState, *, rising: bool) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
         _, beta2 = self.betas
 
@@ -131,9 +132,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             # Sums in a fixed order of values that are the same on all ranks, so that all decide alike.
             return sum(totals(state.variance)) / (1 - beta2**state.step)
 
-        verdict = ask(
-            freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=self._rate_rises(state)
-        )
+        verdict = ask(freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=rising)
         if not verdict.frozen:
             return state._replace(history=verdict.history)
         frozen = self._corrected(state.variance, state.step)

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from qcomp.core import primitives
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, sqrt, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.tensors import update
+from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.tensors import as_tensors, update
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Lamb", "direction", "require_bounds", "trust_key"]
@@ -57,25 +60,35 @@ class Lamb(Adam):
         state = super().start(params, names, rank, size)
         return state._replace(numbers={**state.numbers, **{trust_key(name): 1.0 for name in names}})
 
-    def _move(
-        self,
-        params: Sequence[Array],
-        momentum: Sequence[Array],
-        corrected: Sequence[Array],
-        state: OptimizerState,
+    def _exact_step(
+        self, params: Any, means: Means, state: OptimizerState, *, correction: float
     ) -> tuple[list[Array], OptimizerState]:
-        """Return the parameters after the step, and the state with its trust ratios."""
+        """Make a step of LAMB with this bias correction of the variance, and note its trust ratios."""
+        beta1, beta2 = self.betas
+        tensors = as_tensors(params, "params")
+        gradients = self._decayed(means.values, tensors, state)
+        momentum = tuple(
+            primitives.momentum(m, g, beta1, 1.0) for m, g in zip(state.momentum, gradients, strict=True)
+        )
+        variance = tuple(
+            primitives.momentum(v, g * g, beta2, 1.0) for v, g in zip(state.variance, gradients, strict=True)
+        )
         directions = [
-            direction(p, m, v, numbers)
-            for p, m, v, numbers in zip(params, momentum, corrected, self._numbers(state), strict=True)
+            direction(p, m, v / correction, numbers)
+            for p, m, v, numbers in zip(tensors, momentum, variance, self._numbers(state), strict=True)
         ]
-        trust = [self._trust(p, d) for p, d in zip(params, directions, strict=True)]
+        trust = [self._trust(p, d) for p, d in zip(tensors, directions, strict=True)]
         moved = [
             update(p, (rate * c) * d)
-            for p, d, c, rate in zip(params, directions, trust, self.rates(state), strict=True)
+            for p, d, c, rate in zip(tensors, directions, trust, self.rates(state), strict=True)
         ]
         ratios = {trust_key(name): c for name, c in zip(state.names, trust, strict=True)}
-        return moved, state._replace(numbers={**state.numbers, **ratios})
+        return moved, state._replace(
+            step=state.step + 1,
+            momentum=momentum,
+            variance=variance,
+            numbers={**state.numbers, **ratios},
+        )
 
     def _trust(self, param: Array, step: Array) -> float:
         """Return the trust ratio of a tensor."""

@@ -45,12 +45,7 @@ class LocalAdam(CompressingOptimizer, Adam):
             momenta, skipped = [copy(m) for m in state.momentum], skipped + 1
         pending = self._summed(momenta, state)
         anchor = state.arrays["anchor"] if apart else [copy(to_compute_dtype(p)) for p in params]
-        moved = [
-            primitives.frozen_step(p, m, v, numbers)
-            for p, m, v, numbers in zip(
-                params, momenta, self._divisor(state), self._numbers(state), strict=True
-            )
-        ]
+        moved = primitives.frozen_steps(params, momenta, self._divisor(state), self._numbers(state))
         numbers = dict(state.numbers)
         numbers["rates"] += self.rate(state)
         numbers["weights"] += self._weight(state)
@@ -71,13 +66,12 @@ class LocalAdam(CompressingOptimizer, Adam):
         anchor = state.arrays["anchor"] if state.stage == "local" else params
         momenta = [divide(u, weights) for u in means.values]
         settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
-        moved = [
-            # The momentum times the sum of the weights, and decay times the sum of the rates.
-            primitives.frozen_step(
-                a, m, v, StepNumbers(rates * group.learning_rate_factor, rates / weights, self.eps, decay)
-            )
-            for a, m, v, (group, decay) in zip(anchor, momenta, self._divisor(state), settings, strict=True)
+        # The momentum times the sum of the weights, and decay times the sum of the rates.
+        numbers = [
+            StepNumbers(rates * group.learning_rate_factor, rates / weights, self.eps, decay)
+            for group, decay in settings
         ]
+        moved = primitives.frozen_steps(anchor, momenta, self._divisor(state), numbers)
         new_params = [
             array_namespace(p).astype(new, p.dtype, copy=False)
             for p, (new, _) in zip(params, moved, strict=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import Blend
@@ -112,7 +113,8 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         ]
         gradients = [(m - beta1 * old) / (1 - beta1) for m, old in zip(momentum, state.momentum, strict=True)]
         fresh = [
-            beta2 * f + (1 - beta2) * (g * g) for f, g in zip(state.arrays["fresh"], gradients, strict=True)
+            primitives.momentum(f, g * g, beta2, 1.0)
+            for f, g in zip(state.arrays["fresh"], gradients, strict=True)
         ]
         paid = self._paid(state, means)
         numbers = dict(paid.numbers)

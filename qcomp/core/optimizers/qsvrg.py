@@ -137,7 +137,7 @@ class QSVRG(CompressingOptimizer):
         return self.enter(state, "epoch")._replace(arrays=arrays, numbers={_STEPS: 0.0})
 
     def step(
-        self, params: Any, grads: Any, state: OptimizerState, comm: Transport
+        self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
     ) -> tuple[Any, OptimizerState]:
         """Make one step over a communicator, as `Optimizer.step` does.
 
@@ -151,18 +151,27 @@ class QSVRG(CompressingOptimizer):
             Of `begin_epoch` or the last step.
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
+        donate : bool
+            Makes no difference here.
 
         Raises
         ------
         ValueError
             If no epoch has begun.
         """
-        return super().step(params, grads, state, comm)
+        return super().step(params, grads, state, comm, donate=donate)
 
-    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+    def stages(
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        *,
+        donate: bool = False,
+    ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, see `step`."""
         corrected = self.corrected(as_tensors(params, "params"), grads, state)
-        return (yield from super().stages(params, corrected, state))
+        return (yield from super().stages(params, corrected, state, donate=donate))
 
     def corrected(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
         """Return grad f_j(x) - grad f_j(y) + g, the vector of which `prepare` asks for the mean."""

@@ -160,7 +160,7 @@ class ZeroOneAdam(LocalAdam):
             if plan.exact:
                 _, beta2 = self.betas
                 variance = tuple(
-                    beta2 * v + (1 - beta2) * (g * g)
+                    primitives.momentum(v, g * g, beta2, 1.0)
                     for v, g in zip(state.variance, means.values[count:], strict=True)
                 )
                 state = state._replace(variance=variance)
@@ -177,10 +177,12 @@ class ZeroOneAdam(LocalAdam):
             state = state._replace(numbers=numbers | {"synced": float(state.step)})
         return new_params, self._observed(state)
 
-    def stages(self, params: Any, grads: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
+    def stages(
+        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False
+    ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages; in a step that sends nothing it yields nothing."""
         try:
-            return (yield from super().stages(params, grads, state))
+            return (yield from super().stages(params, grads, state, donate=donate))
         except NonFiniteError as error:
             raise self._located(error, state, state.step + 1) from error
 

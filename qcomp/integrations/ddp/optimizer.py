@@ -81,7 +81,7 @@ class OverlappedOptimizer(Joinable):
 
     @property
     def state(self) -> OptimizerState:
-        """The optimizer's state after the last step."""
+        """The optimizer's state after the last step; the next step writes over its arrays."""
         return self._step.state
 
     def step(self) -> None:
@@ -115,11 +115,13 @@ class OverlappedOptimizer(Joinable):
             values = list(means.values)
             for number, gradient in gradients.items():
                 values[number] = to_compute_dtype(gradient)
+            old = step.values()
             moved, step.state = step.optimizer.apply(
-                step.values(), means._replace(values=tuple(values)), step.state
+                old, means._replace(values=tuple(values), donate=True), step.state
             )
-            for param, new in zip(step.params.tensors, moved, strict=True):
-                param.copy_(new)
+            for param, value, new in zip(step.params.tensors, old, moved, strict=True):
+                if new.data_ptr() != value.data_ptr():
+                    param.copy_(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as optimizers of torch do."""
@@ -132,16 +134,17 @@ class OverlappedOptimizer(Joinable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`."""
-        return self._step.optimizer.state_dict(self._step.state)
+        return self._step.optimizer.state_dict(_with_own_moments(self._step.state))
 
     def load_state_dict(
         self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
         """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._step
-        step.state = step.optimizer.load_state_dict(
+        loaded = step.optimizer.load_state_dict(
             saved, step.values(), step.comm, step.params.names, strict=strict
         )
+        step.state = _with_own_moments(loaded)
 
     def exchange(self, bucket: Any) -> Any:
         """Start to average a bucket; `step` uses it."""
@@ -252,6 +255,13 @@ class _StepsOfOthers(JoinHook):
     def main_hook(self) -> None:
         """Make the step for which the others have averaged."""
         self._optimizer.step_if_averaged()
+
+
+def _with_own_moments(state: OptimizerState) -> OptimizerState:
+    """Return a state whose moments share no memory with what others have: a step writes over them."""
+    return state._replace(
+        momentum=tuple(m.clone() for m in state.momentum), variance=tuple(v.clone() for v in state.variance)
+    )
 
 
 def _exchange(state: OverlappedOptimizer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
