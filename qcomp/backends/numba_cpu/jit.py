@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 _compiling = threading.RLock()
+_log = logging.getLogger("qcomp")
 
 
 def inline(function: _Function) -> _Function:
@@ -97,6 +99,8 @@ class Kernel:
                 signature = eval(self.signature, _types())
                 self.function.__qualname__ = f"{self.function.__name__}_{_digest_of_sources()}"
                 try:
+                    unfinished = numba.njit(cache=True, **_OPTIONS)(self.function)
+                    _tell_once(unfinished.stats.cache_path, self.function.__qualname__)
                     self._compiled = numba.njit(signature, cache=True, **_OPTIONS)(self.function)
                 except RuntimeError as error:
                     if "locator" not in str(error):
@@ -109,6 +113,17 @@ class Kernel:
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Make a function a `Kernel` of this signature."""
     return lambda function: Kernel(function, signature)
+
+
+_told = False
+
+
+def _tell_once(cache: str, name: str) -> None:
+    """Say, once in a process, that kernels are being compiled, if this one is not in the cache."""
+    global _told  # noqa: PLW0603
+    if not _told and not any(Path(cache).glob(f"*{name}-*.nbi")):
+        _told = True
+        _log.warning("compiling kernels, which takes some seconds for each, once: they are kept in %s", cache)
 
 
 @functools.cache

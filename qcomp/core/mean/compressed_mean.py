@@ -34,6 +34,7 @@ from qcomp.core.numeric.arrays import (
     to_compute_dtype,
 )
 from qcomp.core.numeric.random import Key
+from qcomp.core.rehearsal import rehearse
 
 __all__ = ["CompressedMean", "Computation", "MeanState", "Terms"]
 
@@ -208,6 +209,7 @@ class CompressedMean:
             },
             like=tensors[0],
         )
+        rehearse(self.compressors, tensors[0], steps=False)
         nodes = self.learn_nodes(comm, like=tensors[0])
         return self.zeros(tensors, rank=comm.rank, size=comm.size, nodes=nodes)
 

@@ -26,6 +26,7 @@ from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.resuming import resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.policies.patterns import require_matches
+from qcomp.core.rehearsal import rehearse
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Optimizer", "require_rank"]
@@ -195,6 +196,7 @@ class Optimizer(ABC):
         if on_init is not None:
             on_init(self, tensors)
         state = state._replace(stream=stream_of(names, tensors))
+        rehearse([*EXACT.compressors, *self.mean_of(state).compressors], tensors[0], steps=True)
         return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(

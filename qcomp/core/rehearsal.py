@@ -1,0 +1,68 @@
+"""Kernels are compiled before training begins, not in the middle of it."""
+
+from collections.abc import Iterable
+
+from qcomp.core import primitives
+from qcomp.core.compressor import Compressor
+from qcomp.core.kernels import AdamNumbers, Blend, StepNumbers, chosen
+from qcomp.core.numeric.arrays import Array, array_namespace, device, empty_like, to_compute_dtype
+from qcomp.core.numeric.random import Key
+
+__all__ = ["rehearse"]
+
+_SIZE = 1001
+"""Elements: enough for codes of variable length to pay, and not a whole bucket of anything."""
+_APART = (64, 3)
+"""Elements from one that is not zero to the next: a coder has one code for what is sparse, and another one."""
+_STEP = StepNumbers(rate=0.0, correction=1.0, eps=1.0, weight_decay=0.0)
+
+
+def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> None:
+    """Call every primitive once, so that its kernel is compiled, or read from a cache.
+
+    It does nothing without kernels, and for those that are compiled for every shape anew.
+
+    Parameters
+    ----------
+    compressors : iterable of Compressor
+        All with which there will be payloads.
+    like : array
+        Gives the library, the device and the dtype of what will be compressed.
+    steps : bool
+        Whether there will be steps of an optimizer.
+    """
+    kernels = chosen(like)
+    if kernels is None or not kernels.any_shape:
+        return
+    xp = array_namespace(like)
+    different = dict.fromkeys(compressors)
+    for apart in _APART:
+        values = [float(i % apart == 0) for i in range(_SIZE)]
+        x = xp.asarray(values, dtype=like.dtype, device=device(like))
+        for compressor in different:
+            _exchange(compressor.for_shape((_SIZE,)), x)
+    if steps:
+        _step(x)
+
+
+def _exchange(compressor: Compressor, x: Array) -> None:
+    """Compress and average, with feedback and without, from a gradient and from a mean."""
+    values = to_compute_dtype(x)
+    residual, key = array_namespace(values).zeros_like(values), Key()
+    data = [
+        primitives.encode(compressor, x, None, key).data,
+        primitives.encode(
+            compressor, x, residual, key, out=empty_like(residual), blend=Blend(residual, 0.5, 1.0)
+        ).data,
+    ]
+    payloads = [compressor.payload(values, each) for each in data]
+    primitives.compress_mean(compressor, payloads, values, residual, key)
+    primitives.average(compressor, payloads, values)
+
+
+def _step(x: Array) -> None:
+    values = to_compute_dtype(x)
+    m, v, g = (array_namespace(values).zeros_like(values) for _ in range(3))
+    primitives.momentum(m, g, 0.5, 1.0)
+    primitives.adam_steps([x], [m], [v], [g], [AdamNumbers((0.5, 0.5), 1.0, 0.0, _STEP)])
+    primitives.frozen_steps([x], [m], [v], [_STEP])
