@@ -31,6 +31,7 @@ test-peers:  ## Compare the compat mode with DeepSpeed itself, in an environment
 bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their input; writes docs/benchmarks/.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/arithmetic.py
 	$(BIN)/python benchmarks/jax_jit.py
 
 bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; writes docs/benchmarks/.
