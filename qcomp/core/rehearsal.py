@@ -1,6 +1,7 @@
 """Kernels are compiled before training begins, not in the middle of it."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -20,12 +21,13 @@ _STEP = StepNumbers(rate=0.0, correction=1.0, eps=1.0, weight_decay=0.0)
 def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> None:
     """Call every primitive once, so that its kernel is compiled, or read from a cache.
 
-    It does nothing without kernels, and for those that are compiled for every shape anew.
+    It does nothing without kernels, for kernels that are compiled for every shape anew, and for compressors of other
+    packages: no kernel set of ours has kernels for those, and they need not expect a vector that nobody sent.
 
     Parameters
     ----------
     compressors : iterable of Compressor
-        All with which there will be payloads.
+        All that will make payloads.
     like : array
         Gives the library, the device and the dtype of what will be compressed.
     steps : bool
@@ -35,7 +37,7 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> 
     if kernels is None or not kernels.any_shape:
         return
     xp = array_namespace(like)
-    different = dict.fromkeys(compressors)
+    different = {c.spec: c for c in compressors if _is_ours(c)}.values()
     for apart in _APART:
         values = [float(i % apart == 0) for i in range(_SIZE)]
         x = xp.asarray(values, dtype=like.dtype, device=device(like))
@@ -43,6 +45,14 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> 
             _exchange(compressor.for_shape((_SIZE,)), x)
     if steps:
         _step(x)
+
+
+def _is_ours(compressor: Compressor) -> bool:
+    """Return whether a compressor, and those that it is made of, are this package's own."""
+    inside = (getattr(compressor, f.name) for f in fields(compressor))
+    return type(compressor).__module__.startswith("qcomp.") and all(
+        _is_ours(c) for c in inside if isinstance(c, Compressor)
+    )
 
 
 def _exchange(compressor: Compressor, x: Array) -> None:

@@ -4,8 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+import numpy as np
 import pytest
+
+import qcomp
 
 pytest.importorskip("numba")
 
@@ -110,3 +115,24 @@ def test_it_is_said_once_that_kernels_are_compiled(tmp_path):
             timeout=600,
         )
         assert found.stderr.count("compiling kernels") == expected
+
+
+@dataclass(frozen=True, eq=False)
+class Choosy(qcomp.Identity):
+    """A compressor of another package, which takes vectors of one size."""
+
+    name: ClassVar[str] = "choosy"
+    sizes: list[int] = field(default_factory=lambda: [40])
+
+    def encode(self, x, key):
+        assert x.shape[0] in self.sizes
+        return super().encode(x, key)
+
+
+def test_compressors_of_other_packages_are_not_called():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    with qcomp.backends.use("numba"):
+        mean = qcomp.CompressedMean(Choosy())
+        x = np.ones(40, dtype=np.float32)
+        result, _ = mean(x, mean.init(x, comm), comm)
+    assert (result == 1).all()
