@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 
+import array_api_compat.numpy
 import jax
 import numpy as np
 import pytest
@@ -95,6 +96,17 @@ class TestPhilox:
         c0 = np.array([counter[0]], dtype=np.uint32).view(np.int32)
         mixed = philox4x32((c0, *counter[1:]), key, like=c0)
         assert tuple(int(w.view(np.uint32)[0]) for w in mixed) == expected
+
+    def test_constants_become_arrays_once(self, monkeypatch):
+        """Of a short vector, making them anew in every round takes longer than the arithmetic."""
+        made = []
+        as_array = array_api_compat.numpy.asarray
+        monkeypatch.setattr(
+            array_api_compat.numpy, "asarray", lambda *a, **o: made.append(a) or as_array(*a, **o)
+        )
+        x = np.zeros(8, dtype=np.int32)
+        philox4x32((x, 0, 0, 0), (1, 2), like=x)
+        assert 0 < len(made) < 40
 
     @staticmethod
     def flips() -> Iterator[list[int]]:

@@ -130,15 +130,18 @@ class _ArrayWords:
     def __init__(self, like: Array) -> None:
         self.xp = array_namespace(like)
         self.device = device(like)
+        self._made: dict[int, Array] = {}  # making an array costs more than the arithmetic on a short vector
 
     def word(self, value: Any) -> Array:
         """Return a Python integer as an int32 array with the same 32 bits; arrays pass."""
         if not isinstance(value, int):
-            return self.xp.astype(value, self.xp.int32)
+            return value if value.dtype == self.xp.int32 else self.xp.astype(value, self.xp.int32)
         value &= _MASK32
-        signed = value - (1 << 32) if value >> 31 else value
-        # One element instead of none: NumPy warns of an overflow in a scalar, and here it is meant.
-        return self.xp.asarray([signed], dtype=self.xp.int32, device=self.device)
+        if value not in self._made:
+            signed = value - (1 << 32) if value >> 31 else value
+            # One element instead of none: NumPy warns of an overflow in a scalar, and here it is meant.
+            self._made[value] = self.xp.asarray([signed], dtype=self.xp.int32, device=self.device)
+        return self._made[value]
 
     def xor(self, a: Any, b: Any, c: Any) -> Array:
         return self.xp.bitwise_xor(self.xp.bitwise_xor(self.word(a), self.word(b)), self.word(c))
