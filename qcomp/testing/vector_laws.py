@@ -85,6 +85,10 @@ def _constant(draw: int, key: Key, block: Block) -> int:  # noqa: ARG001 - the s
     return draw
 
 
+_SMALLEST, _LARGEST = partial(_constant, 0), partial(_constant, 65535)
+"""Sources of extreme draws; a case under jit compiles for each source and shape once."""
+
+
 def extreme_draws(case: Case) -> None:
     """With the smallest draws and the largest, in every dtype, zeros stay, few are kept, and nothing is lost."""
     traits = case.compressor.traits
@@ -101,8 +105,8 @@ def extreme_draws(case: Case) -> None:
                     x = x * (1 + 2.0**-40)  # which float32 cannot hold
                 if not case.takes(x):
                     continue
-                draws = (0, 65535) if traits.random else ()
-                found = [case.compress(x, source=partial(_constant, draw)).decoded for draw in draws]
+                sources = (_SMALLEST, _LARGEST) if traits.random else ()
+                found = [case.compress(x, source=source).decoded for source in sources]
                 keys = (Key(seed=3), Key(seed=3, step=9, rank=1), Key(seed=3, hop=1, bucket=7))
                 found += [case.decoded(x, key) for key in keys]
                 for decoded in found:
