@@ -1,10 +1,99 @@
 """What pytest must not import where it cannot, and what its tests need of the process."""
 
+import ctypes
+import gc
+import resource
 import signal
+import sys
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 collect_ignore = [] if find_spec("triton") else ["qcomp/backends/torch_triton"]  # it is there for Linux only
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background so; tests of interrupts, and their children, need it otherwise.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the limit on memory."""
+    parser.addoption(
+        "--max-memory",
+        type=int,
+        metavar="MIB",
+        help="report the peak memory of each worker; fail if one exceeds this",
+    )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let JAX keep compiled programs between runs: in pytest's cache, under the hash of what was compiled.
+
+    Not in the environment: ranks that share a directory could read a file that another is still writing.
+    """
+    jax, cache = sys.modules.get("jax"), getattr(session.config, "cache", None)
+    if jax is not None and cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+_memory_after_release = 0
+"""Resident memory in MiB when compiled programs were last freed."""
+
+
+def resident_memory() -> int:
+    """Return the memory of this process in MiB; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize() >> 20
+
+
+def pytest_runtest_teardown() -> None:
+    """Free what JAX has compiled once it takes much memory; the programs of all tests together take gigabytes."""
+    global _memory_after_release  # noqa: PLW0603 - of the process
+    if "jax" not in sys.modules or resident_memory() < _memory_after_release + 300:
+        return
+    sys.modules["jax"].clear_caches()
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc keeps freed memory otherwise
+        libc.malloc_trim(0)
+    _memory_after_release = resident_memory()
+
+
+_peaks: dict[str, int] = {}
+"""Peak memory of each worker in MiB, where it is limited."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Report the peak memory of this process to whoever started it."""
+    if session.config.getoption("--max-memory") is None:
+        return
+    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["peak"] = peak
+    elif not _peaks:  # the tests ran in this process
+        _peaks["pytest"] = peak
+    if any(peak > session.config.getoption("--max-memory") for peak in _peaks.values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take down the peak memory of a worker; one that crashed has none."""
+    if "peak" in getattr(node, "workeroutput", {}):
+        _peaks[node.gateway.id] = node.workeroutput["peak"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how much memory the workers took."""
+    limit = config.getoption("--max-memory")
+    for name, peak in sorted(_peaks.items()):
+        terminalreporter.write_line(f"peak memory of {name}: {peak} MiB; at most {limit} are allowed")
