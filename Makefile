@@ -11,8 +11,8 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-test: $(INSTALLED)  ## Run the tests that need no GPU and do not take long.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers and not slow"
+test: $(INSTALLED)  ## Run the tests that need no GPU, but those marked slow.
+	$(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 1536 -m "not gpu and not nvrtc and not peers and not slow"
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers"

@@ -80,7 +80,11 @@ def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor
 
 @pytest.mark.parametrize(
     "compressor",
-    [*FEEDBACK, qcomp.Scaled(qcomp.QSGD(bucket_size=64)), qcomp.QSGD(1000, 64, coding="range")],
+    [
+        *FEEDBACK,
+        pytest.param(qcomp.Scaled(qcomp.QSGD(bucket_size=64)), marks=pytest.mark.slow),
+        pytest.param(qcomp.QSGD(1000, 64, coding="range"), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_the_contract_holds_under_kernels(compressor):
@@ -243,6 +247,9 @@ class Broken(NumbaKernels):
 def test_broken_kernels_are_caught(fault):
     with pytest.raises(ContractError, match="differ from the pure version"):
         check_kernels(Broken(fault), compressors=[qcomp.ScaledSign(bucket_size=64)], max_examples=10)
+
+
+def test_kernels_without_a_fault_pass():
     check_kernels(Broken(None), compressors=[qcomp.ScaledSign(bucket_size=64)], max_examples=10)
 
 

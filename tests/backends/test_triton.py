@@ -418,14 +418,14 @@ CONTRACTS = {
 }
 
 
-def run_this_file(check, cache, **environment):
+def run_this_file(check, cache, *, timeout=110, **environment):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__, check],
         env={**inherited, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -436,9 +436,11 @@ def test_in_the_interpreter(check, tmp_path):
     run_this_file(check, tmp_path, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_the_contract_in_the_interpreter(contract, tmp_path):
-    run_this_file(contract, tmp_path, TRITON_INTERPRET="1")
+    run_this_file(contract, tmp_path, timeout=390, TRITON_INTERPRET="1")
 
 
 def test_compiled_code(tmp_path):

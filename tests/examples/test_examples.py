@@ -17,7 +17,7 @@ SOON = ("-W", "ignore:the variance is frozen after")  # in so few steps
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("script", ["mpi_numpy.py", "mpi_jax.py"])
+@pytest.mark.parametrize("script", ["mpi_numpy.py", pytest.param("mpi_jax.py", marks=pytest.mark.slow)])
 def test_three_ranks_end_with_identical_parameters(mpirun, script):
     job = mpirun(3, ["-m", "mpi4py", EXAMPLES / script], timeout=200)
     assert "all 3 ranks hold identical parameters" in job.stdout
@@ -146,6 +146,7 @@ def train(mpirun, folder, *options, ranks=2):
     return job, json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_training_counts_what_it_sends_and_draws_its_curves(mpirun, tmp_path):
     job, summary = train(mpirun, tmp_path, ranks=3)
     assert [run["optimizer"] for run in summary] == ["adam", "onebit_adam", "qadam", "qsgd"]
@@ -178,6 +179,7 @@ def test_training_counts_what_it_sends_and_draws_its_curves(mpirun, tmp_path):
         assert ("cosine" in first) is (name == "qsgd")
 
 
+@pytest.mark.slow
 def test_resuming_is_as_if_there_had_been_no_stop(mpirun, tmp_path):
     options = ("--optimizer", "onebit_adam")
     _, (whole,) = train(mpirun, tmp_path / "whole", *options)
@@ -223,6 +225,7 @@ def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
     assert "scale=rms' on rank 1" in job.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
 def test_ranks_of_torchrun_end_with_identical_parameters(method):
     torchrun = Path(sys.executable).parent / "torchrun"
