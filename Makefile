@@ -1,4 +1,4 @@
-# Everything runs in .venv, which any target makes on first use from a Python 3.11 or newer.
+# Everything runs in .venv, which any target creates on first use with Python 3.11 or newer.
 PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
@@ -11,17 +11,17 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-test: $(INSTALLED)  ## Run the tests that need no GPU, but those marked slow.
+test: $(INSTALLED)  ## Run the fast tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 1536 -m "not gpu and not nvrtc and not peers and not slow"
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers"
 
-test-gpu: $(INSTALLED)  ## Run the tests of kernels, communicators and examples that need a CUDA device; without one they say so.
+test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device; they are skipped without one.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
 	$(BIN)/python -m pytest -m "gpu or nvrtc" tests/backends tests/comm tests/examples tests/integrations
 
-test-peers:  ## Compare the compat mode with DeepSpeed itself, in an environment of its own.
+test-peers:  ## Compare the compatibility mode with DeepSpeed itself, in a separate environment.
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet setuptools wheel
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,testing]' pytest-timeout
@@ -38,11 +38,11 @@ bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; 
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/gpu.py
 
-bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (hours; goes on where it was stopped).
+bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (takes hours; resumes where it stopped).
 	$(BIN)/python benchmarks/noise_floor.py
 	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4py benchmarks/study.py
 
-bench-network: $(INSTALLED)  ## Time training on links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
+bench-network: $(INSTALLED)  ## Time training over links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
 	$(BIN)/python benchmarks/network_times.py
 
 lint: $(INSTALLED)  ## Check style and types.
@@ -50,11 +50,11 @@ lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## Put the code into its standard form.
+format: $(INSTALLED)  ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## Remove the environment and all results.
+clean:  ## Remove the environments and all results.
 	rm -rf $(VENV) $(PEERS) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""The task of mpi_numpy.py on GPUs: CuPy arrays over NCCL, with MPI for what the ranks tell each other before.
+"""The task of mpi_numpy.py on GPUs: CuPy arrays over NCCL, with MPI to set up the ranks.
 
 Start it with ``mpirun -n 2 python -m mpi4py examples/cupy_nccl.py`` and a GPU for each rank of a machine.
 """

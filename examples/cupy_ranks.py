@@ -1,4 +1,4 @@
-"""What the two CuPy examples share: a GPU for every rank, or a word about what is missing, and the task."""
+"""Shared by the two CuPy examples: assigns a GPU to every rank, or reports what is missing, and trains."""
 
 import sys
 from typing import Any
@@ -21,7 +21,7 @@ def start(*, nccl: bool) -> qcomp.comm.Communicator:
     """Return the world once each rank has its GPU; end all ranks with status 2 if any of them lacks something."""
     comm = qcomp.comm.world()
     missing = take_gpu(local_rank(comm), nccl=nccl)
-    # All ranks tell each other, so that none waits for one that has left.
+    # All ranks share the result, so that none waits for a rank that has exited.
     found = comm.all_gather(np.array([missing], dtype=np.uint8), [1] * comm.size)
     lacking = {rank: int(x[0]) for rank, x in enumerate(found) if x[0]}
     if lacking:
@@ -36,7 +36,7 @@ def start(*, nccl: bool) -> qcomp.comm.Communicator:
 
 
 def take_gpu(number: int, *, nccl: bool) -> int:
-    """Let CuPy use the GPU of this rank of its machine; return what is missing for that, or 0."""
+    """Select this rank's GPU in CuPy; return the code of what is missing, or 0."""
     try:
         import cupy  # noqa: PLC0415  (it may be missing)
     except ImportError:
@@ -56,7 +56,7 @@ def take_gpu(number: int, *, nccl: bool) -> int:
 
 
 def local_rank(comm: qcomp.comm.Communicator) -> int:
-    """Return the number of this rank among those of its machine."""
+    """Return the number of this rank within its machine."""
     if comm.size == 1:
         return 0
     from mpi4py import MPI  # noqa: PLC0415  (starts MPI)
@@ -65,7 +65,7 @@ def local_rank(comm: qcomp.comm.Communicator) -> int:
 
 
 def run(comm: qcomp.comm.Communicator) -> None:
-    """Train as mpi_numpy.py does, whose functions of NumPy take CuPy's arrays too."""
+    """Train with the functions of mpi_numpy.py, which accept CuPy arrays too."""
     import cupy  # noqa: PLC0415  (it may be missing)
 
     rows, labels = map(cupy.asarray, mpi_numpy.generate_data())

@@ -1,4 +1,4 @@
-"""Logistic regression on several ranks that send one bit an element: NumPy, and the gradient by hand.
+"""Logistic regression on several ranks that send one bit per element: NumPy, with a hand-written gradient.
 
 Start it with ``mpirun -n 3 python -m mpi4py examples/mpi_numpy.py``, or without mpirun for a single rank.
 """
@@ -50,7 +50,7 @@ def train(rows: Any, labels: Any, comm: qcomp.comm.Communicator) -> Any:
     # The problem is small: without exact=None the default policy would leave all of it uncompressed.
     opt = qcomp.OneBitAdam(learning_rate=0.05, betas=(0.9, 0.97), freeze=WARMUP, exact=None)
     weights = xp.asarray(np.random.default_rng(comm.rank).normal(scale=0.01, size=FEATURES), dtype=xp.float32)
-    weights = qcomp.comm.broadcast(weights, comm)  # all ranks begin with those of rank 0
+    weights = qcomp.comm.broadcast(weights, comm)  # all ranks start with the weights of rank 0
     state = opt.init(weights, comm)
     for step in range(STEPS):
         batch = np.random.default_rng((comm.rank, step)).integers(len(own_labels), size=BATCH)
@@ -63,7 +63,7 @@ def train(rows: Any, labels: Any, comm: qcomp.comm.Communicator) -> Any:
 
 
 def main() -> None:
-    """Train on all ranks that were started together."""
+    """Train on all ranks."""
     comm = qcomp.comm.world()
     check_identical(train(*generate_data(), comm), comm)
 

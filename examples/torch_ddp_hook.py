@@ -1,4 +1,4 @@
-"""DistributedDataParallel with gradients of one bit, or with 1-bit Adam: a network learns to be like another one.
+"""DistributedDataParallel with 1-bit gradients, or with 1-bit Adam: one network learns to imitate another.
 
 Start it with ``torchrun --nproc-per-node 2 examples/torch_ddp_hook.py [--method plain|hook|onebit_adam]``.
 """
@@ -37,7 +37,7 @@ def check_identical(model: nn.Module, comm: qcomp.comm.Communicator) -> None:
 
 
 def main() -> None:
-    """Train, each rank on draws of its own."""
+    """Train, each rank on its own random inputs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--method", choices=["plain", "hook", "onebit_adam"], default="hook", help="(default: %(default)s)"
@@ -48,16 +48,16 @@ def main() -> None:
     teacher = network(seed=1).to(device)
     with torch.no_grad():
         for p in teacher.parameters():
-            p.mul_(2)  # more to learn than the network begins with
+            p.mul_(2)  # so that the network has more to learn than its initial scale
     model = DistributedDataParallel(network(seed=2).to(device), gradient_as_bucket_view=True)
 
     optimizer: torch.optim.Optimizer | ddp.OverlappedOptimizer
-    if method == "onebit_adam":  # averages momenta of one bit once the variance is frozen
+    if method == "onebit_adam":  # averages 1-bit momenta once the variance is frozen
         adam = qcomp.OneBitAdam(learning_rate=1e-3, betas=(0.9, 0.97), freeze=WARMUP)
         optimizer = ddp.OverlappedOptimizer(model, adam, comm)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        if method == "hook":  # averages gradients of one bit, for any optimizer
+        if method == "hook":  # averages 1-bit gradients, for any optimizer
             model.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), model, comm=comm))
 
     before = comm.bytes_sent

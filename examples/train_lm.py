@@ -1,4 +1,4 @@
-"""Train a small language model on several ranks that send each other compressed messages.
+"""Train a small language model on several ranks that exchange compressed messages.
 
 A byte-level transformer learns Python's own standard library, data-parallel over MPI::
 
@@ -34,7 +34,7 @@ def main() -> int:
     comm = qcomp.comm.world()
     options = parse_options(comm)
 
-    # torch takes seconds to load: until here, wrong options and --help have been answered at once.
+    # torch takes seconds to load, so wrong options and --help are handled before.
     from lm.checkpoint import CheckpointError, Checkpoints  # noqa: PLC0415
     from lm.data import Corpus  # noqa: PLC0415
     from lm.report import report  # noqa: PLC0415
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def parse_options(comm: Communicator) -> argparse.Namespace:
-    """Read the command line; rank 0 alone says what is wrong with it, and is heard before any rank leaves."""
+    """Read the command line; only rank 0 reports errors, before any rank exits."""
     options = argparse.Namespace()
     status = -1
     nowhere = io.StringIO()
@@ -130,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--checkpoint-dir", type=Path, help="where to write checkpoints (default: none are written)")
     add("--checkpoint-every", type=count, default=50, help=f"steps between checkpoints {default}")
-    add("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    add("--resume", action="store_true", help="resume from the last checkpoint, if there is one")
     add("--stop-after", type=count, metavar="STEPS", help="leave early, as if by Ctrl-C, to try --resume")
     add("--out", type=Path, default=Path("runs/demo"), help=f"folder for the results {default}")
     return parser
@@ -182,7 +182,7 @@ def settings_for(name: str, options: argparse.Namespace) -> Settings:
 def number(
     convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str
 ) -> Callable[[str], float]:
-    """Return a reader of an option's value that says what it expected."""
+    """Return a parser for an option's value whose error says what it expected."""
 
     def read(text: str) -> float:
         with suppress(ValueError):
@@ -195,7 +195,7 @@ def number(
 
 
 def compressor_spec(text: str) -> str:
-    """Return the text if qcomp can make a compressor of it."""
+    """Return the text if it is a valid compressor spec."""
     try:
         qcomp.compressor(text)
     except ValueError as error:

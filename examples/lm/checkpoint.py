@@ -1,4 +1,4 @@
-"""Checkpoints of a data-parallel job: one file a rank and step, of which the last two steps are kept."""
+"""Checkpoints of a data-parallel job: one file per rank and step; the last two steps are kept."""
 
 import os
 import re
@@ -15,11 +15,11 @@ from .gather import gather
 __all__ = ["CheckpointError", "Checkpoints"]
 
 KEPT = 2
-"""A rank may die between its write and another's: the step before is still whole on all of them."""
+"""A rank may die between its write and another's: the previous step is still complete on all ranks."""
 
 
 class CheckpointError(Exception):
-    """The checkpoints that were found are not of this job."""
+    """The checkpoints found belong to another job."""
 
 
 class Checkpoints:
@@ -39,7 +39,7 @@ class Checkpoints:
         self._comm = comm
 
     def save(self, step: int, content: dict[str, Any]) -> None:
-        """Write this rank's file of a step, whole or not at all, and drop what became too old."""
+        """Write this rank's file of a step atomically, and delete files that are too old."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(step)
         unfinished = path.with_suffix(".unfinished")
@@ -49,12 +49,12 @@ class Checkpoints:
             os.fsync(file.fileno())
         unfinished.replace(path)
         steps = self._own_steps()
-        later = [other for other in steps if other > step]  # not whole, or this run would have begun there
+        later = [other for other in steps if other > step]  # incomplete, or this run would have started there
         for other in [*steps[: -KEPT - len(later)], *later]:
             self._path(other).unlink()
 
     def last_step(self) -> int | None:
-        """Return the newest step of which every rank has its file, the same answer on all ranks.
+        """Return the newest step for which every rank has its file, the same on all ranks.
 
         Raises
         ------

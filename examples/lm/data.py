@@ -12,7 +12,7 @@ import torch
 __all__ = ["Corpus", "training_batch", "validation_windows"]
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders that are not the library itself, or that some installations lack."""
+"""Folders outside the library proper, or missing in some installations."""
 
 VALIDATION_SHARE = 16
 """One file in this many is kept for validation."""
@@ -20,7 +20,7 @@ VALIDATION_SHARE = 16
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to learn from and bytes to be judged on; no file is in both."""
+    """Training bytes and validation bytes; no file is in both."""
 
     train: npt.NDArray[np.uint8]
     validation: npt.NDArray[np.uint8]
@@ -59,7 +59,7 @@ def training_batch(
 
 
 def validation_windows(data: npt.NDArray[np.uint8], count: int, context: int) -> torch.Tensor:
-    """Take ``count`` evenly spaced windows of ``context + 1`` bytes: always the same ones."""
+    """Take ``count`` evenly spaced windows of ``context + 1`` bytes, always the same."""
     return windows(data, np.linspace(0, data.size - context - 1, count).astype(np.int64), context)
 
 

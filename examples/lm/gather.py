@@ -1,4 +1,4 @@
-"""Small facts that the ranks tell each other beside the training: losses, flags, counts, digests."""
+"""Small values that the ranks exchange outside the training: losses, flags, counts, digests."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["gather"]
 
 
 def gather(comm: Communicator, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return every rank's array, stacked in the order of the ranks.
+    """Return the arrays of all ranks, stacked in rank order.
 
     All ranks must call it, with arrays of one shape and dtype.
     """

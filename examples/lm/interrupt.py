@@ -1,4 +1,4 @@
-"""Ctrl-C as a request, which all ranks answer at the same step."""
+"""Ctrl-C as a request to stop, which all ranks obey at the same step."""
 
 import signal
 from types import FrameType

@@ -1,4 +1,4 @@
-"""The optimizers that the job can run under, and what each is run with."""
+"""The optimizers that the job can use, and the settings of each."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ __all__ = ["RECIPES", "Recipe", "Settings", "WarmupCosine", "make_optimizer"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run; a checkpoint resumes only under the same."""
+    """The settings that decide the result of a run; a checkpoint resumes only with the same settings."""
 
     optimizer: str
     steps: int
@@ -24,20 +24,20 @@ class Settings:
 
     @property
     def warmup_steps(self) -> int:
-        """Exact steps before the variance is frozen, if the run does not find that out itself."""
+        """Exact steps before the variance is frozen, unless the rule decides."""
         return max(1, round(self.warmup_fraction * self.steps))
 
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Learning rate of a step: up in a line over the first tenth, then down in a cosine to a tenth."""
+    """Learning rate of a step: rises linearly over the first tenth, then falls as a cosine to a tenth."""
 
     peak: float
     steps: int
 
     @property
     def rise(self) -> int:
-        """Steps on the way up."""
+        """Steps in the linear rise."""
         return max(1, self.steps // 10)
 
     def __call__(self, step: int) -> float:
@@ -50,7 +50,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A name for people, and the learning rate that suits the optimizer here."""
+    """A display name, and the learning rate that suits the optimizer here."""
 
     label: str
     learning_rate: float
@@ -67,7 +67,7 @@ RECIPES = {
 
 
 def make_optimizer(settings: Settings) -> qcomp.Optimizer:
-    """Return the qcomp optimizer that the settings ask for."""
+    """Return the qcomp optimizer for the settings."""
     schedule = WarmupCosine(settings.learning_rate, settings.steps)
     chosen: dict[str, Any] = {
         "learning_rate": schedule,

@@ -1,4 +1,4 @@
-"""What the runs came to: summary.json, curves.json, two pictures and a table."""
+"""Results of the runs: summary.json, curves.json, two pictures and a table."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def ring_bytes(run: Run) -> float:
 
 
 def ratio(uncompressed: float, sent: float) -> float | None:
-    """Return how many times less was sent; nothing if nothing was, as with a single rank."""
+    """Return the reduction in bytes sent; None if nothing was sent, as with a single rank."""
     return uncompressed / sent if sent else None
 
 
@@ -72,7 +72,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return what the pictures are drawn from: losses, bytes sent so far and diagnostics, by completed steps."""
+    """Return the data of the pictures: losses, bytes sent so far and diagnostics, by completed steps."""
     sent = list(accumulate(run.history.bytes_sent))
     return {
         "optimizer": run.settings.optimizer,
@@ -167,7 +167,7 @@ PANELS = {
 
 
 def diagnostics_picture(runs: Sequence[Run]) -> Figure:
-    """Draw what compression did to each run, against steps."""
+    """Plot the diagnostics of each run against steps."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     panels = figure.subplots(2, 2).flat
     for axes, (key, (title, vertical)) in zip(panels, PANELS.items(), strict=True):
