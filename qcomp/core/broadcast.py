@@ -1,4 +1,4 @@
-"""The tensors of one rank on all ranks, as pure stages."""
+"""Copying the tensors of one rank to all ranks, as pure stages."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ _MESSAGE_BYTES = 16 << 20
 
 
 def broadcast_stages(tensors: Sequence[Array], *, root: int, rank: int, size: int) -> Stages[list[Array]]:
-    """Return copies of the tensors that one rank has, on all ranks.
+    """Return copies of the root's tensors on all ranks.
 
-    The root cuts each message into a part for every rank, and each rank passes its part on. So no rank sends a byte
-    more than about twice, whatever the number of ranks.
+    The root cuts each message into a part for every rank, and each rank forwards its part. So each rank sends at most
+    about twice the size of the message, whatever the number of ranks.
     """
     copies = [array_namespace(t).asarray(t, copy=True) for t in tensors]
     for numbers in _groups(tensors):
@@ -41,7 +41,7 @@ def broadcast_stages(tensors: Sequence[Array], *, root: int, rank: int, size: in
 
 
 def _groups(tensors: Sequence[Array]) -> list[list[int]]:
-    """Group the numbers of tensors that are not empty, so that small ones share a message."""
+    """Group the indices of non-empty tensors, so that small ones share a message."""
     groups: list[list[int]] = []
     filled = _MESSAGE_BYTES
     for number, tensor in enumerate(tensors):

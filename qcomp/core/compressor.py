@@ -1,4 +1,4 @@
-"""The compressor's contract: what every compressor takes, returns and promises."""
+"""The contract of compressors: their arguments, results and promises."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,19 +18,18 @@ __all__ = ["Coder", "Compressor", "Traits"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a compressor C promises of its result, for every finite input v.
+    """The promises of a compressor C for every finite input v.
 
-    `qcomp.testing.check_compressor` tests each promise that is made.
+    `qcomp.testing.check_compressor` tests each of them.
 
     Parameters
     ----------
     bucket_size : int
-        The vector may be cut at multiples of this without a change of the result; 1 where elements are
-        independent.
+        Cutting the vector at multiples of this does not change the result; 1 if elements are independent.
     random : bool
-        Whether it draws random numbers, and so needs a key.
+        Whether C draws random numbers, and so needs a key.
     unbiased : bool
-        E C(v) = v, up to the 2**-17 of a level that 16-bit draws leave.
+        E C(v) = v, up to 2**-17 of a level, the resolution of 16-bit draws.
     omega : float or None
         With ``unbiased``: E ||C(v) - v||^2 <= omega ||v||^2.
     delta : float or None
@@ -40,7 +39,7 @@ class Traits:
     keeps_zero : bool
         An element that is 0 stays 0.
     kept : int or None
-        At most so many elements of a bucket are other than 0.
+        The most elements of a bucket that differ from 0.
     """
 
     bucket_size: int
@@ -54,11 +53,11 @@ class Traits:
 
 
 class Coder(Protocol):
-    """What shortens the payloads of a compressor without loss, on the host."""
+    """Shortens the payloads of a compressor without loss, on the host."""
 
     @property
     def plain(self) -> "Compressor":
-        """The compressor of the same results whose payloads are shortened."""
+        """The compressor with the same results whose payloads are shortened."""
         ...
 
     def around(self, plain: "Compressor") -> "Coder":
@@ -66,11 +65,11 @@ class Coder(Protocol):
         ...
 
     def shorten(self, data: Array, size: int) -> Array:
-        """Return the data of a payload from that of the plain compressor."""
+        """Return the shortened data of a payload of the plain compressor."""
         ...
 
     def restore(self, data: Array, size: int) -> Array:
-        """Return what was shortened; `PayloadError` if these bytes are of nothing."""
+        """Return the plain data; raise `PayloadError` if the bytes are malformed."""
         ...
 
 
@@ -78,8 +77,8 @@ class Coder(Protocol):
 class Compressor(ABC):
     """Base of all compressors: a frozen dataclass whose fields are its whole configuration.
 
-    A subclass names itself, states its `traits` and the layout of its payload, and implements `encode` and
-    `decode` on flat arrays. Everything else (shapes, dtypes, keys, buffers, spec strings) is here.
+    A subclass sets `name`, states its `traits` and the layout of its payload, and implements `encode` and `decode` on
+    flat arrays. This class implements the rest: shapes, dtypes, keys, buffers, spec strings.
 
     Examples
     --------
@@ -98,47 +97,76 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """What this compressor promises."""
+        """The promises of this compressor."""
 
     @abstractmethod
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
-        """Return the layout, and so the exact number of bytes, of the payload of ``size`` elements.
+        """Return the layout, and so the exact number of bytes, of a payload of ``size`` elements.
 
-        The layout of the longest one where the length depends on the values.
+        If the length depends on the values, this is the layout of the longest payload.
+
+        Parameters
+        ----------
+        size : int
+            Number of elements.
+        dtype : str, default "float32"
+            Name of the dtype of the computation, "float32" or "float64".
         """
 
     @abstractmethod
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
         """Return the fields of the payload of x, float32 or float64 of shape (n,), all magnitudes below 2^100.
 
+        Parameters
+        ----------
+        x : array of float32 or float64, shape (n,)
+            The vector, with magnitudes below 2^100.
+        key : Key or None
+            Determines the random draws; None if the compressor draws nothing.
+
         Raises
         ------
         NonFiniteError
-            If a value is too large for this compressor all the same.
+            If a value below 2^100 is still too large for this compressor.
         """
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return the vector, of shape (size,) and dtype float32 or float64, from the fields of its payload."""
+        """Return the vector, of shape (size,) and dtype float32 or float64, from the fields of its payload.
+
+        Parameters
+        ----------
+        parts : mapping of str to array
+            The fields that `encode` returned.
+        size : int
+            Number of elements.
+        dtype : dtype
+            float32 or float64, in the library of the fields.
+        """
 
     def for_shape(self, shape: tuple[int, ...]) -> "Compressor":  # noqa: ARG002
-        """Return the compressor of tensors of this shape: this one, unless it takes its buckets from the shape.
+        """Return the compressor for tensors of this shape: itself, unless the shape determines its buckets.
 
-        What it returns must return itself for a shape of one axis, as which it sees the tensor. `compress`,
-        `decompress` and `CompressedMean` ask this of every tensor.
+        The returned compressor sees the tensor as a vector, so it must return itself for a shape of one axis.
+        `compress`, `decompress` and `CompressedMean` call this for every tensor.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            The shape of a tensor.
         """
         return self
 
     @cached_property
     def variable_length(self) -> bool:
-        """Whether the length of a payload depends on the values; `payload_spec` then says the longest."""
+        """Whether the length of a payload depends on the values; `payload_spec` then describes the longest."""
         return self.payload_spec(1).variable_length
 
     @property
     def coder(self) -> Coder | None:
-        """What shortens payloads before they are sent, None if nothing does.
+        """The coder that shortens payloads before they are sent, or None.
 
-        `encode`, `decode` and all kernels are those of ``coder.plain`` then, and know nothing of the coder.
+        With a coder, `encode`, `decode` and all kernels work on ``coder.plain`` and ignore the coder.
         """
         return None
 
@@ -161,20 +189,20 @@ class Compressor(ABC):
         Parameters
         ----------
         x : array of float16, bfloat16, float32 or float64, any shape
-            What to compress; arithmetic is in float64 for float64 and in float32 otherwise.
+            The array to compress; arithmetic is in float64 for float64 and in float32 otherwise.
         key : Key, optional
-            Names the random draws; required by compressors that draw.
+            Determines the random draws; required by compressors that draw.
 
         Returns
         -------
         Payload
-            ``payload_spec(n, dtype).nbytes`` bytes, or fewer with `variable_length`, on the device of x.
+            Holds ``payload_spec(n, dtype).nbytes`` bytes, or fewer with `variable_length`, on the device of x.
 
         Raises
         ------
         NonFiniteError
-            If x holds an infinity, a NaN or a magnitude of 2^100 or more. Not while a compiler traces, when there
-            are no values to look at.
+            If x holds an infinity, a NaN or a magnitude of 2^100 or more. Not while a compiler traces, since no values
+            exist then.
         """
         own = self.for_shape(tuple(x.shape))
         encoded = primitives.encode(own, x, None, key)
@@ -182,7 +210,15 @@ class Compressor(ABC):
         return own.payload(x, encoded.data)
 
     def payload(self, x: Array, data: Array) -> Payload:
-        """Return the payload of x with this data."""
+        """Return the payload of x with this data.
+
+        Parameters
+        ----------
+        x : array
+            The compressed array; gives the number of elements and the dtype.
+        data : array of uint8
+            The bytes of the payload.
+        """
         return Payload(self.spec, math.prod(x.shape), compute_dtype_name(dtype_name(x.dtype)), data)
 
     def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:
@@ -191,17 +227,17 @@ class Compressor(ABC):
         Parameters
         ----------
         payload : Payload
-            What `compress` of an equal compressor returned, on any rank, in any library.
+            Returned by `compress` of an equal compressor, on any rank, in any library.
         like : array
-            Gives the shape, the dtype and the device of the result, which is rounded to it once; what is beyond the
-            range of float16 becomes an infinity there.
+            Gives the shape, dtype and device of the result. The result is rounded to the dtype once; values beyond the
+            range of float16 become infinities.
         out : array, optional
             A buffer of that shape and dtype to write the result into (not for immutable arrays).
 
         Raises
         ------
         PayloadError
-            If the payload is of another compressor or another number of elements, or cannot be one.
+            If the payload belongs to another compressor or number of elements, or is malformed.
         """
         own = self.for_shape(tuple(like.shape))
         own.require_own(payload, like, "like")
@@ -210,21 +246,31 @@ class Compressor(ABC):
         return primitives.decode(own, payload, like, out=out)
 
     def add(self, payload: Payload, total: Array) -> Array:
-        """Return ``total`` plus what a payload decompresses to; its buffer is reused if it can be written to.
+        """Return ``total`` plus the decompressed payload; ``total`` is overwritten if it is mutable.
 
         Parameters
         ----------
         payload : Payload
             As for `decompress`.
         total : array
-            Of as many elements as the payload has.
+            Has as many elements as the payload.
         """
         own = self.for_shape(tuple(total.shape))
         own.require_own(payload, total, "total")
         return primitives.decode(own, payload, total, out=total, accumulate=True)
 
     def require_own(self, payload: Payload, like: Array, argument: str) -> None:
-        """Raise `PayloadError` unless this compressor makes such payloads of arrays like this one."""
+        """Raise `PayloadError` unless this compressor makes such payloads for arrays like this one.
+
+        Parameters
+        ----------
+        payload : Payload
+            The payload to check.
+        like : array
+            An array of the expected size.
+        argument : str
+            The name of ``like`` in error texts.
+        """
         if payload.compressor != self.spec:
             raise PayloadError(
                 f"the payload was made by {payload.compressor}; this compressor is {self.spec}"

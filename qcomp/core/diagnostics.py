@@ -1,4 +1,4 @@
-"""What compression does to a run, measured in its steps: residuals, direction, bytes, and replicas that drift."""
+"""Measures the effect of compression during a run: residuals, direction, bytes, and drift of replicas."""
 
 import copy
 import hashlib
@@ -27,7 +27,7 @@ _DIGEST_BYTES = 8
 
 
 class _Facts(NamedTuple):
-    """What a rank finds in a step; NaN where there is nothing to find."""
+    """Measurements of one rank in a step; NaN if there are none."""
 
     worker: float
     server: float
@@ -37,15 +37,15 @@ class _Facts(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The samples of the last steps of a rank."""
+    """The samples of a rank's last steps."""
 
     step: int
-    """The last of them."""
+    """The last of these steps."""
     means: tuple[Array, ...]
     exact: tuple[Array, ...]
 
     def and_then(self, step: int, mean: Array, exact: Array, most: int) -> "_Seen":
-        """Return the samples after one more step, at most so many; only its own unless it is the next."""
+        """Return the last ``most`` samples, with one more step; a gap between the steps drops the old ones."""
         if step != self.step + 1 or mean.shape != self.means[-1].shape:
             return _Seen(step, (mean,), (exact,))
         return _Seen(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
@@ -57,44 +57,46 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Make the steps of an optimizer, and measure them.
+    """Makes the steps of an optimizer, and measures them.
 
-    The step is the optimizer's own, with the same results bit for bit. A report is a dict of floats, the same on all
-    ranks, with what there is to report in that step:
+    The step gives the same results as the optimizer's own, bit for bit. The report is a dict of floats, equal on all
+    ranks. It contains those of the following that apply to the step:
 
-    - ``bytes_sent``: by the rank that sent most, without what the report sends; ``bits_per_element``: the mean over
-      the ranks, over all elements of the parameters.
+    - ``bytes_sent``: bytes sent by the rank that sent most, without the report's own; ``bits_per_element``: bits sent
+      per parameter element, the mean over the ranks.
     - ``direction``: the cosine of the sum of the last ``direction_steps`` compressed means to that of the exact ones,
-      once so many steps in a row have been measured. What one step loses, feedback pays back in the next, so it is the
-      sum that shows where training goes: near 1 when all is well.
-    - ``cosine``: of the compressed mean of this step alone to the exact one. With few bits it is far below 1 also when
-      all is well, and of 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them
-      as large as the others, and they change their sign in every step.
-    - ``worker_residual``: |e_i| / |p_i|, what a rank owes over what it compresses, before feedback; the mean over the
-      ranks, and ``worker_residual_worst``. Bounded when all is well: see `Traits`.
-    - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| of what a rank serves, over those that serve.
-    - ``variance_ratio``: of a `VarianceWatch`, once it has measured.
-    - ``drifted_ranks``: in a step in which replicas are compared, the number of ranks whose parameters are not, bit for
-      bit, those that most ranks have. If there are any, all ranks warn, and name them and the tensors.
+      once that many consecutive steps have been measured. Feedback adds what one step loses to the next, so the sum
+      shows where training goes. It is near 1 in a healthy run.
+    - ``cosine``: the cosine of this step's compressed mean to the exact one. With few bits it is far below 1 even in a
+      healthy run, and for 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them
+      as large as the others, and their sign changes in every step.
+    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over that of its vector before feedback; the
+      mean over the ranks, and ``worker_residual_worst``. Bounded in a healthy run: see `Traits`.
+    - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| over the chunk that a rank serves; mean and
+      maximum over the servers.
+    - ``variance_ratio``: from a `VarianceWatch`, once it has measured.
+    - ``drifted_ranks``: in a step that compares replicas, the number of ranks whose parameters differ in any bit from
+      those of the majority. If there are any, all ranks warn, and name them and the tensors.
 
     Parameters
     ----------
     optimizer : Optimizer
+        The optimizer whose steps are measured.
     sample : int
-        At most so many elements of the compressed tensors are looked at, in equal steps through all of them: an odd
-        number of elements apart, so that they do not stay in a few columns of a matrix.
+        The most elements of the compressed tensors that are sampled, equally spaced. The spacing is odd, so that the
+        samples are not confined to a few columns of a matrix.
     replicas_every : int, optional
-        The parameters that are passed in are compared before every so many steps; None never compares. Ranks that an
-        optimizer lets go on alone for some steps are not compared then.
+        Number of steps between comparisons of the parameters across ranks; None never compares. Ranks are not compared
+        while an optimizer lets them make local steps.
     direction_steps : int
-        Over how many steps ``direction`` sums: best 1 / (1 - b1), over which a momentum averages. It is not reported
-        before so many steps in a row were made by these diagnostics.
+        Number of steps that ``direction`` sums. Best is 1 / (1 - b1), the averaging length of the momentum. It is
+        reported once these diagnostics have made that many consecutive steps.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, 40 bytes to every rank, and to compare, which
-    takes a pass over the parameters on the host, 8 bytes a tensor to every rank. In a hierarchical mean p_i is a rank's
-    own part of what its node adds up.
+    Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, and 40 bytes to every rank. A comparison reads all
+    parameters on the host and sends 8 bytes per tensor to every rank. In a hierarchical mean p_i is the rank's own
+    contribution to its node's sum.
 
     Examples
     --------
@@ -130,14 +132,32 @@ class Diagnostics:
     def step(
         self, params: Any, grads: Any, state: OptimizerState, comm: Transport
     ) -> tuple[Any, OptimizerState, dict[str, float]]:
-        """Make one step over a communicator, as `Optimizer.step` does, and return the report besides."""
+        """Make one step over a communicator, as `Optimizer.step` does, and also return the report.
+
+        Parameters
+        ----------
+        params, grads : array or sequence of arrays
+            As for `Optimizer.step`.
+        state : OptimizerState
+            From ``optimizer.init`` or the last step.
+        comm : Communicator
+            As for `Optimizer.step`.
+        """
         require_rank(state, comm)
         return drive(self.stages(params, grads, state), comm)
 
     def stages(
         self, params: Any, grads: Any, state: OptimizerState
     ) -> Stages[tuple[Any, OptimizerState, dict[str, float]]]:
-        """Make one step as a generator of pure stages, and return the report besides."""
+        """Make one step as a generator of pure stages, and also return the report.
+
+        Parameters
+        ----------
+        params, grads : array or sequence of arrays
+            As for `Optimizer.step`.
+        state : OptimizerState
+            From ``optimizer.init`` or the last step.
+        """
         tensors = as_tensors(params, "params")
         drifted: dict[str, float] = {}
         if self._compares(state):
@@ -155,7 +175,7 @@ class Diagnostics:
         return new_params, new_state, report if math.isnan(ratio) else {**report, "variance_ratio": ratio}
 
     def _direction(self, notes: "_Notes", state: OptimizerState) -> float:
-        """Return where the last steps went together; NaN before there were enough."""
+        """Return the direction of the last steps; NaN before there are enough."""
         if notes.means is None or notes.exact is None:
             return math.nan
         before = self._seen.get(state.rank, _Seen(-1, (notes.means[:0],), ()))
@@ -171,7 +191,7 @@ class Diagnostics:
 
 
 class _Sample:
-    """Every so many elements of some tensors that are seen as one vector."""
+    """Equally spaced elements of some tensors, seen as one vector."""
 
     def __init__(self, sizes: Sequence[int], most: int) -> None:
         self.offsets = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -179,19 +199,19 @@ class _Sample:
         self.stride += self.stride % 2 == 0
 
     def of(self, x: Array, tensor: int, start: int = 0) -> Array:
-        """Return what is sampled of a tensor, or of a part of it that starts there."""
+        """Return the sampled elements of a tensor, or of its part from ``start`` on."""
         flat = array_namespace(x).reshape(x, (-1,))
         first = -(self.offsets[tensor] + start) % self.stride
         return flat[min(first, flat.shape[0]) :: self.stride]
 
     def within(self, part: Segment) -> slice:
-        """Return which elements of the sample of all tensors are in a part of one."""
+        """Return the elements of the whole sample that lie in a part of one tensor."""
         offset = self.offsets[part.tensor]
         return slice(-(-(offset + part.start) // self.stride), -(-(offset + part.stop) // self.stride))
 
 
 class _Notes:
-    """What is noted of the compressed part of a step while it is made."""
+    """What a step records about its compressed part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -201,7 +221,7 @@ class _Notes:
         self.exchange: MeanState | None = None
 
     def before(self, average: Average) -> None:
-        """Note what will be averaged with compression; its buffers may be used up by that."""
+        """Record the values before compression, which may overwrite their buffers."""
         compressed = [p for p in average.parts if p.values and not p.mean.lossless]
         if not compressed:
             return
@@ -217,14 +237,14 @@ class _Notes:
         self.signal = array_namespace(pieces[0]).concat(pieces)
 
     def after(self, means: Means) -> None:
-        """Note the compressed mean, and what it left as residuals."""
+        """Record the compressed mean and its residuals."""
         if self.part is not None:
             pieces = [self.sample.of(means.values[t], i) for i, t in enumerate(self.part.tensors)]
             self.means = array_namespace(pieces[0]).concat(pieces)
             self.exchange = means.exchange
 
     def facts(self, state: OptimizerState, sent: int) -> Stages[_Facts]:
-        """Return what this rank has found; the exact mean of the sample is exchanged for it."""
+        """Return this rank's measurements; exchanges the exact mean of the sample."""
         if self.part is None or self.means is None or self.exchange is None or not self.means.shape[0]:
             return _Facts(math.nan, math.nan, math.nan, math.nan, sent)
         nothing = MeanState(state.rank, state.size, (), ())
@@ -241,7 +261,7 @@ class _Notes:
         return _Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
 
     def _ratio(self, residuals: Sequence[Array], parts: Sequence[Segment], signal: Array) -> float:
-        """Return the norm of residuals over that of the signal where they are; NaN if they are nowhere."""
+        """Return the norm of residuals over that of the signal at the same elements; NaN without elements."""
         pairs = [(r, p) for r, p in zip(residuals, parts, strict=True) if p.size]
         if not pairs:
             return math.nan
@@ -251,7 +271,7 @@ class _Notes:
 
 
 def _watched(optimizer: Optimizer, notes: _Notes) -> Optimizer:
-    """Return an optimizer that makes the same steps and notes both halves of them."""
+    """Return an optimizer that makes the same steps and records both halves of them."""
     twin = copy.copy(optimizer)
 
     def prepare(grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
@@ -263,13 +283,13 @@ def _watched(optimizer: Optimizer, notes: _Notes) -> Optimizer:
         notes.after(means)
         return optimizer.apply(params, means, state)
 
-    object.__setattr__(twin, "prepare", prepare)  # whatever `stages` does around the halves stays as it is
+    object.__setattr__(twin, "prepare", prepare)  # the rest of `stages` stays unchanged
     object.__setattr__(twin, "apply", apply)
     return twin
 
 
 def _counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
-    """Run stages and return their result, and how many bytes they sent to other ranks."""
+    """Run stages and return their result, and the number of bytes sent to other ranks."""
     sent, arrived = 0, None
     while True:
         try:
@@ -284,7 +304,7 @@ def _counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
 
 
 def _compare(params: Sequence[Array], state: OptimizerState) -> Stages[dict[str, float]]:
-    """Return how many ranks have other parameters than most, and warn if there are any."""
+    """Return how many ranks differ from the majority's parameters, and warn if any do."""
     digests = b"".join(hashlib.sha256(host_bytes(p)).digest()[:_DIGEST_BYTES] for p in params)
     arrived = yield AllGather(_buffer(digests, params[0]), (len(digests),) * state.size)
     held = [host_bytes(part) for part in arrived]
@@ -307,7 +327,7 @@ def _compare(params: Sequence[Array], state: OptimizerState) -> Stages[dict[str,
 
 
 def _report(by_rank: Sequence[_Facts], elements: int) -> dict[str, float]:
-    """Return the report of all ranks."""
+    """Return the report over all ranks."""
     sent = [facts.bytes_sent for facts in by_rank]
     report = {
         "bytes_sent": max(sent),
@@ -316,7 +336,7 @@ def _report(by_rank: Sequence[_Facts], elements: int) -> dict[str, float]:
     for name in (
         "cosine",
         "direction",
-    ):  # those of one rank, should the libraries of the ranks differ in a bit
+    ):  # from one rank, since the ranks' libraries may differ in a bit
         value = getattr(by_rank[0], name)
         if not math.isnan(value):
             report[name] = value

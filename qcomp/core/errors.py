@@ -1,10 +1,10 @@
-"""What can go wrong, one exception class for each kind of trouble."""
+"""The exception classes, one for each kind of failure."""
 
 __all__ = ["CommunicatorError", "MismatchError", "NonFiniteError", "PayloadError"]
 
 
 class PayloadError(ValueError):
-    """Bytes that are not the payload they should be: truncated, damaged, or of another compressor."""
+    """Bytes are not the expected payload: truncated, damaged, or from another compressor."""
 
 
 class NonFiniteError(ValueError):
@@ -12,7 +12,7 @@ class NonFiniteError(ValueError):
 
 
 class CommunicatorError(RuntimeError):
-    """An exchange did not complete: a peer is dead, absent, late, or sent something else."""
+    """An exchange failed: a peer is dead, absent, late, or sent something unexpected."""
 
 
 class MismatchError(CommunicatorError):

@@ -1,4 +1,4 @@
-"""Error feedback: what compression lost is added to the next vector, so that nothing is lost for ever."""
+"""Error feedback: adds what compression lost to the next vector, so that nothing is lost for good."""
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -17,21 +17,20 @@ def compress(
     key: Key | None = None,
     donate: bool = False,
 ) -> tuple[Payload, Array]:
-    """Compress x plus the residual, and return what that lost as the new residual.
+    """Compress x plus the residual, and return the compression error as the new residual.
 
     With p = fl(x + residual) and q = ``decompress(payload)``, the new residual is fl(p - q) bit for bit, where fl
-    rounds to nearest and what is below 2^-126 in magnitude counts as +0, in x as in the results. So over T steps
-    the decompressed vectors add up to the sum of the inputs plus the first residual minus the last, for any
-    compressor.
+    rounds to nearest; magnitudes below 2^-126 count as +0, in x and in the results. So over T steps, for any
+    compressor, the decompressed vectors add up to the sum of the inputs plus the first residual minus the last.
 
     Parameters
     ----------
     compressor : Compressor
-        Any; the residual stays bounded for contractions (``traits.delta``).
+        Any compressor; the residual stays bounded for contractions (``traits.delta``).
     x : array
         This step's vector, any shape.
     residual : array
-        Of the shape of x, in float64 for float64 and in float32 otherwise; zeros at first.
+        Has the shape of x, in float64 for float64 and in float32 otherwise; start with zeros.
     key : Key, optional
         For compressors that draw.
     donate : bool
@@ -42,7 +41,7 @@ def compress(
     -------
     payload : Payload
     residual : array
-        Of the shape and dtype of the old one.
+        Has the shape and dtype of the old one.
 
     Raises
     ------
@@ -51,8 +50,8 @@ def compress(
 
     Notes
     -----
-    Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, algorithm 1. The residual is of the
-    compensated value p, without which the sum does not telescope.
+    Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, algorithm 1. The residual is the error of the
+    compensated value p; otherwise the sum would not telescope.
 
     Examples
     --------
@@ -75,14 +74,14 @@ def compress(
 
 
 def require_contraction(compressor: Compressor) -> None:
-    """Raise ValueError if error feedback around this compressor would explode.
+    """Raise ValueError if error feedback with this compressor would diverge.
 
-    Around an unbiased compressor without scaling, and with no new input, E ||e'||^2 = omega ||e||^2.
+    For an unscaled unbiased compressor and zero input, E ||e'||^2 = omega ||e||^2.
     """
     traits = compressor.traits
     if traits.unbiased and traits.omega is not None and traits.omega >= 1:
         raise ValueError(
             f"feedback=True around {compressor.spec}, which is unbiased with omega = {traits.omega:.3g} >= 1: the "
-            f"residual would grow without bound; wrap it as qcomp.Scaled(...), take more levels or smaller "
+            f"residual would grow without bound; wrap it as qcomp.Scaled(...), use more levels or smaller "
             "buckets, or set feedback=False"
         )

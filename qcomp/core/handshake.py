@@ -1,4 +1,4 @@
-"""Whether all ranks were started alike, asked once before they work together."""
+"""The check that all ranks were started alike, made once before they work together."""
 
 import json
 from collections import defaultdict
@@ -25,26 +25,26 @@ def handshake(
     like: Array,
     explain: Mapping[str, Callable[[Sequence[Any]], str | None]] = MappingProxyType({}),
 ) -> None:
-    """Make sure that all ranks agree about some facts.
+    """Verify that all ranks have the same facts.
 
-    Sends 8 bytes and the facts' JSON text to every other rank; the version of qcomp is always among the facts.
+    Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts.
 
     Parameters
     ----------
     comm : Communicator
     facts : mapping of str to object
-        What must be the same everywhere: version, compressor, sizes, seed and the like. A value that JSON
-        cannot hold counts as its `str`.
+        Facts that must be equal on all ranks: compressor, sizes, seed and the like. A value that JSON cannot represent
+        is compared by its `str`.
     like : array
-        Gives the library and the device of the buffers that are exchanged.
+        Gives the library and the device of the exchanged buffers.
     explain : mapping of str to callable
-        Says what is different about a fact, from what each rank has of it.
+        Describes the difference in a fact, given its value on each rank.
 
     Raises
     ------
     MismatchError
-        On every rank, with the same text: each fact that differs, and which ranks hold which value. Of a list
-        or mapping, the first entry that differs.
+        On every rank, with the same text: each fact that differs, and which ranks have which value; for a list or
+        mapping, the first entry that differs.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def handshake(
 
 
 def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
-    """Return the text of every rank, in the order of the ranks; sends 8 bytes and the text to every other one."""
+    """Return the text of every rank, in rank order; sends 8 bytes and the text to every other rank."""
     data = text.encode()
     arrived = yield AllGather(_buffer(len(data).to_bytes(8, "little"), like), (8,) * size)
     sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)
@@ -85,7 +85,7 @@ def _buffer(data: bytes, like: Array) -> Array:
 
 
 def _describe(path: str, values: list[Any]) -> str | None:
-    """Say which ranks hold which value, at the first place where the values differ."""
+    """Describe which ranks have which value, at the first place where the values differ."""
     ranks_of = defaultdict(list)
     for rank, value in enumerate(values):
         ranks_of[_text(value)].append(rank)

@@ -1,4 +1,4 @@
-"""What a compressor puts on the wire: one uint8 buffer, its layout, and its form outside a running job."""
+"""Payloads: one uint8 buffer, its layout, and its serialized form outside a running job."""
 
 import struct
 import zlib
@@ -47,7 +47,7 @@ class PayloadSpec:
     fields : tuple of Field
         The parts, in the order in which they lie in the buffer.
     variable_length : bool
-        Whether the last field, which then is of uint8, may be shorter than its ``size``.
+        Whether the last field, which must then be uint8, may be shorter than its ``size``.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class PayloadSpec:
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
-        """Return where each field starts, and last where the buffer ends."""
+        """Return the offset of each field, then the end of the buffer."""
         offsets, end = [], 0
         for field in self.fields:
             size = itemsize(field.dtype)
@@ -84,7 +84,13 @@ class PayloadSpec:
         return self._offsets[-2] if self.variable_length else self.nbytes
 
     def join(self, parts: Mapping[str, Array]) -> Array:
-        """Return the buffer of these fields, uint8 of shape (nbytes,), or less where the length varies."""
+        """Return the buffer of these fields, uint8 of shape (nbytes,), or shorter if the length varies.
+
+        Parameters
+        ----------
+        parts : mapping of str to array
+            The fields by name.
+        """
         pieces, end = [], 0
         for field, start in zip(self.fields, self._offsets, strict=False):
             part = parts[field.name]
@@ -96,7 +102,13 @@ class PayloadSpec:
         return concat(pieces)
 
     def check(self, data: Array) -> None:
-        """Raise `PayloadError` unless a buffer has the size of these fields."""
+        """Raise `PayloadError` unless a buffer has the size of this layout.
+
+        Parameters
+        ----------
+        data : array of uint8
+            The buffer.
+        """
         if len(data.shape) != 1 or not self.admits(data.shape[0]):
             expected = (
                 f"({self.shortest},) to ({self.nbytes},)" if self.variable_length else f"({self.nbytes},)"
@@ -104,11 +116,23 @@ class PayloadSpec:
             raise PayloadError(f"the payload has shape {tuple(data.shape)}; expected {expected}")
 
     def admits(self, nbytes: int) -> bool:
-        """Return whether a buffer of these fields may have this many bytes."""
+        """Return whether a buffer of this layout may have this many bytes.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of a buffer.
+        """
         return self.shortest <= nbytes <= self.nbytes
 
     def split(self, data: Array) -> dict[str, Array]:
-        """Return the fields of a buffer, the inverse of `join`."""
+        """Return the fields of a buffer, the inverse of `join`.
+
+        Parameters
+        ----------
+        data : array of uint8
+            The buffer.
+        """
         self.check(data)
         return {
             field.name: from_bytes_of(data[start : start + field.size * itemsize(field.dtype)], field.dtype)
@@ -125,11 +149,11 @@ class Payload:
     compressor : str
         The spec string of the compressor that made it, such as ``"sign:bucket_size=4096,scale=l1"``.
     size : int
-        Number of elements that it stands for.
+        Number of compressed elements.
     dtype : str
-        Name of the dtype in which it was computed: ``"float64"`` for float64 input, else ``"float32"``.
+        Name of the dtype of the computation: ``"float64"`` for float64 input, else ``"float32"``.
     data : array of uint8, shape (nbytes,)
-        What goes on the wire, on the device of the compressed vector.
+        The bytes on the wire, on the device of the compressed vector.
 
     Examples
     --------
@@ -155,7 +179,7 @@ class Payload:
         return int(self.data.shape[0])
 
     def to_bytes(self) -> bytes:
-        """Return the payload as bytes that describe and check themselves, for files and other transports.
+        """Return the payload as self-describing bytes with a checksum, for files and other transports.
 
         A header of 24 bytes (magic, version, dtype, lengths), the compressor's spec string, a CRC-32 of
         everything else, and the data.
@@ -169,11 +193,18 @@ class Payload:
     def from_bytes(cls, blob: bytes | bytearray | memoryview, *, like: Array) -> "Payload":
         """Return the payload from its bytes, in the library and on the device of ``like``.
 
+        Parameters
+        ----------
+        blob : bytes-like
+            Made by `to_bytes`.
+        like : array
+            Gives the library and the device of the payload.
+
         Raises
         ------
         PayloadError
-            If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Nothing
-            is allocated that the bytes do not hold.
+            If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Allocates no
+            more than the bytes contain.
         """
         from qcomp.core.registry import compressor  # noqa: PLC0415 - the registry's classes make payloads
 

@@ -1,4 +1,4 @@
-"""Compressors by name: spec strings, and what other packages offer through entry points."""
+"""Compressors by name: spec strings, and entry points of other packages."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,16 +13,16 @@ __all__ = ["compressor", "compressor_names", "register"]
 
 _GROUP = "qcomp.compressors"
 _MAX_SPEC = 1000
-"""Longest spec string that is read: they arrive in files and messages, and nest."""
+"""Longest accepted spec string, since specs arrive in files and messages, and nest."""
 
 _classes: dict[str, type[Compressor]] = {}
 
 
 def register(cls: type[Compressor]) -> type[Compressor]:
-    """Make a compressor class known by its name, as a class decorator.
+    """Register a compressor class under its name; use it as a class decorator.
 
-    A package that is installed needs no call: it names its class under the entry point group
-    ``qcomp.compressors`` and is imported on first use.
+    Installed packages need no call: they list the class in the entry point group ``qcomp.compressors``, and qcomp
+    imports it on first use.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def register(cls: type[Compressor]) -> type[Compressor]:
 
 @cache
 def _offered() -> dict[str, Callable[[], type[Compressor]]]:
-    """Return the loaders of the compressors that installed packages offer, by name."""
+    """Return the loaders of the compressors in installed packages, by name."""
     offered: dict[str, tuple[str, Callable[[], type[Compressor]]]] = {}
     for point in entry_points(group=_GROUP):
         source = f"{point.value} of {point.dist.name if point.dist else 'an unknown package'}"
@@ -53,7 +53,7 @@ def _offered() -> dict[str, Callable[[], type[Compressor]]]:
 
 
 def compressor_names() -> list[str]:
-    """Return the names of all compressors, those of installed packages included."""
+    """Return the names of all compressors, including those of installed packages."""
     return sorted({*_classes, *_offered()})
 
 
@@ -63,8 +63,8 @@ def compressor(spec: str) -> Compressor:
     Parameters
     ----------
     spec : str
-        ``name``, ``name:field=value,...`` or, around another compressor, ``name(spec):...``. Fields that are
-        left out have their defaults.
+        ``name``, ``name:field=value,...`` or, around another compressor, ``name(spec):...``. Omitted fields have their
+        defaults.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def _find(name: str) -> type[Compressor]:
 
 
 def _parse(spec: str, key: str, text: str, kind: Any) -> Any:
-    """Return the value of an option: an int, a float or a bool where the field is one, else the text."""
+    """Return the value of an option: an int, float or bool if the field has that type, else the text."""
     if kind is bool:
         if text in ("True", "False"):
             return text == "True"

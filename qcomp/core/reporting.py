@@ -1,4 +1,4 @@
-"""How errors name ranks, and where warnings point."""
+"""Texts that name ranks, and warnings that point at the caller's code."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Name some ranks in a sentence.
+    """Return a phrase that names some ranks.
 
     Examples
     --------
@@ -27,7 +27,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def warn_caller(message: str) -> None:
-    """Warn of something at the innermost line outside qcomp that led here."""
+    """Warn at the innermost calling line outside qcomp."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

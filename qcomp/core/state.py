@@ -11,38 +11,69 @@ __all__ = ["OptimizerState"]
 
 
 class OptimizerState(NamedTuple):
-    """All that an optimizer remembers between two steps, the same on all ranks but for the residuals."""
+    """The state of an optimizer between two steps, equal on all ranks except for the residuals.
+
+    Parameters
+    ----------
+    step : int
+        Completed steps.
+    stage : str
+        The stage of the optimizer's state machine, such as "warmup" or "compressed".
+    rank, size : int
+        This rank, and the number of ranks.
+    names : tuple of str
+        The names of the parameters.
+    exact : tuple of bool
+        Which tensors stay exact in the compressed stage.
+    momentum : tuple of arrays
+        The momentum of each parameter; empty if the optimizer keeps none.
+    variance : tuple of arrays
+        Adam's second moment of each parameter; in the compressed stage the constant, bias-corrected one of the freeze.
+    exchange : MeanState
+        The residuals of the compressed tensors.
+    history : tuple of float
+        The history of the freeze rule.
+    skipped : int
+        Steps skipped because a value was not finite.
+    arrays : mapping of str to tuple of arrays
+        Further arrays by kind: one for each parameter, of size 0 if there is nothing to keep.
+    numbers : mapping of str to float
+        Further numbers by name, the same on all ranks.
+    compressors : tuple of Compressor
+        The policy's compressor for each tensor that is not exact; empty if all use the optimizer's compressor.
+    stream : int
+        ``Key.tensor`` of this optimizer's keys, which separates its random draws from those of others.
+    """
 
     step: int
-    """Completed steps."""
     stage: str
-    """Of the optimizer's state machine, such as "warmup" or "compressed"."""
     rank: int
     size: int
     names: tuple[str, ...]
     exact: tuple[bool, ...]
-    """Which tensors stay exact in the compressed stage."""
     momentum: tuple[Array, ...]
     variance: tuple[Array, ...]
-    """Adam's second moment; in the compressed stage the bias-corrected one of the freeze, constant."""
     exchange: MeanState
-    """The residuals of the compressed tensors."""
     history: tuple[float, ...]
-    """What the freeze rule remembers."""
     skipped: int
-    """Steps that were left out because a value was not finite."""
     arrays: Mapping[str, tuple[Array, ...]] = {}
-    """What else an optimizer keeps, by kind: an array for each parameter, of size 0 where there is nothing to keep."""
     numbers: Mapping[str, float] = {}
-    """Further numbers by name, the same on all ranks."""
     compressors: tuple[Compressor, ...] = ()
-    """What a policy has chosen for each tensor that is not exact; empty if all have the optimizer's compressor."""
     stream: int = 0
-    """Which random draws are this optimizer's: ``Key.tensor`` of its keys."""
 
     @classmethod
     def first(cls, stage: str, names: tuple[str, ...], rank: int, size: int) -> "OptimizerState":
-        """Return the state before the first step of an optimizer that keeps nothing."""
+        """Return the state before the first step, without arrays.
+
+        Parameters
+        ----------
+        stage : str
+            The first stage.
+        names : tuple of str
+            The names of the parameters.
+        rank, size : int
+            This rank, and the number of ranks.
+        """
         return cls(
             step=0,
             stage=stage,

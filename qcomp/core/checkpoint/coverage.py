@@ -10,12 +10,12 @@ Part = tuple[int, int]
 
 
 def is_within(part: Part, others: Sequence[Part]) -> bool:
-    """Return whether a part of a tensor is in one of others."""
+    """Return whether a part of a tensor lies within one of the others."""
     return any(start <= part[0] and part[1] <= stop for start, stop in others)
 
 
 def coverage(parts: Sequence[Part], size: int, what: str) -> int:
-    """Return how often parts of a tensor cover each of its elements; it must be equally often."""
+    """Return how many parts cover each element of a tensor; the number must be equal for all elements."""
     changes = Counter({0: 0, size: 0})
     for start, stop in parts:
         changes[start] += 1

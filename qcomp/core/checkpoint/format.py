@@ -33,22 +33,22 @@ SCHEMA = 1
 _SCALARS = ("step", "stage", "rank", "size", "skipped")
 
 TOPOLOGY = "topology"
-"""The key of what a mean of topology "auto" has chosen."""
+"""The key of the topology that "auto" has selected."""
 
 MAKER = "made_by"
-"""The key of what made a state: class and settings of the optimizer, as JSON text."""
+"""The key of the optimizer that made a state: its class and settings, as JSON text."""
 
 NUMBER = "number."
-"""Before the names of `OptimizerState.numbers`."""
+"""Prefix of the names in `OptimizerState.numbers`."""
 
 WORKER, SERVER = CompressedMean.kinds
-"""Kinds of arrays that are of one rank in every optimizer."""
+"""Kinds of arrays that belong to one rank in every optimizer."""
 
 
 def to_state_dict(state: OptimizerState, mean: CompressedMean) -> dict[str, Any]:
     """Return a state as a flat dict: scalars, and arrays keyed by the names of the parameters.
 
-    Residuals are this rank's own; so every rank has a dict of its own to keep.
+    Residuals differ between ranks, so every rank must save its own dict.
     """
     scalars = {name: getattr(state, name) for name in _SCALARS}
     return {
@@ -61,20 +61,20 @@ def to_state_dict(state: OptimizerState, mean: CompressedMean) -> dict[str, Any]
 
 
 def to_arrays(saved: Mapping[str, Any], like: Array) -> dict[str, Array]:
-    """Return what `Optimizer.state_dict` returned as a dict of arrays alone, for formats that hold nothing else.
+    """Convert the result of `Optimizer.state_dict` to a dict of arrays only, for formats that hold nothing else.
 
     Parameters
     ----------
     saved : mapping of str to array or scalar
         From ``state_dict``.
     like : array
-        Gives the library and the device of the arrays that scalars become.
+        Gives the library and the device of the arrays made from scalars.
 
     Returns
     -------
     dict of str to array
         Numbers, texts and lists become their JSON text in uint8, exact in every library. Arrays become contiguous
-        copies, none of which shares memory with another. `Optimizer.load_state_dict` reads it like the dict itself.
+        copies that share no memory. `Optimizer.load_state_dict` reads the result like the original dict.
 
     Examples
     --------
@@ -96,12 +96,12 @@ def to_arrays(saved: Mapping[str, Any], like: Array) -> dict[str, Array]:
 def from_state_dict(
     saved: Mapping[str, Any], begin: Callable[[Any], OptimizerState], mean: CompressedMean
 ) -> OptimizerState:
-    """Return the state that a dict describes, like the one that ``begin`` returns for its stage.
+    """Return the state in a dict, in the form that ``begin`` returns for its stage.
 
     Raises
     ------
     ValueError
-        If the dict is of another schema, rank, number of ranks, or of other parameters.
+        If the dict has another schema, rank, number of ranks, or other parameters.
     """
     require_schema(saved)
     template = begin(str(plain(saved["stage"])))
@@ -110,7 +110,7 @@ def from_state_dict(
         raise ValueError(
             f"the state is of rank {rank} of {size}; this is rank {template.rank} of "
             f"{template.size}: its residuals belong to that rank alone; pass a list with the dicts of all {size} "
-            f"ranks to go on with another number of ranks"
+            f"ranks to resume with another number of ranks"
         )
     expected = dict(named_arrays(template, mean))
     require_keys(saved.keys(), {*expected, *(f"{NUMBER}{name}" for name in template.numbers)})
@@ -155,19 +155,19 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
 
 
 def array_keys(saved: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a saved dict that are of arrays, also where a file format has made arrays of all."""
+    """Return the keys of the arrays in a saved dict, also after `to_arrays`."""
     return [key for key in saved if key not in _plain_keys() and not key.startswith(NUMBER)]
 
 
 def plain(value: Any) -> Any:
-    """Return an entry that is no array as it was saved, also after `to_arrays`."""
+    """Return an entry that is not an array in its original form, also after `to_arrays`."""
     if hasattr(value, "shape") and len(value.shape) == 1 and dtype_name(value.dtype) == "uint8":
         return json.loads(host_bytes(value))
     return value
 
 
 def require_schema(saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this release reads the schema of a dict, and knows its scalars by that."""
+    """Raise ValueError unless this release reads the schema of a dict, and all scalars exist."""
     missing = [key for key in sorted(_plain_keys() - {MAKER, TOPOLOGY}) if key not in saved]
     if missing:
         raise ValueError(
@@ -182,7 +182,7 @@ def require_schema(saved: Mapping[str, Any]) -> None:
 
 
 def require_keys(present: Any, expected: Any) -> None:
-    """Raise ValueError unless a dict has the keys that are expected besides its scalars."""
+    """Raise ValueError unless a dict has the expected keys besides its scalars."""
     present = {key for key in present if key not in _plain_keys()}
     if present != set(expected):
         missing, unknown = sorted(set(expected) - present), sorted(present - set(expected))
@@ -209,7 +209,7 @@ def require_dtype(dtype: Any, like: Array, key: str) -> None:
 
 
 def _some(keys: Iterable[str]) -> str:
-    """Name the first of some keys, and say how many more there are."""
+    """Name the first of some keys, and count the others."""
     names = [repr(key) for key in keys]
     listed = ", ".join(names[:5])
     return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed
@@ -220,13 +220,13 @@ def _plain_keys() -> set[str]:
 
 
 def _like(value: Any, like: Array, key: str) -> Array:
-    """Return a saved array in the library, dtype and on the device of another, whose shape it must have."""
+    """Return a saved array in the library and dtype, and on the device, of another of the same shape."""
     require_fit(value.shape, value.dtype, like, key)
     return array_namespace(like).asarray(value, dtype=like.dtype, device=device(like))
 
 
 def _own_copy(x: Array) -> Array:
-    """Return a contiguous copy: of a part, a file would hold the whole, and safetensors refuses it."""
+    """Return a contiguous copy: for a view, a file would hold the whole array, and safetensors refuses it."""
     xp = array_namespace(x)
     return xp.reshape(xp.asarray(xp.reshape(x, (-1,)), copy=True), tuple(x.shape))
 

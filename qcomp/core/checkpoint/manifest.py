@@ -1,4 +1,4 @@
-"""What the ranks tell each other of saved dicts before they go on in another world."""
+"""Descriptions of saved dicts, which the ranks exchange before they resume in another world."""
 
 import math
 from collections import Counter
@@ -18,12 +18,12 @@ def kind_of(key: str) -> str:
 
 
 class Entry(NamedTuple):
-    """What the ranks tell each other of an array before they move it."""
+    """The description of an array, sent before the array."""
 
     shape: tuple[int, ...]
     dtype: str
     digest: str
-    """Of the bytes; empty for what is a rank's own."""
+    """Digest of the bytes; empty for arrays that belong to one rank."""
 
     @property
     def nbytes(self) -> int:
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What the ranks tell each other of a dict."""
+    """The description of a dict."""
 
     scalars: dict[str, Any]
     arrays: dict[str, Entry]
@@ -47,9 +47,9 @@ class Manifest(NamedTuple):
 
 
 def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
-    """Return the facts of the dicts that a rank has, or a text that says what is wrong with them.
+    """Return the facts of a rank's dicts, or a text that says what is wrong with them.
 
-    ``accept`` raises for a dict that is not welcome.
+    ``accept`` raises for a dict that is not acceptable.
     """
     facts = []
     try:
@@ -60,13 +60,13 @@ def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
             accept(each)
             place = [int(plain(each[name])) for name in ("rank", "size", "step")]
             facts.append([*place, str(plain(each["stage"]))])
-    except Exception as error:  # tell all ranks, so that none waits
+    except Exception as error:  # share the error, so that no rank waits
         return str(error)
     return facts
 
 
 def holders(held: Sequence[Any]) -> list[int]:
-    """Return for each old rank the new rank that contributes its dict, from what every new rank has."""
+    """Return for each old rank the new rank that contributes its dict, given the facts of every new rank."""
     problems = [f"on rank {rank}: {facts}" for rank, facts in enumerate(held) if isinstance(facts, str)]
     if problems:
         raise ValueError("; ".join(problems))
@@ -91,7 +91,7 @@ def holders(held: Sequence[Any]) -> list[int]:
             f"no rank passes the dict of old {name_ranks(missing)}; expected all {old_size}, each on some rank"
         )
     having = [[new for new, other in counts if other == old] for old in range(old_size)]
-    # A rank's own dict from itself, and where all have all of them, an equal share from each.
+    # A rank contributes its own dict; if all ranks have all dicts, each contributes an equal share.
     return [old % len(held) if old % len(held) in ranks else min(ranks) for old, ranks in enumerate(having)]
 
 
@@ -101,7 +101,7 @@ def _told(fact: Sequence[Any]) -> str:
 
 
 def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
-    """Describe a dict: what must be the same in all dicts by value or digest, the rest by shape."""
+    """Describe a dict: entries that must be equal in all dicts by value or digest, the others by shape."""
     scalars: dict[str, Any] = {key: float(plain(saved[key])) for key in saved if key.startswith(NUMBER)}
     scalars |= {name: int(plain(saved[name])) for name in ("step", "skipped")}
     scalars |= {MAKER: str(plain(saved[MAKER]))} if MAKER in saved else {}
@@ -118,11 +118,11 @@ def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
 
 
 def require_agreement(manifests: Sequence[Manifest]) -> None:
-    """Raise ValueError unless the dicts are the same in all that is not a rank's own."""
+    """Raise ValueError unless the dicts agree in all entries that do not belong to one rank."""
     first = _shared(manifests[0])
     for old, manifest in enumerate(manifests):
         other = _shared(manifest)
-        # As texts, since NaN is not equal to itself.
+        # Compared as texts, since NaN is not equal to itself.
         differing = [key for key in sorted({*first, *other}) if repr(first.get(key)) != repr(other.get(key))]
         if differing:
             raise ValueError(
@@ -132,6 +132,6 @@ def require_agreement(manifests: Sequence[Manifest]) -> None:
 
 
 def _shared(manifest: Manifest) -> dict[str, Any]:
-    """Return what must be the same in all dicts; the digests of a rank's own arrays are empty."""
+    """Return what must be equal in all dicts; digests of arrays that belong to one rank are empty."""
     scalars = {name: value for name, value in manifest.scalars.items() if name != "skipped"}
     return {**scalars, **manifest.but_kinds(WORKER, SERVER)}

@@ -1,4 +1,4 @@
-"""A saved state that goes on in another world: other ranks than saved it, and not all of it on each of them."""
+"""Resuming a saved state in another world: on other ranks, each of which may have only a part of it."""
 
 import json
 import math
@@ -48,23 +48,23 @@ Saved = Mapping[str, Any]
 
 
 class World(NamedTuple):
-    """Where a saved state is to go on."""
+    """The world in which a saved state resumes."""
 
     rank: int
     size: int
     own_kinds: Callable[[str], tuple[str, ...]]
-    """Returns the optimizer's kinds that are of one rank, in a stage."""
+    """Returns the optimizer's kinds that belong to one rank, in a stage."""
     sizes: Mapping[str, int]
     """Elements of each parameter, by name."""
     template: Callable[[str], Mapping[str, Array]]
-    """Returns the arrays that this rank keeps when a stage begins, by key."""
+    """Returns the arrays that this rank holds at the start of a stage, by key."""
     like: Array
-    """Gives the library and the device of what is exchanged."""
+    """Gives the library and the device of exchanged arrays."""
     accept: Callable[[Saved], None]
-    """Raises ValueError for a dict that something else than this optimizer has saved."""
+    """Raises ValueError for a dict that another optimizer has saved."""
 
     def place(self, key: str) -> tuple[str, int]:
-        """Return the tensor that a residual is of, and where in it the residual starts."""
+        """Return the tensor of a residual, and the offset of the residual within it."""
         _, _, name = key.partition(".")
         if name in self.sizes:
             return name, 0
@@ -75,35 +75,36 @@ class World(NamedTuple):
 
 
 def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
-    """Return this rank's dict in a new world from the dicts of an old one, spread over the new ranks in any way.
+    """Return this rank's dict in a new world from the dicts of an old one, which the new ranks hold in any way.
 
-    In a world like the old one every rank gets the dict of its own number, as it was. In any other, every worker
-    residual becomes mean_i e_i + e_s of the old world, the server residuals become zero, the optimizer's own kinds
-    become their means, and the rest, which must be the same in all dicts, stays. Where a server is no worker, which is
-    so around a ring, its residual becomes the Nth part of that: what its own would have had in the mean.
+    In a world like the old one every rank gets the dict with its own number, unchanged. In any other, every worker
+    residual becomes mean_i e_i + e_s of the old world, server residuals become zero, the optimizer's own kinds become
+    their means, and everything else, which must be equal in all dicts, stays. A server that is not a worker for its
+    chunk, as around a ring, gets the Nth part of that residual, which its own worker residual would have contributed to
+    the mean.
 
     Parameters
     ----------
     saved : sequence of mappings
-        The dicts that this rank has, of any old ranks; all ranks together must have all of them. Several ranks may have
-        copies of a dict; one of them is used.
+        The dicts that this rank has, from any old ranks; all ranks together must have all of them. If several ranks
+        have copies of a dict, one of them is used.
     world : World
 
     Raises
     ------
     ValueError
-        On every rank alike, if dicts are missing, given twice, or do not belong together.
+        On every rank, with the same text, if dicts are missing, given twice, or do not belong together.
 
     Warns
     -----
     UserWarning
-        If the world is another one.
+        If the world differs from the old one.
 
     Notes
     -----
-    The mean over the new ranks is what the old total was, so what was lost is still fed back: the sum identity of
-    `CompressedMean` goes on. Sends the facts of each dict as text, 2 (N - 1) / N * 32 bits an element of what is
-    averaged and, if a rank has no dict to contribute, what is the same in all dicts from one rank to all.
+    The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
+    of `CompressedMean` continues to hold. Sends the facts of each dict as text, 2 (N - 1) / N * 32 bits per averaged
+    element and, if a rank has no dict to contribute, the entries that are equal in all dicts from one rank to all.
     """
     texts = yield from gather_texts(json.dumps(facts_of(saved, world.accept)), world.size, world.like)
     old_holders = holders([json.loads(text) for text in texts])
@@ -133,13 +134,13 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
 
 def _with_all_skips(manifests: Sequence[Manifest]) -> Manifest:
-    """Return what the dicts say together: an optimizer may let a rank alone skip a step."""
+    """Return the combined description: an optimizer may let a single rank skip a step."""
     skipped = max(manifest.scalars["skipped"] for manifest in manifests)
     return manifests[0]._replace(scalars={**manifests[0].scalars, "skipped": skipped})
 
 
 def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
-    """Return whether a dict has exactly the arrays of a rank of this world."""
+    """Return whether a dict has exactly the arrays of a rank in this world."""
     return {key: entry.shape for key, entry in manifest.arrays.items()} == {
         key: tuple(like.shape) for key, like in template.items()
     }
@@ -148,7 +149,7 @@ def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
 def _hand_over(
     mine: Mapping[int, Saved], by: Sequence[int], manifests: Sequence[Manifest], world: World
 ) -> Stages[dict[str, Array]]:
-    """Return the arrays of the dict of this rank's number, which another rank may have."""
+    """Return the arrays of the dict with this rank's number, which another rank may hold."""
     if by == list(range(world.size)):
         return {key: mine[world.rank][key] for key in manifests[world.rank].arrays}
     messages = {
@@ -171,7 +172,7 @@ def _merge(
     template: Mapping[str, Array],
     world: World,
 ) -> Stages[dict[str, Array]]:
-    """Return what this rank begins with in a world that is another one."""
+    """Return the initial arrays of this rank in a different world."""
     own_kinds = world.own_kinds(manifests[0].scalars["stage"])
     covered = _require_mergeable(manifests, template, world)
     warn_caller(
@@ -180,7 +181,7 @@ def _merge(
     )
     arrays = {}
     for key, entry in manifests[0].but_kinds(WORKER, SERVER, *own_kinds).items():
-        if len(set(by)) == world.size:  # all have it, and it is the same
+        if len(set(by)) == world.size:  # all ranks have it, and it is equal
             arrays[key] = mine[min(mine)][key]
         else:
             send = _bytes(mine[0][key], world) if world.rank == by[0] else _nothing(world)
@@ -206,7 +207,7 @@ def _merge(
     for key, like in template.items():
         if kind_of(key) == WORKER:
             name, start = world.place(key)
-            total = totals.get(f"{WORKER}.{name}")  # None where the old world owed nothing
+            total = totals.get(f"{WORKER}.{name}")  # None if the old world had no residual
             arrays[key] = like if total is None else total[start : start + like.shape[0]]
         elif kind_of(key) == SERVER:
             name, start = world.place(key)
@@ -234,14 +235,15 @@ def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Arr
 def _require_mergeable(
     manifests: Sequence[Manifest], template: Mapping[str, Array], world: World
 ) -> dict[str, int]:
-    """Return over how many old ranks the worker residuals of a tensor are averaged, by the names of the tensors.
+    """Return the number of old ranks over which each tensor's residuals are averaged, by tensor name.
 
-    Those that have a residual of an element, of whatever kind: the server of a chunk may be no worker for it.
+    It is the number of ranks with a residual for an element, of any kind: the server of a chunk may not be a worker for
+    it.
 
     Raises
     ------
     ValueError
-        If the dicts are of another model or optimizer.
+        If the dicts belong to another model or optimizer.
     """
     alike = manifests[0].but_kinds(WORKER, SERVER)
     expected = {key: like for key, like in template.items() if kind_of(key) not in (WORKER, SERVER)}
@@ -250,7 +252,7 @@ def _require_mergeable(
         require_fit(alike[key].shape, alike[key].dtype, like, key)
     likes = {world.place(key)[0]: like for key, like in template.items() if kind_of(key) == WORKER}
     held = [manifest.of_kinds(WORKER, SERVER) for manifest in manifests]
-    if not any(held):  # nothing was compressed, or nothing fed back
+    if not any(held):  # without compression or without feedback
         return {}
     if not likes:
         raise ValueError(
@@ -284,7 +286,7 @@ def _require_mergeable(
 def _share(
     mine: Mapping[int, Saved], name: str, count: int, template: Mapping[str, Array], world: World
 ) -> Array:
-    """Return what this rank's dicts add to the total residual of a tensor, times the number of ranks."""
+    """Return the contribution of this rank's dicts to a tensor's total residual, times the number of ranks."""
     like = next(x for key, x in template.items() if kind_of(key) == WORKER and world.place(key)[0] == name)
     xp, length = array_namespace(like), world.sizes[name]
     share = xp.zeros((length,), dtype=like.dtype, device=device(like))

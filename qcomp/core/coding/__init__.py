@@ -1,8 +1,8 @@
 """Codes of variable length for quantised vectors, on host bytes.
 
-``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder within a few percent of the entropy. Both take a
-level from 0 to 32767 and a sign for each element; the scales of buckets are no part of the code. The loops run in the
-kernels of `qcomp.backends` where there are any; the versions here are the definition of every byte.
+``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder within a few percent of the entropy. Both code a
+level from 0 to 32767 and a sign for each element; the code does not include the scales of buckets. The loops run in the
+kernels of `qcomp.backends` if available; the versions here define every byte.
 """
 
 from qcomp.core.coding import paper, planes, range_coder, rans
@@ -19,7 +19,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 def first_invalid(levels: memoryview, negative: memoryview, largest: int) -> int:
-    """Return the index of the first element that is no level or no sign, or -1."""
+    """Return the index of the first element with an invalid level or sign, or -1."""
     for i, (level, sign) in enumerate(zip(numbers(levels), negative, strict=True)):
         if level > largest or sign > min(level, 1):
             return i
@@ -40,9 +40,9 @@ PURE = Coders(
 
 
 def unpack(packed: Bytes, *, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
-    """Return levels and signs, as `encode` takes them, of codes that are packed as `qcomp.core.numeric.bitplanes` does.
+    """Return levels and signs, as `encode` takes them, from codes packed by `qcomp.core.numeric.bitplanes`.
 
-    A code has ``bits`` bits, 2 to 16: a level with the sign bit on top. Padding is left out.
+    A code has ``bits`` bits, 2 to 16: a level with the sign bit on top. Padding is dropped.
     """
     return _loops().unpack(_view(packed), size, bits, bucket_size)
 
@@ -62,17 +62,17 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, lar
     levels : bytes-like, 2n bytes
         Magnitudes, 0 to ``largest``, as 16-bit integers in little endian.
     negative : bytes-like, n bytes
-        1 for a negative element, else 0; 0 where the level is.
+        1 for a negative element, else 0; 0 if the level is 0.
     bucket_size : int
-        Elements that share a scale. Both codes run through all buckets, so that it changes nothing yet.
+        Elements that share a scale. Both codes run through all buckets, so this has no effect yet.
     largest : int
         The number of levels above zero, 1 to 32767.
 
     Returns
     -------
     bytes
-        ``"range"``: with b the bits of ``largest`` and one more, at most n*b/8 + 5 bytes, from 2^14 elements on + 17.
-        ``"elias"``: at most 24 bits an element, and 1 byte.
+        ``"range"``: with b one more than the bits of ``largest``, at most n*b/8 + 5 bytes, or + 17 from 2^14 elements
+        on. ``"elias"``: at most 24 bits per element, plus 1 byte.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, lar
 def decode(
     coding: str, data: Bytes, *, size: int, bucket_size: int, largest: int
 ) -> tuple[bytearray, bytearray]:
-    """Return levels and signs, the inverse of `encode`, in memory and time that are proportional to ``size``.
+    """Return levels and signs, the inverse of `encode`; memory and time are proportional to ``size``.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def decode(
     Raises
     ------
     PayloadError
-        If the bytes are not the code of such a vector: cut off, too long, damaged.
+        If the bytes are not the code of such a vector: truncated, too long, damaged.
     ValueError
         If another argument is not as described.
     """
@@ -148,7 +148,7 @@ def _loops() -> Coders:
 
 
 def _view(data: Bytes) -> memoryview:
-    """Return the bytes of a buffer; Python casts no empty ones."""
+    """Return the bytes of a buffer; Python cannot cast empty ones."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 

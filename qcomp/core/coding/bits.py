@@ -13,7 +13,7 @@ from qcomp.core.errors import PayloadError
 __all__ = ["BitReader", "BitWriter", "little_endian", "numbers"]
 
 _FLUSH = 256
-"""Bits that are kept in an integer at most; more would make writing quadratic."""
+"""The most bits kept in an integer; more would make writing quadratic."""
 
 
 class BitWriter:
@@ -33,7 +33,7 @@ class BitWriter:
         self._pending = self._count = 0
 
     def put(self, value: int, length: int) -> None:
-        """Append the ``length`` lowest bits of a value that has no more."""
+        """Append a value of at most ``length`` bits, as ``length`` bits."""
         self._pending = self._pending << length | value
         self._count += length
         if self._count >= _FLUSH:
@@ -42,13 +42,13 @@ class BitWriter:
             self._pending &= (1 << self._count) - 1
 
     def finish(self) -> bytes:
-        """Return all bytes; nothing can be put after that."""
+        """Return all bytes; call nothing after that."""
         padding = -self._count % 8
         return bytes(self._bytes) + (self._pending << padding).to_bytes((self._count + padding) // 8, "big")
 
 
 class BitReader:
-    """Gives back the bits of a buffer.
+    """Reads the bits of a buffer.
 
     Examples
     --------
@@ -68,7 +68,7 @@ class BitReader:
         Raises
         ------
         PayloadError
-            If there are not that many.
+            If fewer bits are left.
         """
         start, self._at = self._at, self._at + length
         if self._at > 8 * len(self._data):
@@ -79,19 +79,19 @@ class BitReader:
         return part >> -self._at % 8 & (1 << length) - 1
 
     def align(self) -> int:
-        """Skip what fills up the last byte, and return the index of the next one.
+        """Skip the padding of the last byte, and return the index of the next byte.
 
         Raises
         ------
         PayloadError
-            If it is not zero.
+            If the padding is not zero.
         """
         if self.take(-self._at % 8):
             raise PayloadError("the coded bits are filled up with ones; expected zeros")
         return self._at // 8
 
     def finish(self) -> None:
-        """Check that all bits were taken but what fills up the last byte.
+        """Check that all bits were read except the padding of the last byte.
 
         Raises
         ------
@@ -119,7 +119,7 @@ def numbers(data: memoryview) -> array[int]:
 
 
 def little_endian(values: array[int]) -> bytearray:
-    """Return the bytes of 16-bit numbers, the inverse of `numbers`; the numbers are used up."""
+    """Return the bytes of 16-bit numbers, the inverse of `numbers`; overwrites the numbers."""
     if sys.byteorder == "big":
         values.byteswap()
     return bytearray(values)

@@ -1,8 +1,8 @@
 """Classes of non-negative integers: small ones exactly, large ones by their first bits.
 
-With m fine bits, every k below 2^(m+1) is a class of its own; of the larger ones, class (e << m) + (k >> e) has
-all that agree in their length and first m + 1 bits; the e further ones are spare. So a class is never wider than 2^-m
-of what it holds.
+With m fine bits, every k below 2^(m+1) has its own class. Of the larger numbers, class (e << m) + (k >> e) holds those
+that agree in their length and first m + 1 bits; the other e bits are spare. So a class is never wider than 2^-m times
+its smallest number.
 """
 
 __all__ = ["class_of", "smallest", "spare_bits"]
@@ -21,7 +21,7 @@ def class_of(number: int, fine: int) -> int:
 
 
 def spare_bits(class_: int, fine: int) -> int:
-    """Return how many bits the numbers of a class have beyond those that it tells.
+    """Return the number of bits that the class of a number does not determine.
 
     Examples
     --------

@@ -1,11 +1,11 @@
 """Elias's codes for positive integers: gamma, delta and omega (IEEE Trans. Information Theory 21, 1975).
 
-Prefix-free: codewords that follow one another need no separator. With L(k) the number of bits of k:
+They are prefix-free: consecutive codewords need no separator. With L(k) the number of bits of k:
 
 - gamma: L - 1 zeros, then k; 2L - 1 bits.
 - delta: L in gamma, then k without its first bit; L + 2 (L(L) - 1) bits.
-- omega: a 0, before it k, before that L(k) - 1 as a new k, and so on until that is 1. The QSGD paper calls this the
-  recursive Elias code.
+- omega: starts with a 0 and prepends k, then L(k) - 1 as the new k, and so on until k is 1. The QSGD paper calls this
+  the recursive Elias code.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,11 +32,11 @@ __all__ = [
 Code = Literal["gamma", "delta", "omega"]
 
 LARGEST_BITS = 64
-"""Numbers have no more bits. Without a bound, a few damaged bytes could announce a number of any size."""
+"""The most bits of a number. Without a bound, a few damaged bytes could announce a number of any size."""
 
 
 class Codeword(NamedTuple):
-    """Some bits, the first of them the highest."""
+    """Some bits, as an integer whose highest bit comes first."""
 
     bits: int
     length: int
@@ -94,7 +94,7 @@ def take_gamma(bits: BitReader) -> int:
     Raises
     ------
     PayloadError
-        If the bits end before, or the number has more than 64 bits. So do `take_delta` and `take_omega`.
+        If the bits end early, or the number has more than 64 bits. The same holds for `take_delta` and `take_omega`.
     """
     zeros = 0
     while not bits.take(1):
@@ -155,7 +155,7 @@ def length(code: Code, number: int) -> int:
 
 
 def encode(code: Code, numbers: Iterable[int]) -> bytes:
-    """Return the codewords of positive integers one after another, filled up with zeros to whole bytes.
+    """Return the concatenated codewords of positive integers, padded with zeros to whole bytes.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ def encode(code: Code, numbers: Iterable[int]) -> bytes:
 def decode(code: Code, data: bytes | bytearray | memoryview, count: int) -> list[int]:
     """Return ``count`` integers, the inverse of `encode`.
 
-    The count is needed: the zeros at the end would be further codewords of omega.
+    The count is needed, since padding zeros would decode as further omega codewords.
 
     Raises
     ------

@@ -1,16 +1,17 @@
-"""The model of the range coder: how often levels of each class come, fitted to a vector and sent ahead of it.
+"""The model of the range coder: the frequency of each class of levels, fitted to a vector and sent before it.
 
-A level k from 1 is sent as its class (`qcomp.core.coding.classes`), which the model makes shorter the more frequent it
-is, and as plain bits after that: the spare bits of k, and 1 for a negative sign as the last. A 0 is its class alone.
-How fine classes are is chosen for each vector, so that the model's own size never dominates.
+A level k >= 1 is sent as its class (`qcomp.core.coding.classes`), in fewer bits the more frequent the class is,
+followed by plain bits: the spare bits of k, then 1 for a negative sign. A 0 is sent as its class alone. The number of
+fine bits is chosen for each vector, so that the model's own size never dominates.
 
 In bits: the method, `FLAT` or 1 plus the fine bits of the classes, in three bits. If it is not `FLAT`, the number of
-classes up to the last that occurs, in gamma; then for each the weight, which is the class with 2 fine bits of how often
-it occurs, rounded to the nearest: d, the difference to the one before, as gamma of 1 - 2d, or of 2d if it is positive.
-The one before the first is that of the number of elements. Zeros fill up the last byte.
+classes up to the last that occurs follows in gamma, then the weight of each class. A weight is the class, with 2 fine
+bits, of the number of occurrences, rounded to nearest. It is sent as its difference d to the previous weight: gamma of
+1 - 2d, or of 2d if d is positive. The weight before the first is that of the number of elements. Zeros pad the last
+byte.
 
-Shares: every class that occurs has one of the 2^13 units, and the rest is divided in proportion to the smallest number
-of each weight's class, rounded down; what remains goes to the first of the most frequent classes.
+Shares: every class that occurs gets one of the 2^13 units. The other units are divided in proportion to the smallest
+number of each weight's class, rounded down; the remainder goes to the first of the most frequent classes.
 """
 
 from bisect import bisect_right
@@ -29,37 +30,37 @@ __all__ = ["FLAT", "UNITS_BITS", "Model", "finest", "fit", "flat", "read"]
 FLAT = 0
 """The method without a model: all bits are plain."""
 UNITS_BITS = 13
-"""Shares are parts of 2 to the power of this."""
+"""Shares are multiples of 2 to the minus this."""
 _METHOD_BITS = 3
 FINEST = 6
-"""Levels up to 127 can have a class each."""
+"""The most fine bits; levels up to 127 can then have a class each."""
 WEIGHT_FINE = 2
 LARGEST_WEIGHT = class_of(1 << 40, WEIGHT_FINE)
 
 _FRACTION = 12
-"""Bits after the point in estimates of lengths."""
+"""Fractional bits in estimates of lengths."""
 _MANTISSA = 8
 
 
 class Model(NamedTuple):
-    """What is known of each class."""
+    """The model: the properties of each class."""
 
     method: int
     units: list[int]
-    """The share of each class; they sum up to 2^13."""
+    """The share of each class; they add up to 2^13."""
     smallest: list[int]
     """The level of each class whose spare bits are all zero."""
     plain: list[int]
-    """The bits that follow each class: the spare ones and the sign."""
+    """The number of plain bits after each class: the spare bits and the sign."""
 
 
 def finest(largest: int) -> int:
-    """Return the most fine bits that are of use for levels up to ``largest``."""
+    """Return the most fine bits that are useful for levels up to ``largest``."""
     return min(FINEST, largest.bit_length() - 1)
 
 
 def flat(largest: int) -> Model:
-    """Return the model of one class, all of whose levels have the same length: that of a fixed width."""
+    """Return the model with one class, in which all levels have the same fixed width."""
     return Model(FLAT, [1 << UNITS_BITS], [0], [largest.bit_length() + 1])
 
 
@@ -69,9 +70,9 @@ def fit(counts: Sequence[int], largest: int) -> tuple[Model, bytes]:
     Parameters
     ----------
     counts : sequence of int
-        How many elements are of each class with ``finest(largest)`` fine bits.
+        The number of elements in each class, with ``finest(largest)`` fine bits.
     largest : int
-        The largest level that there can be.
+        The largest possible level.
 
     Examples
     --------
@@ -105,12 +106,12 @@ def fit(counts: Sequence[int], largest: int) -> tuple[Model, bytes]:
 
 
 def read(bits: BitReader, size: int, largest: int) -> Model:
-    """Return the model that comes next, for a vector of ``size`` elements, and skip what fills up its last byte.
+    """Read the model for a vector of ``size`` elements, and skip the padding of its last byte.
 
     Raises
     ------
     PayloadError
-        If there is no such method for levels up to ``largest``, or a class or a weight is out of range.
+        If the method does not exist for levels up to ``largest``, or a class or a weight is out of range.
     """
     method = bits.take(_METHOD_BITS)
     if method == FLAT:
@@ -136,20 +137,20 @@ def read(bits: BitReader, size: int, largest: int) -> Model:
 
 
 def _steps(weights: Sequence[int], size: int) -> list[int]:
-    """Return the positive integer that stands for the difference of each weight to the one before."""
+    """Return the positive integer that represents the difference of each weight to the previous one."""
     steps = (weight - last for last, weight in pairwise([_weight(size), *weights]))
     return [2 * step if step > 0 else 1 - 2 * step for step in steps]
 
 
 def _bits(weights: Sequence[int], size: int) -> int:
-    """Return the bits of a model, those that fill up its last byte included."""
+    """Return the number of bits of a model, including the padding of its last byte."""
     numbers = [len(weights), *_steps(weights, size)]
     bits = _METHOD_BITS + sum(2 * number.bit_length() - 1 for number in numbers)
     return -(-bits // 8) * 8
 
 
 def _weight(count: int) -> int:
-    """Return the class of a count, rounded to the nearest."""
+    """Return the class of a count, rounded to nearest."""
     return bisect_right(_least_counts(), count) - 1
 
 
@@ -183,20 +184,20 @@ def _smallest(fine: int, count: int) -> tuple[int, ...]:
 
 @lru_cache
 def _plain(fine: int, count: int) -> tuple[int, ...]:
-    """Return how many bits follow each class: the spare ones and, for all but that of 0, the sign."""
+    """Return the number of bits after each class: the spare bits and, except for class 0, the sign."""
     return tuple(spare_bits(c, fine) + (c > 0) for c in range(count))
 
 
 def _coarser(counts: Sequence[int], fine: int) -> list[int]:
-    """Return how many elements are of each class with one fine bit less."""
-    # The first 2^fine classes are of one number each, as before; all others join in pairs.
+    """Return the number of elements in each class with one fine bit less."""
+    # The first 2^fine classes keep one number each; all others join in pairs.
     single = counts[: 1 << fine]
     pairs = zip_longest(counts[1 << fine :: 2], counts[(1 << fine) + 1 :: 2], fillvalue=0)
     return [*single, *(a + b for a, b in pairs)]
 
 
 def _estimate(counts: Sequence[int], weights: Sequence[int], fine: int) -> int:
-    """Return the bits of a vector after its model, times 2^12."""
+    """Return the number of bits of a vector after its model, times 2^12."""
     table, total = _logarithms(), 0
     for count, units, plain in zip(counts, _units(weights), _plain(fine, len(weights)), strict=True):
         if count:
@@ -208,7 +209,7 @@ def _estimate(counts: Sequence[int], weights: Sequence[int], fine: int) -> int:
 
 @cache
 def _logarithms() -> list[int]:
-    """Return log2(1 + i/256) * 2^12, rounded down, by squaring: a bit of a logarithm for each."""
+    """Return log2(1 + i/256) * 2^12, rounded down, one bit per squaring."""
     table = []
     for i in range(1 << _MANTISSA):
         value, bits = (1 << _MANTISSA) + i << 30 - _MANTISSA, 0

@@ -1,13 +1,13 @@
-"""The codes of the QSGD paper: sparse, gaps and levels of what is not zero, and dense, the level of each element.
+"""The codes of the QSGD paper: sparse (gaps and levels of the nonzero elements) and dense (the level of each element).
 
 Levels and gaps are omega codewords (`qcomp.core.coding.elias`). For n elements of levels k_i:
 
-- sparse: omega(m + 1), where m elements are not zero; then for each of them omega(gap), a sign bit (1 for negative),
-  omega(k). A gap is the index less that of the one before; the first is the index plus 1.
+- sparse: omega(m + 1), where m elements are nonzero; then for each of them omega(gap), a sign bit (1 for negative),
+  omega(k). A gap is the index minus that of the previous nonzero element; the first is the index plus 1.
 - dense: omega(k + 1) for each element, and a sign bit after it where k > 0.
 
-Both run through the whole vector: no bucket starts anew. A byte that says which it is comes first, `DENSE` or `SPARSE`:
-what is shorter, dense if they are equal. Source: Alistarh et al., NeurIPS 2017, section 3.2 and its appendix. The
+Both run through the whole vector, without a restart at buckets. The first byte names the shorter code, `DENSE` or
+`SPARSE`; dense if both have the same length. Source: Alistarh et al., NeurIPS 2017, section 3.2 and its appendix. The
 paper's dense code has a sign bit for zeros too.
 """
 
@@ -25,7 +25,7 @@ DENSE, SPARSE = 0, 1
 
 
 def dense_length(levels: array[int]) -> int:
-    """Return the bits of the dense code, without those that fill up the last byte.
+    """Return the number of bits of the dense code, without padding.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def dense_length(levels: array[int]) -> int:
 
 
 def sparse_length(levels: array[int]) -> int:
-    """Return the bits of the sparse code, without those that fill up the last byte.
+    """Return the number of bits of the sparse code, without padding.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def decode(data: memoryview, size: int, largest: int) -> tuple[bytearray, bytear
     Raises
     ------
     PayloadError
-        If the bytes are no such code of a vector of that size with levels up to ``largest``.
+        If the bytes are not the code of a vector of that size with levels up to ``largest``.
     """
     bits, levels, negative = BitReader(data), array("H", bytes(2 * size)), bytearray(size)
     method = bits.take(8)

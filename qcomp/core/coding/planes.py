@@ -1,7 +1,7 @@
-"""Packed codes of a quantizer to levels and signs, and back, on host bytes.
+"""Conversion of a quantizer's packed codes to levels and signs, and back, on host bytes.
 
-The layout is that of `qcomp.core.numeric.bitplanes`; a code is a level with the sign bit on top.
-Bytes are looked up, and integers of many bytes shifted, a bucket at a time: no loop runs over elements.
+The layout is that of `qcomp.core.numeric.bitplanes`; a code is a level with the sign bit on top. It looks up bytes in
+tables and shifts integers of many bytes, one bucket at a time: no loop runs over elements.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ __all__ = ["pack", "unpack"]
 
 
 def unpack(packed: memoryview, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
-    """Return levels and signs of packed codes, those of padding left out.
+    """Return levels and signs of packed codes, without padding.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def pack(levels: memoryview, negative: memoryview, bits: int, bucket_size: int) 
 
 
 def _split(data: bytes, bits: int, *, planes: bool) -> bytes:
-    """Return the codes of a bucket, a byte each, from planes of one bit or, where codes fill bytes, of codes."""
+    """Return the codes of a bucket, one per byte, from one-bit planes or from code planes."""
     if 8 % bits == 0 and not planes:
         return b"".join(data.translate(_field(part * bits, bits)) for part in range(8 // bits))
     width = len(data) // bits
@@ -111,7 +111,7 @@ def _gather(codes: bytes, bits: int, *, planes: bool) -> bytes:
 
 
 def _joined(parts: list[tuple[bytes | memoryview, int]]) -> bytes:
-    """Return the bytes of each part shifted to the left, over one another; nothing may be shifted out of its byte."""
+    """Return the bitwise OR of the parts, each shifted left; no bit may leave its byte."""
     total = 0
     for data, shift in parts:
         total |= int.from_bytes(data, "little") << shift
@@ -120,5 +120,5 @@ def _joined(parts: list[tuple[bytes | memoryview, int]]) -> bytes:
 
 @cache
 def _field(first: int, width: int) -> bytes:
-    """Return the table that takes some bits out of a byte."""
+    """Return the table that extracts some bits of a byte."""
     return bytes(byte >> first & (1 << width) - 1 for byte in range(256))

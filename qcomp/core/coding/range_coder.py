@@ -1,14 +1,14 @@
 """A range coder with a model fitted to each vector: asymmetric numeral systems (Duda, arXiv 1311.2540), as rANS.
 
 The stream: the model (`qcomp.core.coding.model`), the states as 4 bytes each, and words of 2 bytes, in little endian.
-Element i belongs to lane i mod `lanes(n)`, each with a state x from 2^16 to 2^32 - 1.
+Element i belongs to lane i mod `lanes(n)`. Each lane has a state x from 2^16 to 2^32 - 1.
 
-Decoding element after element: with f and b the units of a class and of those before it, and u = x mod 2^13, the class
-is the one with b <= u < b + f, and x becomes f * (x >> 13) + u - b; then, where r plain bits follow, they are the r
-lowest of x, and x becomes x >> r. After each of the two, a state below 2^16 becomes x * 2^16 + the next word. At the
-end all states are 2^16 and all words are used. Encoding is the inverse, from the last element to the first.
+To decode an element, let u = x mod 2^13. Its class is the one with b <= u < b + f, where f is the share of the class
+and b the sum of those before it; x becomes f * (x >> 13) + u - b. If r plain bits follow, they are the r lowest bits of
+x, and x becomes x >> r. After each of the two, a state below 2^16 becomes x * 2^16 + the next word. At the end all
+states are 2^16 and all words are used. Encoding is the inverse, from the last element to the first.
 
-Never longer than codes of a fixed width by more than 1 + 4 * lanes(n) bytes: the method `FLAT` sees to that.
+The stream exceeds codes of a fixed width by at most 1 + 4 * lanes(n) bytes, thanks to the method `FLAT`.
 """
 
 from qcomp.core.coding.bits import BitReader
@@ -21,7 +21,7 @@ _MANY = 1 << 14
 
 
 def lanes(size: int) -> int:
-    """Return how many states a vector is coded with: more are faster, and each costs 2 bytes.
+    """Return the number of states for a vector: more are faster, and each costs 2 bytes.
 
     Examples
     --------
@@ -37,7 +37,7 @@ def encode(coders: Coders, levels: memoryview, negative: memoryview, largest: in
     model, described = fit(coders.count_classes(levels, largest, finest(largest)), largest)
     coded = described + coders.push(levels, negative, model, lanes(size))
     if len(coded) > _most(size, largest):
-        # The estimate was short of what it took.
+        # The estimate was too low.
         coded = bytes([FLAT]) + coders.push(levels, negative, flat(largest), lanes(size))
     return coded
 
@@ -56,5 +56,5 @@ def decode(coders: Coders, data: memoryview, size: int, largest: int) -> tuple[b
 
 
 def _most(size: int, largest: int) -> int:
-    """Return the bytes that a vector can take without a model."""
+    """Return the most bytes of a vector without a model."""
     return 1 + 4 * lanes(size) + size * (largest.bit_length() + 1) // 8

@@ -12,12 +12,12 @@ from qcomp.core.errors import PayloadError
 __all__ = ["LOW", "count_classes", "pop", "push"]
 
 LOW = 1 << 16
-"""The smallest state, and the first of an encoder."""
+"""The smallest state, and the initial one of an encoder."""
 _MASK = (1 << UNITS_BITS) - 1
 
 
 def count_classes(levels: memoryview, largest: int, fine: int) -> list[int]:
-    """Return how many levels are of each class up to that of the largest."""
+    """Return the number of levels in each class, up to the class of ``largest``."""
     counts = [0] * (class_of(largest, fine) + 1)
     for level in numbers(levels):
         counts[class_of(level, fine)] += 1
@@ -51,7 +51,7 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
     Raises
     ------
     PayloadError
-        If the bytes are no such states and words.
+        If the bytes are not valid states and words.
     """
     if len(data) < 4 * lanes or len(data) & 1:
         raise PayloadError(
@@ -94,7 +94,7 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
 
 
 def _before(model: Model) -> list[int]:
-    """Return how many units lie before those of each class."""
+    """Return the sum of the shares before each class."""
     before, total = [], 0
     for units in model.units:
         before.append(total)

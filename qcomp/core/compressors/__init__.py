@@ -1,4 +1,4 @@
-"""The compressors, one a file."""
+"""The compressors, one per file."""
 
 from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.fields import WholeFields

@@ -1,4 +1,4 @@
-"""Base of the compressors that give every element a small code and every bucket a few scales."""
+"""Base of the compressors with a small code per element and a few scales per bucket."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ __all__ = ["BucketedCompressor"]
 
 @dataclass(frozen=True)
 class BucketedCompressor(Compressor):
-    """A compressor with a code of ``bits`` bits per element and one float32 of each scale per bucket.
+    """A compressor with a code of ``bits`` bits per element and a float32 per scale and bucket.
 
-    A subclass says what happens to buckets of equal length; the cutting, packing and joining is here.
+    A subclass encodes and decodes buckets of equal length; this class cuts, packs and joins them.
     """
 
     scales: ClassVar[tuple[str, ...]]
@@ -28,7 +28,13 @@ class BucketedCompressor(Compressor):
 
     @staticmethod
     def length_of(count: int) -> int:
-        """Return how many elements a bucket of ``count`` elements is filled up to."""
+        """Return the length to which a bucket of ``count`` elements is padded.
+
+        Parameters
+        ----------
+        count : int
+            Elements of a bucket without padding.
+        """
         return tail_length(count)
 
     @property
@@ -40,12 +46,29 @@ class BucketedCompressor(Compressor):
     def encode_block(self, rows: Array, block: Block, key: Key | None) -> tuple[Array, tuple[Array, ...]]:
         """Return the codes, uint8 of shape (rows, length), and the scales, each of shape (rows,).
 
-        Padding is 0 in ``rows`` and must have code 0 if it is not to show on the wire.
+        Padding is 0 in ``rows`` and must get code 0, so that the wire has zeros there.
+
+        Parameters
+        ----------
+        rows : array, shape (rows, length)
+            The elements, one bucket per row.
+        block : Block
+            The position of the rows within the vector.
+        key : Key or None
+            Determines the random draws; None if the compressor draws nothing.
         """
 
     @abstractmethod
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
-        """Return the values, of shape (rows, length); scales have shape (rows, 1) and the dtype of the result."""
+        """Return the values, of shape (rows, length); scales have shape (rows, 1) and the dtype of the result.
+
+        Parameters
+        ----------
+        codes : array of uint8, shape (rows, length)
+            The codes, one bucket per row; int32 for codes of more than 8 bits.
+        scales : tuple of arrays, each of shape (rows, 1)
+            The scales of each bucket.
+        """
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the packed codes of all buckets, then each of the scales."""
@@ -80,7 +103,7 @@ class BucketedCompressor(Compressor):
         return join_blocks(values, dtype=dtype, like=parts["codes"])
 
 
-@lru_cache(1024)  # small calls would spend more on this than on their arithmetic
+@lru_cache(1024)  # otherwise small calls spend more time here than on arithmetic
 def _layout(
     size: int, bucket_size: int, bits: int, scales: tuple[str, ...], length_of: Callable[[int], int]
 ) -> PayloadSpec:

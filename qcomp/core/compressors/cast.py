@@ -18,19 +18,19 @@ __all__ = ["Cast"]
 class Cast(Compressor):
     """C(v) = v rounded to a 16-bit format.
 
-    The conversions are integer arithmetic on the bits of float32, the same in every library, also in one
-    that lacks the 16-bit dtype.
+    The conversions use integer arithmetic on the bits of float32. They are the same in every library, even in one that
+    lacks the 16-bit dtype.
 
     Parameters
     ----------
     dtype : {"bfloat16", "float16"}
-        bfloat16 keeps float32's range and 8 significant bits: a contraction with relative error at most 2^-8.
-        float16 keeps 11 bits in 2^-14 to 65504; smaller values have an absolute error of up to 2^-25, and
-        larger ones are an error.
+        bfloat16 keeps float32's range and 8 significant bits: a contraction with relative error at most 2^-8. float16
+        keeps 11 bits in 2^-14 to 65504; smaller values have an absolute error of up to 2^-25, and larger ones raise an
+        error.
 
     Notes
     -----
-    Sends 16 bits an element, little-endian.
+    Sends 16 bits per element, little-endian.
 
     Examples
     --------
@@ -51,12 +51,12 @@ class Cast(Compressor):
     @property
     def traits(self) -> Traits:
         """A contraction for bfloat16; float16 has only an absolute bound for small values."""
-        # float64 input is rounded twice, first to float32: hence the little more than 2^-8.
+        # float64 input is rounded twice, first to float32, so the error slightly exceeds 2^-8.
         loss = (2**-8 * (1 + 2**-12)) ** 2
         return Traits(1, delta=1 - loss if self.dtype == "bfloat16" else None, keeps_zero=True)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
-        """Return the layout: two bytes an element."""
+        """Return the layout: two bytes per element."""
         return PayloadSpec((Field("halves", "uint8", 2 * size),))
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:  # noqa: ARG002
@@ -95,7 +95,7 @@ def _round_off(bits: Array, count: int) -> Array:
 
 
 def _split_sign(x: Array) -> tuple[Array, Array]:
-    """Return the bits of the magnitude and the sign bit in place 15, both int32."""
+    """Return the bits of the magnitude, and the sign bit at position 15, both int32."""
     xp = array_namespace(x)
     bits = bitcast(x, xp.int32)
     sign = xp.where(bits < 0, _int32(0x8000, bits), _int32(0, bits))
@@ -120,7 +120,7 @@ def _to_float16(x: Array) -> Array:
     small = xp.abs(x) < 2.0**-14
     subnormal = xp.round(xp.where(small, xp.abs(x), xp.zeros_like(x)) * 2.0**24)
     code = xp.where(small, xp.astype(subnormal, xp.int32), normal)
-    # What a compiler traces has not been looked at: from 65520 on it is infinity.
+    # Traced values have not been checked: from 65520 on they become infinity.
     infinity = _int32(0x7C00, code)
     return xp.where(code > infinity, infinity, code) + sign
 

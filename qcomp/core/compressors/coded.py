@@ -12,17 +12,17 @@ from qcomp.core.payload import Field, PayloadSpec
 __all__ = ["LevelCoder"]
 
 _STORED, _CODED = 0, 1
-"""How the codes of a payload are sent: as they were, because coding would not shorten them, or coded."""
+"""How the codes of a payload are sent: unchanged, if coding would not shorten them, or coded."""
 
 
 @dataclass(frozen=True)
 class LevelCoder:
-    """Codes the levels of a quantizer, and leaves those payloads as they are that would not be shorter.
+    """Codes the levels of a quantizer, unless coding would not shorten the payload.
 
     Parameters
     ----------
     plain : Compressor
-        Whose payloads have the fields "codes", packed, and "step", one a bucket.
+        Its payloads have the fields "codes", packed, and "step", one per bucket.
     coding : {"elias", "range"}
         See `qcomp.core.coding`.
     largest : int
@@ -31,8 +31,8 @@ class LevelCoder:
 
     Notes
     -----
-    A payload is the steps, a byte that says how the codes are sent, and these: at most a byte longer than a plain one.
-    Padding is not coded.
+    A payload holds the steps, a byte that says how the codes are sent, and the codes. It is at most a byte longer than
+    a plain one. Padding is not coded.
     """
 
     plain: Compressor
@@ -49,11 +49,11 @@ class LevelCoder:
         return _layout(self.plain.payload_spec(size))
 
     def shorten(self, data: Array, size: int) -> Array:
-        """Return the data of a payload from that of the plain compressor."""
+        """Return the shortened data of a payload of the plain compressor."""
         if is_traced(data):
             raise TypeError(
-                f"coding is {self.coding!r}: how long a payload is depends on its values, and a compiler traces, when "
-                "there are none; expected coding='fixed'"
+                f"coding is {self.coding!r}: the length of a payload depends on its values, which a tracing compiler "
+                "does not have; expected coding='fixed'"
             )
         parts = self.plain.payload_spec(size).split(data)
         method, codes = _STORED, host_bytes(parts["codes"])
@@ -72,7 +72,7 @@ class LevelCoder:
         Raises
         ------
         PayloadError
-            If the bytes are not those of a payload of so many elements.
+            If the bytes are not a payload of ``size`` elements.
         """
         spec = self.plain.payload_spec(size)
         start = self.payload_spec(size).shortest

@@ -19,26 +19,27 @@ __all__ = ["WholeFields"]
 @register
 @dataclass(frozen=True)
 class WholeFields(Compressor):
-    """Another compressor, in whose buckets no receptive field of a convolution is cut in two.
+    """Wraps a compressor so that its buckets hold whole receptive fields of a convolution.
 
-    A field is what a tensor has of one index of its first two axes, kernel height * width elements of torch's
-    ``Conv2d.weight``, which follow each other. A bucket holds as many whole fields as fit, and is filled up with zeros:
-    512 hold 56 fields of 9 and 8 zeros. Tensors of up to two axes, and fields that divide a bucket or are larger than
-    one, have the compressor itself.
+    A field is the slice of a tensor at one index of its first two axes: kernel height * width consecutive elements of
+    torch's ``Conv2d.weight``. A bucket holds as many whole fields as fit, padded with zeros: 512 elements hold 56
+    fields of 9 and 8 zeros. Tensors of up to two axes, and fields that divide a bucket or are larger than one, use the
+    wrapped compressor directly.
 
     Parameters
     ----------
     compressor : Compressor
-        Of fixed length, that keeps zeros, such as `QSGD` and `TopK`.
+        The compressor to wrap. It must have payloads of fixed length and keep zeros, as `QSGD` and `TopK` do.
     field : int
-        Elements of a field; leave it to the shapes of the tensors.
+        Elements of a field. Leave the default; `for_shape` sets it.
 
     Notes
     -----
-    All promises of the compressor hold: to it, the zeros are elements like others. Sends up to one field a bucket more,
-    512 / 504 of the bytes for fields of 9 in buckets of 512. Around QSGD the numba kernels fill the buckets on the way;
-    all else copies the values to and fro, which takes longer than a kernel does. Source: Alistarh et al., NeurIPS 2017,
-    section 5, which reshapes tensors so that no receptive field is split over two buckets.
+    All promises of the wrapped compressor hold, since the zeros are ordinary elements to it. Sends up to one field more
+    per bucket: 512 / 504 of the bytes for fields of 9 in buckets of 512. Around QSGD the numba kernels pad the buckets
+    while encoding; all other versions copy the values back and forth, which takes longer than a kernel. Source:
+    Alistarh et al., NeurIPS 2017, section 5, which reshapes tensors so that no receptive field is split over two
+    buckets.
 
     Examples
     --------
@@ -70,9 +71,9 @@ class WholeFields(Compressor):
             )
 
     def for_shape(self, shape: tuple[int, ...]) -> Compressor:
-        """Return the compressor whose buckets hold whole fields of a tensor of this shape."""
+        """Return the compressor whose buckets hold whole fields of tensors of this shape."""
         field, room = prod(shape[2:]), self.compressor.traits.bucket_size
-        if len(shape) <= 1 and self.field > 1:  # a tensor whose shape has been asked for, seen flat
+        if len(shape) <= 1 and self.field > 1:  # the flat view of a tensor whose shape is already known
             return self
         if not 1 < field <= room or room % field == 0:
             return self.compressor.for_shape(shape)
@@ -80,16 +81,16 @@ class WholeFields(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """What the compressor promises, with buckets of whole fields."""
+        """The promises of the wrapped compressor, with buckets of whole fields."""
         inner = self.compressor.traits
         return replace(inner, bucket_size=inner.bucket_size // self.field * self.field)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
-        """Return the layout of the compressor inside, for the elements and the zeros."""
+        """Return the layout of the wrapped compressor, for the elements and the zeros."""
         return self.compressor.payload_spec(self._filled(size), dtype)
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the fields of the compressor inside."""
+        """Return the payload fields of the wrapped compressor."""
         xp, held = array_namespace(x), self.traits.bucket_size
         rows = x.shape[0] // held
         zeros = self.compressor.traits.bucket_size - held
@@ -100,7 +101,7 @@ class WholeFields(Compressor):
         return self.payload_spec(x.shape[0], dtype_name(x.dtype)).split(data)
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return the result of the compressor inside without the zeros."""
+        """Return the result of the wrapped compressor without the zeros."""
         some = next(iter(parts.values()))
         xp, held = array_namespace(some), self.traits.bucket_size
         like = xp.empty((self._filled(size),), dtype=dtype, device=device(some))
@@ -112,6 +113,6 @@ class WholeFields(Compressor):
         return concat([xp.reshape(full, (-1,)), filled[rows * room :]])
 
     def _filled(self, size: int) -> int:
-        """Return the elements and the zeros of a vector."""
+        """Return the number of elements of a vector, zeros included."""
         rows, rest = divmod(size, self.traits.bucket_size)
         return rows * self.compressor.traits.bucket_size + rest

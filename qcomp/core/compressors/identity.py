@@ -17,12 +17,12 @@ __all__ = ["Identity"]
 @register
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """C(v) = v: the exact mean has the same type as a compressed one.
+    """C(v) = v, so that an exact mean has the same interface as a compressed one.
 
     Notes
     -----
-    Sends 64 bits an element of float64 and 32 of every other dtype. A payload has a copy of the values, and so has what
-    it decompresses to; inside a mean, where nobody else sees them, values are not copied.
+    Sends 64 bits per element of float64 and 32 of every other dtype. Payloads and decompressed arrays hold copies of
+    the values. Inside a mean, where nobody else sees them, values are not copied.
 
     Examples
     --------
@@ -65,6 +65,6 @@ def _copied(x: Array) -> Array:
     return array_namespace(x).asarray(x, copy=True)
 
 
-@lru_cache(1024)  # a step asks for the layout of each small tensor several times
+@lru_cache(1024)  # a step needs the layout of each small tensor several times
 def _layout(size: int, dtype: str) -> PayloadSpec:
     return PayloadSpec((Field("values", dtype, size),))

@@ -1,4 +1,4 @@
-"""Eight bits between the smallest and the largest value of every bucket."""
+"""Eight-bit quantization between the smallest and the largest value of every bucket."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +27,10 @@ class MinMaxUInt8(BucketedCompressor):
 
     Notes
     -----
-    step is (max - min) / 255 rounded up to 16 significant bits. Where min <= 0 <= max, the base is a whole
-    number of steps, so 0 stays exactly 0; elsewhere it is min. Every error is at most half a step, and a constant
-    bucket is kept exactly. Sends 8 + 64 / bucket_size bits an element. Source: Bagua's ByteGrad and QAdam,
-    with rounding to nearest and without its additive constant, which swamps small gradients.
+    step is (max - min) / 255 rounded up to 16 significant bits. If min <= 0 <= max, the base is a whole number of
+    steps, so 0 stays exactly 0; otherwise the base is min. Every error is at most half a step, and a constant bucket
+    stays exact. Sends 8 + 64 / bucket_size bits per element. Source: Bagua's ByteGrad and QAdam, with rounding to
+    nearest and without its additive constant, which swamps small gradients.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class MinMaxUInt8(BucketedCompressor):
 
 
 def _clamp(codes: Array) -> Array:
-    """Return the codes within 0 to 255."""
+    """Return the codes clamped to 0 to 255."""
     xp = array_namespace(codes)
     codes = xp.where(codes > 0, codes, xp.zeros_like(codes))
     return xp.where(codes > 255, xp.full_like(codes, 255.0), codes)

@@ -16,33 +16,33 @@ from qcomp.core.registry import register
 __all__ = ["OneBitSGD"]
 
 _LARGEST = 1 << 20
-"""Of a column: counts up to it are exact in float32."""
+"""The longest column: counts up to it are exact in float32."""
 _BEYOND = 2.0**101
-"""Above every magnitude that is compressed."""
+"""Exceeds every magnitude that can be compressed."""
 
 
 @register
 @dataclass(frozen=True)
 class OneBitSGD(BucketedCompressor):
-    """C(v)_i = the mean of those elements of its column that have its sign, 0 counting as positive.
+    """C(v)_i = the mean of the elements in i's column with the sign of v_i, where 0 counts as positive.
 
-    A column is what leads to one output unit: the elements of a tensor with one index of the first axis, a row of
-    torch's ``Linear.weight``, which follow each other. A vector, such as a bias, is one column.
+    A column holds the weights into one output unit: the consecutive elements at one index of the first axis, a row of
+    torch's ``Linear.weight``. A vector, such as a bias, is one column.
 
     Parameters
     ----------
     column_size : int
-        The longest column, 1 to 2^20. A vector, or a tensor with longer columns, is cut into columns of this many
+        The longest column, 1 to 2^20. Vectors, and tensors with longer columns, are cut into columns of this many
         elements.
 
     Notes
     -----
-    The two means are the values that lose least for this threshold: in every column the losses of either sign add
-    up to 0, <v - C(v), C(v)> = 0, and ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2 with m elements, the
-    loss of `ScaledSign`; up to the rounding of the means to float32. A column in which each sign has one value is kept
-    exactly in float32, so that compressing twice changes nothing. Sends 1 bit an element, in whole bytes a column, and
-    64 bits a column. Source: Seide et al., Interspeech 2014, section 3; with feedback in two phases, it is the double
-    quantization of their section 3.2.
+    The two means minimise the loss for this threshold: in every column the losses of each sign add up to 0, <v - C(v),
+    C(v)> = 0, and ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2 with m elements, the loss of `ScaledSign`;
+    up to the rounding of the means to float32. A column in which each sign has one value stays exact in float32, so
+    compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column, and 64 bits per column.
+    Source: Seide et al., Interspeech 2014, section 3; with feedback, two phases are the double quantization of their
+    section 3.2.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class OneBitSGD(BucketedCompressor):
             raise ValueError(f"column_size is {self.column_size!r}; expected an integer from 1 to {_LARGEST}")
 
     def for_shape(self, shape: tuple[int, ...]) -> "OneBitSGD":
-        """Return the compressor whose columns are those of a tensor of this shape, all its axes but the first."""
+        """Return the compressor with the columns of tensors of this shape: all axes but the first."""
         height = max(1, prod(shape[1:]))
         if len(shape) <= 1 or height >= self.column_size:
             return self
@@ -75,7 +75,7 @@ class OneBitSGD(BucketedCompressor):
 
     @staticmethod
     def length_of(count: int) -> int:
-        """Return the bits of a column of ``count`` elements, in whole bytes."""
+        """Return the number of bits of a column of ``count`` elements, in whole bytes."""
         return -(-count // 8) * 8
 
     @cached_property
@@ -102,7 +102,7 @@ class OneBitSGD(BucketedCompressor):
         return xp.astype(negative, xp.uint8), tuple(means)
 
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
-        """Return the mean of the sign."""
+        """Return the mean of each element's sign."""
         positive, negative = scales
         return array_namespace(codes).where(codes == 1, negative, positive)
 
@@ -110,8 +110,7 @@ class OneBitSGD(BucketedCompressor):
 def _mean_where(rows: Array, chosen: Array) -> Array:
     """Return the mean of the chosen elements of each row, 0 where there are none.
 
-    A mean is no less than the least of them and no more than the largest, and rounding shall not change that: so
-    it is exact where they are all the same.
+    The rounded mean is clamped between the smallest and the largest of them, so it is exact if they are all equal.
     """
     xp = array_namespace(rows)
     count = xp.sum(xp.astype(chosen, xp.int32), axis=1, dtype=xp.int32)

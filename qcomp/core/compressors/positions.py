@@ -1,4 +1,4 @@
-"""Positions in a bucket on the wire, in one or two bytes; shared by the compressors that keep a few elements."""
+"""Wire format of positions in a bucket, in one or two bytes; for compressors that keep a few elements."""
 
 from qcomp.core.numeric.arrays import Array, array_namespace, device
 from qcomp.core.numeric.buckets import validate_bucket_size
@@ -16,7 +16,7 @@ def validate_sparsity(k: int, bucket_size: int) -> None:
 
 
 def split_bytes(positions: Array, *, two: bool) -> tuple[Array, Array]:
-    """Return the low bytes and the high bytes of positions below 65536; none of the latter unless ``two``."""
+    """Return the low and the high bytes of positions below 65536; without ``two`` there are no high bytes."""
     xp = array_namespace(positions)
     if not two:
         return xp.astype(positions, xp.uint8), xp.zeros((0,), dtype=xp.uint8, device=device(positions))
@@ -27,7 +27,7 @@ def split_bytes(positions: Array, *, two: bool) -> tuple[Array, Array]:
 
 
 def join_bytes(low: Array, high: Array) -> Array:
-    """Return the positions, int32, of which these are the bytes."""
+    """Return the positions, int32, from their bytes."""
     xp = array_namespace(low)
     positions = xp.astype(low, xp.int32)
     return positions + xp.astype(high, xp.int32) * 256 if high.shape[0] else positions

@@ -19,7 +19,7 @@ __all__ = ["QSGD", "WideQSGD", "round_up_step"]
 
 _MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
-"""What rounding the step up to 17 bits and the draws to 16 can add to the variance, generously."""
+"""An upper bound for what rounding the step up to 17 bits and the draws to 16 adds to the variance."""
 
 
 @register
@@ -30,33 +30,33 @@ class QSGD(BucketedCompressor):
     Parameters
     ----------
     levels : int
-        Levels s above zero, 1 to 127, with a coder to 32767. A code has one bit for the sign and as many as s
-        needs; 1, 7 and 127 fill 2, 4 and 8 bits.
+        Number of levels s above zero, 1 to 127, with a coder up to 32767. A code has one bit for the sign and as many
+        as s needs; 1, 7 and 127 fill 2, 4 and 8 bits.
     bucket_size : int
         Elements that share a step, a power of two from 8.
     norm : {"max", "l2"}
-        The step is this norm of the bucket over ``levels``, rounded up to 17 significant bits, or to as many less as
-        levels need more than 7. ``"max"`` has the far smaller variance; ``"l2"`` is the paper's theory and makes
-        sparse codes.
+        The step is this norm of the bucket divided by ``levels``, rounded up to 17 significant bits, or to one bit less
+        for each bit that ``levels`` needs above 7. ``"max"`` has a much smaller variance; ``"l2"`` matches the paper's
+        theory and makes sparse codes.
     coding : {"fixed", "elias", "range"}
-        ``"fixed"``: all codes have the same width. With a coder, on the host, payloads are shorter the more of the
-        levels are small: ``"elias"`` is the paper's, ``"range"`` comes near the entropy of the levels.
+        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads get shorter the more
+        levels are small: ``"elias"`` is the paper's code, ``"range"`` comes close to the entropy of the levels.
 
     Notes
     -----
-    Exactly, E ||C(v) - v||^2 = step^2 * sum_i p_i (1 - p_i), p_i the fraction of |v_i| / step. Sends
-    bits + 32 / bucket_size bits an element, with a coder at most a byte more in all, since what coding would not
-    shorten is sent as it is. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al.,
-    NeurIPS 2017, section 3.1.
+    Exactly, E ||C(v) - v||^2 = step^2 * sum_i p_i (1 - p_i), with p_i the fractional part of |v_i| / step. Sends bits +
+    32 / bucket_size bits per element, with a coder at most one byte more in total, since codes that coding would not
+    shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al., NeurIPS
+    2017, section 3.1.
 
     Examples
     --------
     >>> import numpy as np, qcomp
     >>> c = QSGD(levels=1, bucket_size=8)
-    >>> x = np.asarray([4.0, 0.0, -4.0, 0.0], dtype=np.float32)  # on the grid: kept exactly
+    >>> x = np.asarray([4.0, 0.0, -4.0, 0.0], dtype=np.float32)  # on the grid, so it stays exact
     >>> c.decompress(c.compress(x, key=qcomp.Key()), like=x)
     array([ 4.,  0., -4.,  0.], dtype=float32)
-    >>> coded = QSGD(levels=255, norm="l2", coding="range")  # 9 bits an element in fixed width
+    >>> coded = QSGD(levels=255, norm="l2", coding="range")  # 9 bits per element in fixed width
     >>> sparse = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     >>> coded.compress(sparse, key=qcomp.Key()).nbytes < 6 * 4096 / 8
     True
@@ -87,12 +87,12 @@ class QSGD(BucketedCompressor):
 
     @cached_property
     def spec(self) -> str:
-        """The spec string; without the coding where the width is fixed, so that such payloads keep their name."""
+        """The spec string, without the coding if the width is fixed, so that such payloads keep their name."""
         return super().spec.replace(",coding=fixed", "")
 
     @cached_property
     def coder(self) -> LevelCoder | None:
-        """The coder, which shortens payloads of fixed width."""
+        """The coder that shortens payloads of fixed width, or None."""
         if self.coding == "fixed":
             return None
         plain = (
@@ -115,7 +115,8 @@ class QSGD(BucketedCompressor):
         else:
             omega = min(n / (4 * s**2), sqrt(n) / s)
         if self.bits > 8:
-            # A draw moves p by 2^-17, a rounded position of up to s by 2^-24 of it; then the step may be larger.
+            # A draw shifts p by 2^-17, rounding a position of up to s by 2^-24 of it; the step may be larger
+            # too.
             omega += n * 2**-17 / s**2 + sqrt(n) * 2**-24 / s
             omega *= (1 + 2 ** (1 - self._step_bits)) ** 2
         else:
@@ -124,24 +125,24 @@ class QSGD(BucketedCompressor):
 
     @property
     def bits(self) -> int:
-        """The bits of the largest level, and one for the sign on top."""
+        """The bits of the largest level, plus one for the sign."""
         return self.levels.bit_length() + 1
 
     @property
     def _step_bits(self) -> int:
-        """Significant bits of a step, so few that all levels times the step are exact in float32."""
+        """Significant bits of a step, few enough that every level times the step is exact in float32."""
         return min(17, 24 - self.levels.bit_length())
 
     def encode_block(self, rows: Array, block: Block, key: Key | None) -> tuple[Array, tuple[Array, ...]]:
         """Return the codes (the level, with the sign bit on top) and the step of each bucket."""
         xp = array_namespace(rows)
-        assert key is not None  # `compress` has looked
+        assert key is not None  # `compress` has checked it
         magnitude = xp.abs(rows)
         norm = xp.max(magnitude, axis=1) if self.norm == "max" else norm2(rows)
         step = round_up_step(norm, self.levels, bits=self._step_bits)
         divisor = xp.astype(xp.where(step > 0, step, xp.ones_like(step)), rows.dtype, copy=False)
         position = divide(magnitude, divisor[:, None])
-        # Rounding may exceed the largest level.
+        # Rounding may give a position above the largest level.
         position = xp.where(position < self.levels, position, xp.full_like(position, float(self.levels)))
         level = xp.floor(position)
         draws = draws16(key, block, bucket_size=self.bucket_size, like=rows)
@@ -163,9 +164,9 @@ class QSGD(BucketedCompressor):
 
 
 class WideQSGD(QSGD):
-    """What a coder makes shorter where there are more levels than a payload of fixed width has on the wire.
+    """The plain compressor of a coder with more levels than payloads of fixed width may have.
 
-    A class of its own, so that no kernel for codes of up to 8 bits takes it for a QSGD.
+    It is a separate class, so that kernels for codes of up to 8 bits do not take it for a `QSGD`.
     """
 
     _most_uncoded: ClassVar[int] = _MOST_LEVELS
@@ -182,7 +183,7 @@ def round_up_step(norm: Array, levels: int, *, bits: int = 17) -> Array:
     step = xp.astype(exact, xp.float32, copy=False)
     low = (1 << 24 - bits) - 1
     rounded = _add_bits(step, low, ~low)
-    # float64 only: rounding to float32 may have gone down onto a step that is then too small.
+    # float64 only: rounding to float32 may have rounded down to a step that is too small.
     short = xp.astype(rounded, exact.dtype, copy=False) < exact
     rounded = xp.where(short, _add_bits(rounded, low + 1, -1), rounded)
     rounded = xp.where(rounded < TINY, xp.full_like(rounded, TINY), rounded)

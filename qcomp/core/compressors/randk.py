@@ -21,23 +21,23 @@ __all__ = ["RandK"]
 class RandK(Compressor):
     """C(v)_i = v_i * bucket_size / k for k elements drawn from every bucket, and 0 for the others: E C(v) = v.
 
-    Element i of a bucket is in stratum i mod k, and each stratum draws one of its elements, all with the same
-    probability. So every element is kept with probability k / bucket_size exactly, and k elements are kept.
+    Element i of a bucket is in stratum i mod k. Each stratum draws one of its elements, all with equal probability. So
+    k elements are kept, each with probability k / bucket_size exactly.
 
     Parameters
     ----------
     k : int
-        Elements that are kept in a bucket, a power of two from 1 to ``bucket_size``.
+        Number of elements kept per bucket, a power of two from 1 to ``bucket_size``.
     bucket_size : int
         Elements to draw from, a power of two from 8 to 65536.
 
     Notes
     -----
-    Exactly, E ||C(v) - v||^2 = omega ||v||^2 for every v, with omega = bucket_size / k - 1. The contraction without the
-    factor, as error feedback needs it, is ``Scaled(RandK(...))``, with delta = k / bucket_size. Sends 40 bits for each
-    element that is kept, its value in float32 and its number within the stratum in a byte; 48 bits if a stratum has
-    more than 256 elements. A tail draws from its length, a power of two from 8. Source: Stich et al., NeurIPS 2018,
-    definition 2.1, with strata in place of all subsets, which have the same probabilities of single elements.
+    Exactly, E ||C(v) - v||^2 = omega ||v||^2 for every v, with omega = bucket_size / k - 1. For error feedback use
+    ``Scaled(RandK(...))``, a contraction without the factor, with delta = k / bucket_size. Sends 40 bits for each kept
+    element, its value in float32 and its number within the stratum in a byte; 48 bits if a stratum has more than 256
+    elements. A tail draws from its padded length, a power of two from 8. Source: Stich et al., NeurIPS 2018, definition
+    2.1, with strata instead of all subsets; the probability of each element is the same.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class RandK(Compressor):
         return Traits(self.bucket_size, random=True, unbiased=True, omega=omega, keeps_zero=True, kept=self.k)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
-        """Return the layout: the low bytes of the numbers, the high bytes if they have any, the values."""
+        """Return the layout: the low bytes of the numbers, their high bytes if any, the values."""
         count = sum(block.rows * self._strata(block) for block in blocks(size, self.bucket_size))
         high = count if self._two_bytes else 0
         return PayloadSpec(
@@ -74,8 +74,8 @@ class RandK(Compressor):
         )
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the number of the drawn element within each stratum, and the values of these elements."""
-        assert key is not None  # `compress` has looked
+        """Return the number of the drawn element within each stratum, and its value."""
+        assert key is not None  # `compress` has checked it
         xp = array_namespace(x)
         numbers, values = [], []
         for block in blocks(x.shape[0], self.bucket_size):
@@ -85,13 +85,13 @@ class RandK(Compressor):
             rows = xp.reshape(rows, (block.rows, -1, strata))
             kept = xp.where(self._at(drawn, block), rows, xp.zeros_like(rows))
             numbers.append(xp.reshape(drawn, (-1,)))
-            values.append(xp.reshape(xp.sum(kept, axis=1), (-1,)))  # of one number and zeros
+            values.append(xp.reshape(xp.sum(kept, axis=1), (-1,)))  # sums of one number and zeros, so exact
         low, high = split_bytes(join_blocks(numbers, dtype=xp.uint8, like=x), two=self._two_bytes)
         sent = xp.astype(join_blocks(values, dtype=x.dtype, like=x), xp.float32, copy=False)
         return {"low": low, "high": high, "values": flush(sent)}
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return zeros with the values, times a power of two, at the elements that were drawn."""
+        """Return the values times a power of two at the drawn elements, and zeros elsewhere."""
         xp = array_namespace(parts["values"])
         numbers = join_bytes(parts["low"], parts["high"])
         values = xp.astype(parts["values"], dtype, copy=False)
@@ -114,7 +114,7 @@ class RandK(Compressor):
         return min(self.k, block.length)
 
     def _at(self, drawn: Array, block: Block) -> Array:
-        """Return which elements, in shape (rows, elements of a stratum, strata), were drawn."""
+        """Return a mask of the drawn elements, of shape (rows, elements of a stratum, strata)."""
         xp = array_namespace(drawn)
         each = xp.arange(block.length // self._strata(block), dtype=xp.int32, device=device(drawn))
         return each[None, :, None] == drawn[:, None, :]

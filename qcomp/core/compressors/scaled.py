@@ -1,4 +1,4 @@
-"""An unbiased compressor shrunk to a contraction, as error feedback needs it."""
+"""An unbiased compressor scaled to a contraction, as error feedback needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Scaled(Compressor):
 
     Notes
     -----
-    The payload is that of Q; the factor is applied when decompressing. Source: Beznosikov et al., JMLR 2023,
-    lemma 8; E ||c Q - v||^2 <= (c^2 (1 + omega) - 2 c + 1) ||v||^2 is least at c = 1 / (1 + omega).
+    The payload is that of Q; decompression applies the factor. Source: Beznosikov et al., JMLR 2023, lemma 8; E ||c Q -
+    v||^2 <= (c^2 (1 + omega) - 2 c + 1) ||v||^2 is smallest at c = 1 / (1 + omega).
 
     Examples
     --------
@@ -48,14 +48,14 @@ class Scaled(Compressor):
 
     @property
     def factor(self) -> float:
-        """What decompressed values are multiplied with, 1 / (1 + omega)."""
+        """The factor of decompressed values, 1 / (1 + omega)."""
         omega = self.compressor.traits.omega
         assert omega is not None  # checked at construction
         return 1 / (1 + omega)
 
     @property
     def traits(self) -> Traits:
-        """A contraction by 1 / (1 + omega), less what rounding the product takes."""
+        """A contraction with delta 1 / (1 + omega), minus the rounding error of the product."""
         inner = self.compressor.traits
         return Traits(
             inner.bucket_size,
@@ -66,18 +66,18 @@ class Scaled(Compressor):
 
     @cached_property
     def coder(self) -> Coder | None:
-        """The coder of the compressor inside."""
+        """The coder of the wrapped compressor."""
         inner = self.compressor.coder
         return None if inner is None else inner.around(Scaled(inner.plain))
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
-        """Return the layout of the compressor inside."""
+        """Return the layout of the wrapped compressor."""
         return self.compressor.payload_spec(size, dtype)
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the fields of the compressor inside."""
+        """Return the payload fields of the wrapped compressor."""
         return self.compressor.encode(x, key)
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return the result of the compressor inside times the factor."""
+        """Return the result of the wrapped compressor times the factor."""
         return flush(truncate_last_bit(self.compressor.decode(parts, size, dtype) * self.factor))

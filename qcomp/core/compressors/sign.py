@@ -1,4 +1,4 @@
-"""The sign of every element and the mean magnitude of every bucket: one bit an element."""
+"""The sign of every element and the mean magnitude of every bucket: one bit per element."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,14 +25,14 @@ class ScaledSign(BucketedCompressor):
     bucket_size : int
         Elements that share a scale, a power of two from 8.
     scale : {"l1", "rms"}
-        ``"l1"``, the mean magnitude ||v||_1 / n, makes the closest vector of its kind and a contraction:
-        ||C(v) - v||^2 = (1 - ||v||_1^2 / (n ||v||_2^2)) ||v||^2 exactly. ``"rms"``, ||v||_2 / sqrt(n), is the text
-        of 1-bit Adam: it keeps the norm and drains a residual faster, and it expands sparse vectors.
+        ``"l1"``, the mean magnitude ||v||_1 / n, gives the closest vector of this form, and a contraction: ||C(v) -
+        v||^2 = (1 - ||v||_1^2 / (n ||v||_2^2)) ||v||^2 exactly. ``"rms"``, ||v||_2 / sqrt(n), is the scale in the 1-bit
+        Adam paper: it keeps the norm and drains a residual faster, but expands sparse vectors.
 
     Notes
     -----
-    Sends 1 bit an element and 32 bits a bucket. Source: Karimireddy et al., ICML 2019, section 3 (l1);
-    Tang et al., ICML 2021, section 4 (rms).
+    Sends 1 bit per element and 32 bits per bucket. Source: Karimireddy et al., ICML 2019, section 3 (l1); Tang et al.,
+    ICML 2021, section 4 (rms).
 
     Examples
     --------
@@ -56,7 +56,7 @@ class ScaledSign(BucketedCompressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """A contraction by 1 / bucket_size with scale "l1"; no promise with "rms"."""
+        """A contraction with delta 1 / bucket_size for scale "l1"; no promise for "rms"."""
         return Traits(self.bucket_size, delta=1 / self.bucket_size if self.scale == "l1" else None)
 
     @property

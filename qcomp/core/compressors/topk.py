@@ -21,20 +21,20 @@ __all__ = ["TopK"]
 class TopK(Compressor):
     """C(v)_i = v_i for the k elements of largest magnitude in every bucket, and 0 for the others.
 
-    Of equal magnitudes the element of the lowest index comes first.
+    Among equal magnitudes the lowest index wins.
 
     Parameters
     ----------
     k : int
-        Elements that are kept in a bucket, 1 to ``bucket_size``.
+        Number of elements kept per bucket, 1 to ``bucket_size``.
     bucket_size : int
         Elements to choose from, a power of two from 8 to 65536.
 
     Notes
     -----
-    A contraction: ||C(v) - v||^2 is exactly the energy of what was left out, at most (1 - k / bucket_size) ||v||^2, and
-    that much only if all magnitudes are the same. Sends 40 bits for each element that is kept, its value in float32 and
-    its index in a byte; 48 bits in buckets of more than 256. Source: Stich et al., NeurIPS 2018, definition 2.1.
+    A contraction: ||C(v) - v||^2 is exactly the squared norm of the dropped elements, at most (1 - k / bucket_size)
+    ||v||^2, with equality only if all magnitudes are equal. Sends 40 bits for each kept element, its value in float32
+    and its index in a byte; 48 bits in buckets of more than 256. Source: Stich et al., NeurIPS 2018, definition 2.1.
 
     Examples
     --------

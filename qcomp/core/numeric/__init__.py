@@ -1,1 +1,1 @@
-"""Numbers and arrays for every library: one namespace, one random stream, the same bytes."""
+"""Arithmetic on arrays of any library: array helpers, random draws, sums, buckets and bit planes."""

@@ -1,7 +1,7 @@
-"""What the core needs from arrays beyond the Array API standard: bit-casts, exact roots and divisions.
+"""Array operations beyond the Array API standard: bit-casts, exact roots and divisions.
 
-Everything that depends on the library of an array is in this module; the rest of the core is one code
-path for NumPy, torch, CuPy, JAX and any other library of the standard.
+All code that depends on the library of an array is in this module; the rest of the core is one code path for NumPy,
+torch, CuPy, JAX and any other library of the standard.
 """
 
 import hashlib
@@ -59,10 +59,10 @@ Array = Any
 Namespace = Any
 
 TINY = 2.0**-126
-"""The smallest normal float32: what is smaller in magnitude counts as zero (`flush`)."""
+"""The smallest normal float32: smaller magnitudes count as zero (`flush`)."""
 
 LIMIT = 2.0**100
-"""Magnitudes from here on are refused like infinities: below it no sum, range or norm of a bucket overflows."""
+"""Magnitudes from here on are refused like infinities; below, no sum, range or norm of a bucket overflows."""
 
 _ITEMSIZE = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
@@ -80,7 +80,7 @@ _namespaces: dict[object, Namespace] = {}
 
 
 def array_namespace(*arrays: Array) -> Namespace:
-    """Return the library of arrays, as array-api-compat does, which takes longer than all else in a small call."""
+    """Return the library of arrays, like array-api-compat, whose lookup would dominate small calls."""
     kind: object = type(arrays[0])
     if len(arrays) > 1 and any(type(x) is not kind for x in arrays):
         return array_api_compat.array_namespace(*arrays)
@@ -93,7 +93,7 @@ def array_namespace(*arrays: Array) -> Namespace:
 
 
 def require_dense(x: Any, argument: str) -> None:
-    """Raise TypeError unless x is a whole array with a value for each element."""
+    """Raise TypeError unless x is a dense, unsharded array without a mask."""
     kind: object = type(x)
     if (reason := _why_not(kind)) is not None:
         raise TypeError(f"{argument} is a {kind_of_array(x)}, {reason}")
@@ -153,11 +153,11 @@ def dtype_name(dtype: Any) -> str:
     return _name(kind, dtype)
 
 
-@cache  # NumPy makes the name anew each time, which takes longer than all else in a small call
+@cache  # NumPy builds the name each time, which would dominate small calls
 def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - of its kind only may a dtype be compared with another
     if isinstance(dtype, type):  # numpy.float32 itself, not numpy.dtype("float32")
         return dtype.__name__
-    if not getattr(dtype, "isnative", True):  # read as bytes, all values would be others
+    if not getattr(dtype, "isnative", True):  # its bytes would be read as other values
         raise TypeError(
             f"an array has dtype {dtype.str!r}, of another byte order; expected that of this machine, such as "
             f"x.astype({dtype.name!r})"
@@ -209,9 +209,9 @@ def bitcast(x: Array, dtype: Any) -> Array:
 
 
 def _is_dense(x: Array, alignment: int) -> bool:
-    """Return whether the elements of x follow each other in memory, as a view of another item size needs."""
+    """Return whether the elements of x are contiguous, as a view of another item size requires."""
     stride = getattr(x, "stride", None)
-    if stride is not None:  # torch, which also wants the address to be a multiple of the item size
+    if stride is not None:  # torch, which also requires an address aligned to the item size
         return bool(stride(-1) == 1 and x.storage_offset() * x.itemsize % alignment == 0)
     flags = getattr(x, "flags", None)  # NumPy and CuPy; JAX has none, its arrays are dense
     return flags is None or bool(flags.c_contiguous)
@@ -231,26 +231,26 @@ def from_bytes_of(data: Array, name: str) -> Array:
 
 def host_bytes(data: Array) -> bytes:
     """Return the elements of an array on any device as bytes."""
-    data = bytes_of(data)  # the bits: torch hands out no bfloat16
+    data = bytes_of(data)  # as bits, since torch cannot export bfloat16
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
     host = (data if to_host is None else to_host()).__array__()
     return bytes(host.tobytes())
 
 
 def digest(x: Array) -> str:
-    """Return 128 bits in hexadecimal digits that are equal for equal elements, of whatever library and layout."""
+    """Return a 128-bit digest in hexadecimal, equal for equal elements in any library and layout."""
     return hashlib.sha256(host_bytes(x)).hexdigest()[:32]
 
 
 def from_host_bytes(data: bytes | bytearray | memoryview, like: Array) -> Array:
     """Return bytes as a one-dimensional uint8 array, in the library and on the device of ``like``."""
     xp = array_namespace(like)
-    # A list where there is nothing: not every library takes an empty buffer.
+    # An empty list, since not every library accepts an empty buffer.
     return xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
 
 
 def concat(parts: list[Array]) -> Array:
-    """Concatenate one-dimensional arrays; a single one is returned as it is."""
+    """Concatenate one-dimensional arrays; a single array is returned unchanged."""
     return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts)
 
 
@@ -260,7 +260,7 @@ def cut_like(joined: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def flush(x: Array) -> Array:
-    """Return x with +0 in place of -0 and of everything below 2**-126 in magnitude.
+    """Return x with -0 and all magnitudes below 2**-126 replaced by +0.
 
     Some devices and compilers flush subnormals and others do not; after this all of them agree.
     """
@@ -271,9 +271,8 @@ def flush(x: Array) -> Array:
 def divide(x: Array, divisor: float | Array) -> Array:
     """Return x / divisor, correctly rounded under every compiler.
 
-    XLA turns a division by a number, or by an array that is broadcast, into a multiplication by the
-    reciprocal, which rounds twice. As far as it can tell, the divisor here is another one for each element (it is
-    not: x == x but for NaN).
+    XLA turns a division by a number, or by an array that is broadcast, into a multiplication by the reciprocal, which
+    rounds twice. Here the divisor appears to differ between elements (it does not: x == x except for NaN).
     """
     xp = array_namespace(x)
     if isinstance(divisor, int | float):
@@ -284,9 +283,9 @@ def divide(x: Array, divisor: float | Array) -> Array:
 def sqrt(x: Array) -> Array:
     """Return the correctly rounded square root.
 
-    Rounding a float64 root of a float32 number gives the correctly rounded float32 root, even if the former is off by
-    an ulp: the exact root is at least 2^-51 of itself away from where the rounding turns. And some vectorised roots
-    are off: those of torch on the CPU, also in float64, where NumPy takes them.
+    Rounding a float64 root of a float32 number gives the correctly rounded float32 root, even if the float64 root is
+    off by an ulp: the exact root differs from every rounding boundary by at least 2^-51 of itself. Some vectorised
+    roots are off, such as torch's on the CPU, also in float64; there NumPy computes the root.
     """
     xp = array_namespace(x)
     if dtype_name(x.dtype) == "float64" and is_torch_array(x) and x.device.type == "cpu":
@@ -317,11 +316,11 @@ def is_traced(x: Array) -> bool:
 
 
 def require_below(x: Array, limit: float, what: str) -> None:
-    """Raise `NonFiniteError` unless all magnitudes are below a limit; while tracing there is nothing to look at."""
+    """Raise `NonFiniteError` unless all magnitudes are below a limit; traced values are not checked."""
     if is_traced(x) or x.shape[0] == 0:
         return
     xp = array_namespace(x)
-    largest = float(xp.max(xp.abs(x)))  # NaN, if there is one
+    largest = float(xp.max(xp.abs(x)))  # NaN if any element is
     if not largest < limit:
         raise NonFiniteError(
             f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {limit:.6g}"
@@ -363,7 +362,7 @@ def is_mutable(x: Array) -> bool:
 
 
 def empty_like(x: Array) -> Array | None:
-    """Return a buffer of the shape and dtype of x, None in a library whose arrays cannot be written to."""
+    """Return a buffer of the shape and dtype of x, or None in a library with immutable arrays."""
     kernels = chosen(x)
     buffer = None if kernels is None else kernels.empty_like(x)
     if buffer is None:

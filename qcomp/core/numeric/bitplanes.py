@@ -1,9 +1,9 @@
-"""Packing of small integer codes into bytes, by planes.
+"""Packing of small integer codes into bytes, plane by plane.
 
-In a bucket of B elements, W = B/8, bit p of byte j belongs to element p*W + j. A code of b bits, b one of 1, 2, 4
-and 8, is packed as code planes: code q of byte j belongs to element q*(B*b/8) + j. Other widths, up to 16, are packed
-as b one-bit planes, plane q holding bit q. Nothing ever crosses a lane: a SIMD lane, a thread of a GPU and the shift
-and sum below do the same thing.
+In a bucket of B elements, W = B/8, bit p of byte j belongs to element p*W + j. A code of b bits, b one of 1, 2, 4 and
+8, is packed as code planes: code q of byte j belongs to element q*(B*b/8) + j. Other widths, up to 16, are packed as b
+one-bit planes, plane q holding bit q. No bit ever crosses a lane: a SIMD lane, a GPU thread and the shifts and sums
+below all do the same.
 """
 
 from qcomp.core.numeric.arrays import Array, array_namespace, device
@@ -31,7 +31,7 @@ def pack(codes: Array, bits: int) -> Array:
         planes = xp.reshape(codes, (rows, 8 // bits, length * bits // 8))
         shifted = xp.bitwise_left_shift(planes, _shifts(codes, 8 // bits, bits))
         return xp.sum(shifted, axis=1, dtype=xp.uint8)
-    if bits > 8:  # each byte for itself: planes of int32 would be four times the memory
+    if bits > 8:  # byte by byte, since int32 planes would take four times the memory
         low = xp.bitwise_and(codes, xp.asarray(0xFF, dtype=codes.dtype, device=device(codes)))
         high = xp.bitwise_right_shift(codes, xp.asarray(8, dtype=codes.dtype, device=device(codes)))
         halves = ((low, 8), (high, bits - 8))

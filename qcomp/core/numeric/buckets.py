@@ -1,10 +1,10 @@
-"""How a vector is cut into buckets: pure integers, and the two-dimensional view of the elements.
+"""The cut of a vector into buckets, as pure integers, and the two-dimensional view of its elements.
 
-A bucket is a run of elements with one scale. All buckets of a vector have ``bucket_size`` elements but the
-last, the tail, whose *length* is the smallest power of two, at least 8, that holds what is left. The
-difference between a tail's length and its count is padding: it is on the wire as zero bits and never enters
-a scale, a norm or a residual. A compressor whose buckets have other sizes than powers of two has a rule of its own
-for the length, and then padding in every bucket.
+A bucket is a run of elements that share a scale. All buckets of a vector have ``bucket_size`` elements except the last,
+the tail. Its *length* is the smallest power of two, at least 8, that holds the remaining elements. The difference
+between a tail's length and its element count is padding: zero bits on the wire that never enter a scale, a norm or a
+residual. A compressor whose bucket sizes are not powers of two has its own rule for the length, and may have padding in
+every bucket.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ class Block(NamedTuple):
     rows: int
     """Number of buckets."""
     length: int
-    """Elements of a bucket, padding included."""
+    """Elements of a bucket, including padding."""
     filled: int
-    """Elements of a bucket without padding: ``length``, except in the tail, where sizes are powers of two."""
+    """Elements of a bucket without padding; for sizes that are powers of two, ``length`` except in the tail."""
     first_bucket: int
     """Index of the first bucket."""
 
@@ -65,16 +65,16 @@ def tail_length(count: int) -> int:
     return max(8, 1 << (count - 1).bit_length())
 
 
-@lru_cache(1024)  # asked for by every call of a kernel
+@lru_cache(1024)  # every kernel call needs it
 def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> int:
-    """Return the number of elements with all padding."""
+    """Return the number of elements including padding."""
     return sum(block.rows * block.length for block in blocks(size, bucket_size, length_of))
 
 
 def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> Iterator[Block]:
-    """Yield the full buckets as one block, then the tail as another, each only where there is one.
+    """Yield the full buckets as one block, then the tail as another, if they exist.
 
-    ``length_of`` gives the length of a bucket of so many elements.
+    ``length_of`` gives the length of a bucket from its element count.
     """
     full, rest = divmod(size, bucket_size)
     if full:
@@ -84,7 +84,7 @@ def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_l
 
 
 def join_blocks(parts: Sequence[Array], *, dtype: Any, like: Array) -> Array:
-    """Concatenate the flat results of the blocks of one vector, of which an empty vector has none."""
+    """Concatenate the flat results of the blocks of one vector; an empty vector has no blocks."""
     if parts:
         return concat(list(parts))
     return array_namespace(like).zeros((0,), dtype=dtype, device=device(like))

@@ -1,7 +1,7 @@
-"""Counter-based random draws: Philox4x32-10 (Salmon et al., SC'11), and the keys that name every draw.
+"""Counter-based random draws: Philox4x32-10 (Salmon et al., SC'11), and the keys that select the draws.
 
-A draw is a function of (seed, step, tensor, rank, hop, element) and of nothing else: no state, no order of
-evaluation, the same on every library and device.
+A draw is a pure function of (seed, step, tensor, rank, hop, element). It depends on no state and no order of
+evaluation, and is the same on every library and device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ from qcomp.core.numeric.buckets import Block
 __all__ = ["SHARED_RANK", "Key", "draws16", "draws_are_replaced", "philox4x32", "replace_draws"]
 
 SHARED_RANK = 0xFFFFFFFF
-"""The rank of randomness that all ranks share."""
+"""The rank in keys of draws that all ranks share."""
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -38,36 +38,36 @@ class _KeyParts(NamedTuple):
 
 
 _ENDS = (1 << 64, 1 << 64, 1 << 32, 1 << 32, 1 << 32, 1 << 32)
-"""What the parts of a key stay below."""
+"""Upper bounds of the parts of a key."""
 
 
 class Key(_KeyParts):
-    """The name of a stream of random draws.
+    """Selects a stream of random draws.
 
     Parameters
     ----------
     seed : int
         The experiment's seed, 0 to 2**64 - 1.
     step : int
-        The step of the training, 0 to 2**64 - 1.
+        The training step, 0 to 2**64 - 1.
     tensor : int
-        Which of several vectors that are compressed in one step, 0 to 2**32 - 1.
+        Distinguishes the vectors compressed in one step, 0 to 2**32 - 1.
     rank : int
-        The rank that draws, or `SHARED_RANK` for draws that all ranks share.
+        The rank that draws, 0 to 2**32 - 1; `SHARED_RANK` for draws that all ranks share.
     hop : int
-        0 for a worker, 1 for a server, 2 and up for the sums that are passed on around a ring, to 2**32 - 1. A server
-        that rounds with its own worker stream is biased.
+        0 for a worker, 1 for a server, 2 and up for the sums forwarded around a ring, up to 2**32 - 1. A server that
+        rounded with its own worker stream would be biased.
     bucket : int
-        Index of the first bucket of the vector that is compressed, within all that the key covers, 0 to 2**32 - 1.
+        Index of the vector's first bucket among all buckets that the key covers, 0 to 2**32 - 1.
 
     Raises
     ------
     ValueError
-        If a part that is a number is out of its range.
+        If a part is an integer out of its range.
 
     Notes
     -----
-    ``seed``, ``step``, ``tensor`` and ``rank`` may be int32 arrays of shape (), also traced ones.
+    ``seed``, ``step``, ``tensor`` and ``rank`` may also be int32 arrays of shape (), including traced ones.
 
     Examples
     --------
@@ -89,18 +89,26 @@ class Key(_KeyParts):
         """Check the parts and make the key."""
         return cls._make((seed, step, tensor, rank, hop, bucket))
 
-    @classmethod  # mypy gives the `_make` of a named tuple a type variable of its own, which Self does not match
+    @classmethod  # mypy gives a named tuple's `_make` its own type variable, which Self does not match
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
-        """Return the key of these parts; also what `_replace` makes goes through here."""
+        """Return the key of these parts; `_replace` uses this too."""
         key = super()._make(iterable)
         for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
-            # An array has its values elsewhere, perhaps none yet.
+            # An array's value may be on a device, or not exist yet.
             if (type(part) is int or isinstance(part, Integral)) and not 0 <= int(part) < end:
                 raise ValueError(f"Key.{name} is {part}; expected 0 to 2**{end.bit_length() - 1} - 1")
         return key
 
     def at(self, *, hop: int | None = None, bucket: int | None = None) -> "Key":
-        """Return the key of another hop or bucket."""
+        """Return the key of another hop or bucket.
+
+        Parameters
+        ----------
+        hop : int, optional
+            The new hop; unchanged by default.
+        bucket : int, optional
+            The new first bucket; unchanged by default.
+        """
         return self._replace(
             hop=self.hop if hop is None else hop, bucket=self.bucket if bucket is None else bucket
         )
@@ -123,8 +131,8 @@ class _IntWords:
 class _ArrayWords:
     """Arithmetic on 32-bit words that are int32 arrays, which wrap around, in 16-bit limbs.
 
-    int32 is the one integer dtype that adds, multiplies and shifts alike in every library: torch lacks
-    arithmetic on uint32, and JAX without 64-bit mode has no int64.
+    int32 is the only integer dtype that adds, multiplies and shifts the same in every library: torch lacks arithmetic
+    on uint32, and JAX without 64-bit mode has no int64.
     """
 
     def __init__(self, like: Array) -> None:
@@ -133,13 +141,13 @@ class _ArrayWords:
         self._made: dict[int, Array] = {}  # making an array costs more than the arithmetic on a short vector
 
     def word(self, value: Any) -> Array:
-        """Return a Python integer as an int32 array with the same 32 bits; arrays pass."""
+        """Return a Python integer as an int32 array with the same 32 bits; return arrays unchanged."""
         if not isinstance(value, int):
             return value if value.dtype == self.xp.int32 else self.xp.astype(value, self.xp.int32)
         value &= _MASK32
         if value not in self._made:
             signed = value - (1 << 32) if value >> 31 else value
-            # One element instead of none: NumPy warns of an overflow in a scalar, and here it is meant.
+            # Shape (1,) instead of (): NumPy warns of overflow in scalars, and here it is intended.
             self._made[value] = self.xp.asarray([signed], dtype=self.xp.int32, device=self.device)
         return self._made[value]
 
@@ -183,7 +191,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like
 
 
 def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
-    """Return a part of a key as 32-bit words, the low one first; an array is the low word."""
+    """Return a part of a key as 32-bit words, the low word first; an array is the low word."""
     if not isinstance(value, Integral):
         if not is_array_api_obj(value):
             raise TypeError(f"Key.{name} is {value!r}; expected an integer or an int32 array of shape ()")
@@ -198,7 +206,7 @@ def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:
     return _folded(*parts) if all(type(part) is int for part in parts) else _fold(*parts, like=like)
 
 
-@lru_cache(16)  # the same for all segments of a step
+@lru_cache(16)  # equal for all segments of a step
 def _folded(seed: int, step: int, tensor: int, rank: int) -> Any:
     return _fold(seed, step, tensor, rank, like=None)
 

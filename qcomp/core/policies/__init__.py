@@ -1,1 +1,1 @@
-"""Which tensors are compressed, and by what."""
+"""Policies: which tensors are compressed, and by which compressors."""

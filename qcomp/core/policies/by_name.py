@@ -1,4 +1,4 @@
-"""Which compressor each tensor has."""
+"""The policy that selects a compressor for each tensor."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from qcomp.core.policies.patterns import require_matches
 __all__ = ["ByName", "CompressorPolicy"]
 
 CompressorPolicy = Callable[[Sequence[Tensor]], Sequence[Compressor | None]]
-"""Chooses a compressor for every tensor of a model, or None for one that stays exact."""
+"""Returns a compressor for every tensor of a model, or None for one that stays exact."""
 
 
 @dataclass(frozen=True)
 class ByName:
-    """A compressor for each tensor by its name; of several patterns that match, the first one counts.
+    """Selects a compressor for each tensor by its name; the first matching pattern counts.
 
     Parameters
     ----------
     choices : mapping of str to Compressor or None, or sequence of pairs
-        Patterns, with ``*``, ``?`` and ``[...]`` as in file names, and what the tensors have whose names match; None
-        keeps them exact. Each must match a name, and each name a pattern: end with ``"*"`` for all others.
+        Patterns, with ``*``, ``?`` and ``[...]`` as in file names, and the compressor of matching tensors; None keeps
+        them exact. Each pattern must match a name, and each name must match a pattern: end with ``"*"`` for all others.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class ByName:
         object.__setattr__(self, "choices", pairs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Compressor | None, ...]:
-        """Return what each tensor has."""
+        """Return the compressor of each tensor, or None."""
         pairs = dict(self.choices).items()
         require_matches("choices", [pattern for pattern, _ in pairs], [t.name for t in tensors])
         chosen = []

@@ -1,4 +1,4 @@
-"""Which tensors are compressed and which stay exact."""
+"""The policy that selects which tensors stay exact."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,17 @@ __all__ = ["ExactBelow", "ExactPolicy", "Tensor"]
 
 
 class Tensor(NamedTuple):
-    """What a policy is told of a tensor."""
+    """A tensor as a policy sees it.
+
+    Parameters
+    ----------
+    name : str
+        The name of the parameter.
+    shape : tuple of int
+        Its shape.
+    size : int
+        Its number of elements.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -19,20 +29,20 @@ class Tensor(NamedTuple):
 
 
 ExactPolicy = Callable[[Sequence[Tensor]], Sequence[bool]]
-"""Says of every tensor of a model whether it stays exact."""
+"""Returns for every tensor of a model whether it stays exact."""
 
 
 @dataclass(frozen=True)
 class ExactBelow:
-    """Small tensors, norms and biases stay exact: a few thousandths of the bytes, and most of the harm.
+    """Keeps small tensors, norms and biases exact; they have a few thousandths of the bytes and do most of the harm.
 
-    A tensor stays exact if it has fewer than ``size`` elements, or if it is a vector among other tensors, as
-    norms and biases are. A model that is given as one flat vector is compressed.
+    A tensor stays exact if it has fewer than ``size`` elements, or if it is a vector among other tensors, as norms and
+    biases are. A model given as one flat vector is compressed.
 
     Parameters
     ----------
     size : int
-        The smallest size that is compressed.
+        The smallest number of elements that is compressed.
     names : sequence of str
         Patterns, with ``*``, ``?`` and ``[...]`` as in file names: a tensor whose name matches one stays exact,
         whatever its size and shape. Each must match a name.
