@@ -21,20 +21,32 @@ class Adam(Optimizer):
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`.
-    betas : tuple of two floats
-        Decay of momentum and variance, each from 0 to below 1.
-    eps : float
-        Added to the root of the variance.
-    decoupled_weight_decay : bool
-        True: each step takes rate * weight_decay * x off the parameters, as ``torch.optim.AdamW`` does. False:
-        weight_decay * x is added to the mean gradient, as in ``torch.optim.Adam``, after clipping.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so it has no effect here.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0.
+    decoupled_weight_decay : bool, default True
+        True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``. False:
+        weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 32 bits a parameter and step. Source: Kingma and Ba, ICLR 2015; Loshchilov and Hutter,
-    ICLR 2019 (weight decay).
+    Sends 2 (N - 1) / N * 32 bits per parameter and step. Source: Kingma and Ba, ICLR 2015; Loshchilov and Hutter, ICLR
+    2019 (weight decay).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What all optimizers share: explicit state, and a step of two pure halves around an exchange."""
+"""The base of all optimizers: explicit state, and a step with two pure halves around an exchange."""
 
 import math
 from abc import ABC, abstractmethod
@@ -41,20 +41,21 @@ class Optimizer(ABC):
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a schedule: the learning rate as a function of the number of completed steps.
-    weight_decay : float
-        How strongly parameters are drawn to zero.
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        The largest global norm sqrt(mean_i |g_i|^2) of the gradients; larger ones are scaled down on all ranks
-        by the same factor. Costs an exchange of 8 bytes a step.
-    seed : int
-        Of the random draws of the compressor, which also depend on the names and shapes of the parameters. Two
-        optimizers of models that are alike in both, in one job, want different seeds.
-    nonfinite : {"raise", "skip"}
-        What happens in a step in which a gradient on any rank is infinite or NaN: all ranks raise
-        `NonFiniteError`, or all ranks leave the step out and count it. No state is touched either way.
-    groups : sequence of Group
-        Learning rates and weight decays of parameters by name.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     """
 
     learning_rate: float | Callable[[int], float]
@@ -78,82 +79,128 @@ class Optimizer(ABC):
 
     @abstractmethod
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
-        """Return the state before the first step, without an exchange."""
+        """Return the state before the first step, without an exchange.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters.
+        names : tuple of str
+            Their names.
+        rank, size : int
+            This rank, and the number of ranks.
+        """
 
     @property
     def mean(self) -> CompressedMean:
-        """How the compressed stage averages; its residuals are in the state."""
+        """The mean of the compressed stage; its residuals are in the state."""
         return EXACT
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:  # noqa: ARG002
-        """Return how the compressed stage averages what this state is of."""
+        """Return the mean of the compressed stage for a state.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state to average for.
+        """
         return self.mean
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return which kinds of arrays are each rank's own in a stage, besides the residuals.
+        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
 
-        Kinds of ``state.arrays``, "momentum" and "variance". With another number of ranks, every rank goes on from the
-        mean of these over the old ones, see `load_state_dict`; all others must be the same on all ranks.
+        They are among the kinds of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
+        rank resumes with their mean over the old ranks, see `load_state_dict`; all other kinds must be equal on all
+        ranks.
+
+        Parameters
+        ----------
+        stage : str
+            A stage of this optimizer, such as "warmup" or "compressed".
         """
         return ()
 
     def apart(self, stage: str) -> bool:  # noqa: ARG002
-        """Return whether the ranks have different parameters in a stage, by design."""
+        """Return whether the ranks have different parameters in a stage by design.
+
+        Parameters
+        ----------
+        stage : str
+            A stage of this optimizer, such as "warmup" or "compressed".
+        """
         return False
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return a saved state with the entries that this optimizer keeps, if another may have saved other ones.
+        """Return a saved state with exactly the entries of this optimizer, if it accepts states with others.
 
         Parameters
         ----------
         saved : mapping of str to array or scalar
             From `state_dict`, perhaps of another optimizer.
         fresh : OptimizerState
-            Of this optimizer before the first step.
+            This optimizer's state before the first step.
         """
         return saved
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return a state as it is when a stage begins, with residuals of zero."""
+        """Return the state at the start of a stage, with zero residuals.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state before the stage.
+        stage : str
+            A stage of this optimizer, such as "warmup" or "compressed".
+        """
         if stage != state.stage:
             raise ValueError(f"stage is {stage!r}; {type(self).__name__} has only {state.stage!r}")
         return state
 
     @abstractmethod
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
-        """Return what must be averaged in this step, the first half of `step`.
+        """Return what to average in this step; the first half of `step`.
 
         Parameters
         ----------
         grads : array or sequence of arrays
             This rank's gradients.
         state : OptimizerState
-            Of the last step.
+            The state of the last step.
         scale : float
-            Factor of the gradients, the same on all ranks (clipping).
+            Factor of the gradients, equal on all ranks (clipping).
         """
 
     @abstractmethod
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Return the parameters and the state after this step, from what was averaged, the second half."""
-
-    def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
-        """Return the state before the first step, after all ranks agreed that they were started alike.
+        """Return the parameters and the state after this step; the second half of `step`.
 
         Parameters
         ----------
         params : array or sequence of arrays
-            The parameters, of one library and device; the same on all ranks.
+            The parameters.
+        means : Means
+            The averages that `prepare` requested.
+        state : OptimizerState
+            The state of the last step.
+        """
+
+    def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
+        """Return the state before the first step, after verifying that all ranks were started alike.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters, of one library and device; equal on all ranks.
         comm : Communicator
-            Its rank and size are kept, and if the topology asks for it which ranks have the same ``host``.
+            The state keeps its rank and size and, if the topology needs it, which ranks share a ``host``.
         names : sequence of str, optional
             Names of the parameters in checkpoints and policies; by default their numbers.
 
         Raises
         ------
         MismatchError
-            On every rank, if the ranks differ in version, optimizer, settings, names or shapes, or in the value of a
-            parameter: see `qcomp.comm.broadcast`.
+            On every rank, if the ranks differ in version, optimizer, settings, names or shapes, or in a parameter's
+            values, see `qcomp.comm.broadcast`.
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name.
         """
@@ -184,7 +231,7 @@ class Optimizer(ABC):
         try:
             state = self.start(tensors, names, comm.rank, comm.size)
         except Exception as error:
-            problem = error  # of a policy, perhaps on this rank alone: tell all, so that no rank waits
+            problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
         compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
         told = facts(self, names, tensors) | {"compressed": compressed, "values": values}
         handshake(comm, told, like=tensors[0], explain=_EXPLAIN)
@@ -231,7 +278,7 @@ class Optimizer(ABC):
         NonFiniteError
             On every rank, if a gradient on any rank is not finite (with ``nonfinite="raise"``).
         CommunicatorError
-            If the exchange did not complete. The parameters and the state passed in are still valid.
+            If the exchange failed. The parameters and the state passed in are still valid.
         """
         require_rank(state, comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
@@ -246,7 +293,7 @@ class Optimizer(ABC):
             scale = 1.0 if self.clip_norm is None else (yield from self.clip_scale(gradients, state))
             means = yield from self.prepare(gradients, state, scale=scale).stages()
         except NonFiniteError as error:
-            if self.nonfinite == "raise":  # which gradients it is about, no rank knows of the others
+            if self.nonfinite == "raise":  # a rank does not know which gradients of other ranks are bad
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
         new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
@@ -255,7 +302,12 @@ class Optimizer(ABC):
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:
         """Return a state as a flat dict of named arrays and scalars, for `numpy.savez`, `torch.save` and the like.
 
-        Parameters are named as in `init`. The residuals are this rank's own: every rank keeps its dict.
+        Parameters are named as in `init`. Residuals differ between ranks, so every rank must save its own dict.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state to save.
         """
         saved = to_state_dict(state, self.mean_of(state)) | {MAKER: maker(self)}
         return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else saved
@@ -269,35 +321,34 @@ class Optimizer(ABC):
         *,
         strict: bool = True,
     ) -> OptimizerState:
-        """Return the state that `state_dict` has saved; going on from it is as if there had been no stop.
+        """Return the state saved by `state_dict`; training resumes as if it had never stopped.
 
         Parameters
         ----------
         saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict. Or the dicts of all ranks that saved, however many those were, in any order and
-            spread over the ranks in any way: all of them on every rank, as from a folder that all share, or each on
-            one rank, and on some ranks an empty list.
+            This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
+            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others.
         params, comm, names
             As for `init`.
         strict : bool
-            Whether the optimizer that saved the state must be of this class, with the same compressors. False also
+            Whether the optimizer that saved the state must have this class and the same compressors. False also
             silences the warning about other settings.
 
         Raises
         ------
         ValueError
-            If the dict is of another rank, number of ranks, model or optimizer. On every rank alike, if a sequence of
-            dicts is not complete, or not of one job and step.
+            If the dict belongs to another rank, number of ranks, model or optimizer. On every rank, if a list of dicts
+            is incomplete, or mixes jobs or steps.
         MismatchError
-            On the other ranks, if that is so on some; on every rank, if the dicts are of different steps, or a
-            parameter has different values on the ranks.
+            On the other ranks, if some rank raises ValueError; on every rank, if the dicts belong to different steps,
+            or a parameter differs between ranks.
 
         Warns
         -----
         UserWarning
-            If the state was saved with other settings than this optimizer has, naming them. And if dicts of another
-            number of ranks were passed, or of ranks with other chunks. Every rank then begins with mean_i e_i + e_s of
-            the old residuals, which keeps the sum identity of `CompressedMean`.
+            If the state was saved with other settings, naming them; or if the dicts come from another number of ranks,
+            or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
+            preserves the sum identity of `CompressedMean`.
         """
         tensors = as_tensors(params, "params")
         fresh = self._begin(tensors, comm, self._names(names, tensors))
@@ -325,10 +376,15 @@ class Optimizer(ABC):
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step.
 
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+
         Raises
         ------
         ValueError
-            If a schedule gives something else than a finite number >= 0.
+            If a schedule does not return a finite number >= 0.
         """
         if not callable(self.learning_rate):
             return self.learning_rate
@@ -344,12 +400,24 @@ class Optimizer(ABC):
         return rate
 
     def rates(self, state: OptimizerState) -> tuple[float, ...]:
-        """Return the learning rate of each tensor in the next step."""
+        """Return the learning rate of each tensor in the next step.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
         rate = self.rate(state)
         return tuple(rate * g.learning_rate_factor for g in group_of_each(tuple(self.groups), state.names))
 
     def weight_decays(self, state: OptimizerState) -> tuple[float, ...]:
-        """Return the weight decay of each tensor."""
+        """Return the weight decay of each tensor.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
         return tuple(
             self.weight_decay if g.weight_decay is None else g.weight_decay
             for g in group_of_each(tuple(self.groups), state.names)
@@ -358,7 +426,7 @@ class Optimizer(ABC):
     def _world(
         self, fresh: OptimizerState, params: Sequence[Array], accept: Callable[[Mapping[str, Any]], None]
     ) -> World:
-        """Describe where dicts of another world are to go on."""
+        """Describe the world in which the dicts of another world resume."""
         return World(
             fresh.rank,
             fresh.size,
@@ -370,12 +438,20 @@ class Optimizer(ABC):
         )
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
-        """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks."""
+        """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks.
+
+        Parameters
+        ----------
+        grads : sequence of arrays
+            This rank's gradients.
+        state : OptimizerState
+            The state of the last step.
+        """
         assert self.clip_norm is not None
         return clip_scale(self.clip_norm, grads, state.size)
 
     def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
-        """Return a part in which these tensors are averaged exactly, in the stages of the compressed mean."""
+        """Return a part that averages these tensors exactly, with the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = EXACT.topology if state.stage == "warmup" else self.mean_of(state).topology
         return Part(EXACT.within(topology), tuple(tensors), tuple(values), nothing, self._key(state))

@@ -1,4 +1,4 @@
-"""What the optimizers with a compressed stage share: how they compress, and which tensors they leave exact."""
+"""The base of the optimizers with a compressed stage: how they compress, and which tensors stay exact."""
 
 import math
 from collections.abc import Sequence
@@ -33,29 +33,31 @@ class CompressingOptimizer(Optimizer):
     Parameters
     ----------
     compressor : Compressor
-        Of what is exchanged in the compressed stage.
-    feedback : bool
-        Whether what compression loses is fed back, on workers and servers.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}
-        See `CompressedMean`. What ``"auto"`` chooses is in the state, and in checkpoints.
-    link : Link
-        Between nodes, for ``"auto"``; see `CompressedMean`.
-    exact : callable or None
-        Which tensors stay exact, see `ExactBelow`; None compresses everything.
+        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
     compressors : callable, optional
-        A compressor for each tensor in place of ``compressor``, or None for tensors that stay exact, which those of
-        ``exact`` do in any case; see `ByName`.
-    rescale_feedback : bool
-        Whether residuals are multiplied with the ratio of the old rate to the new one when the learning rate changes,
-        so that what is owed of an old step is paid with the rate of that step. Then x - rate (mean_i e_i + e_s) is
-        what SGD without momentum has without compression, for any schedule; without it, only while the rate stays. A
-        step of rate 0 leaves the residuals as they are. Takes a pass over them whenever the rate changes. Not the
-        default, since residuals grow when the rate falls: on quadratics with schedules that fall it was better for
-        top-k without momentum, no better for signs, and with momentum and a rate that goes up and down by ten signs
-        diverged.
-    tensorwise : bool
-        Whether the mean cuts every tensor into chunks for the ranks by itself, see `TensorwiseMean`. The step is the
-        same, in more and smaller messages; who exchanges tensors while others are still computed needs it.
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
+        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
+        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
+        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
+        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
+        signs, and signs with momentum diverged when the rate rose and fell tenfold.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
     """
 
     compressor: Compressor
@@ -84,12 +86,12 @@ class CompressingOptimizer(Optimizer):
 
     @cached_property
     def mean(self) -> CompressedMean:
-        """The compressed mean of this optimizer, if all tensors have its compressor."""
+        """The compressed mean of this optimizer, if all tensors use its compressor."""
         kind = TensorwiseMean if self.tensorwise else CompressedMean
         return kind(self.compressor, self.topology, self.feedback, self.link)
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return how the compressed stage averages: with what policies, and the topology "auto", have chosen."""
+        """Return the mean of the compressed stage, with the choices of the policies and of topology "auto"."""
         mean = self.mean
         if mean.topology == AUTO:
             mean = mean.within(state.exchange.topology)

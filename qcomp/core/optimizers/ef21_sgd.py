@@ -21,34 +21,59 @@ _SMOOTHED = "smoothed"
 
 @dataclass(frozen=True, kw_only=True)
 class EF21SGD(CompressingOptimizer):
-    """SGD with `EF21Mean`: no floor where the ranks' data differ, and with ``eta`` below 1 for noisy gradients too.
+    """SGD with `EF21Mean`: no error floor if the ranks' data differ; with ``eta`` below 1 also for noisy gradients.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`; weight decay is added to the common estimate of the gradient.
-    compressor : Compressor
-        A contraction, see `EF21Mean`.
-    exact, compressors : callable or None
-        See `CompressingOptimizer`.
-    eta : float
-        Above 0, at most 1: the weight of the new gradient in the moving average that a rank sends changes of. 1 is
-        EF21 itself, for full gradients.
-    feedback : bool
-        False: the estimates stand in for residuals.
-    topology : {"all_gather"}
-        See `EF21Mean`.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0; weight_decay * x is added to the common estimate of the gradient.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    compressor : Compressor, default TopK(k=32, bucket_size=1024)
+        Compresses the changes of the gradients. It must be a contraction, see `EF21Mean`.
+    feedback : bool, default False
+        Must be False: the estimates replace residuals.
+    topology : {"all_gather"}, default "all_gather"
+        All ranks must know the same estimates, so no other topology is possible, see `EF21Mean`.
+    link : Link, default 10 Gbit/s and 50 us per message
+        Has no effect, since the topology is fixed.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Must be False, since there is no feedback.
+    tensorwise : bool, default False
+        Has no effect: an all-gather has no chunks to cut.
+    eta : float, default 1
+        Weight of the new gradient in the moving average whose changes a rank sends, above 0 and at most 1. 1 is EF21
+        itself, for full gradients.
 
     Notes
     -----
-    v_i' = (1 - eta) v_i + eta grad_i, of the first step grad_i; g = what `EF21Mean` has as the mean of v_i;
-    x' = x - rate (g + weight_decay x). EF21 with full gradients converges for rate <= 1 / (L + L' r), with
-    r = sqrt(1 - delta) / (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i: small for strong
-    compression. With the noise of small batches and eta = 1 it may not. Sends (N - 1) times the payload, and 2 (N - 1)
-    / N * 32 bits for every element that stays exact. A state holds the estimates in ``exchange`` and v_i as
-    ``arrays["smoothed"]``; going on with another number of ranks, every rank has the means of the old estimates
-    and averages. Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2; Fatkhullin, Tyurin and
-    Richtarik, NeurIPS 2023, algorithm 1 (EF21-SGDM).
+    v_i' = (1 - eta) v_i + eta grad_i, in the first step grad_i; g = the estimate of mean_i v_i by `EF21Mean`; x' = x -
+    rate (g + weight_decay x). EF21 with full gradients converges for rate <= 1 / (L + L' r), with r = sqrt(1 - delta) /
+    (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i: which is small for strong compression.
+    With noisy gradients of small batches and eta = 1 it may not converge. Sends (N - 1) times the payload, and 2 (N -
+    1) / N * 32 bits per exact element. A state holds the estimates in ``exchange`` and v_i as ``arrays["smoothed"]``.
+    With another number of ranks, every rank resumes with the means of the old estimates and averages. Source:
+    Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2; Fatkhullin, Tyurin and Richtarik, NeurIPS 2023,
+    algorithm 1 (EF21-SGDM).
 
     Examples
     --------

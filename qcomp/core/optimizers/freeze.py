@@ -1,4 +1,4 @@
-"""When a frozen-variance optimizer stops updating its variance."""
+"""Rules that decide when an optimizer freezes its variance."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from qcomp.core.reporting import warn_caller
 __all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "ask", "freeze_rule", "warn_if_early"]
 
 _PATIENCE = 10
-"""After so many times 1 / (1 - b2) steps without a freeze there is a warning."""
+"""Windows of 1 / (1 - b2) steps without a freeze before the warning."""
 
 
 class Observation(NamedTuple):
-    """What a rule concludes after a step of the warm-up."""
+    """The answer of a rule after a step of the warm-up."""
 
     frozen: bool
     history: tuple[float, ...]
-    """What the rule wants to see again after the next step."""
+    """The history that the rule receives after the next step."""
 
 
 class FreezeRule(Protocol):
-    """Decides after every step of the warm-up, from values that are the same on all ranks."""
+    """Decides after every step of the warm-up, from values that are equal on all ranks."""
 
     def observe(
         self, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float
@@ -35,8 +35,8 @@ class FreezeRule(Protocol):
         norm : callable
             Returns ||v||_1 of the variance after bias correction; called only by rules that need it.
         history : tuple of float
-            What the rule returned after the last step; empty at first, and again after each step for which the learning
-            rate rises: until it has risen, no variance has settled.
+            What the rule returned after the last step; empty at first, and after each step in which the learning rate
+            rises, since no variance settles before the end of the rise.
         beta2 : float
             The decay of the variance.
         """
@@ -45,12 +45,12 @@ class FreezeRule(Protocol):
 
 @dataclass(frozen=True)
 class FreezeAt:
-    """Freeze after a number of steps: steps 1 to ``step`` are exact, the next one is the first compressed.
+    """Freezes after a fixed step: steps 1 to ``step`` are exact, the next one is the first compressed step.
 
     Parameters
     ----------
     step : int
-        At least 1. 15% to 25% of all steps is usual.
+        The last exact step, at least 1. 15% to 25% of all steps is usual.
     """
 
     step: int
@@ -66,31 +66,44 @@ class FreezeAt:
         history: tuple[float, ...],
         beta2: float,  # noqa: ARG002
     ) -> Observation:
-        """Return whether the step is reached."""
+        """Return whether the step has been reached.
+
+        Parameters
+        ----------
+        step : int, from 1
+            Completed steps.
+        norm : callable
+            Returns ||v||_1 of the bias-corrected variance.
+        history : tuple of float
+            What the rule returned after the last step; empty at first.
+        beta2 : float
+            The decay rate of the variance.
+        """
         return Observation(step >= self.step, history)
 
 
 @dataclass(frozen=True)
 class VarianceStable:
-    """Freeze when the variance has settled.
+    """Freezes once the variance is stable.
 
-    With d = 1 / (1 - b2) and n_t = ||v_t||_1 after bias correction: when min(r, 1 / r) >= threshold for
-    r = n_{t-d} / n_t in each of d steps in a row, in none of which the learning rate rises, and as much of v_t comes
-    from the last d steps as in steady state, up to the same threshold.
+    Let d = 1 / (1 - b2), n_t = ||v_t||_1 after bias correction, and r = n_{t-d} / n_t. It freezes after d consecutive
+    steps with min(r, 1 / r) >= threshold, in none of which the learning rate rises, once the share of v_t from the last
+    d steps has reached its steady-state value, up to the same threshold.
 
     Parameters
     ----------
     threshold : float
-        Above 0 and at most 1.
+        The smallest min(r, 1 / r) that counts as stable, above 0 and at most 1. Default 0.96.
     after : int
-        The first step after which to freeze, for instance the end of a learning-rate warm-up that is no schedule.
+        The earliest step for the freeze. Set it to the end of a learning-rate warm-up that is not a schedule. Default
+        0.
 
     Notes
     -----
-    Gradients without a trend freeze after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after a
-    learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
-    which compares two norms; either direction of change counts here, since the variance may also shrink, and through
-    a whole window, since norms that rise and fall also cross.
+    With gradients without a trend it freezes after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after
+    a learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
+    which compares two norms. Here both directions of change count, since the variance may also shrink, and a whole
+    window, since norms that rise and then fall cross by chance.
     """
 
     threshold: float = 0.96
@@ -103,10 +116,22 @@ class VarianceStable:
     def observe(
         self, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float
     ) -> Observation:
-        """Compare the norm with the one of d steps ago."""
+        """Compare the norm with the one of d steps ago.
+
+        Parameters
+        ----------
+        step : int, from 1
+            Completed steps.
+        norm : callable
+            Returns ||v||_1 of the bias-corrected variance.
+        history : tuple of float
+            What the rule returned after the last step; empty at first.
+        beta2 : float
+            The decay rate of the variance.
+        """
         delay = round(1 / (1 - beta2))
-        # Behind a negative count, how many steps have been calm, are the last d norms. Histories of states that were
-        # saved without a count are of other norms: such a rule begins anew.
+        # The history is the negative number of stable steps, then the last d norms. Histories without that
+        # number hold other norms, from an older release: the rule starts again.
         calm, norms = (int(-1 - history[0]), history[1:]) if history and history[0] < 0 else (0, ())
         now = norm()
         before = norms[0] if len(norms) == delay else 0.0
@@ -127,7 +152,7 @@ def ask(
     *,
     rising: bool,
 ) -> Observation:
-    """Return what a rule concludes after ``step`` steps; warn if it is while the rate rises, or waits for very long.
+    """Return a rule's answer after ``step`` steps; warn of a freeze while the rate rises, and of a very long wait.
 
     Parameters
     ----------
@@ -157,15 +182,15 @@ def ask(
 
 
 def freeze_rule(freeze: int | FreezeRule) -> FreezeRule:
-    """Return the rule that an optimizer's ``freeze`` stands for."""
+    """Return the rule for an optimizer's ``freeze``."""
     return freeze if hasattr(freeze, "observe") else FreezeAt(freeze)
 
 
 def warn_if_early(rule: FreezeRule, beta2: float, optimizer: str) -> None:
-    """Warn of a freeze after less than a tenth of the steps over which the variance averages.
+    """Warn of a freeze before a tenth of the steps over which the variance averages.
 
-    The mean of k squares is by chance below a share c of what it should be for about c^(k/2) of all elements; among
-    many elements some then move 1 / sqrt(c) times too far in every step.
+    By chance, the mean of k squares is below c times its expected value for about c^(k/2) of all elements. Among many
+    elements some then move 1 / sqrt(c) times too far in every step.
     """
     window = round(1 / (1 - beta2))
     if isinstance(rule, FreezeAt) and 10 * rule.step < window:

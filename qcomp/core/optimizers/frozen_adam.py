@@ -27,24 +27,25 @@ _LEFT = "rewarm_steps_left"
 class FrozenVarianceAdam(CompressingOptimizer, Adam):
     """Base of 1-bit Adam and QAdam.
 
-    - Stage "warmup": `Adam` on the exact mean gradient. After each step the freeze rule is asked; when it says
-      so, the bias-corrected variance is kept for ever and the residuals start at zero.
-    - Stage "compressed": every rank puts its own gradient into the common momentum of the last step, the results
-      are averaged with compression, and that average is the new common momentum. Weight decay that is not decoupled
-      is added to that, exactly, with the weight 1 - b1 that it has as a part of the gradient.
-    - Stage "rewarm", only with a `VarianceWatch` that asks for it: some steps of Adam on the exact mean gradient, after
-      which the variance, which is not corrected again, is frozen again.
+    - Stage "warmup": `Adam` on the exact mean gradient. After each step the freeze rule decides; once it freezes, the
+      bias-corrected variance stays constant and the residuals start at zero.
+    - Stage "compressed": every rank adds its own gradient to the common momentum of the last step, and the compressed
+      mean of the results is the new common momentum. Coupled weight decay is added to it exactly, with the weight 1 -
+      b1 that it has as a part of the gradient.
+    - Stage "rewarm", only with ``rewarm_steps`` of a `VarianceWatch`: some Adam steps on the exact mean gradient, after
+      which the variance is frozen again, without another bias correction.
 
-    The variance of exact tensors is frozen too; only their momentum is averaged exactly. Elements whose frozen
-    variance is zero, because they never had a gradient, keep a momentum of zero and do not move. Elements that no
-    longer have one get the last of their momentum and then what feedback corrects: their way stays bounded.
+    The variance of exact tensors is frozen too; only their momentum is averaged exactly. Elements whose frozen variance
+    is zero, because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a
+    gradient receive the rest of their momentum and then the corrections of feedback, so their total displacement stays
+    bounded.
 
     Parameters
     ----------
     freeze : int or rule
-        The last exact step, or a rule such as `VarianceStable`.
+        When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     watch : VarianceWatch or None
-        Watches in the compressed stage whether the frozen variance still fits, and warns when it does not.
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     """
 
     freeze: int | FreezeRule

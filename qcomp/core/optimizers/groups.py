@@ -1,4 +1,4 @@
-"""Options of some of the parameters, chosen by name."""
+"""Options for some parameters, selected by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ __all__ = ["Group", "as_groups", "group_of_each"]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with options of their own; of several groups that match a name, the first one counts.
+    """Options for the parameters that match a pattern; the first matching group counts.
 
     Parameters
     ----------
     pattern : str
-        Of the names of the parameters, with ``*``, ``?`` and ``[...]`` as in file names. It must match a name.
+        Pattern of parameter names, with ``*``, ``?`` and ``[...]`` as in file names. It must match a name.
     learning_rate_factor : float
-        The learning rate of these parameters is that of the optimizer, a schedule too, times this. 0 keeps them as
-        they are.
+        Factor of the optimizer's learning rate (or schedule) for these parameters, >= 0. 0 keeps them unchanged.
+        Default 1.
     weight_decay : float, optional
-        In place of the optimizer's.
+        Replaces the optimizer's weight decay, >= 0. None, the default, keeps that of the optimizer.
 
     Examples
     --------

@@ -19,23 +19,40 @@ __all__ = ["Lamb", "direction", "require_bounds", "trust_key"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lamb(Adam):
-    """LAMB: Adam whose steps are as long as a share of each tensor, for large batches.
+    """LAMB: Adam with steps scaled to the norm of each tensor, for large batches.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`.
-    betas, eps, decoupled_weight_decay
-        See `Adam`.
-    trust_bounds : tuple of two floats
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so it has no effect here.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0.
+    decoupled_weight_decay : bool, default True
+        True: weight_decay * x is added to the direction, before the trust ratio, as in LAMB. False: it is added to the
+        mean gradient after clipping.
+    trust_bounds : tuple of two floats, default (0.01, 10.0)
         Smallest and largest trust ratio, the first above 0.
 
     Notes
     -----
     d = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay x, and for each tensor x' = x - rate c d with the
-    trust ratio c = |x|_2 / |d|_2 within its bounds, and 1 if either norm is 0. It is kept in
-    ``state.numbers["trust.NAME"]``. The norms are sums in a fixed order, so all ranks take the same step. Sends what
-    `Adam` sends. Source: You et al., ICLR 2020, algorithm 2; the bounds are those of 1-bit LAMB (Li et al., 2021).
+    trust ratio c = |x|_2 / |d|_2 within its bounds, and 1 if either norm is 0. ``state.numbers["trust.NAME"]`` holds
+    it. The norms are sums in a fixed order, so all ranks make the same step. Sends as much as `Adam`. Source: You et
+    al., ICLR 2020, algorithm 2; the bounds are those of 1-bit LAMB (Li et al., 2021).
 
     Examples
     --------

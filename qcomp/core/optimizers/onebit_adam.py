@@ -12,27 +12,72 @@ __all__ = ["OneBitAdam"]
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdam(FrozenVarianceAdam):
-    """1-bit Adam: exact Adam until the variance has settled, then one bit an element of the momentum.
+    """1-bit Adam: exact Adam until the variance is stable, then a momentum with one bit per element.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`.
-    betas, eps, decoupled_weight_decay
-        See `Adam`.
-    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
-        See `CompressingOptimizer`.
-    freeze : int or rule
-        The last exact step, or a rule such as `VarianceStable`.
-    watch : VarianceWatch or None
-        Watches in the compressed stage whether the frozen variance still fits, and warns when it does not.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0.
+    decoupled_weight_decay : bool, default True
+        True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``. False:
+        weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
+    compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
+        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
+        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
+        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
+        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
+        signs, and signs with momentum diverged when the rate rose and fell tenfold.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+    freeze : int or FreezeRule, default VarianceStable()
+        When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
+    watch : VarianceWatch or None, default VarianceWatch()
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
+        disables the check.
 
     Notes
     -----
     In the compressed stage with N ranks, worker i: p_i = b1 m + (1 - b1) g_i + e_i, sends C(p_i), e_i' = p_i - C(p_i);
-    server: q = mean_i C(p_i) + e_s, sends m' = C(q), e_s' = q - m'; all: x' = x - rate m' / (sqrt(v) + eps). With
-    E = mean_i e_i + e_s, every step m' + E' = b1 m + (1 - b1) mean_i g_i + E. Sends 2 (N - 1) / N bits a parameter, and
-    32 bits a bucket. Source: Tang et al., ICML 2021, algorithm 1, with bias correction, frozen for the variance.
+    server: q = mean_i C(p_i) + e_s, sends m' = C(q), e_s' = q - m'; all: x' = x - rate m' / (sqrt(v) + eps). With E =
+    mean_i e_i + e_s, every step m' + E' = b1 m + (1 - b1) mean_i g_i + E. Sends 2 (N - 1) / N times 1 bit per parameter
+    and 32 bits per bucket. Source: Tang et al., ICML 2021, algorithm 1, with bias correction, which is frozen for the
+    variance.
 
     Examples
     --------

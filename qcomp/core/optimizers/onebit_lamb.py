@@ -23,38 +23,84 @@ __all__ = ["OneBitLamb"]
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitLamb(FrozenVarianceAdam, Lamb):
-    """1-bit LAMB: exact LAMB until the variance has settled, then one bit an element of the momentum.
+    """1-bit LAMB: exact LAMB until the variance is stable, then a momentum with one bit per element.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`.
-    betas, eps, decoupled_weight_decay, trust_bounds
-        See `Adam` and `Lamb`.
-    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
-        See `CompressingOptimizer`.
-    freeze : int or rule
-        The last exact step, or a rule such as `VarianceStable`.
-    watch : VarianceWatch or None
-        See `OneBitAdam`.
-    trust_decay : float
-        Of the average of the trust ratios in the warm-up, from 0 to below 1.
-    factor_bounds : tuple of two floats
-        Smallest and largest factor of that average in the compressed stage.
-    factor_change : float
-        By how much of itself a factor may change in a step, from 0 to below 1.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0.
+    decoupled_weight_decay : bool, default True
+        True: weight_decay * x is added to the direction, before the trust ratio, as in LAMB. False: it is added to the
+        mean gradient after clipping.
+    trust_bounds : tuple of two floats, default (0.01, 10.0)
+        Smallest and largest trust ratio, the first above 0.
+    compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
+        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
+        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
+        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
+        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
+        signs, and signs with momentum diverged when the rate rose and fell tenfold.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+    freeze : int or FreezeRule, default VarianceStable()
+        When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
+    watch : VarianceWatch or None, default VarianceWatch()
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
+        disables the check.
+    trust_decay : float, default 0.9
+        Decay rate of the average of the trust ratios in the warm-up, from 0 to below 1.
+    factor_bounds : tuple of two floats, default (0.5, 4.0)
+        Smallest and largest factor of that average in the compressed stage, the first above 0.
+    factor_change : float, default 0.1
+        Largest relative change of a factor per step, from 0 to below 1.
 
     Notes
     -----
-    Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c
-    that are not exactly 1; a begins with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
-    compressed tensor is multiplied by the mean of all |m|_2 / sqrt(size) over its own, as at the freeze, before
-    compression, and divided after it. From the new momentum the mean gradient is reconstructed,
-    g = (m' - b1 m) / (1 - b1), and goes into a second variance f' = b2 f + (1 - b2) g^2, which began as the frozen v.
-    The trust ratio is a times the factor max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps), within ``factor_bounds`` and
-    within ``factor_change`` of the last factor, which began as 1. ``state.numbers`` has ``trust.NAME``,
-    ``average.NAME`` and ``factor.NAME``. The direction divides by the frozen v. Sends what
-    `OneBitAdam` sends. Source: Li et al., HiPC 2022 (arXiv 2104.06069), algorithm 1.
+    Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c that
+    are not exactly 1; a starts with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
+    compressed tensor is multiplied before compression by the mean of |m|_2 / sqrt(size) over all tensors divided by its
+    own, both as at the freeze, and divided by it after compression. The mean gradient is reconstructed from the new
+    momentum, g = (m' - b1 m) / (1 - b1), and updates a second variance f' = b2 f + (1 - b2) g^2, which starts as the
+    frozen v. The trust ratio is a times the factor max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps), clamped to
+    ``factor_bounds`` and to a relative change of ``factor_change`` from the last factor, which starts as 1.
+    ``state.numbers`` has ``trust.NAME``, ``average.NAME`` and ``factor.NAME``. The direction divides by the frozen v.
+    Sends as much as `OneBitAdam`. Source: Li et al., HiPC 2022 (arXiv 2104.06069), algorithm 1.
 
     Examples
     --------

@@ -12,35 +12,81 @@ __all__ = ["QAdam"]
 
 @dataclass(frozen=True, kw_only=True)
 class QAdam(FrozenVarianceAdam):
-    """QAdam: exact Adam for a warm-up, then a momentum of eight bits an element.
+    """QAdam: exact Adam in a warm-up, then a momentum with eight bits per element.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`.
-    betas, eps, decoupled_weight_decay
-        See `Adam`.
-    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
-        See `CompressingOptimizer`; ``feedback=False`` is what Bagua does.
-    freeze : int or rule
-        The last exact step, or a rule such as `VarianceStable`. The variance averages over 1 / (1 - b2) steps: one
-        that is frozen much earlier is too small somewhere, and there rounding errors become large steps.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0.
+    decoupled_weight_decay : bool, default True
+        True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``. False:
+        weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
+    compressor : Compressor, default MinMaxUInt8()
+        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers. False matches
+        Bagua.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
+        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
+        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
+        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
+        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
+        signs, and signs with momentum diverged when the rate rose and fell tenfold.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+    freeze : int or FreezeRule, default VarianceStable()
+        When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`. The variance
+        averages over 1 / (1 - b2) steps. Frozen much earlier, it is too small for some elements, and their rounding
+        errors become large steps.
     warmup_steps : int, optional
-        Another name for ``freeze`` as a number of steps; give one of the two.
-    hierarchical : bool
-        Another name for ``topology="hierarchical"``: the momentum is averaged exactly inside each node and compressed
-        between nodes. The ranks of a node are those whose communicator has the same ``host``.
-    watch : VarianceWatch or None
-        Watches in the compressed stage whether the frozen variance still fits, and warns when it does not.
+        Alias of ``freeze`` for a number of steps; give only one of the two.
+    hierarchical : bool, default False
+        True is an alias of ``topology="hierarchical"``: the momentum is averaged exactly inside each node and
+        compressed between nodes. The ranks of a node are those whose communicators have the same ``host``.
+    watch : VarianceWatch or None, default VarianceWatch()
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
+        disables the check.
 
     Notes
     -----
-    The same state machine as `OneBitAdam` with another compressor. In the compressed stage it sends 2 (N - 1) / N
-    times 8 bits a parameter and 64 bits a bucket. If hierarchical, the ranks of a node send that together to the other
-    nodes, with the number of nodes in place of N, and 32 bits a parameter stay inside the node; see `CompressedMean`.
-    On one node nothing is compressed. The exact mean of the warm-up is the same either way. Source: Bagua's
-    documentation; unlike there, the bias correction of the variance is frozen with it (it would make steps grow up to
-    3.2 times) and weight decay is used.
+    It has the same state machine as `OneBitAdam`, with another compressor. In the compressed stage it sends 2 (N - 1) /
+    N times 8 bits per parameter and 64 bits per bucket. If hierarchical, the ranks of a node together send that much to
+    the other nodes, with the number of nodes for N, and 32 bits per parameter stay inside the node; see
+    `CompressedMean`. On one node nothing is compressed. The exact mean of the warm-up is the same in both cases.
+    Source: Bagua's documentation. Unlike Bagua, it freezes the bias correction with the variance (otherwise steps grow
+    up to 3.2 times) and applies weight decay in all stages.
 
     Examples
     --------

@@ -23,35 +23,64 @@ _STEPS = "epoch_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class QSVRG(CompressingOptimizer):
-    """SVRG with quantized steps, for finite sums: it converges linearly although it compresses.
+    """SVRG with quantized steps, for finite sums: it converges linearly despite compression.
 
-    An epoch begins with `begin_epoch`, the exact mean gradient at a snapshot y of the parameters. Each `step` then
-    takes the gradients of one sample at the parameters x and at y, and the next epoch begins at `next_snapshot`.
+    `begin_epoch` starts an epoch with the exact mean gradient at a snapshot y of the parameters. Each `step` then takes
+    the gradients of one sample at the parameters x and at y. `next_snapshot` gives the snapshot of the next epoch.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`. Weight decay is added to the mean of the quantized vectors, of which it is no part; clipping is
-        of the corrected vectors, and makes them biased.
-    compressor : Compressor
-        Unbiased; `QSGD` with about as many levels as the root of its bucket size has the theory's small variance.
-    topology : {"all_gather", "two_phase", "hierarchical", "ring", "auto"}
-        See `CompressedMean`. With ``"all_gather"`` every vector is quantized once, as in the paper.
-    exact, compressors : callable or None
-        See `CompressingOptimizer`.
-    feedback : bool
-        False: the steps are unbiased, and nothing that they lose may come back.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0; weight_decay * x is added to the mean of the quantized vectors, exactly.
+    clip_norm : float, optional
+        Largest global norm sqrt(mean_i |c_i|^2) of the corrected vectors c_i over the ranks i, above 0. Larger ones
+        are scaled down by the same factor on all ranks, which makes them biased. Costs an exchange of 8 bytes per
+        step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    compressor : Compressor, default QSGD(levels=31, bucket_size=512)
+        Compresses the corrected vectors. It must be unbiased; `QSGD` has the theory's small variance with about as
+        many levels as the square root of its bucket size.
+    feedback : bool, default False
+        Must be False: the steps are unbiased, and feedback would spoil that.
+    topology : {"all_gather", "two_phase", "hierarchical", "ring", "auto"}, default "all_gather"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice. With ``"all_gather"`` every vector is quantized once, as in
+        the paper.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Must be False, since there is no feedback.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
 
     Notes
     -----
-    f is the mean over the ranks i of f_i, and f_i the mean of its samples f_ij. Begin: g = mean_i grad f_i(y). Step:
+    f is the mean over the ranks i of f_i, and f_i the mean of its samples f_ij. Start: g = mean_i grad f_i(y). Step:
     draw j; send Q(grad f_ij(x) - grad f_ij(y) + g), the whole corrected vector; x' = x - rate * mean_i Q(...). Next
     snapshot: the mean of the x after each of the T steps of the epoch. With Q of variance omega = O(1), rate = O(1 / L)
-    and T = O(L / mu), E f(y_p) - f* <= 0.9^p (f(y_0) - f*). Both x - y and g vanish at the solution, and with them the
-    error of Q. Sends 2 (N - 1) / N * 32 bits a parameter to begin an epoch, and the payload to every other rank in a
-    step. Keeps three vectors: ``state.arrays`` has y as "snapshot", g as "gradient" and the sum of the x as "iterates".
-    Source: Alistarh et al., NeurIPS 2017, section 3.3 (where f is the sum of its parts), and Johnson and Zhang,
-    NeurIPS 2013.
+    and T = O(L / mu), E f(y_p) - f* <= 0.9^p (f(y_0) - f*). At the solution x - y and g vanish, and with them the error
+    of Q. Sends 2 (N - 1) / N * 32 bits per parameter to start an epoch, and the payload to every other rank in a step.
+    Keeps three vectors: ``state.arrays`` has y as "snapshot", g as "gradient" and the sum of the x as "iterates".
+    Source: Alistarh et al., NeurIPS 2017, section 3.3 (where f is the sum of its parts), and Johnson and Zhang, NeurIPS
+    2013.
 
     Examples
     --------
@@ -106,25 +135,31 @@ class QSVRG(CompressingOptimizer):
         Parameters
         ----------
         params : array or sequence of arrays
-            The snapshot y, the same on all ranks, from which the first step of the epoch starts. It is copied.
+            The snapshot y, equal on all ranks, from which the first step of the epoch starts. It is copied.
         full_grad : array or sequence of arrays
             The gradient at y of this rank's share of f, over all its samples. f is the mean over the ranks.
         state : OptimizerState
-            From `init`, or of the last step. An epoch that has begun ends here.
+            From `init` or the last step. A running epoch ends here.
         comm : Communicator
             As for `step`.
 
         Raises
         ------
         NonFiniteError
-            On every rank, if a gradient on any rank is not finite, also with ``nonfinite="skip"``: there is no
-            epoch without it.
+            On every rank, if a gradient on any rank is not finite, also with ``nonfinite="skip"``: an epoch needs this
+            gradient.
         """
         require_rank(state, comm)
         return drive(self.epoch_stages(params, full_grad, state), comm)
 
     def epoch_stages(self, params: Any, full_grad: Any, state: OptimizerState) -> Stages[OptimizerState]:
-        """Begin an epoch as a generator of pure stages, see `begin_epoch`."""
+        """Begin an epoch as a generator of pure stages, see `begin_epoch`.
+
+        Parameters
+        ----------
+        params, full_grad, state
+            As for `begin_epoch`.
+        """
         tensors = as_tensors(params, "params")
         gradients = _like_params(full_grad, tensors, "full_grad")
         nothing = MeanState(state.rank, state.size, (), ())
@@ -174,7 +209,17 @@ class QSVRG(CompressingOptimizer):
         return (yield from super().stages(params, corrected, state, donate=donate))
 
     def corrected(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
-        """Return grad f_j(x) - grad f_j(y) + g, the vector of which `prepare` asks for the mean."""
+        """Return grad f_j(x) - grad f_j(y) + g, the vector that `prepare` averages.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters x.
+        grads : pair
+            This rank's gradients of one sample at x and at the snapshot.
+        state : OptimizerState
+            The state of the last step.
+        """
         if state.stage != "epoch":
             raise ValueError(f"state is of stage {state.stage!r}; expected 'epoch': call begin_epoch first")
         if not isinstance(grads, tuple) or len(grads) != 2:

@@ -1,4 +1,4 @@
-"""Which steps are special: schedules as functions of the number of the step, the same on all ranks."""
+"""Schedules: functions that select steps by number, equal on all ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 __all__ = ["DoublingIntervals", "LocalSteps", "Schedule"]
 
 Schedule = Callable[[int], bool]
-"""Says of a step, counted from 1, whether it belongs to a set."""
+"""Returns whether a step, counted from 1, belongs to a set."""
 
 
 @dataclass(frozen=True)
 class DoublingIntervals:
-    """Steps at growing intervals: step 1 first, and interval number j, from 0, is 2^floor(j / each) steps long.
+    """Steps at growing intervals: step 1 first; interval j, from 0, is 2^floor(j / each) steps long.
 
     Parameters
     ----------
     each : int
-        How many intervals of each length there are, at least 1.
+        Number of intervals of each length, at least 1.
     longest : int, optional
-        A power of two at which the intervals stop growing.
+        Largest interval, a power of two. None, the default, lets intervals grow without bound.
 
     Notes
     -----
-    Of T steps about each * log2(T / each + 1) belong to the set: 201 of 100 000 with ``each=16``. Source: Lu et al.,
+    About each * log2(T / each + 1) of T steps belong to the set: 201 of 100 000 with ``each=16``. Source: Lu et al.,
     ICLR 2023 (0/1 Adam), the policies of section 4.
 
     Examples
@@ -53,20 +53,20 @@ class DoublingIntervals:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Steps that end intervals of 1, then 2, 4 and so on, each length for a number of steps.
+    """Steps at the ends of intervals of 1, then 2, 4 and so on, each length for ``double_every`` steps.
 
     Parameters
     ----------
     double_every : int
-        Steps after which the intervals double, at least 1.
+        Number of steps after which the intervals double, at least 1.
     longest : int
-        The longest interval, at least 1; 1 makes every step belong to the set.
+        The longest interval, at least 1; with 1 every step belongs to the set.
 
     Notes
     -----
-    No interval is longer than ``longest``: where a length does not divide ``double_every``, the last interval of that
-    length is cut short. The defaults are DeepSpeed's ``local_step_scaler`` and ``local_step_clipper``, where the
-    learning rate halves about as often.
+    No interval is longer than ``longest``. If a length does not divide ``double_every``, the last interval of that
+    length is shorter. The defaults are DeepSpeed's ``local_step_scaler`` and ``local_step_clipper``, chosen for a
+    learning rate that halves about as often.
 
     Examples
     --------

@@ -21,20 +21,58 @@ class CompressedSGD(CompressingOptimizer):
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer`; weight decay is added to the mean gradient, as usual for SGD.
-    compressor, feedback, topology, link, exact, compressors, rescale_feedback, tensorwise
-        See `CompressingOptimizer`.
-    momentum : float
-        From 0 to below 1.
-    nesterov : bool
-        Whether to look ahead; needs momentum.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0; weight_decay * x is added to the mean gradient, as usual for SGD.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    compressor : Compressor, default QSGD(levels=7, bucket_size=128)
+        Compresses the gradients, on workers and servers.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
+        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
+        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
+        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
+        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
+        signs, and signs with momentum diverged when the rate rose and fell tenfold.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+    momentum : float, default 0.9
+        Decay rate of the momentum, from 0 to below 1.
+    nesterov : bool, default False
+        Whether to use Nesterov momentum; needs ``momentum`` above 0.
 
     Notes
     -----
     d = mean(g) + weight_decay x, m' = momentum m + d, x' = x - rate (d + momentum m' with Nesterov, else m'), where
-    mean is a `CompressedMean`. Momentum acts on the decompressed mean, the same on all ranks. Sends 2 (N - 1) / N times
-    the payload. Source: Alistarh et al., NeurIPS 2017 (QSGD); Karimireddy et al., ICML 2019 (feedback).
+    mean is a `CompressedMean`. Momentum acts on the decompressed mean, which is equal on all ranks. Sends 2 (N - 1) / N
+    times the payload. Source: Alistarh et al., NeurIPS 2017 (QSGD); Karimireddy et al., ICML 2019 (feedback).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Whether a frozen variance still fits the gradients, from a few elements of each tensor."""
+"""The watch over a frozen variance, which compares it with the gradients on a few elements of each tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -67,52 +67,54 @@ class _Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class VarianceWatch:
-    """Compare the frozen variance with what it would be now, and warn when it does not fit any more.
+    """Compares the frozen variance with its current value, and warns when it no longer fits.
 
-    Two measurements, which are the same on all ranks:
+    It makes two measurements, equal on all ranks:
 
-    - In every second step, the size of the compressed momentum, of a few elements of each compressed tensor. While
-      gradients are as they were at the freeze, sum m^2 <= sum v but for what feedback adds. A jump of the gradients
-      shows here within a few steps. Nothing is sent for it.
-    - In every ``every`` steps, some elements of the mean gradient of each compressed tensor, which travel exactly
-      beside the compressed momentum, in the same messages. Their squares are averaged to w as Adam would.
+    - In every second step, the norm of the compressed momentum on a few elements of each compressed tensor. While
+      gradients stay as they were at the freeze, sum m^2 <= sum v except for what feedback adds. A jump of the gradients
+      shows here within a few steps. This sends nothing.
+    - Every ``every`` steps, some elements of the mean gradient of each compressed tensor, sent exactly in the same
+      messages as the compressed momentum. Their squares are averaged to w as in Adam.
 
     With v the frozen variance of the same elements, ``state.numbers`` has ``"variance_ratio"``, sum w / sum v, and
-    ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1, both once the average is 1 / (1 - b2) steps old
-    and NaN before; and ``"variance_stuck"``, the share of the elements that have v = 0 and a gradient now: these
-    cannot move. Clipping holds the ratio near one, whatever happens to the elements; the overlap sees them, and is
-    below 1 by the noise of both averages alone.
+    ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1, both NaN until the average is 1 / (1 - b2) steps
+    old; and ``"variance_stuck"``, the share of elements with v = 0 and a current gradient, which cannot move. Clipping
+    keeps the ratio near one, whatever happens to single elements; the overlap detects such changes, but noise in both
+    averages alone keeps it below 1.
 
-    An excursion is reported when it begins. It is over when the value is below half of its limit. For 1 / (1 - b2)
-    steps after a report, a time that doubles with each report, what was reported is reported again only if it is 100
-    times worse; after that if it is a new excursion, or four times worse.
+    It reports an excursion when it begins. The excursion ends when the value is below half of its limit. After a report
+    follows a quiet time of 1 / (1 - b2) steps, which doubles with each report. In the quiet time it reports the same
+    excursion again only if it is 100 times worse; after it, a new excursion, or the same if four times worse.
 
     Parameters
     ----------
     largest : float
-        Above 1: report when the ratio is larger, or that of one tensor four times larger, or when the momentum
-        says that it will be. `math.inf` never does.
+        Report when the ratio exceeds this, above 1, or that of one tensor four times this, or when the momentum norm
+        predicts it. `math.inf` disables this report. Default 4.
     smallest : float
-        Below 1: report when the ratio is smaller: steps are then much shorter than Adam's. 0 never does.
+        Report when the ratio is below this, from 0 to below 1: steps are then much shorter than Adam's. 0 disables this
+        report. Default 0.01.
     overlap : float
-        Below 1: report when the overlap is smaller. 0, the default, never does.
+        Report when the overlap is below this, from 0 to below 1. 0, the default, disables this report.
     stuck : float
-        Report when a larger share of the elements cannot move; or has outgrown its variance 10 000 times, so that a
-        step of such an element is a hundred times too long. 1 never does.
+        Report when a larger share of the elements cannot move, or has a variance 10 000 times the frozen one, so that
+        its steps are a hundred times too long. Above 0 and at most 1; 1 disables this report. Default 0.001.
     rewarm_steps : int
-        With more than 0, do not only warn, but make so many exact steps of Adam, in which the variance goes on from the
-        frozen one, and freeze it again. 3 / (1 - b2) renew it; fewer than 1 / (1 - b2) leave most of the old one in.
+        If above 0, each report also starts that many exact Adam steps, which continue from the frozen variance and then
+        freeze it again. 3 / (1 - b2) steps renew the variance; fewer than 1 / (1 - b2) keep most of the old one. 0, the
+        default, only warns.
     sample : int, optional
-        At most so many elements of all compressed tensors together, but at least one of each. By default as many as
-        add 0.8% to the bytes of one bit an element, from 16 of a tensor and 64 in all to 4096 in all.
+        The most sampled elements of all compressed tensors together, but at least one of each. None, the default, adds
+        0.8% to the bytes of one bit per element: at least 16 elements of a tensor and 64 in all, at most 4096 in all.
     every : int
-        Send in every so many steps, or every 1 / (1 - b2) steps if these are fewer.
+        Number of steps from one sample to the next, at most 1 / (1 - b2). Default 8.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 bytes for each element of the sample in a step that measures (by the topology "two_phase"),
-    in no further message. The residuals are kept through the exact steps, and fed back after them: nothing that
-    compression owes is lost.
+    Sends 2 (N - 1) / N * 4 bytes for each element of the sample in a step that measures (in topology "two_phase"),
+    without additional messages. The residuals are kept through the exact steps and fed back after them, so nothing is
+    lost.
 
     Examples
     --------
@@ -152,9 +154,14 @@ class VarianceWatch:
             raise ValueError(f"{name} is {value!r}; expected an integer, at least {least}")
 
     def begin(self, state: OptimizerState) -> OptimizerState:
-        """Return a state in which nothing has been measured since the freeze.
+        """Return a state without measurements, for the start of a compressed stage.
 
-        When the next report may come at the earliest stays as it is, also through a re-warm.
+        It keeps the end of the quiet time, also through a re-warm.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state right after a freeze.
         """
         sizes = [
             0 if exact else math.prod(v.shape) for v, exact in zip(state.variance, state.exact, strict=True)
@@ -174,13 +181,31 @@ class VarianceWatch:
         )
 
     def due(self, state: OptimizerState, beta2: float) -> bool:
-        """Return whether the next step sends a sample: the same on all ranks, and for any of the tensors."""
+        """Return whether the next step sends a sample; equal on all ranks and for all tensors.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        beta2 : float
+            The decay rate of the variance.
+        """
         return state.step % self._every(beta2) == 0
 
     def take(
         self, tensors: Sequence[Array], state: OptimizerState, factors: Sequence[float] | None = None
     ) -> list[Array]:
-        """Return the sample of each tensor, or of these times a factor each; of size 0 for exact ones."""
+        """Return the sample of each tensor, times a factor if given; of size 0 for exact tensors.
+
+        Parameters
+        ----------
+        tensors : sequence of arrays
+            The tensors to sample.
+        state : OptimizerState
+            The state of the last step.
+        factors : sequence of float, optional
+            A factor for each tensor; 1 by default.
+        """
         parts = [
             to_compute_dtype(_spread(t, w.shape[0]))
             for t, w in zip(tensors, state.arrays[WATCHED], strict=True)
@@ -192,7 +217,7 @@ class VarianceWatch:
     def observe(
         self, state: OptimizerState, gradients: Sequence[Array], betas: tuple[float, float], eps: float
     ) -> tuple[OptimizerState, list[str]]:
-        """Return the state after a compressed step was watched, and what there is to report.
+        """Return the state after watching a compressed step, and the reports.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""0/1 Adam: one bit an element at some steps, nothing at all at the others."""
+"""0/1 Adam: one bit per element in some steps, nothing in the others."""
 
 import math
 from collections.abc import Sequence
@@ -25,45 +25,85 @@ __all__ = ["ZeroOneAdam"]
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneAdam(LocalAdam):
-    """0/1 Adam: the variance is updated at ever fewer steps, and between some steps every rank goes on alone.
+    """0/1 Adam: updates the variance ever more rarely, and makes local steps between synchronisations.
 
     Parameters
     ----------
-    learning_rate, weight_decay, clip_norm, seed, nonfinite, groups
-        See `Optimizer` and the notes below. Weight decay must be decoupled.
-    betas, eps
-        See `Adam`.
-    compressor, feedback, topology, exact, compressors
-        See `CompressingOptimizer`. Small tensors too are averaged only when the ranks synchronise, exactly.
-    variance_steps : callable
-        Whether a step, counted from 1, updates the variance with the exact mean gradient; step 1 must be among them.
-    sync_steps : callable
-        Whether a step synchronises the ranks with compression. Counted from 1 after the freeze, or if there is none,
-        from the first step on.
-    freeze : int or rule, optional
-        The last step in which the variance may change, or a rule such as `VarianceStable`; up to then every step
-        synchronises. Without one the variance is updated for ever.
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. In a step that sends nothing, each rank
+        clips by its own norm, without an exchange. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`, in a
+        step that sends nothing at the next synchronisation. ``"skip"``: all ranks skip a step that sends; in a step
+        that sends nothing the rank repeats its own momentum. Skipped steps are counted in ``state.skipped``.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0.
+    decoupled_weight_decay : bool, default True
+        Must be True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``.
+    compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
+        model; the state and checkpoints keep the choice.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything. Exact tensors too are averaged only when the ranks synchronise.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        ``compressor`` for all.
+    rescale_feedback : bool, default False
+        Must be False: the exchanged sums contain the learning rates already.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+    variance_steps : callable, default DoublingIntervals(16)
+        Returns whether a step, counted from 1, updates the variance with the exact mean gradient. It must be true for
+        step 1.
+    sync_steps : callable, default LocalSteps()
+        Returns whether a step synchronises the ranks with compression. Steps are counted from 1 after the freeze, or
+        without ``freeze`` from the first step.
+    freeze : int or FreezeRule, optional
+        The last step that may change the variance, or a rule such as `VarianceStable`; until then every step
+        synchronises. None, the default, never stops updating the variance.
 
     Notes
     -----
-    Between two synchronisations rank i makes, from its own gradient g_i, m_i' = b1 m_i + (1 - b1) g_i,
-    x_i' = x_i - w m_i' / (sqrt(v) + eps) and u_i' = u_i + w m_i' with w = rate / (1 - b1^t). A synchronising step does
-    the same and then takes s, the compressed mean of u_i with feedback on workers and servers: m = s / sum of w,
-    x = x of the last synchronisation - s / (sqrt(v) + eps), u_i = 0. After it all ranks hold the same parameters and
-    momentum, bit for bit; in between they differ, and nothing at all is sent. A step in ``variance_steps`` that
-    finds the ranks synchronised is a step of exact Adam; one that does not synchronises them, with the new
-    variance. The bias correction of v counts the updates that v had. Decay acts on the local x, and at a
-    synchronisation on the last common x with the sum of the rates. Where v is 0 nothing moves, as in `OneBitAdam`.
+    Between two synchronisations rank i computes from its own gradient g_i: m_i' = b1 m_i + (1 - b1) g_i, x_i' = x_i - w
+    m_i' / (sqrt(v) + eps) and u_i' = u_i + w m_i' with w = rate / (1 - b1^t). A synchronising step does the same and
+    then computes s, the compressed mean of u_i with feedback on workers and servers: m = s / sum of w, x = x of the
+    last synchronisation - s / (sqrt(v) + eps), u_i = 0. After it all ranks hold the same parameters and momentum, bit
+    for bit; in between they differ and send nothing. A step in ``variance_steps`` is a step of exact Adam if the ranks
+    are in sync; otherwise it synchronises them, with the new variance. The bias correction of v counts the updates of
+    v. Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the rates.
+    Elements with v = 0 do not move, as in `OneBitAdam`.
 
-    A compressed step sends 2 (N - 1) / N bits a parameter and 32 bits a bucket, an exact one 32 times as much, and
-    `rounds` counts them. The state holds two more arrays of the parameters' size while the ranks are apart:
-    ``arrays["anchor"]``, the parameters of the last synchronisation, and ``arrays["pending"]``, u_i.
+    A compressed step sends 2 (N - 1) / N times 1 bit per parameter and 32 bits per bucket, an exact step 2 (N - 1) / N
+    times 32 bits per parameter; `rounds` counts both. Between synchronisations the state holds two more arrays of the
+    parameters' size: ``arrays["anchor"]``, the parameters of the last synchronisation, and ``arrays["pending"]``, u_i.
 
-    A rank cannot tell the others of a gradient that is not finite before the next synchronisation. There all
-    ranks raise, naming the steps since the last; the parameters from before are in ``arrays["anchor"]``. With
-    ``nonfinite="skip"`` the rank repeats its momentum in place of such a gradient, and alone counts the step as
-    skipped; steps that send are skipped by all ranks. With ``clip_norm`` a rank clips by its own norm in a step that
-    sends nothing. A rate of 0 leaves synchronised ranks as they are. Source: Lu et al., ICLR 2023, algorithm 1.
+    A rank cannot report a non-finite gradient before the next synchronisation. There all ranks raise, naming the steps
+    since the last one; ``arrays["anchor"]`` has the parameters from before. With ``nonfinite="skip"`` a rank in a local
+    step repeats its momentum instead of using such a gradient, and only this rank counts the step as skipped; all ranks
+    skip steps that send. With ``clip_norm`` a rank clips by its own norm in a step that sends nothing. A rate of 0 does
+    not change ranks in sync. Source: Lu et al., ICLR 2023, algorithm 1.
 
     Examples
     --------
@@ -119,12 +159,17 @@ class ZeroOneAdam(LocalAdam):
         return state._replace(stage=stage, exchange=residuals, arrays=room)
 
     def rounds(self, steps: int) -> Rounds:
-        """Return how many of the first steps send what, if all rates are above 0.
+        """Return how many of the first steps are exact, compressed and silent, if all rates are above 0.
+
+        Parameters
+        ----------
+        steps : int
+            Number of steps, from the first.
 
         Raises
         ------
         ValueError
-            If the freeze is left to a rule that must see the variance.
+            If the freeze rule needs the variance.
         """
         return self._timetable.rounds(steps)
 
@@ -187,21 +232,21 @@ class ZeroOneAdam(LocalAdam):
             raise self._located(error, state, state.step + 1) from error
 
     def synchronize(self, params: Any, state: OptimizerState, comm: Transport) -> tuple[Any, OptimizerState]:
-        """Synchronise the ranks now, without a further step: before the parameters are validated or saved.
+        """Synchronise the ranks without a step, before a validation or before saving the parameters.
 
         Parameters
         ----------
         params : array or sequence of arrays
-            This rank's own.
+            This rank's parameters.
         state : OptimizerState
-            Of the last step.
+            The state of the last step.
         comm : Communicator
-            As for `step`; sends as a compressed step does, and nothing if the ranks are together.
+            As for `step`. Sends as much as a compressed step, or nothing if the ranks are in sync.
 
         Returns
         -------
         params : array or list of arrays
-            The same on all ranks bit for bit.
+            Equal on all ranks bit for bit.
         state : OptimizerState
 
         Raises
@@ -261,7 +306,7 @@ class ZeroOneAdam(LocalAdam):
         return state
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
-        """Return the factor of `Optimizer`; in a step that sends nothing, that of this rank's own norm."""
+        """Return the factor of `Optimizer.clip_scale`; in a step that sends nothing, from this rank's own norm."""
         if any(self._plan(state)):
             return (yield from super().clip_scale(grads, state))
         assert self.clip_norm is not None
