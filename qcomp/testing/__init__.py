@@ -1,4 +1,4 @@
-"""The contract as a product: whether a compressor keeps its promises, and which one it breaks.
+"""Checks of the contract: whether a compressor or a kernel set keeps its promises, and which ones it breaks.
 
 Needs the extra ``qcomp[testing]`` (hypothesis).
 """

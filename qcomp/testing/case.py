@@ -1,4 +1,4 @@
-"""A compressor in a library, as something that takes and returns NumPy arrays."""
+"""A compressor on an array library, as functions of NumPy arrays."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ Source = Callable[[Key, Block], Any]
 
 
 class Compressed(NamedTuple):
-    """What a compressor made of a vector."""
+    """The result of compressing a vector."""
 
     data: bytes
     """The payload."""
@@ -42,7 +42,7 @@ class Case:
         self.jit = jit
         self.thorough = thorough
         self.first_calls: list[tuple[bytes, bytes]] = []
-        """Results of the first calls of all, for a law that compares later ones with them."""
+        """Results of the very first calls, to compare with later ones."""
 
     def __repr__(self) -> str:
         return f"{self.compressor.spec} on {library_name(self.xp)}{' under jit' if self.jit else ''}"
@@ -53,7 +53,7 @@ class Case:
         return Case(self.compressor, np, thorough=self.thorough)
 
     def array(self, values: Array, dtype: str | None = None) -> Any:
-        """Return a NumPy array in the library of the case, of the same dtype unless another is named."""
+        """Return a NumPy array in the library of the case, in the same dtype unless another is given."""
         return to_library(self.xp, values, dtype)
 
     def compress(self, x: Array, *, key: Key = Key(seed=1), source: Source | None = None) -> Compressed:  # noqa: B008
@@ -68,12 +68,12 @@ class Case:
         key: Key = Key(seed=1),  # noqa: B008
         dtype: str | None = None,
     ) -> Compressed:
-        """Compress x, in another dtype if one is named, plus the residual, and decompress."""
+        """Compress x plus the residual, in another dtype if given, and decompress."""
         return self._run([self.array(x, dtype), self.array(residual)], key, None)
 
     def _run(self, arrays: list[Any], key: Key, source: Source | None) -> Compressed:
         run = self._jitted if self.jit else self._eager
-        with np.errstate(all="ignore"):  # NumPy warns of overflow on the way to the documented error
+        with np.errstate(all="ignore"):  # NumPy warns of overflow before the documented error
             data, decoded, lost = run(arrays, key, source)
         return Compressed(to_numpy(data).tobytes(), to_numpy(decoded), to_numpy(lost))
 
@@ -96,24 +96,24 @@ class Case:
 
     @cached_property
     def _compiled(self) -> dict[Source | None, Callable[..., Any]]:
-        """The compiled functions, one for each source of draws; jit itself keeps one for each shape."""
+        """The compiled functions, one for each source of draws; jit itself caches one per shape."""
         return {}
 
     @cached_property
     def plain(self) -> "Case":
-        """The case without a coder, which loses nothing, by a law of its own."""
+        """The case without its coder, which is lossless according to a separate law."""
         coder = self.compressor.coder
         return self if coder is None else Case(coder.plain, self.xp, jit=self.jit, thorough=self.thorough)
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes in which vectors are computed."""
+        """The dtypes of the computation."""
         return ("float32", "float64") if has_dtype(self.xp, "float64") else ("float32",)
 
     def takes(self, x: Array) -> bool:
-        """Return whether the values of x are in the range of the compressor, by its documented error."""
+        """Return whether the compressor accepts the values of x, without its documented error."""
         if float(np.max(np.abs(x), initial=0.0)) < 8:
-            return True  # what is ordinary must be taken
+            return True  # ordinary values must be accepted
         try:
             self.compressor.compress(self.array(x), key=Key(seed=1))
         except NonFiniteError:
@@ -121,7 +121,7 @@ class Case:
         return True
 
     def decoded(self, x: Array, key: Key) -> Array:
-        """Compress x, of any dtype, and return what it decompresses to in float64."""
+        """Compress x, of any dtype, and return the decompressed values in float64."""
         array = self.array(x)
         payload = self.compressor.compress(array, key=key)
         return to_numpy(self.compressor.decompress(payload, like=array)).astype(np.float64)

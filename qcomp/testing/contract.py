@@ -1,4 +1,4 @@
-"""Run all laws on a compressor and say which it breaks."""
+"""Runs all laws on a compressor and reports the broken ones."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +20,7 @@ __all__ = ["ContractError", "broken_laws", "check_compressor"]
 
 
 class ContractError(AssertionError):
-    """A compressor breaks promises; the message names each, with the first case that shows it."""
+    """A compressor breaks promises; the message names each of them, with the first case that shows it."""
 
 
 def check_compressor(
@@ -36,31 +36,31 @@ def check_compressor(
     Parameters
     ----------
     compressor : Compressor
-        Registered (`qcomp.register`), so that its payloads can be read.
+        The compressor to check. Register it (`qcomp.register`), so that its payloads can be read.
     xp : namespace
         The array library to run on: numpy, torch, jax.numpy, array_api_strict, cupy, or
         `qcomp.testing.read_only_numpy`.
     jit : bool
         Whether to run under `jax.jit`.
     max_examples : int
-        How many vectors Hypothesis draws for each law.
+        Number of vectors that Hypothesis draws for each law.
     thorough : bool
-        Whether to draw ten times as many vectors, and to look for the worst of them for longer.
+        Whether to draw ten times as many vectors, and to search longer for the worst ones.
 
     Raises
     ------
     ContractError
-        Naming every law that is broken, of the first group in which there is one: what is announced, what results
-        depend on, what becomes of values, what holds on average. Later laws rest on earlier ones.
+        If laws are broken. It names those of the first group with a broken law. The groups are what is announced, what
+        results depend on, what becomes of values, and what holds on average; later groups rely on earlier ones.
     TypeError
-        If ``compressor`` is a class or anything else than a compressor.
+        If ``compressor`` is not an instance of a compressor.
 
     Notes
     -----
-    The same call finds the same cases each time. What holds on average is judged by a mean over many keys, with a
-    probability of a false alarm below 1e-6; where a draw of `qcomp.core.numeric.random.draws16` decides about its own
-    element alone, unbiasedness is also exact, by enumeration of all 65536 draws. On other libraries than NumPy the
-    laws of averages are those of the same compressor on NumPy, whose bytes the library must give.
+    The same call checks the same cases each time. Averages are tested by means over many keys, with a false-alarm
+    probability below 1e-6. If each draw of `qcomp.core.numeric.random.draws16` affects only its own element,
+    unbiasedness is also checked exactly, by enumerating all 65536 draws. On libraries other than NumPy, the laws of
+    averages run on NumPy, and the library must give the same bytes.
 
     Examples
     --------
@@ -86,9 +86,9 @@ Attempt = tuple[str, Callable[[], None]]
 
 
 def broken_laws(case: Case, max_examples: int, *, only: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the name of each broken law, or of the only one to try, and what showed it.
+    """Yield the name of each broken law (or only of the law ``only``), and its counterexample.
 
-    Of the groups of laws, those after the first in which one is broken are left out.
+    Skips all groups after the first with a broken law.
     """
     if only in (None, independent_of_calls.__name__):
         case.first_calls = first_calls(case)
@@ -98,7 +98,7 @@ def broken_laws(case: Case, max_examples: int, *, only: str | None = None) -> It
             if only not in (None, name):
                 continue
             try:
-                with np.errstate(all="ignore"):  # of overflow on the way to a documented error
+                with np.errstate(all="ignore"):  # of overflow before a documented error
                     law()
             except Exception as error:
                 sound = False
@@ -108,7 +108,7 @@ def broken_laws(case: Case, max_examples: int, *, only: str | None = None) -> It
 
 
 def _groups(case: Case, max_examples: int) -> Iterator[list[Attempt]]:
-    """Yield the groups of laws in their order, with their cases."""
+    """Yield the groups of laws in order, with their cases."""
     for laws in (FORM_LAWS, STATE_LAWS):
         yield [(law.__name__, partial(law, case)) for law in laws]
     of_vectors = [(law.__name__, partial(_search, case, law, max_examples)) for law in VECTOR_LAWS]
@@ -117,7 +117,7 @@ def _groups(case: Case, max_examples: int) -> Iterator[list[Attempt]]:
 
 
 def _search(case: Case, law: VectorLaw, max_examples: int) -> None:
-    """Run a law on one vector of every family, then on what Hypothesis draws."""
+    """Run a law on one vector of every family, then on vectors drawn by Hypothesis."""
     of_sizes = sizes(case.compressor.traits.bucket_size)
 
     def check(x: np.ndarray[Any, Any]) -> None:
@@ -146,7 +146,7 @@ def _search(case: Case, law: VectorLaw, max_examples: int) -> None:
 
 
 def _is_beyond_range(case: Case, x: np.ndarray[Any, Any]) -> bool:
-    """Return whether the documented answer to a vector, which NumPy gives, is that the format cannot hold it."""
+    """Return whether NumPy refuses a vector with the documented error, because the format cannot represent it."""
     try:
         case.on_numpy.compress(x)
     except NonFiniteError:

@@ -1,4 +1,4 @@
-"""The laws of compressors that are about shapes, dtypes and precision; see `qcomp.testing.laws`."""
+"""Laws about shapes, dtypes and precision; see `qcomp.testing.laws`."""
 
 import math
 from itertools import product
@@ -52,7 +52,7 @@ def double_precision(case: Case) -> None:
             assert np.array_equal(got.residual, flushed(expected)), (
                 f"the residual is not fl(p - q) in float64, of {size} {family} values"
             )
-            # To compress float64 is to compress the same values with finer arithmetic: what comes out is as near.
+            # Compressing float64 means the same values with finer arithmetic, so the results are as close.
             near = (
                 case.decoded(x.astype(np.float32), Key(seed=1))
                 if np.any(x) and not case.compressor.traits.random
@@ -67,7 +67,7 @@ def double_precision(case: Case) -> None:
 
 
 def one_way(case: Case) -> None:
-    """`compress` makes the payload that `qcomp.feedback.compress` makes with a residual of zeros, as means do."""
+    """`compress` makes the same payload as `qcomp.feedback.compress` with a zero residual, which means use."""
     if case.jit:
         return
     bucket = min(case.compressor.traits.bucket_size, 4096)
@@ -83,7 +83,7 @@ def one_way(case: Case) -> None:
 
 
 def half_precision(case: Case) -> None:
-    """float16 and bfloat16 are compressed as the same values in float32 are; the result is rounded to them once."""
+    """float16 and bfloat16 compress like the same values in float32; the result is rounded once."""
     for name in ("float16", "bfloat16"):
         if not has_dtype(case.xp, name):
             continue

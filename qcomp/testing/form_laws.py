@@ -1,4 +1,4 @@
-"""The laws of form: what a compressor is called, what it announces, and whether its payloads are what it announces."""
+"""Laws about form: the names of a compressor, its announcements, and whether its payloads match them."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def sound_traits(case: Case) -> None:
-    """The traits are possible: a positive bucket size, omega and delta in their ranges, the same each time."""
+    """The traits are possible and constant: a positive bucket size, omega and delta in their ranges."""
     traits = case.compressor.traits
     size = traits.bucket_size
     assert type(size) is int and not size < 1, (  # noqa: PT018 - one promise
@@ -82,7 +82,7 @@ def fields_as_announced(case: Case) -> None:
 
 
 def needs_key(case: Case) -> None:
-    """A random compressor says that it needs a key, for every size; another compressor needs none."""
+    """A random compressor refuses a missing key, for every size; other compressors need none."""
     for size in (9, case.compressor.traits.bucket_size + 1):
         x = case.array(vector("gaussian", size, 4))
         if not case.compressor.traits.random:
@@ -110,7 +110,7 @@ def round_trip_of_bytes(case: Case) -> None:
 
 
 def identity_of_configuration(case: Case) -> None:
-    """Compressors of the same fields are equal, hash alike and name each other; of other fields, they are not."""
+    """Compressors with equal fields are equal, with equal hash and spec; with other fields they differ."""
     own = case.compressor
     for how, other in (("copied", copy.deepcopy(own)), ("made from its spec", from_spec(own.spec))):
         assert other == own, f"{how}, it is not equal to itself"
@@ -120,7 +120,7 @@ def identity_of_configuration(case: Case) -> None:
     try:
         pickled = pickle.dumps(own)
     except (pickle.PicklingError, AttributeError):
-        pickled = b""  # a class that cannot be imported by its name
+        pickled = b""  # a class that cannot be imported by name
     if pickled:
         assert pickle.loads(pickled) == own, "pickled and loaded, it is not equal to itself"
     assert own != object(), "it is equal to anything"

@@ -1,4 +1,4 @@
-"""The vectors on which a compressor is checked: ordinary ones, and those that break implementations."""
+"""The test vectors for compressors: ordinary ones, and ones that break implementations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ _SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0**-126, -(2.0**-126), 2.0**-149, 2.0**-130,
 
 
 def sizes(bucket_size: int) -> tuple[int, ...]:
-    """Return the sizes at which padding, tails and emptiness show."""
+    """Return sizes that cover padding, tails and empty vectors."""
     b = max(bucket_size, 8)
     return tuple(sorted({0, 1, 7, 8, 9, b - 1, b, b + 1, 2 * b + 5}))
 
@@ -72,17 +72,17 @@ _CHANGES: dict[str, Callable[[np.ndarray[Any, Any], np.random.Generator], np.nda
     "uniform": lambda normal, rng: rng.uniform(-1, 1, normal.size),
     "heavy": lambda normal, rng: rng.standard_t(1.5, normal.size),
 }
-"""What families make of normal values and a generator."""
+"""The families: functions of normal values and a generator."""
 
 
 def adversarial(size: int) -> Vector:
-    """Return vectors that are hard to compress, in the rows of an array of shape (count, size)."""
+    """Return vectors that are hard to compress, as an array of shape (count, size)."""
     rng = np.random.default_rng([size, 77])
     rows = [vector(family, size, 5).astype(np.float64) for family in FAMILIES if family != "subnormal"]
     index, root = np.arange(size), float(np.sqrt(size))
     grid = (0.5, 1 / 3, 0.25, 1 / 7, 1 / 9, 0.1, 1 / 15, 1 / 16, 1 / 31, 1 / 63, 0.01, 1 / 255, 1e-3, 1e-4)
     for p in (*grid, 1 / (1 + root), 1 / root, 1 / (2 * root), 0.75, 0.9, 1.0):
-        rows.append(np.where(index == 0, 1.0, p))  # one large and the others equal
+        rows.append(np.where(index == 0, 1.0, p))  # one large element, the others equal
         rows.append(np.where(index == size - 1, 1.0, p * (-1.0) ** index))
         rows.append(np.where(index % 2 == 0, 1.0, p))  # two levels
     for levels in (1, 2, 3, 5, 7, 15, 31, 63, 127, 255):
@@ -94,7 +94,7 @@ def adversarial(size: int) -> Vector:
         rows.append(np.where(index < count, 1.0, 0.0))
         rows.append(np.where(index < count, rng.standard_normal(size), 0.0))
     for magnitude in (4 / 3, 1.5, 1.25, 1.1, 1.9, 2.0**0.5):
-        rows.append(np.where(index == size // 2, magnitude, 0.0))  # one alone
+        rows.append(np.where(index == size // 2, magnitude, 0.0))  # a single nonzero element
         rows.append(np.full(size, magnitude))
     rows.append(rng.standard_cauchy(size))
     rows.append(rng.laplace(size=size))
@@ -103,7 +103,7 @@ def adversarial(size: int) -> Vector:
 
 
 def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return x with +0 for what is below 2^-126, as the core does it."""
+    """Return x with +0 for magnitudes below 2^-126, as in the core."""
     return np.where(np.abs(x) < TINY, np.zeros_like(x), x)
 
 
@@ -118,7 +118,7 @@ def rounded(x: Vector, dtype: str) -> Vector:
 
 @st.composite
 def vectors(draw: st.DrawFn, of_sizes: tuple[int, ...]) -> Vector:
-    """Draw a vector of one of the sizes: a family, and a few elements replaced by special or arbitrary values."""
+    """Draw a vector of one of the sizes: from a family, with a few elements replaced by special or arbitrary values."""
     size = draw(st.sampled_from(of_sizes))
     x = vector(draw(st.sampled_from(FAMILIES)), size, draw(st.integers(0, 2**16)))
     if size:

@@ -1,4 +1,4 @@
-"""Whether a set of kernels returns the same bytes as the pure version."""
+"""Checks whether a kernel set returns the same bytes as the pure version."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,13 +41,13 @@ COMPRESSORS: tuple[Compressor, ...] = (
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
 )
-"""One of each width and norm, with buckets that fit into a vector register and buckets that do not; of the widths that
-only a coder sees, the narrowest, the widest and one between, also with a factor that rounds to 1; and buckets that are
-not full."""
+"""One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not; the
+narrowest, the widest and one other of the widths that exist only with a coder, also with a factor that rounds to 1; and
+buckets that are not full."""
 
 
 class _Results(NamedTuple):
-    """All that kernels compute from one vector and one residual."""
+    """All results of kernels for one vector and one residual."""
 
     payload: bytes
     payload_with_feedback: bytes
@@ -65,7 +65,7 @@ class _Results(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """What is compressed, and how."""
+    """The inputs of a comparison."""
 
     compressor: Compressor
     x: Vector
@@ -77,7 +77,7 @@ class _Case(NamedTuple):
 
 
 _WHERE = ("in an array of its own", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
-"""Where a new residual may lie."""
+"""Possible buffers of a new residual."""
 
 _KEYS = (
     Key(),
@@ -89,7 +89,7 @@ _KEYS = (
     Key(seed=1, hop=7, bucket=2**31 - 1),
     Key(seed=1, rank=1, bucket=2**32 - 2),
 )
-"""With high bits in every part, and buckets whose lanes are counted beyond 32 bits."""
+"""Keys with high bits in every part, and with buckets whose lane numbers exceed 32 bits."""
 
 _BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
 _LAYOUTS = ("strided", "offset", "backwards")
@@ -143,7 +143,7 @@ def check_kernels(
     compressors: Sequence[Compressor] = COMPRESSORS,
     max_examples: int = 30,
 ) -> None:
-    """Check that a set of kernels returns the same bytes as the pure version.
+    """Check that a kernel set returns the same bytes as the pure version.
 
     Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
     and the sum with another one; the mean of two and of three payloads, compressed or not; the end of a mean over
@@ -155,17 +155,18 @@ def check_kernels(
     Parameters
     ----------
     kernels : KernelSet
+        The kernels to check.
     xp : namespace
         The array library to run on.
     compressors : sequence of Compressor
-        What to compress with.
+        The compressors to use.
     max_examples : int
-        How many vectors Hypothesis draws for each compressor.
+        Number of vectors that Hypothesis draws for each compressor.
 
     Raises
     ------
     ContractError
-        Naming every compressor or primitive for which bytes differ, and in what.
+        If bytes differ; it names every compressor or primitive, and the difference.
 
     Examples
     --------
@@ -283,7 +284,7 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
 
 
 def _ties(compressor: Compressor) -> list[Vector]:
-    """Return vectors on whose elements rounding could turn either way, and that have several largest ones."""
+    """Return vectors with ties in rounding, and with several largest elements."""
     size = 2 * compressor.traits.bucket_size + 5
     rng = np.random.default_rng([size, 9])
     found = []
@@ -310,7 +311,7 @@ def _ties(compressor: Compressor) -> list[Vector]:
 def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[str]) -> None:
     try:
         expected = _compute(None, xp, case, _WHERE[0])
-    except NonFiniteError:  # what it makes of values below 2^100 may be above: there is nothing to compare
+    except NonFiniteError:  # its sums of values below 2^100 may exceed that: nothing to compare
         return
     for where in places:
         got = _compute(kernels, xp, case, where)
@@ -322,7 +323,7 @@ def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[st
 
 
 def _laid_out(xp: Namespace, x: Vector, layout: str, dtype: str = "float32") -> tuple[Any, Any]:
-    """Return an array with the elements of x in a layout, and all the memory around them."""
+    """Return an array with the elements of x in a layout, and its whole memory."""
     if layout == "strided":
         memory = to_library(xp, np.repeat(x, 2), dtype)
         return memory[::2], memory
@@ -337,17 +338,17 @@ def _laid_out(xp: Namespace, x: Vector, layout: str, dtype: str = "float32") -> 
 
 
 class _Untouched:
-    """Arrays that nothing may write to."""
+    """Arrays that must not change."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Any, bytes]] = []
 
     def keep(self, name: str, memory: Any) -> None:
-        """Take down what an array holds."""
+        """Record the contents of an array."""
         self._kept.append((name, memory, to_numpy(memory).tobytes()))
 
     def check(self) -> None:
-        """Check that all arrays hold what they held."""
+        """Check that all arrays are unchanged."""
         for name, memory, before in self._kept:
             assert to_numpy(memory).tobytes() == before, f"{name} was written to"
 
@@ -414,7 +415,7 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
     buffers = [None, old, given, room]
     out = buffers[_WHERE.index(where)]
     if out is not None and (out.dtype != old.dtype or not is_mutable(out)):
-        out = None  # what was converted, or is immutable, cannot be donated
+        out = None  # converted or immutable arrays cannot be donated
     mutable = is_mutable(room_memory)
     around = None if not mutable else to_numpy(room_memory)
     untouched.keep("m", m_memory)
@@ -435,13 +436,13 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
         total = fresh()
         added = compressor.add(payload, total)
         last = encoded.residual
-        if out is not None and out is not old:  # what is read may be left as it is
+        if out is not None and out is not old:  # inputs may stay unchanged
             _check_same(last, out, "the new residual is not in the given buffer")
         untouched.keep("the residual", last)
         mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, *blend))
         primitives.require_accepted(compressor, mixed)
         three = [compressor.payload(m, sent) for sent in (plain.data, mixed.data, encoded.data)]
-        # Dividing by two may be multiplying, dividing by three may not.
+        # A division by two may be a multiplication, one by three may not.
         averages = [primitives.average(compressor, several, m) for several in (three, three[:2])]
         means = [primitives.compress_mean(compressor, three, m, r, key) for r in (None, m)]
         for of_mean in means:
@@ -455,12 +456,12 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) 
 
 
 def _check_same(result: Any, buffer: Any, message: str) -> None:
-    """Check that a result is in a buffer, perhaps seen through another array object."""
+    """Check that a result is in a buffer, perhaps through another array object."""
     assert to_numpy(result).tobytes() == to_numpy(buffer).tobytes(), message
 
 
 def _check_around(memory: Any, before: Vector, layout: str, size: int) -> None:
-    """Check that a residual in a given buffer left the memory around it as it was."""
+    """Check that a residual in a given buffer left the surrounding memory unchanged."""
     after = to_numpy(memory)
     outside = {"strided": slice(1, None, 2), "offset": slice(0, 5)}.get(layout, slice(0, 0))
     assert after[outside].tobytes() == before[outside].tobytes(), (
@@ -473,7 +474,7 @@ def _check_around(memory: Any, before: Vector, layout: str, size: int) -> None:
 
 
 def _compare_means(kernels: KernelSet, xp: Namespace, compressor: Compressor, count: int) -> None:
-    """Compare the mean of payloads of many ranks, in an array of its own and in a given one."""
+    """Compare the mean of payloads of many ranks, in a new array and in a given one."""
     for size in (9, 2 * compressor.traits.bucket_size + 5):
         sent = [
             compressor.compress(to_library(xp, vector("wide", size, 50 + rank)), key=Key(rank=rank))
@@ -514,7 +515,7 @@ def _compare_means(kernels: KernelSet, xp: Namespace, compressor: Compressor, co
 
 
 def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -> None:
-    """Check that a call leaves the results of earlier calls as they are, and does not depend on them."""
+    """Check that a call neither changes the results of earlier calls nor depends on them."""
     size = 2 * compressor.traits.bucket_size + 5
     x, residual = (to_library(xp, vector("gaussian", size, seed)) for seed in (60, 61))
     other = to_library(xp, -vector("positive", size, 62))
@@ -548,7 +549,7 @@ def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -
 
 
 def _check_buffers(kernels: KernelSet, xp: Namespace) -> None:
-    """Check that buffers have the shape and dtype of what they are like, and memory of their own."""
+    """Check that new buffers have the right shape and dtype, and their own memory."""
     for shape in ((0,), (7,), (3, 5), (4096,), (100_000,)):
         x = to_library(xp, np.zeros(shape, dtype=np.float32))
         if not kernels.takes(x):
@@ -582,7 +583,7 @@ def _compare_updates(
     numbers: StepNumbers = _STEPS[0],
     blend: tuple[float, float] = (0.9, 0.7),
 ) -> None:
-    """Compare the primitives that have no compressor."""
+    """Compare the primitives without a compressor."""
     wide, g = vector("wide", size, seed), vector("gaussian", size, seed + 1)
     v = np.abs(vector("sparse", size, seed + 2)) + np.where(np.arange(size) % 5 == 1, 2.0**-126, 0).astype(
         np.float32
@@ -617,7 +618,7 @@ def _compare_updates(
 
 
 def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> None:
-    """Compare the end of a mean over so many ranks."""
+    """Compare the end of a mean over ``count`` ranks."""
     for family in ("wide", "subnormal", "ties"):
         results = []
         for chosen in (None, kernels):

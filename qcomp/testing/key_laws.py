@@ -1,4 +1,4 @@
-"""The laws of keys: each key has draws of its own, and draws of different keys have nothing to do with each other."""
+"""Laws about keys: each key has its own draws, and draws of different keys are independent."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
-"""The bits of each part that must matter."""
+"""The number of bits of each part that must matter."""
 _BASE = Key(seed=1, step=2, tensor=3, rank=4)
 _SIZE = 512
 
@@ -38,7 +38,7 @@ def key_names_the_draws(case: Case) -> None:
 
 
 def no_key_repeats(case: Case) -> None:
-    """No two keys have the same draws, nor two buckets: every bit of every part matters, and parts do not add up."""
+    """No two keys or buckets have the same draws: every bit of every part matters, and parts are not just added."""
     if not case.compressor.traits.random:
         return
     plain = case.plain
@@ -60,7 +60,7 @@ def no_key_repeats(case: Case) -> None:
 
 
 def _keys(bucket_size: int) -> Iterator[Key]:
-    """Yield different keys: every bit of each part, the first numbers of each, and grids over pairs of parts."""
+    """Yield distinct keys: every bit of each part, the first numbers of each, and grids over pairs of parts."""
     made: set[Key] = set()
     for key in _all_keys(bucket_size):
         if key not in made:
@@ -89,7 +89,7 @@ def _all_keys(bucket_size: int) -> Iterator[Key]:
 
 
 def _check_buckets(case: Case) -> None:
-    """Check that buckets of the same values, under one key, are not all rounded as an earlier one was."""
+    """Check that buckets of equal values under one key are rounded differently."""
     bucket = case.compressor.traits.bucket_size
     if bucket < 8 or bucket > 4096:
         return
@@ -97,7 +97,7 @@ def _check_buckets(case: Case) -> None:
     row = vector("gaussian", bucket, 15)
     decoded = case.decoded(np.tile(row, copies), Key(seed=3)).reshape(copies, bucket)
     again = case.decoded(np.tile(row, copies), Key(seed=4)).reshape(copies, bucket)
-    # Of short buckets the same may come again by chance, as often as between two keys that have nothing in common.
+    # Short buckets may repeat by chance, as often as between two unrelated keys.
     first, others = ([row.tobytes() for row in rows] for rows in (decoded, again))
     known = Counter(others)
     expected = sum(known[row] for row in first) / 2
@@ -108,9 +108,9 @@ def _check_buckets(case: Case) -> None:
 
 
 def draws_are_independent(case: Case) -> None:
-    """Errors under different keys are not correlated: the variance of the mean of R ranks is 1/R of that of one.
+    """Errors under different keys are uncorrelated: the variance of the mean of R ranks is 1/R of that of one rank.
 
-    Ranks, steps, hops, tensors, seeds, and the buckets of one vector.
+    Checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector.
     """
     if not case.compressor.traits.random:
         return
@@ -125,7 +125,7 @@ def draws_are_independent(case: Case) -> None:
     needed = 24 if plain.compressor.traits.unbiased else None
     results = np.asarray([plain.decoded(x, key) for key in mixed[:needed]])
     centre = x if plain.compressor.traits.unbiased else results[24:].mean(axis=0)
-    # How much errors of keys that have nothing in common are alike, by chance and by the shared centre.
+    # Correlation of errors under unrelated keys, by chance and by the shared centre.
     usual = _correlations(results[:24] - centre)[np.triu_indices(24, 1)]
     if not np.any(usual):
         return
@@ -151,7 +151,7 @@ def draws_are_independent(case: Case) -> None:
 
 
 def _correlations(errors: Array) -> Array:
-    """Return the correlations of all pairs of errors, the rows."""
+    """Return the correlations of all pairs of rows, which are errors."""
     norms = np.sqrt(np.maximum(np.sum(errors**2, axis=1), 1e-300))
     correlations: Array = errors @ errors.T / np.outer(norms, norms)
     return correlations

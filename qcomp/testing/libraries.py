@@ -1,4 +1,4 @@
-"""Array libraries as the checks see them: into the library, and back to NumPy."""
+"""Conversion of arrays between NumPy and the checked library."""
 
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_libra
 
 
 class _ReadOnlyNumPy:
-    """NumPy with read-only arrays: whatever writes into its input is found out."""
+    """NumPy with read-only arrays, which detect writes into the input."""
 
     __name__ = "read_only_numpy"
     float16, float32, float64, uint8 = np.float16, np.float32, np.float64, np.uint8
@@ -35,9 +35,9 @@ def library_name(xp: Namespace) -> str:
 
 
 def dtype_of(xp: Namespace, name: str) -> Any:
-    """Return the dtype of this name in the library, None if it has none.
+    """Return the dtype of this name in the library, or None.
 
-    NumPy's bfloat16 is that of ml_dtypes, if that was imported.
+    NumPy's bfloat16 comes from ml_dtypes, if imported.
     """
     dtype = getattr(xp, name, None)
     if dtype is None and library_name(xp) in ("numpy", "read_only_numpy"):
@@ -49,20 +49,20 @@ def dtype_of(xp: Namespace, name: str) -> Any:
 
 
 def has_dtype(xp: Namespace, name: str) -> bool:
-    """Return whether arrays of this dtype can be made in the library."""
+    """Return whether the library can make arrays of this dtype."""
     if dtype_of(xp, name) is None:
         return False
     if name in (
         "float16",
         "bfloat16",
-    ):  # which the standard does not know, so that nothing else announces them
+    ):  # dtypes outside the standard, which nothing else announces
         return True
     namespace = array_namespace(xp.asarray([0.0], dtype=xp.float32))
     return name in namespace.__array_namespace_info__().dtypes(kind="real floating")
 
 
 def to_library(xp: Namespace, values: np.ndarray[Any, Any], dtype: str | None = None) -> Any:
-    """Return a NumPy array as an array of the library, of the same dtype unless another is named."""
+    """Return a NumPy array as an array of the library, in the same dtype unless another is given."""
     return xp.asarray(values.copy(), dtype=dtype_of(xp, dtype or values.dtype.name))
 
 
@@ -71,6 +71,6 @@ def to_numpy(x: Any) -> np.ndarray[Any, Any]:
     name = dtype_name(x.dtype)
     data = np.frombuffer(host_bytes(x), dtype="uint16" if name == "bfloat16" else name)
     assert data.nbytes == data.size * itemsize(name)
-    if name == "bfloat16":  # which NumPy by itself does not have
+    if name == "bfloat16":  # which plain NumPy lacks
         data = (data.astype(np.uint32) << 16).view(np.float32)
     return data.reshape(tuple(x.shape))

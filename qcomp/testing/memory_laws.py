@@ -1,4 +1,4 @@
-"""The laws of memory: nothing is written to but what is given for it, nothing is shared, and no layout matters."""
+"""Laws about memory: only given buffers are written to, nothing is shared, and layouts do not matter."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def _dtypes(case: Case) -> list[str]:
 
 
 def _layouts(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield names, arrays of the elements of x in several layouts, and the memory in which they lie."""
+    """Yield names, arrays with the elements of x in several layouts, and their whole memory."""
     plain = case.array(x, dtype)
     yield "an array of its own", plain, plain
     doubled = case.array(np.repeat(x, 2), dtype)
@@ -50,9 +50,9 @@ def _matrices(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]
 
 
 def any_layout(case: Case) -> None:
-    """A view, a matrix in Fortran order, an array read backwards is compressed as an array of its own is."""
+    """A view, a matrix in Fortran order or a reversed array compresses like a contiguous copy."""
     if case.jit:
-        return  # the arrays of JAX are never views
+        return  # JAX arrays are never views
     for dtype in _dtypes(case):
         for size in _sizes(case):
             x = vector("gaussian", size, 25)
@@ -72,9 +72,9 @@ def _require_alike(case: Case, layouts: Iterator[tuple[str, Any, Any]], what: st
 
 
 def pure(case: Case) -> None:
-    """Neither the vector, in any layout and dtype, nor the residual, the payload, or ``like`` is written to."""
+    """The vector (in any layout and dtype), the residual, the payload and ``like`` are not modified."""
     if case.jit:
-        return  # what is traced cannot be written to
+        return  # traced arrays cannot be modified
     for dtype in _dtypes(case):
         for size in _sizes(case):
             x = vector("gaussian", size, 26)
@@ -108,7 +108,7 @@ def _overwrite(array: Any) -> None:
 
 
 def nothing_is_shared(case: Case) -> None:
-    """Vector, payload and results have memory of their own: to write to one changes no other."""
+    """Vector, payload and results share no memory: writing to one does not change the others."""
     if case.jit:
         return
     for dtype in _dtypes(case):
@@ -148,7 +148,7 @@ def nothing_is_shared(case: Case) -> None:
 
 
 def results_into_buffers(case: Case) -> None:
-    """``out`` is filled and returned, and `add` adds: the same values as without, and nothing else is written to."""
+    """``out`` is filled and returned, and `add` adds, with the same values as without; nothing else is modified."""
     if case.jit:
         return
     for dtype in _dtypes(case):
@@ -188,7 +188,7 @@ def _require_filled(case: Case, payload: Any, x: Any, expected: Any, what: str) 
 
 
 def _require_refused(case: Case) -> None:
-    """Check that a buffer of another size or dtype is refused."""
+    """Check that buffers of another size or dtype are refused."""
     x = case.array(vector("gaussian", 9, 30))
     payload = case.compressor.compress(x, key=_KEY)
     wrong: dict[str, Callable[[], Any]] = {

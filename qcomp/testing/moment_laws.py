@@ -1,4 +1,4 @@
-"""The law of the mean: E C(v) = v, over sizes, magnitudes, keys and dtypes, and exactly where draws are enumerated."""
+"""The law E C(v) = v, over sizes, magnitudes, keys and dtypes, and exactly where draws can be enumerated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ __all__ = ["unbiased", "unbiased_at_every_size", "unbiased_to_the_last_draw"]
 Array = np.ndarray[Any, Any]
 
 _SUSPICIOUS, _CERTAIN = 4.2, 6.0
-"""Standard errors at which more is drawn, and at which the mean is wrong."""
+"""Deviation in standard errors at which more samples are drawn, and at which the law is broken."""
 _MORE = (6, 30)
-"""How many times as many draws are made when in doubt, and then once more, with other keys."""
+"""Factors for the number of samples with other keys, in the first and in the second repetition."""
 _DRAWS = 1 << 16
 _SPREAD = 128
-"""Draws at about equal distances: a mean over them is off by 0.625 of one in so many at most."""
+"""Number of equally spaced draws: a mean over them is off by at most 0.625 / this number."""
 _KINDS = 8
-"""Different values in a vector whose draws are enumerated."""
+"""Number of different values in a vector whose draws are enumerated."""
 
 _KEYS = {
     "rank 0": Key(seed=31),
@@ -39,7 +39,7 @@ _KEYS = {
     "tensor 70000": Key(seed=31, tensor=70_000),
     "bucket 4097": Key(seed=31, step=1, bucket=4097),
 }
-"""Keys that a job comes to sooner or later."""
+"""Keys as they occur in a job."""
 
 _FAMILIES = (
     "gaussian",
@@ -60,18 +60,18 @@ _FAMILIES = (
 
 @dataclass(frozen=True)
 class _Situation:
-    """A vector and the keys under which it is compressed again and again."""
+    """A vector and the keys under which it is compressed repeatedly."""
 
     x: Array
     key: Key
     calls: int
     what: str
     unit: int
-    """Elements that are drawn for together: a bucket, or the whole vector."""
+    """Elements whose draws may depend on each other: a bucket, or the whole vector."""
 
 
 def unbiased(case: Case) -> None:
-    """E C(v) = v in every situation: the mean over draws is off by no more than chance."""
+    """E C(v) = v in every situation: the mean over draws deviates only by chance."""
     traits = case.compressor.traits
     if not traits.unbiased:
         return
@@ -90,7 +90,7 @@ def unbiased(case: Case) -> None:
             key = situation.key._replace(step=situation.key.step + 10_000 * times)
             again = replace(situation, key=key, calls=times * max(2, situation.calls))
             found, relative = _deviations(case, again, 0.8)
-            # Of a deviation that is no chance, more draws show more.
+            # More draws make a real deviation more significant.
             suspects &= (first * found > 0) & (
                 np.abs(found) > (_SUSPICIOUS if times != _MORE[-1] else _CERTAIN)
             )
@@ -102,7 +102,7 @@ def unbiased(case: Case) -> None:
 
 
 def _require_equal(case: Case) -> None:
-    """Check that a compressor that calls itself unbiased and not random gives v back."""
+    """Check that an unbiased compressor without randomness returns v."""
     for dtype in case.dtypes:
         for family in _FAMILIES:
             for size in (1, 9, 1000, 5000):
@@ -177,7 +177,7 @@ _DIRECTIONS = tuple(
 
 
 def _directions(v: Array, unit: int) -> Array:
-    """Return the directions in which the mean is looked at, of shape (count, n)."""
+    """Return the directions in which the mean is tested, of shape (count, n)."""
     index = np.arange(v.size)
     magnitude, start = np.abs(v), index % unit
     last = v.size - v.size % unit if v.size % unit else v.size - unit
@@ -198,9 +198,9 @@ def _directions(v: Array, unit: int) -> Array:
 
 
 def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array, Array]:
-    """Return by how many standard errors the mean is off in each direction, and by what fraction of v.
+    """Return the deviation of the mean in each direction, in standard errors and as a fraction of v.
 
-    ``unseen`` is the largest error of an element that may be too rare to have been seen, over the largest magnitude.
+    ``unseen`` is the largest error of an element that may be too rare to be sampled, relative to the largest magnitude.
     """
     x, unit = situation.x, situation.unit
     exact = flushed(x).astype(np.float64)
@@ -220,7 +220,7 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array
         squares += (each**2).sum(axis=1)
         jump = np.maximum(jump, np.abs(each).max(axis=1))
         level = max(level, float(np.abs(error).max()))
-    # What is rare may not have been seen: as if a few more of the largest had been. And draws have 16 bits.
+    # Allows for unseen rare errors, as if a few more of the largest had occurred, and for 16-bit draws.
     rare = np.maximum(jump, unseen * np.abs(directions).max(axis=1))
     chance = np.sqrt(squares + 9 * rare**2)
     level = max(level, float(np.sqrt(np.add.reduceat(v**2, starts).max())))
@@ -231,10 +231,10 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array
 
 
 def unbiased_to_the_last_draw(case: Case) -> None:
-    """E C(v) = v exactly, over all 65536 draws of an element, up to the 2^-17 of a level that 16 bits leave.
+    """E C(v) = v exactly, over all 65536 draws of an element, up to 2^-17 of a level, the resolution of 16 bits.
 
-    For compressors in which a draw of `qcomp.core.numeric.random.draws16` decides about its own element alone;
-    others can only be judged by many draws.
+    For compressors in which a draw of `qcomp.core.numeric.random.draws16` affects only its own element; others can only
+    be tested by many draws.
     """
     traits = case.compressor.traits
     if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):
@@ -251,7 +251,7 @@ def unbiased_to_the_last_draw(case: Case) -> None:
 
 
 def unbiased_at_every_size(case: Case) -> None:
-    """E C(v) = v in every element, up to what `_SPREAD` draws at equal distances leave: of short vectors and of tails.
+    """E C(v) = v in every element of short vectors and tails, up to the resolution of `_SPREAD` equally spaced draws.
 
     For the compressors of `unbiased_to_the_last_draw`.
     """
@@ -274,7 +274,7 @@ def unbiased_at_every_size(case: Case) -> None:
         )
         ends = np.abs(results.pop() - ends)
         if np.any(np.count_nonzero(np.diff(results, axis=0), axis=0) > 1):
-            return  # larger draws do not mean smaller results: these are not spread over what there is
+            return  # not monotonic in the draw, so spaced draws do not cover the results
         mean = np.mean(results, axis=0)
         slack = 0.625 / _SPREAD * ends + 2.0**-16 * (ends + np.abs(x).max())
         off = np.abs(mean - x)
@@ -286,7 +286,7 @@ def unbiased_at_every_size(case: Case) -> None:
 
 
 def _spread_draws() -> list[int]:
-    """Return draws at about equal distances, off by no more than an eighth of these; their low bits vary, too."""
+    """Return draws at nearly equal distances, within an eighth of these, with varying low bits."""
     distance, bits = _DRAWS // _SPREAD, _SPREAD.bit_length() - 1
     reversed_numbers = [int(f"{index:0{bits}b}"[::-1], 2) for index in range(_SPREAD)]
     return [
@@ -300,7 +300,7 @@ def _always(draw: int, _key: Key, _block: Block) -> int:
 
 
 def _draws_decide_about_their_element(case: Case) -> bool:
-    """Return whether another draw of one element changes that element's result and no other."""
+    """Return whether a change of one element's draw changes only that element's result."""
     case = case.plain
     bucket = case.compressor.traits.bucket_size
     x = vector("gaussian", 2 * row_length(bucket), 6)
@@ -330,7 +330,7 @@ def _draws_decide_about_their_element(case: Case) -> bool:
 
 
 def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
-    """Yield, for each of some sets of eight values, the values and what becomes of them with each draw.
+    """Yield sets of eight values, each with the results for every draw.
 
     The eight values repeat through the vector, so that every bucket has the same scales; copy c of a value
     takes draw c.
@@ -339,7 +339,7 @@ def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
     bucket = case.compressor.traits.bucket_size
 
     def source(_: Key, block: Block) -> Array:
-        # By its bucket: a compressor may fill its buckets up with what is no element of the vector.
+        # Per bucket, since a compressor may pad its buckets.
         buckets = block.first_bucket + np.arange(block.rows)[:, None]
         elements = buckets * bucket + np.arange(block.length)
         return (elements // _KINDS % _DRAWS).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The laws of compressors that are about the lengths of payloads, coders and damage; see `qcomp.testing.laws`."""
+"""Laws about payload lengths, coders and damage; see `qcomp.testing.laws`."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ Vector = np.ndarray[Any, Any]
 
 
 def payload_size(case: Case) -> None:
-    """A payload has exactly the bytes that its spec announces, uint8 on the device of the vector.
+    """A payload has exactly the number of bytes in its spec, as uint8 on the device of the vector.
 
-    With `Compressor.variable_length` at most these bytes.
+    With `Compressor.variable_length` it has at most that many bytes.
     """
     varies = case.compressor.variable_length
     for size in sizes(case.compressor.traits.bucket_size):
@@ -47,7 +47,7 @@ def announced_length(case: Case, x: Vector) -> None:
 
 
 def coder_loses_nothing(case: Case, x: Vector) -> None:
-    """A coder gives back the payload that it has shortened, which is that of the plain compressor."""
+    """A coder restores the payload that it has shortened, which is that of the plain compressor."""
     coder = case.compressor.coder
     if coder is None:
         return
@@ -63,7 +63,7 @@ def coder_loses_nothing(case: Case, x: Vector) -> None:
 
 
 def damaged_payload_is_an_error(case: Case) -> None:
-    """A payload that was cut off or made longer raises PayloadError; other damage does that, or gives a vector."""
+    """A truncated or extended payload raises PayloadError; other damage does so too, or gives a vector."""
     size = case.compressor.traits.bucket_size + 9
     x = vector("sparse", size, 11)
     like, good = case.array(x), to_numpy(case.payload(x).data)

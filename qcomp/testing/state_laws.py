@@ -1,4 +1,4 @@
-"""The laws of state: a result depends on vector, key and configuration, and on nothing that was before or is around."""
+"""Laws about state: a result depends only on vector, key and configuration."""
 
 import builtins
 import copy
@@ -32,7 +32,7 @@ def _sizes(case: Case) -> tuple[int, ...]:
 
 
 def _results(case: Case, sizes: tuple[int, ...], *, seed: int = 1) -> Results:
-    """Return payloads and what they decompress to, in each dtype."""
+    """Return payloads and decompressed vectors, in each dtype."""
     found = []
     for size in sizes:
         for dtype in case.dtypes:
@@ -52,14 +52,14 @@ def _compare(expected: Results, got: Results, sizes: tuple[int, ...], why: str) 
 
 
 def first_calls(case: Case) -> Results:
-    """Return the results of the first calls of all, to compare with later ones; nothing if there are none."""
+    """Return the results of the very first calls, to compare with later ones."""
     with suppress(Exception):
         return [] if case.jit else _results(case, _sizes(case))
     return []
 
 
 def independent_of_calls(case: Case) -> None:
-    """The first call, the hundredth, one after others, and one by a copy of the compressor have the same result."""
+    """The first call, the hundredth, a call after others, and a call of a copy give the same result."""
     if case.jit:
         return
     sizes = _sizes(case)
@@ -91,15 +91,15 @@ def independent_of_calls(case: Case) -> None:
 
 
 def _poison() -> None:
-    """Fill memory that is free with what no result should hold, for whoever forgets to write to what he allocates."""
+    """Fill free memory with improbable values, to detect results in uninitialised memory."""
     blocks = [np.full(1 << power, 0xC5, dtype=np.uint8) for power in range(3, 20) for _ in range(8)]
     blocks.clear()
 
 
 def independent_of_threads(case: Case) -> None:
-    """Calls in two threads at a time do not disturb each other: no scratch memory is shared.
+    """Concurrent calls in two threads do not disturb each other: they share no scratch memory.
 
-    After each line of the compressor's own code, another thread makes a call of its own, and ends it.
+    After each line of the compressor's own code, another thread makes a complete call.
     """
     if case.jit:
         return
@@ -135,7 +135,7 @@ def independent_of_threads(case: Case) -> None:
 def _interrupted(
     call: Callable[[], Any], other: Callable[[], Any], files: set[str], most: int = 60
 ) -> tuple[Any, list[Any]]:
-    """Return the result of a call after each of whose lines, in these files, another thread makes another call."""
+    """Return the result of a call; after each of its lines in these files another thread makes another call."""
     others: list[Any] = []
     threads: list[threading.Thread] = []
 
@@ -143,7 +143,7 @@ def _interrupted(
         if frame.f_code.co_filename not in files:
             return None
         if event == "line" and len(threads) < most:
-            # Who takes a lock is not done before the interrupted call is: that is right, and not waited for long.
+            # A thread that waits for a lock of the interrupted call is correct, so wait only briefly.
             thread = threading.Thread(target=lambda: others.append(other()), daemon=True)
             threads.append(thread)
             thread.start()
@@ -162,7 +162,7 @@ def _interrupted(
 
 
 def independent_of_the_environment(case: Case) -> None:
-    """No global generator, hash seed, number of threads, clock, process or variable shows in a result, nor is moved."""
+    """Results depend on no global generator, hash seed, thread count, clock, process or variable, and change none."""
     if case.jit:
         return
     sizes = _sizes(case)
@@ -217,7 +217,7 @@ def _generators(number: int) -> Iterator[None]:
 
 @contextmanager
 def _hash_seed(number: int) -> Iterator[None]:
-    """Let `hash` give other numbers for strings, as it does in a process with another hash seed."""
+    """Make `hash` return other numbers for strings, as in a process with another hash seed."""
     real = builtins.hash
 
     def salted(value: Any) -> int:
@@ -231,7 +231,7 @@ def _hash_seed(number: int) -> Iterator[None]:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Have another number of processors and threads."""
+    """Simulate another number of processors and threads."""
     count = 3 * number - 2
     torch = sys.modules.get("torch")
     before = None if torch is None else torch.get_num_threads()
@@ -254,7 +254,7 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def _variables(number: int) -> Iterator[None]:
-    """Have other variables and another process number."""
+    """Simulate other environment variables and another process id."""
     names = (
         "RANK",
         "LOCAL_RANK",
@@ -275,7 +275,7 @@ def _variables(number: int) -> Iterator[None]:
 
 @contextmanager
 def _thread(number: int) -> Iterator[None]:
-    """Run in a thread of another name, in a stack of another depth."""
+    """Run in a thread with another name and stack depth."""
     thread = threading.current_thread()
     before = thread.name
     thread.name = f"worker-{number}"

@@ -1,4 +1,4 @@
-"""The laws of compressors that hold for every vector, which Hypothesis draws; see `qcomp.testing.laws`."""
+"""Laws for every vector drawn by Hypothesis; see `qcomp.testing.laws`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ Vector = np.ndarray[Any, Any]
 
 
 def same_bytes(case: Case, x: Vector) -> None:
-    """Payload, decoded vector and residual are the bytes that NumPy gives."""
+    """Payload, decoded vector and residual have the same bytes as on NumPy."""
     residual = flushed(np.roll(x, 1) * np.float32(0.5))
     key = Key(seed=5, step=3, tensor=2, rank=1)
     got, expected = (each.compress_with_feedback(x, residual, key=key) for each in (case, case.on_numpy))
@@ -67,7 +67,7 @@ def _require_zeros(x: Vector, decoded: Vector) -> None:
 
 
 def sparse(case: Case, x: Vector) -> None:
-    """No more elements of a bucket are other than 0 than the traits say."""
+    """A bucket has at most as many nonzero elements as the traits say."""
     if case.compressor.traits.kept is not None:
         _require_sparse(case, case.compress(x).decoded)
 
@@ -90,7 +90,7 @@ _SMALLEST, _LARGEST = partial(_constant, 0), partial(_constant, 65535)
 
 
 def extreme_draws(case: Case) -> None:
-    """With the smallest draws and the largest, in every dtype, zeros stay, few are kept, and nothing is lost."""
+    """The laws about zeros, sparsity and losslessness hold for the smallest and the largest draws, in every dtype."""
     traits = case.compressor.traits
     if not (traits.keeps_zero or traits.kept is not None or traits.lossless):
         return
@@ -102,7 +102,7 @@ def extreme_draws(case: Case) -> None:
                 if not traits.lossless:
                     x[::3] = 0
                 elif dtype == "float64":
-                    x = x * (1 + 2.0**-40)  # which float32 cannot hold
+                    x = x * (1 + 2.0**-40)  # not representable in float32
                 if not case.takes(x):
                     continue
                 sources = (_SMALLEST, _LARGEST) if traits.random else ()
@@ -131,4 +131,4 @@ VECTOR_LAWS: tuple[VectorLaw, ...] = (
     announced_length,
     coder_loses_nothing,
 )
-"""The laws that hold for every vector."""
+"""The laws for every vector."""

@@ -1,4 +1,4 @@
-"""The laws of worst cases: no vector that is known to be hard, or found by ascent, breaks the bounds of the traits."""
+"""Laws about worst cases: no known hard vector, and none found by ascent, breaks the bounds of the traits."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ __all__ = ["contraction", "variance_bound"]
 Array = np.ndarray[Any, Any]
 
 _BATCH = 1 << 16
-"""Elements that are compressed in one call, where buckets are independent."""
+"""Elements per call, if buckets are independent."""
 _WIDEST = 1 << 13
-"""Longest bucket that is searched."""
+"""Longest bucket for the search."""
 _ROUNDS = 8
 """Generations of the ascent."""
 _SIGMAS = 6.0
-"""Standard errors that a mean over draws must be off."""
+"""Deviation of a mean over draws, in standard errors, that breaks the law."""
 _ROUNDING = 2.0**-22
-"""What rounding scales and results to float32 can add to a relative error."""
+"""Relative error that rounding scales and results to float32 can add."""
 
 
 class _Bound(NamedTuple):
@@ -33,7 +33,7 @@ class _Bound(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The error of a vector relative to its energy."""
+    """The squared error of a vector relative to its squared norm."""
 
     ratio: float
     deviation: float
@@ -42,14 +42,14 @@ class _Found(NamedTuple):
 
 
 def variance_bound(case: Case) -> None:
-    """E ||C(v) - v||^2 is within omega ||v||^2, for vectors of every kind, full buckets and tails."""
+    """E ||C(v) - v||^2 is at most omega ||v||^2, for vectors of every kind, full buckets and tails."""
     traits = case.compressor.traits
     if traits.omega is not None:
         _check(case, _Bound("omega", traits.omega))
 
 
 def contraction(case: Case) -> None:
-    """E ||C(v) - v||^2 is within (1 - delta) ||v||^2, for vectors of every kind, full buckets and tails."""
+    """E ||C(v) - v||^2 is at most (1 - delta) ||v||^2, for vectors of every kind, full buckets and tails."""
     traits = case.compressor.traits
     if traits.delta is not None:
         _check(case, _Bound("1 - delta", 1 - traits.delta))
@@ -70,7 +70,7 @@ def _candidates(case: Case, limit: float) -> Iterator[_Found]:
 
 
 def row_length(bucket_size: int) -> int:
-    """Return the elements of vectors that can be laid one after the other in one call: whole buckets."""
+    """Return the length of vectors that can be concatenated in one call: whole buckets."""
     return bucket_size * max(1, 8 // bucket_size)
 
 
@@ -90,7 +90,7 @@ def _full_buckets(case: Case) -> Iterator[_Found]:
 
 
 def _in_range(case: Case, rows: Array) -> Array:
-    """Return the rows whose values the compressor takes."""
+    """Return the rows whose values the compressor accepts."""
     if case.takes(rows.reshape(-1)):
         return rows
     return rows[[case.takes(row) for row in rows]]
@@ -134,7 +134,7 @@ def _measure(case: Case, row: Array, what: str) -> _Found:
 
 
 def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
-    """Return the worst row of a search: each generation changes the best rows and keeps the worst for the bound."""
+    """Return the worst row of a search: each generation changes the current worst rows and keeps the new worst."""
     rng = np.random.default_rng(23)
     length = rows.shape[1]
     keep = max(2, min(8, _BATCH // (16 * length)))
@@ -146,13 +146,13 @@ def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
         order = np.argsort(every_ratios)[::-1][:keep]
         best, best_ratios = every[order], every_ratios[order]
         if case.compressor.traits.random:
-            best_ratios = _expected(case, best, draws=32)  # what was lucky once is not again
+            best_ratios = _expected(case, best, draws=32)  # new draws, so that chance does not repeat
     worst: Array = best[int(np.argmax(best_ratios))]
     return worst
 
 
 def _changed(row: Array, rng: np.random.Generator) -> Array:
-    """Return some neighbours of a row: elements scaled, set to the value of others, or to zero."""
+    """Return neighbours of a row: elements scaled, set to the value of others, or to zero."""
     changed = np.tile(row, (8, 1)).astype(np.float64)
     for index, child in enumerate(changed):
         chosen = rng.random(row.size) < (1 / row.size if index % 2 else rng.random())
@@ -164,7 +164,7 @@ def _changed(row: Array, rng: np.random.Generator) -> Array:
             child[chosen] = rng.choice(row) * (1 + 0.1 * rng.normal())
         else:
             child[chosen] = child[chosen] + 0.05 * rng.normal() * np.abs(row).max()
-    most = float(np.abs(row).max())  # no more, for it may be the most that is taken
+    most = float(np.abs(row).max())  # no larger, since it may be the largest accepted value
     return changed.clip(-most, most).astype(row.dtype)
 
 
@@ -194,7 +194,7 @@ def _tail(case: Case, row: Array, calls: int) -> _Found:
 
 
 def _describe(row: Array) -> str:
-    """Return a few words about a vector."""
+    """Describe a vector in a few words."""
     values, counts = np.unique(np.abs(row), return_counts=True)
     if len(values) > 3:
         return f"a vector with magnitudes from {values[0]:.3g} to {values[-1]:.3g}"
