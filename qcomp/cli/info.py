@@ -1,4 +1,4 @@
-"""``qcomp info``: which kernels would run for which array, and why."""
+"""``qcomp info``: which kernels run for which arrays, and why."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ _JAX_DEVICE = "its device"
 
 
 def info() -> str:
-    """Return what ``qcomp info`` prints.
+    """Return the output of ``qcomp info``.
 
     Examples
     --------
@@ -45,14 +45,14 @@ def info() -> str:
 
 
 def gather() -> dict[str, Any]:
-    """Return what ``qcomp info --json`` prints.
+    """Return the output of ``qcomp info --json``.
 
     Returns
     -------
     dict
-        ``qcomp`` and ``python``, versions; ``cores``; ``setting``, what QCOMP_KERNELS is set to, or None; ``arrays``,
-        for each kind of array the ``kernels`` that run for each dtype, None where there are no such arrays, and the
-        ``reason``; ``kernels``, for each set its ``name``, whether it is ``available``, and the ``reason``.
+        ``qcomp`` and ``python``, versions; ``cores``; ``setting``, the value of QCOMP_KERNELS or None; ``arrays``, for
+        each kind of array the ``kernels`` for each dtype, None if such arrays do not exist, and the ``reason``;
+        ``kernels``, for each set its ``name``, whether it is ``available``, and the ``reason``.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def gather() -> dict[str, Any]:
 
 
 class _Kind:
-    """A kind of array: one for each dtype, or what is missing for them."""
+    """A kind of array: an array for each dtype, or the reason why there is none."""
 
     def __init__(self, library: str, device: str, make: Callable[[str], Array | None]) -> None:
         self.library, self.device = library, device
@@ -82,7 +82,7 @@ class _Kind:
             self.arrays = {name: make(name) for name in _DTYPES}
         except ImportError:
             self.missing = f"{library} is not installed"
-        except Exception as error:  # what a driver raises is its own affair, and the answer
+        except Exception as error:  # whatever a driver raises is the answer
             self.missing = str(error).partition("\n")[0]
 
     def row(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class _Kind:
 
 
 def _kinds() -> Iterator[tuple[str, str, Callable[[str], Array | None]]]:
-    """Yield libraries and devices, and what makes an array there, None for a dtype that there is not."""
+    """Yield libraries and devices, each with a function that makes an array, or None for a missing dtype."""
     yield "numpy", "cpu", _of_numpy
     yield "torch", "cpu", lambda name: _of_torch(name, "cpu")
     yield "torch", "cuda", lambda name: _of_torch(name, "cuda")
@@ -144,7 +144,7 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 
 
 def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Say whether a set can run: it is installed, and so is a library with a device whose arrays it is for."""
+    """Return whether a set can run: it and a library and device for its arrays must be available."""
     if name == "pure":
         return {"name": name, "available": True, "reason": "the definition, for every array"}
     try:
@@ -158,7 +158,7 @@ def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str
 
 
 def _arrays_of(name: str) -> list[tuple[str, str]]:
-    """Return the libraries and devices, as in `_kinds`, of the arrays that a set is for."""
+    """Return the libraries and devices, as in `_kinds`, of the arrays that a set supports."""
     arrays = BUILT_IN[name].arrays if name in BUILT_IN else ()
     return [(library, _JAX_DEVICE if library == "jax" else device) for library, device in arrays]
 

@@ -16,8 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="qcomp", description="Compressed communication for training.")
     parser.add_argument("--version", action="version", version=f"qcomp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    about = commands.add_parser("info", help="print which kernels would run for which array, and why")
-    planning = commands.add_parser("plan", help="predict or measure whether compression will pay")
+    about = commands.add_parser("info", help="print which kernels run for which arrays, and why")
+    planning = commands.add_parser("plan", help="predict or measure whether compression pays off")
     add_arguments(planning)
     for command in (about, planning):
         command.add_argument("--json", action="store_true", help="print JSON")

@@ -1,4 +1,4 @@
-"""``qcomp plan``: whether compression will pay, from figures or from measurements."""
+"""``qcomp plan``: whether compression will pay off, from given or measured figures."""
 
 import argparse
 import json
@@ -34,73 +34,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(2, 4),
         default=4,
-        help="of an element as plain training sends it",
+        help="bytes per gradient element in plain training",
     )
     job.add_argument(
         "--overlap",
         type=float,
         default=0.0,
-        help="share of the computation behind which plain training sends",
+        help="share of the computation that overlaps with sending in plain training",
     )
-    job.add_argument("--buckets", type=int, default=1, help="pieces in which it sends then")
+    job.add_argument("--buckets", type=int, default=1, help="number of pieces that it then sends")
+    job.add_argument("--exact", type=_unit(count), default=0, help="parameters in exact tensors (default: 0)")
     job.add_argument(
-        "--exact", type=_unit(count), default=0, help="parameters in tensors that stay exact (default: 0)"
+        "--tensors", type=_unit(count), default=1, help="number of compressed tensors (default: 1)"
     )
-    job.add_argument(
-        "--tensors", type=_unit(count), default=1, help="in how many the parameters are (default: 1)"
-    )
-    job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap as well")
+    job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap too")
     job.add_argument(
         "--warmup", type=float, default=0.0, help="share of exact steps in a run that compresses"
     )
-    ranks = parser.add_argument_group("on what")
+    ranks = parser.add_argument_group("ranks and links")
     ranks.add_argument("--ranks", type=int)
     ranks.add_argument("--ranks-per-node", type=int)
-    ranks.add_argument("--link", type=_unit(bandwidth), help="between nodes, each way, such as 10gbit")
-    ranks.add_argument("--latency", type=_unit(seconds), help="of a message, such as 25us (default: 50us)")
     ranks.add_argument(
-        "--streams", type=float, help="ranks of a node that have this bandwidth at once (default: 1)"
+        "--link", type=_unit(bandwidth), help="bandwidth between nodes, each way, such as 10gbit"
     )
     ranks.add_argument(
-        "--inside", type=_unit(bandwidth), help="between the ranks of a node (default: 80gbit)"
+        "--latency", type=_unit(seconds), help="latency of a message, such as 25us (default: 50us)"
+    )
+    ranks.add_argument(
+        "--streams", type=float, help="ranks of a node that get this bandwidth at once (default: 1)"
+    )
+    ranks.add_argument(
+        "--inside", type=_unit(bandwidth), help="bandwidth between the ranks of a node (default: 80gbit)"
     )
     ranks.add_argument("--machine", choices=_MACHINES, help="how fast ranks encode (default: cpu, one core)")
-    ranks.add_argument(
-        "--measured", metavar="FILE", help="what --measure wrote, in place of what is not given"
-    )
-    how = parser.add_argument_group("what is compared, and shown")
+    ranks.add_argument("--measured", metavar="FILE", help="output of --measure, for all options not given")
+    how = parser.add_argument_group("comparison and output")
     how.add_argument(
         "--compressor",
         type=_unit(compressor),
         action="append",
         metavar="SPEC",
-        help="such as qsgd:levels=7; repeatable",
+        help="compressor spec, such as qsgd:levels=7; repeatable",
     )
-    how.add_argument("--picture", metavar="FILE", help="step time over bandwidth; needs qcomp[plot]")
+    how.add_argument("--picture", metavar="FILE", help="plot of step time over bandwidth; needs qcomp[plot]")
     probing = parser.add_argument_group("measuring, under mpirun or torchrun")
     probing.add_argument("--measure", action="store_true", help="measure links, compressors and --step")
     probing.add_argument(
-        "--step", metavar="MODULE:FUNCTION", help="a training step without communication, to be timed"
+        "--step", metavar="MODULE:FUNCTION", help="training step without communication, to time"
     )
     probing.add_argument(
         "--arrays", choices=("numpy", "torch", "torch-cuda"), default="numpy", help="(default: %(default)s)"
     )
     probing.add_argument(
-        "--elements", type=_unit(count), default=1 << 22, help="of the vectors that are encoded"
+        "--elements", type=_unit(count), default=1 << 22, help="elements of the encoded vectors"
     )
-    probing.add_argument("--rounds", type=int, default=7, help="of each measurement (default: %(default)s)")
-    probing.add_argument("--out", metavar="FILE", help="where to write what was measured")
+    probing.add_argument(
+        "--rounds", type=int, default=7, help="rounds of each measurement (default: %(default)s)"
+    )
+    probing.add_argument("--out", metavar="FILE", help="file for the measurements")
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Return what ``qcomp plan`` prints on this rank.
+    """Return the output of ``qcomp plan`` on this rank.
 
     Raises
     ------
     ValueError
-        If options are missing or do not go together.
+        If options are missing or incompatible.
     ImportError
-        If a picture is asked for without matplotlib, or a step or a library cannot be imported.
+        If a picture is requested without matplotlib, or a step or a library cannot be imported.
     """
     if not options.measure:
         for name in ("step", "out"):
@@ -127,7 +129,7 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser whose message argparse prints, as it does not for a ValueError."""
+    """Return a parser whose error texts argparse prints, unlike those of a ValueError."""
 
     def parse_or_explain(text: str) -> Any:
         try:
@@ -177,7 +179,7 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
     link = {"bandwidth": options.link, "latency": options.latency, "streams": options.streams}
     given = {name: value for name, value in link.items() if value is not None}
     if "latency" in given:
-        given["per_message"] = None  # what was measured belongs to the measured latency
+        given["per_message"] = None  # the measured value belongs to the measured latency
     inside = measured.inside if options.inside is None else replace(INSIDE, bandwidth=options.inside)
     return Cluster(
         ranks=measured.ranks if options.ranks is None else options.ranks,
@@ -188,11 +190,11 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
 
 
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
-    """Return the plain methods and those of the compressors that were asked for, or are known to the machine."""
+    """Return the plain methods and those of the requested compressors, or of all that the machine knows."""
     methods = methods_of(cluster, options.gradient_bytes, options.compressor)
     for method in methods:
         if method.compressor is not None:
-            machine.speed(method.compressor)  # says what is missing
+            machine.speed(method.compressor)  # raises if there is no figure
     return methods
 
 
@@ -229,7 +231,7 @@ def _import(name: str) -> Callable[[], object]:
 
 
 def _vector(arrays: str, size: int) -> Array:
-    """Return values as gradients have them: normal ones, always the same."""
+    """Return gradient-like values: normal ones, always the same."""
     numpy = import_module("numpy")
     values = numpy.random.default_rng(0).standard_normal(size, dtype=numpy.float32)
     if arrays == "numpy":

@@ -1,4 +1,4 @@
-"""Communicators: they move byte buffers between ranks, and know nothing of compression."""
+"""Communicators, which move byte buffers between ranks, independent of compression."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ __all__ = [
     "world",
 ]
 
-# Importing mpi4py starts MPI, and torch takes its time: that waits until somebody asks for it.
+# Importing mpi4py starts MPI, and importing torch is slow, so both wait for first use.
 _MODULES = {"MPICommunicator": "mpi", "NCCLCommunicator": "nccl", "TorchCommunicator": "torch_dist"}
 
 

@@ -1,4 +1,4 @@
-"""What a communicator must do: move byte buffers between ranks, and know nothing of what is in them."""
+"""The communicator's interface: moves byte buffers between ranks, independent of their contents."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,27 +12,25 @@ Array = Any
 class Communicator(Protocol):
     """A group of ranks that exchange buffers.
 
-    A buffer is a one-dimensional, contiguous uint8 array of any supported library, on any device;
-    what arrives is an array of the same library and device as what was sent. Every verb is collective:
-    all ranks call it in the same order. Sizes are known on both sides beforehand, so a buffer of another
-    size than announced is an error and never a truncation.
+    A buffer is a one-dimensional, contiguous uint8 array of any supported library, on any device; the result is an
+    array of the library and device of the sent buffer. Every verb is collective: all ranks call it in the same order.
+    Both sides know the sizes beforehand, so a buffer of another size is an error and never truncated.
 
-    Errors: a peer that is dead, absent or later than the communicator's timeout raises
-    `CommunicatorError` on every rank that waits for it; afterwards the communicator is closed for good
-    and says so.
+    Errors: a peer that is dead, absent or later than the communicator's timeout raises `CommunicatorError` on every
+    rank that waits for it; afterwards the communicator is closed for good, and its errors say so.
     """
 
     rank: int
     size: int
     host: str
-    """Name of the machine, the same on the ranks that share one (a hierarchical mean asks for it)."""
+    """Name of the machine, equal on ranks that share one; a hierarchical mean needs it."""
     bytes_sent: int
     """Bytes that this rank has handed to other ranks so far (a rank's own share is never sent)."""
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         """Send ``send[r]`` to rank r and return what each rank sent here: ``receive[r]`` bytes from rank r.
 
-        What arrives from rank r is an array of the library and device of ``send[r]``.
+        The result from rank r is an array of the library and device of ``send[r]``.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The same parameters on all ranks, before they train together."""
+"""Copies parameters to all ranks before training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,35 +14,35 @@ Array = Any
 
 
 def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> Any:
-    """Return the arrays of one rank on all ranks, bit for bit.
+    """Return copies of one rank's arrays on all ranks, bit for bit.
 
-    Ranks that train together begin with the same parameters; an optimizer's ``init`` raises if they do not.
+    All ranks must start with the same parameters; an optimizer's ``init`` raises if they do not.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        Of any supported library and device, and any dtype. On all ranks of the same shapes and dtypes; the
-        libraries may differ. They are not written to.
+        Arrays of any supported library, device and dtype, with the same shapes and dtypes on all ranks; the libraries
+        may differ. They are not modified.
     comm : Communicator
-        All its ranks make this call.
+        All its ranks must make this call.
     root : int
         The rank whose values all ranks get.
 
     Returns
     -------
     array or list of arrays
-        New ones, of the libraries and on the devices of ``x``.
+        New arrays, of the libraries and on the devices of ``x``.
 
     Raises
     ------
     MismatchError
         On every rank, if the ranks differ in shapes, dtypes or the root.
     ValueError
-        If the root is no rank, or ``x`` is empty.
+        If the root is not a rank, or ``x`` is empty.
 
     Notes
     -----
-    The root sends each byte about twice, and every other rank once to each of the others a part of 1 / N.
+    The root sends each byte about twice. Every other rank sends a part of 1 / N to each of the others.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Buffers of any array library, on any device, as host memory and back."""
+"""Conversion of buffers of any array library and device to host memory and back."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def to_host(x: Array, *, name: str = "x") -> HostBuffer:
     Parameters
     ----------
     x : array, shape (n,), dtype uint8
-        Of any Array API library, on any device.
+        A buffer of any Array API library, on any device.
     name : str, optional
-        What the error messages call `x`.
+        The name of `x` in error messages.
 
     Returns
     -------
     numpy.ndarray, shape (n,), dtype uint8
-        C-contiguous. It shares memory with `x` where `x` is contiguous in host memory, and may be read-only;
-        otherwise it is a copy.
+        C-contiguous. If `x` is contiguous in host memory, it shares memory with `x` and may be read-only; otherwise it
+        is a copy.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def to_host(x: Array, *, name: str = "x") -> HostBuffer:
     import numpy as np  # noqa: PLC0415  (`import qcomp.comm` loads no array library)
 
     check_buffer(x, name=name)
-    # From a GPU into page-locked memory: that is the faster copy, and both libraries keep such memory for the next one.
+    # Copies from a GPU into page-locked memory are faster, and both libraries pool such memory.
     if array_api_compat.is_torch_array(x):
         x = x.new_empty(x.shape, device="cpu", pin_memory=True).copy_(x) if x.is_cuda else x.cpu()
     elif array_api_compat.is_cupy_array(x):
@@ -80,12 +80,12 @@ def to_host(x: Array, *, name: str = "x") -> HostBuffer:
 
 
 def from_host(x: HostBuffer, like: Array) -> Array:
-    """Return host bytes as an array of another array's library, on its device.
+    """Return host bytes as an array in the library and on the device of ``like``.
 
     Parameters
     ----------
     x : numpy.ndarray, shape (n,), dtype uint8
-        The result may share its memory: who calls this hands the buffer over.
+        The result may share its memory, so the caller must not use it afterwards.
     like : array
         Only its library and device matter.
 
@@ -111,17 +111,17 @@ def stage_exchange(
     size: int,
     stage: Callable[..., Array] = to_host,
 ) -> tuple[list[Array], list[int]]:
-    """Check one rank's arguments of an exchange; return staged buffers to send and sizes to receive.
+    """Check one rank's arguments of an exchange; return the staged buffers to send and the sizes to receive.
 
-    ``stage(x, name=...)`` brings a buffer to where it is sent from, by default to host memory, and checks it.
+    ``stage(x, name=...)`` checks a buffer and copies it to where it is sent from, by default to host memory.
 
     Raises
     ------
     TypeError
         If a buffer is not a uint8 array, or a size not an integer.
     ValueError
-        If there is not one buffer and one size for each rank, a buffer is not one-dimensional, a size is
-        negative, or the rank announces another size for its own share than it hands over.
+        If there is not one buffer and one size for each rank, a buffer is not one-dimensional, a size is negative, or
+        the announced size of the rank's own share is wrong.
     """
     if len(send) != size:
         raise ValueError(f"send must hold one buffer for each of {size} ranks, got {len(send)}")

@@ -1,4 +1,4 @@
-"""Buffers in the memory of a CUDA device that MPI itself reads and writes, where it can."""
+"""Buffers on a CUDA device, which a CUDA-aware MPI reads and writes directly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VARIABLE = "QCOMP_CUDA_AWARE_MPI"
 
 
 def reads_devices(comm: MPI.Intracomm) -> bool:
-    """Return whether MPI reads and writes the memory of CUDA devices: what it says itself, or the environment.
+    """Return whether MPI reads and writes the memory of CUDA devices, as it reports itself or the environment says.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def reads_devices(comm: MPI.Intracomm) -> bool:
         if chosen not in ("0", "1"):
             raise ValueError(f"{_VARIABLE} is {chosen!r}; expected '0' or '1'")
         return chosen == "1"
-    # MPI 4.1 has a list such as "system,mpi,cuda:device". Open MPI and MPICH have a function besides.
+    # MPI 4.1 has a list such as "system,mpi,cuda:device". Open MPI and MPICH also have a function.
     info = comm.Get_info()
     kinds = (info.Get("mpi_memory_alloc_kinds") or "").split(",")
     info.Free()
@@ -47,14 +47,14 @@ def reads_devices(comm: MPI.Intracomm) -> bool:
 
 
 def is_on_device(x: Array) -> bool:
-    """Return whether an array is in the memory of a CUDA device and of a library whose buffers MPI can be given."""
+    """Return whether an array is on a CUDA device, in a library whose buffers MPI accepts."""
     if array_api_compat.is_torch_array(x):
         return bool(x.is_cuda)
     return bool(array_api_compat.is_cupy_array(x))
 
 
 def stage(x: Array, *, name: str) -> Array:
-    """Return a buffer where MPI reads it: as it is on a CUDA device, otherwise in host memory."""
+    """Return a buffer that MPI can read: unchanged on a CUDA device, otherwise in host memory."""
     if not is_on_device(x):
         return to_host(x, name=name)
     check_buffer(x, name=name)
@@ -64,7 +64,7 @@ def stage(x: Array, *, name: str) -> Array:
 
 
 def empty(size: int, *, like: Array, staged: Array) -> Array:
-    """Return where MPI writes so many bytes: in memory as that of a staged buffer, on the way to that of ``like``."""
+    """Return a receive buffer for MPI, in the kind of memory of ``staged``, for a result like ``like``."""
     if array_api_compat.is_torch_array(staged):
         return staged.new_empty((size,))
     if array_api_compat.is_cupy_array(staged):
@@ -76,7 +76,7 @@ def empty(size: int, *, like: Array, staged: Array) -> Array:
 
 
 def finish_queued(buffers: Iterable[Array]) -> None:
-    """Wait until what is queued on the current streams of these buffers is done: MPI knows nothing of streams."""
+    """Wait for the current streams of these buffers, since MPI ignores streams."""
     for x in {id(x): x for x in buffers}.values():
         if array_api_compat.is_torch_array(x):
             sys.modules["torch"].cuda.current_stream(x.device).synchronize()
@@ -91,5 +91,5 @@ def copy_of(x: Array) -> Array:
 
 
 def to_library(x: Array, like: Array) -> Array:
-    """Return what has arrived as an array of another array's library, on its device."""
+    """Return received bytes as an array in the library and on the device of ``like``."""
     return x if is_on_device(x) else from_host(x, like=like)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about an exchange before its bytes, where the transport cannot tell by itself."""
+"""Headers that the ranks send before an exchange, if the transport itself does not report sizes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _VERBS = {number: verb for verb, number in _NUMBERS.items()}
 
 
 def header_size(size: int) -> int:
-    """Return the bytes of a header among some ranks."""
+    """Return the bytes of a header among ``size`` ranks."""
     return 8 * (1 + 2 * size)
 
 
 def header(verb: str, sent: Sequence[int], expected: Sequence[int]) -> HostBuffer:
-    """Return a header: which verb a rank calls, the bytes that it sends to each rank and expects from each.
+    """Return a header: the verb that a rank calls, and the bytes that it sends to and expects from each rank.
 
-    Every rank gets all of it, so that all come to the same verdict.
+    Every rank receives all headers, so that all reach the same verdict.
     """
     return np.asarray([_NUMBERS[verb], *sent, *expected], dtype="<i8").view(np.uint8)
 
 
 def failure_header(length: int, *, size: int) -> HostBuffer:
-    """Return the header of a rank that takes no further part, and says why in a text of some bytes."""
+    """Return the header of a rank that drops out and sends a reason of ``length`` bytes."""
     return np.asarray([_FAILED, length] + [0] * (2 * size - 1), dtype="<i8").view(np.uint8)
 
 
 def reason_size(data: HostBuffer) -> int | None:
-    """Return the length of the text that follows, if this is the header of a failure."""
+    """Return the length of the following text if this header announces a failure."""
     numbers = data.view("<i8")
     return int(numbers[1]) if numbers[0] == _FAILED else None
 
 
 def disagreement(headers: Sequence[HostBuffer]) -> str | None:
-    """Say what the headers of all ranks have against each other.
+    """Describe a contradiction between the headers of all ranks, if there is one.
 
     Examples
     --------

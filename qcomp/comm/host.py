@@ -1,4 +1,4 @@
-"""The name of the machine, by which ranks find out which of them share a node."""
+"""The name of the machine, which tells ranks which of them share a node."""
 
 import os
 
@@ -6,9 +6,9 @@ __all__ = ["host_name"]
 
 
 def host_name(found: str) -> str:
-    """Return the environment variable QCOMP_HOST if it is set, else the name that was found.
+    """Return the environment variable QCOMP_HOST if set, else the detected name.
 
-    For containers of one machine that have different names, or of different machines that have the same.
+    Set it for containers on one machine with different names, or on different machines with equal names.
 
     Examples
     --------

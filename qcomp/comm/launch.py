@@ -1,4 +1,4 @@
-"""Which communicator this process belongs to, by what started it."""
+"""Selects the communicator of this process by its launcher."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 __all__ = ["world"]
 
-# Where each launcher leaves the number of its processes. srun comes last: it may have started the others.
+# Variables in which launchers store the number of processes. srun comes last: it may have started the others.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-# What says how many processes there shall be, but does not start them.
+# Variables that announce a number of processes without starting them.
 _PLANNED_SIZES = ("SLURM_NTASKS", "WORLD_SIZE")
 
 
 @functools.cache
 def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
-    """Return the communicator of all ranks that were started together with this process.
+    """Return the communicator of all ranks started together with this process.
 
-    What started the process is read from the environment variables that launchers set: mpirun, mpiexec or
-    srun give the ranks of ``MPI.COMM_WORLD``, torchrun those of torch.distributed, anything else gives a single rank.
-    The first call is collective; later calls with the same timeout return the same communicator.
+    It detects the launcher by its environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
+    torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls with the
+    same timeout return the same communicator.
 
-    Under torchrun it initialises torch.distributed if that is not done yet: with nccl for arrays on GPUs if every
-    rank of this machine can have one of its own, which becomes its current device, and with gloo for all others.
+    Under torchrun it initialises torch.distributed if necessary: with nccl for arrays on GPUs if every rank of this
+    machine can have its own GPU, which becomes its current device, and with gloo for all other arrays.
 
     Parameters
     ----------
     timeout : float, optional
-        Seconds that a rank waits for the others in one exchange.
+        Seconds that a rank waits for the others in an exchange.
 
     Returns
     -------
@@ -48,12 +48,12 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
     ImportError
         If an MPI launcher started this process and mpi4py is missing, or torchrun and torch is missing.
     CommunicatorError
-        If the mpirun of another MPI than mpi4py's started this process, or the other ranks do not come in time.
+        If the mpirun of another MPI than mpi4py's started this process, or the other ranks do not arrive in time.
 
     Warns
     -----
     UserWarning
-        If the environment announces several processes, as a batch job of Slurm does, and no launcher started this one.
+        If the environment announces several processes, as in a Slurm batch job, but no launcher started this one.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
 def _started_by_torchrun(environment: Mapping[str, str]) -> bool:
     if int(environment.get("WORLD_SIZE", "1")) == 1:
         return False
-    # torchrun may itself run under srun, while MASTER_ADDR and the like are also set by hand for mpirun.
+    # torchrun may run under srun, while users also set MASTER_ADDR and the like for mpirun.
     return "TORCHELASTIC_RUN_ID" in environment or (
         {"RANK", "MASTER_ADDR"} <= environment.keys() and _mpi_size(environment) == 1
     )
@@ -94,7 +94,7 @@ def _started_by_torchrun(environment: Mapping[str, str]) -> bool:
 
 def _warn_if_alone_among_others(environment: Mapping[str, str]) -> None:
     if any(variable in environment for variable in _MPI_SIZES):
-        return  # the launcher has started one process
+        return  # the launcher started one process
     for variable in _PLANNED_SIZES:
         planned = environment.get(variable, "1")
         if planned != "1":
@@ -105,7 +105,7 @@ def _warn_if_alone_among_others(environment: Mapping[str, str]) -> None:
 
 
 def _mpi_size(environment: Mapping[str, str]) -> int | None:
-    """Return how many processes an MPI launcher started; None if it does not say how many."""
+    """Return how many processes an MPI launcher started; None if unknown."""
     for variable in _MPI_SIZES:
         if variable in environment:
             return int(environment[variable])

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests, for examples, and for a single process."""
+"""Ranks as threads of one process, for tests, examples, and single processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SLICE_SECONDS = 0.1
 class LocalCommunicator(Verbs):
     """A rank of a world inside one process; `run_local` makes one for each rank.
 
-    What arrives never shares memory with what was sent. The ranks may hold arrays of different libraries.
+    Received buffers never share memory with sent ones. The ranks may hold arrays of different libraries.
 
     See Also
     --------
@@ -62,7 +62,7 @@ class LocalCommunicator(Verbs):
 
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
-        # One copy for each receiver: no rank can change what another one holds.
+        # One copy per receiver, so that no rank can change another's data.
         call = _Call(verb, [buffer.copy() for buffer in buffers], sizes)
         self.bytes_sent += sum(buffer.size for peer, buffer in enumerate(buffers) if peer != self.rank)
         received = self._world.exchange(self.rank, call)
@@ -76,7 +76,7 @@ def run_local(
     timeout: float = 60.0,
     hosts: Sequence[str] | None = None,
 ) -> list[Result]:
-    """Run a function on `n` ranks of this process, each in a thread of its own.
+    """Run a function on `n` ranks of this process, each in its own thread.
 
     Parameters
     ----------
@@ -85,21 +85,21 @@ def run_local(
     fn : callable
         Called as ``fn(comm)`` on every rank.
     timeout : float, optional
-        Seconds that a rank waits for the others in one exchange. After a rank has failed, also the seconds
-        that the others have to end before they are left behind.
+        Seconds that a rank waits for the others in an exchange. After a rank has failed, the others have as many
+        seconds to end before they are abandoned.
     hosts : sequence of str, optional
-        The host of each rank, to play several machines; by default all have the name of this one.
+        The host of each rank, to simulate several machines; by default this machine for all.
 
     Returns
     -------
     list
-        What each rank returned, by rank.
+        The results by rank.
 
     Raises
     ------
     BaseException
-        What the first rank to fail raised, with a note that says which rank it was. The other ranks leave
-        their exchanges with a `CommunicatorError`.
+        The exception of the first rank to fail, with a note that names the rank. The other ranks leave their exchanges
+        with a `CommunicatorError`.
 
     Examples
     --------
@@ -128,7 +128,7 @@ def run_local(
         world.leave(rank, error)
 
     threads = [
-        # Daemons: a rank that hangs outside of an exchange does not keep the process alive.
+        # Daemon threads: a rank that hangs outside an exchange does not keep the process alive.
         threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank {rank} of {n}", daemon=True)
         for rank in range(n)
     ]
@@ -156,7 +156,7 @@ class _Call:
 
 
 def _disagreement(one: tuple[int, _Call], other: tuple[int, _Call]) -> str | None:
-    """Say what two ranks' calls have against each other."""
+    """Describe a contradiction between the calls of two ranks, if there is one."""
     (rank, call), (peer, peer_call) = sorted((one, other), key=lambda pair: pair[0])
     if call.verb != peer_call.verb:
         return f"rank {rank} called {call.verb} where rank {peer} called {peer_call.verb}"
@@ -173,7 +173,7 @@ def _disagreement(one: tuple[int, _Call], other: tuple[int, _Call]) -> str | Non
 
 
 class _World:
-    """Where the ranks meet: the calls of the exchange under way, who has left, and why it was closed."""
+    """The shared state of all ranks: current calls, ranks that have left, and the reason for closing."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
@@ -185,7 +185,7 @@ class _World:
         self._closed: str | None = None
 
     def exchange(self, rank: int, call: _Call) -> list[HostBuffer]:
-        """Hand in one rank's call, wait for everybody's, return what was sent to this rank."""
+        """Add one rank's call, wait for all others, and return what was sent to this rank."""
         with self._changed:
             if self._closed is not None:
                 raise CommunicatorError(f"{call.verb}: this communicator is closed: {self._closed}")
@@ -197,7 +197,7 @@ class _World:
                     raise CommunicatorError(problem)
             calls[rank] = call
             if len(calls) == self.size:
-                self._calls = {}  # for the next exchange; those who wait hold this one's
+                self._calls = {}  # for the next exchange; waiting ranks hold this one's
             self._changed.notify_all()
 
             def settled() -> bool:
@@ -229,14 +229,14 @@ class _World:
     def wait_for_end(self) -> tuple[int, BaseException] | None:
         """Wait until all ranks have left; return the first failure."""
         with self._changed:
-            # In slices: Ctrl-C that comes just before a lock is waited for does not interrupt the waiting.
+            # In slices, since a Ctrl-C just before the wait does not interrupt it.
             while len(self._left) < self.size and self._failure is None:
                 self._changed.wait(_SLICE_SECONDS)
             self._changed.wait_for(lambda: len(self._left) == self.size, self.timeout)
             return self._failure
 
     def close(self, reason: str) -> None:
-        """Free every rank that waits; the first reason is the one that is told."""
+        """Release every waiting rank; the first reason is reported."""
         with self._changed:
             self._close(reason)
 

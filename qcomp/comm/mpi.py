@@ -1,4 +1,4 @@
-"""Ranks that are MPI processes, through mpi4py."""
+"""Ranks as MPI processes, through mpi4py."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Array = Any
 class MPICommunicator(Verbs):
     """The ranks of an mpi4py communicator.
 
-    Creating one is collective: it duplicates `comm`, so its messages never meet the user's. It lasts as long as the
+    Creating one is collective: it duplicates `comm`, so its messages never mix with the user's. It lives as long as the
     process.
 
-    Buffers of CuPy and torch on a CUDA device are handed to MPI as they are, after a wait for the current stream, if it
-    says that it can read them there (``MPIX_Query_cuda_support``, or MPI 4.1's kinds of memory); otherwise they are
-    staged through page-locked host memory. The environment variable QCOMP_CUDA_AWARE_MPI decides it with 1 or 0.
+    CuPy and torch buffers on a CUDA device are passed to MPI directly, after a wait for the current stream, if MPI
+    reports that it can read them (``MPIX_Query_cuda_support``, or MPI 4.1's kinds of memory); otherwise they are staged
+    through page-locked host memory. The environment variable QCOMP_CUDA_AWARE_MPI overrides this with 1 or 0.
 
-    What is under way goes on while this process is inside MPI: whenever it starts an exchange or waits for any. In
-    between, the system goes on with what is already in its socket buffers, or what the network's hardware does alone.
+    Exchanges progress while this process is inside MPI, that is, whenever it starts or waits for any exchange. In
+    between, only data in the system's socket buffers, or handled by network hardware, moves on.
 
-    In a world of several ranks it also sees to the end of the process, so that no rank waits for one that is
-    gone under plain ``mpirun python script.py``: an uncaught exception is printed and aborts the job, Ctrl-C
-    ends all ranks with status 130, and a rank that leaves (also by `sys.exit`) while others wait for it is
-    reported to them. After a failed exchange the process can only end by aborting the job.
+    In a world of several ranks it also handles the end of the process, so that no rank waits for a dead one under plain
+    ``mpirun python script.py``: an uncaught exception is printed and aborts the job, Ctrl-C ends all ranks with status
+    130, and ranks that wait for a rank that has exited (also by `sys.exit`) get an error. After a failed exchange the
+    process can only end by aborting the job.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         For instance ``MPI.COMM_WORLD``.
     timeout : float, optional
-        Seconds that a rank waits for the others in one exchange.
+        Seconds that a rank waits for the others in an exchange.
 
     Attributes
     ----------
@@ -52,11 +52,11 @@ class MPICommunicator(Verbs):
     host : str
         MPI's name of the processor, or the environment variable QCOMP_HOST.
     bytes_sent : int
-        Bytes that this rank has handed to MPI for other ranks.
+        Bytes that this rank has passed to MPI for other ranks.
     timeout : float
         Seconds.
     cuda_aware : bool
-        Whether buffers on a CUDA device are handed to MPI as they are.
+        Whether buffers on a CUDA device are passed to MPI directly.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class MPICommunicator(Verbs):
         self.timeout = timeout
         self.cuda_aware = reads_devices(comm)
         self._closed: str | None = None
-        # In the order of their start, which is the same on all ranks.
+        # In order of start, which is the same on all ranks.
         self._under_way: list[MPIExchange] = mpi_exit.kept_list()
         if self.size > 1:
             mpi_exit.guard()
@@ -117,11 +117,11 @@ class MPICommunicator(Verbs):
         with self._closing_on_failure(verb):
             exchange.post(self._comm)
             self.bytes_sent += sum(buffers[peer].shape[0] for peer in exchange.peers)
-            self._advance()  # also what was started before: MPI moves bytes only inside its calls
+            self._advance()  # also earlier exchanges, since MPI moves bytes only inside its calls
         return exchange
 
     def complete(self, exchange: MPIExchange) -> None:
-        """Wait until an exchange is complete, and move on meanwhile what was started before and after it."""
+        """Wait until an exchange is complete, and advance all other exchanges meanwhile."""
         verb = exchange.verb
         self._require_open(verb)
 

@@ -1,4 +1,4 @@
-"""One exchange over MPI, from what is handed to MPI to what arrived."""
+"""One exchange over MPI, from posting the sends to the received data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["MPIExchange", "poll"]
 
 Array = Any
 
-# A message's tag says what it is, so that a rank that is somewhere else in the program is told apart.
+# A message's tag names its verb, so that a rank elsewhere in the program is detected.
 _TAGS = {"all_to_all": 1, "all_gather": 2}
 _VERBS = {tag: verb for verb, tag in _TAGS.items()}
 
 _SPIN_SECONDS = 100e-6
 _LONGEST_PAUSE = 1e-3
-# A sleep of 0 seconds takes up to 100 us. Where there is no sched_yield (Windows), spinning must do.
+# A sleep of 0 seconds takes up to 100 us. Without sched_yield (Windows), spin.
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
@@ -41,21 +41,21 @@ class _Ranks(Protocol):
 
 
 class MPIExchange:
-    """One exchange under way.
+    """One exchange in flight.
 
-    An arriving message is looked at before it is received (MPI's matched probe), because that is how a
-    message of another size or verb can be named instead of truncated. In MPICH this is as fast as receives
-    posted in advance, from 0 bytes to 50 MB. The messages of a rank come in the order in which it has sent them, so the
-    first one belongs to the first exchange that still waits for that rank.
+    Messages are probed before they are received (MPI's matched probe), so that a message of another size or verb is
+    named instead of truncated. In MPICH this is as fast as receives posted in advance, from 0 bytes to 50 MB. A rank's
+    messages arrive in the order of sending, so the first one belongs to the first exchange that still waits for that
+    rank.
 
     Parameters
     ----------
     comm : MPICommunicator
     verb : str
     like : sequence of arrays
-        What the caller sends to each rank.
+        The caller's buffer for each rank.
     buffers : list of arrays
-        The same where MPI can read it.
+        The same in memory that MPI can read.
     sizes : sequence of int
         The bytes that each rank sends here.
     """
@@ -77,7 +77,7 @@ class MPIExchange:
             for bytes_from, of_caller, buffer in zip(sizes, like, buffers, strict=True)
         ]
         n, rank = comm.size, comm.rank
-        # Each rank starts with its right neighbour, so that they do not all send to rank 0 first.
+        # Each rank starts with its right neighbour, so that not all send to rank 0 first.
         self.peers = [(rank + k) % n for k in range(1, n)]
         self.awaited = set(self.peers)
         self._receiving: dict[int, MPI.Request] = {}
@@ -85,8 +85,8 @@ class MPIExchange:
         self._result: list[Array] | None = None
 
     def post(self, ranks: MPI.Intracomm) -> None:
-        """Hand every peer's share to MPI; also an empty one, for the peer must learn its size."""
-        # Also what is queued on memory that now is to be written: pools give it away before that is done.
+        """Send every peer's share; also an empty one, since the peer must learn its size."""
+        # Also for receive buffers: pools reuse memory before the work queued on it is done.
         finish_queued(self._buffers)
         for peer in self.peers:
             self._sending[peer] = ranks.Isend(
@@ -94,7 +94,7 @@ class MPIExchange:
             )
 
     def advance(self, ranks: MPI.Intracomm, earlier: set[int]) -> None:
-        """Do what can be done now; ``earlier`` are the ranks that an earlier exchange still waits for."""
+        """Make progress without waiting; ``earlier`` are the ranks that an earlier exchange still waits for."""
         status = MPI.Status()
         for peer in self.awaited - earlier:
             message = ranks.Improbe(source=peer, tag=MPI.ANY_TAG, status=status)
@@ -105,7 +105,7 @@ class MPIExchange:
         self._receiving = _incomplete(self._receiving)
         self._sending = _incomplete(self._sending)
         for peer in self._sending:
-            # This peer's message came, but a failed peer never takes what was sent to it.
+            # This peer's message arrived, but a failed peer never receives what was sent to it.
             message = ranks.Improbe(source=peer, tag=FAILED_TAG, status=status)
             if message is not None:
                 self._check(peer, message, status)
@@ -129,16 +129,16 @@ class MPIExchange:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything has arrived and everything was taken."""
+        """Whether everything has been received and sent."""
         return not (self.awaited or self._receiving or self._sending)
 
     @property
     def is_flowing(self) -> bool:
-        """Whether some peer and this rank have met, so that bytes are on their way."""
+        """Whether some peer and this rank have matched, so that bytes are travelling."""
         return bool(self._receiving) or not self._sending.keys() <= self.awaited
 
     def whats_missing(self) -> str:
-        """Name the peers that keep the exchange from being complete."""
+        """Name the peers that the exchange still waits for."""
         missing = []
         if self.awaited:
             missing.append(f"nothing came from {name_ranks(self.awaited)}")
@@ -154,7 +154,7 @@ class MPIExchange:
         if self._result is None:
             self._comm.complete(self)
             own = self._comm.rank
-            # One's own share is a copy too: nothing that arrives shares memory with what was sent.
+            # The own share is a copy too, since received data never shares memory with sent data.
             self._received[own] = copy_of(self._buffers[own])
             self._result = [
                 to_library(x, like=like) for x, like in zip(self._received, self._like, strict=True)

@@ -1,7 +1,7 @@
-"""How a rank of an MPI job leaves, so that no other rank waits for it for ever.
+"""The exit of a rank of an MPI job, so that no other rank waits for it forever.
 
-MPI's own end, `MPI_Finalize`, waits for all ranks, and mpirun does not end the others when one leaves by an
-exception or by `sys.exit`: without this module such a job hangs.
+`MPI_Finalize` waits for all ranks, and mpirun does not end the others when one exits by an exception or `sys.exit`:
+without this module such a job hangs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _PAUSE_SECONDS = 1e-3
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
 
 _open: list[MPI.Intracomm] = []
-# MPI reads and writes the memory of what is under way, also after an exchange has failed, so that stays.
+# MPI may access the memory of exchanges in flight even after one has failed, so that memory stays.
 _unfinished: list[object] = []
 
 
 @functools.cache
 def guard() -> None:
-    """Make an uncaught exception end the whole job after it was printed, and a normal end an orderly one."""
+    """Make an uncaught exception abort the whole job after printing, and a normal end orderly."""
     previous = sys.excepthook
 
     def print_and_abort(
@@ -64,12 +64,12 @@ def guard() -> None:
 
 @functools.cache
 def abort_at_exit() -> None:
-    """Let this process end by aborting the job: a rank that waits for this one would wait for ever."""
+    """Make this process end by aborting the job, since a rank that waits for it would wait forever."""
     atexit.register(_abort, 1)
 
 
 def kept_list() -> list[Any]:
-    """Return a new list; what is in it is never freed."""
+    """Return a new list whose items are never freed."""
     kept: list[Any] = []
     _unfinished.append(kept)
     return kept
@@ -79,13 +79,13 @@ def report_failure(comm: MPI.Intracomm, reason: str) -> None:
     """Tell all other ranks that this one takes no further part in `comm`."""
     abort_at_exit()
     text = np.frombuffer(reason.encode()[:_LONGEST_REPORT], dtype=np.uint8)
-    # If MPI itself is what failed, the others find out by their timeout or by the end of this process.
+    # If MPI itself failed, the others notice through their timeout or the end of this process.
     with contextlib.suppress(MPI.Exception):
         _unfinished.extend(_send_all(comm, text, FAILED_TAG))
 
 
 def take_leave_at_exit(comm: MPI.Intracomm) -> None:
-    """At the end of this process, tell all other ranks of `comm`, and wait until they too have finished."""
+    """At the end of this process, tell all other ranks of `comm`, and wait for their end."""
     _open.append(comm)
 
 
@@ -105,7 +105,7 @@ def _take_leave() -> None:
 
 
 def _await_farewell(comm: MPI.Intracomm, peer: int) -> None:
-    # As long as it takes, like MPI_Finalize: the peer may still compute. If it dies, mpirun ends this rank.
+    # Without a timeout, like MPI_Finalize: the peer may still compute. If it dies, mpirun ends this rank.
     while (message := comm.Improbe(source=peer, tag=FINISHED_TAG)) is None:
         time.sleep(_PAUSE_SECONDS)
     message.Recv([np.empty(0, dtype=np.uint8), MPI.BYTE])
@@ -131,7 +131,7 @@ def _abort(exit_code: int) -> None:
 
 
 def _wait_until_read(stream: TextIO) -> None:
-    """Wait until the launcher has read what is in a pipe, a second at most: an abort discards the rest."""
+    """Wait at most a second until the launcher has read a pipe, since an abort discards unread data."""
     try:
         import fcntl  # noqa: PLC0415  (POSIX only)
         import termios  # noqa: PLC0415
@@ -143,4 +143,4 @@ def _wait_until_read(stream: TextIO) -> None:
         while time.monotonic() < deadline and any(fcntl.ioctl(file, termios.FIONREAD, bytes(4))):
             time.sleep(_PAUSE_SECONDS)
     except (ImportError, OSError):
-        return  # no such system, or no such stream: then nothing can be known
+        return  # not supported by this system or stream

@@ -1,4 +1,4 @@
-"""Ranks with a GPU each, through CuPy's NCCL."""
+"""Ranks with one GPU each, through CuPy's NCCL."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Array = Any
 
 
 class NCCLCommunicator(Verbs):
-    """The ranks of another communicator, with a GPU each; their buffers travel from GPU to GPU.
+    """The ranks of another communicator, with one GPU each; buffers travel from GPU to GPU.
 
-    Before each exchange the ranks tell each other over the other communicator which verb they call and the sizes,
-    because NCCL itself has no way to notice a rank that is elsewhere in the program, absent or dead. Then all sends
-    and receives are queued as one operation on CuPy's current stream: what arrives is complete for whatever is
-    queued there later. Buffers in host memory are copied to the current device and back.
+    Before each exchange the ranks exchange the verb and all sizes over the other communicator, because NCCL itself
+    cannot detect a rank that is elsewhere in the program, absent or dead. Then all sends and receives are queued as one
+    operation on CuPy's current stream, so work queued there later sees the received data. Buffers in host memory are
+    copied to the current device and back.
 
     Creating one is collective. Set the device first: ``cupy.cuda.Device(number).use()``.
 
     Parameters
     ----------
     comm : Communicator
-        Of the same ranks, for instance an `MPICommunicator`; it carries the headers, 8 + 16 N bytes a message among N
-        ranks, and its timeout and its ways to end a job hold for this one.
+        A communicator of the same ranks, for instance an `MPICommunicator`. It carries the headers, 8 + 16 N bytes per
+        message among N ranks; its timeout and its handling of exits apply here too.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class NCCLCommunicator(Verbs):
     host : str
         As in `comm`.
     bytes_sent : int
-        Bytes that this rank has handed to NCCL for other ranks, headers not counted.
+        Bytes that this rank has passed to NCCL for other ranks, without headers.
 
     Raises
     ------
@@ -70,7 +70,7 @@ class NCCLCommunicator(Verbs):
         self._closed: str | None = None
         self._cupy, self._nccl = _import()
         numbers = self._nccl.get_unique_id() if self.rank == 0 else ()
-        # CuPy gives the identity as C's signed characters.
+        # CuPy returns the identity as C's signed characters.
         own = np.asarray(numbers, dtype=np.int8).view(np.uint8)
         size = np.asarray([own.size], dtype=np.uint8)
         sizes = [int(x[0]) for x in comm.all_gather(size, [1] * self.size)]
@@ -87,7 +87,7 @@ class NCCLCommunicator(Verbs):
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=self._to_device)
         if self._closed is not None:
             raise CommunicatorError(f"{verb}: this communicator is closed: {self._closed}")
-        # Each rank starts with its right neighbour, so that they do not all send to rank 0 first.
+        # Each rank starts with its right neighbour, so that not all send to rank 0 first.
         peers = [(self.rank + k) % self.size for k in range(1, self.size)]
         received = {peer: self._cupy.empty((sizes[peer],), dtype=self._cupy.uint8) for peer in peers}
         try:
@@ -103,12 +103,12 @@ class NCCLCommunicator(Verbs):
             self._close(f"{verb} was interrupted by {type(error).__name__}")
             raise
         self.bytes_sent += sum(buffers[peer].shape[0] for peer in peers)
-        # One's own share is a copy too: nothing that arrives shares memory with what was sent.
+        # The own share is a copy too, since received data never shares memory with sent data.
         received[self.rank] = buffers[self.rank].copy()
         return [self._to_library(received[peer], like=like) for peer, like in enumerate(send)]
 
     def _agree(self, verb: str, sent: list[int], expected: list[int]) -> None:
-        """Raise on every rank unless all call the same verb with sizes that fit."""
+        """Raise on every rank unless all call the same verb with matching sizes."""
         problem = disagreement(
             self._comm.all_gather(header(verb, sent, expected), [header_size(self.size)] * self.size)
         )
@@ -132,7 +132,7 @@ class NCCLCommunicator(Verbs):
 
     def _close(self, reason: str) -> None:
         self._closed = reason
-        self._ranks.abort()  # what is queued for a peer that will not come would keep the stream for ever
+        self._ranks.abort()  # otherwise work queued for an absent peer would block the stream forever
 
     def _to_device(self, x: Array, *, name: str) -> Any:
         if not array_api_compat.is_cupy_array(x):

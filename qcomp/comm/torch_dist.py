@@ -1,4 +1,4 @@
-"""Ranks that are processes of torch.distributed, over gloo or NCCL."""
+"""Ranks as processes of torch.distributed, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -26,36 +26,35 @@ Array = Any
 
 _LONGEST_REASON = 1000
 
-# How many were created in the group of each name, the same number on all its ranks.
+# Number of communicators per group name, equal on all ranks of the group.
 _created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class TorchCommunicator(Verbs):
     """The ranks of a process group of torch.distributed, with the backend gloo or nccl.
 
-    With gloo, buffers travel through host memory; those of a GPU are copied to page-locked memory and back. With
-    nccl, they travel from GPU to GPU on the current stream, and buffers in host memory are copied to the current
-    device and back. Either way the ranks may hold arrays of any library.
+    With gloo, buffers travel through host memory; those of a GPU are copied to page-locked memory and back. With nccl,
+    they travel from GPU to GPU on the current stream, and buffers in host memory are copied to the current device and
+    back. In both cases the ranks may hold arrays of any library.
 
-    Creating one is collective over the ranks of `group`. They open gloo connections of their own, so that messages
-    never meet the user's; only what travels from GPU to GPU does so in `group` itself, in turn with what the user
-    sends there.
+    Creating one is collective over the ranks of `group`. They open their own gloo connections, so that messages never
+    mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
 
-    Each message is preceded by a header of 8 + 16 N bytes among N ranks, over gloo also with nccl. It tells which
-    verb was called and all sizes, so that another verb or size is an error on all ranks, and nothing is truncated.
-    A rank that ends, however it does, closes its connections, and who waits for it hears of that at once. A rank
-    whose exchange fails tells the others why; after a timeout it closes its connections instead.
+    A header of 8 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb and
+    all sizes, so that another verb or size is an error on all ranks, and nothing is truncated. A rank that ends in any
+    way closes its connections, and ranks that wait for it notice at once. A rank whose exchange fails tells the others
+    why; after a timeout it closes its connections instead.
 
-    With nccl, `start` returns when all ranks have started the exchange; with gloo at once. A wait for a peer is not
-    interrupted by Ctrl-C before it has ended, at the latest by the timeout.
+    With nccl, `start` returns when all ranks have started the exchange; with gloo at once. Ctrl-C takes effect only
+    after a wait for a peer has ended, at the latest by the timeout.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup, optional
         By default all ranks.
     timeout : float, optional
-        Seconds that a rank waits for the others in one exchange. With nccl, a peer that dies after the headers were
-        exchanged is left to the watchdog of torch.distributed, which ends the process after the timeout of `group`.
+        Seconds that a rank waits for the others in an exchange. With nccl, if a peer dies after the exchange of
+        headers, the watchdog of torch.distributed ends the process after the timeout of `group`.
 
     Attributes
     ----------
@@ -64,7 +63,7 @@ class TorchCommunicator(Verbs):
     host : str
         The machine's name, or the environment variable QCOMP_HOST.
     bytes_sent : int
-        Bytes that this rank has handed to torch.distributed for other ranks, headers not counted.
+        Bytes that this rank has passed to torch.distributed for other ranks, without headers.
     timeout : float
         Seconds.
 
@@ -109,7 +108,7 @@ class TorchCommunicator(Verbs):
         self.bytes_sent = 0
         self.timeout = timeout
         self._closed: str | None = None
-        # What gloo may still read or write when an exchange has failed.
+        # Memory that gloo may still access after a failed exchange.
         self._unfinished: list[object] = []
         self._group = group
         self._gloo = _connect(group, rank=self.rank, size=self.size, timeout=timeout)
@@ -147,7 +146,7 @@ class TorchCommunicator(Verbs):
 
     @contextlib.contextmanager
     def closing_on_failure(self, verb: str, exchange: object) -> Iterator[None]:
-        """Close this communicator and tell the others if what is done with an exchange fails."""
+        """Close this communicator and tell the others if the context raises."""
         try:
             yield
         except CommunicatorError as error:
@@ -167,7 +166,7 @@ class TorchCommunicator(Verbs):
         announcement = torch.from_numpy(failure_header(text.shape[0], size=self.size))
         for peer in range(self.size):
             if peer != self.rank:
-                # Who cannot be told finds the connection closed.
+                # Ranks that cannot be told see the closed connection.
                 with contextlib.suppress(RuntimeError):
                     self._unfinished.append(self.post_send(announcement, peer, HEADER_TAG))
                     self._unfinished.append(self.post_send(text, peer, REASON_TAG))
@@ -195,13 +194,13 @@ class TorchCommunicator(Verbs):
 
 def _to_host(x: Array, *, name: str) -> Any:
     host = to_host(x, name=name)
-    # torch has no arrays that are read-only, and warns of what could become one.
+    # torch has no read-only arrays, and warns of them.
     return torch.from_numpy(host if host.flags.writeable else host.copy())
 
 
 def _connect(group: Any, *, rank: int, size: int, timeout: float) -> Any:
-    """Connect the ranks of a process group by gloo once more."""
-    # new_group would not do: all ranks of the job must call it, not only those of this group.
+    """Open additional gloo connections between the ranks of a process group."""
+    # Not new_group, which all ranks of the job must call, not only those of this group.
     name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
     store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
     try:

@@ -1,4 +1,4 @@
-"""One exchange over torch.distributed, from the posting of its receives to what arrived."""
+"""One exchange over torch.distributed, from posting its receives to the received data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = Any
 HEADER_TAG, REASON_TAG = 0, 1
 _PAYLOAD_TAGS = 2
 _IN_TURN_FROM = 1 << 16
-"""Bytes from which on a payload is worth waiting for a peer's turn; shorter ones are mostly latency."""
+"""Smallest payload that is sent in turns; the time of shorter ones is mostly latency."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -55,11 +55,11 @@ class _Connections(Protocol):
 
 
 class TorchExchange:
-    """One exchange under way.
+    """One exchange in flight.
 
-    gloo aborts the process when a message is longer than what it is received into, and says nothing when it is
-    shorter. So a payload's tag is its size: another size finds no receive, and is named by its header.
-    NCCL has no tags: there the headers are read before the payloads are sent.
+    gloo aborts the process if a message is longer than its receive buffer, and accepts a shorter one silently. So a
+    payload's tag is its size: another size matches no receive, and the header names it. NCCL has no tags, so there the
+    headers are read before the payloads are sent.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TorchExchange:
         self._like = list(like)
         self._tensors = tensors
         n = len(sizes)
-        # Each rank starts with its right neighbour, so that they do not all send to rank 0 first.
+        # Each rank starts with its right neighbour, so that not all send to rank 0 first.
         self.peers = [(comm.rank + k) % n for k in range(1, n)]
         self._sizes = sizes
         self._moves_on_device = on_device
@@ -98,14 +98,14 @@ class TorchExchange:
         self._result: list[Array] | None = None
 
     def start(self, *, in_turn: bool = False) -> None:
-        """Post all receives, then all sends; that is faster than torch's own collectives over gloo.
+        """Post all receives, then all sends, which is faster than torch's own collectives over gloo.
 
         Parameters
         ----------
         in_turn : bool
-            Send long payloads to one peer after the other, in `wait`, for who waits at once. In every turn each rank
-            sends to one and receives from one. Streams to several peers at once share its link unevenly: the last one
-            has it for itself, while the links of others are idle. No other rank needs to do the same.
+            Whether `wait` sends long payloads to one peer after the other, for callers that wait at once. In every turn
+            each rank sends to one peer and receives from one. Concurrent streams to several peers would share the link
+            unevenly: the last one has it for itself, while other links are idle. Other ranks need not do the same.
         """
         comm, peers = self._comm, self.peers
         on_host = not self._moves_on_device
@@ -161,11 +161,11 @@ class TorchExchange:
 
     def _complete(self) -> list[Array]:
         self._deadline = time.monotonic() + self._comm.timeout
-        # One's own share is a copy too, made while the others' come: nothing that arrives shares memory with what was
-        # sent.
+        # The own share is a copy too, since received data never shares memory with sent data. It is made
+        # while the others' data travels.
         own = {self._comm.rank: self._tensors[self._comm.rank].clone()}
         self._read_headers()
-        # Who sends to this rank while it sends to the k-th of its peers is the k-th from their end.
+        # While this rank sends to the k-th of its peers, the k-th from their end sends to it.
         for peer, sender in zip(self._in_turn, reversed(self.peers), strict=False):
             self._finish_sending()
             if sender in self._receiving:
@@ -232,6 +232,6 @@ def _tag(payload: Any) -> int:
 
 def _to_library(x: Any, like: Array) -> Array:
     if array_api_compat.is_torch_array(like):
-        # To a GPU the stream orders it; from there the caller must not read before it is done.
+        # The stream orders copies to a GPU; copies from a GPU must finish before the caller reads.
         return x.to(like.device, non_blocking=not x.is_cuda)
     return from_host(x.cpu().numpy(), like=like)

@@ -1,4 +1,4 @@
-"""The communicator of the ranks that torchrun started."""
+"""The communicator of the ranks started by torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["torch_world"]
 
 
 def torch_world(*, timeout: float) -> TorchCommunicator:
-    """Initialise torch.distributed from the environment if it is not yet; return the communicator of all ranks."""
+    """Initialise torch.distributed from the environment if necessary; return the communicator of all ranks."""
     if not dist.is_initialized():
         device = _own_device()
         if device is not None:
@@ -31,7 +31,7 @@ def torch_world(*, timeout: float) -> TorchCommunicator:
 
 
 def _own_device() -> int | None:
-    """Return the number of the GPU that is this rank's alone; None if there is not one for every rank here."""
+    """Return the number of this rank's own GPU; None if this machine has fewer GPUs than ranks."""
     if "LOCAL_RANK" not in os.environ or not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""The two verbs of a communicator, which differ in what goes to whom and share how it gets there."""
+"""The two verbs of a communicator, over one common exchange."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Array = Any
 
 
 class Pending(Protocol):
-    """An exchange that was started; every rank must wait for it."""
+    """A started exchange; every rank must wait for it."""
 
     def wait(self) -> list[Array]:
         """Return what each rank sent here, as the verb does; raise what the verb raises."""
@@ -20,7 +20,7 @@ class Pending(Protocol):
 
 
 class Completed(NamedTuple):
-    """An exchange that is over: what arrived."""
+    """A completed exchange with its received data."""
 
     received: list[Array]
 
@@ -36,36 +36,36 @@ class Verbs(ABC):
     size: int
     host: str
     on_init: Callable[[Any, Sequence[Array]], None] | None = None
-    """What `Optimizer.init` calls with the optimizer and the parameters, once the ranks have agreed on them."""
+    """`Optimizer.init` calls it with the optimizer and the parameters, after all ranks have compared them."""
 
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         """Send ``send[r]`` to rank r, receive ``receive[r]`` bytes from it; all ranks name the same verb."""
 
     def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
-        """Start an exchange; this one is over when it returns."""
+        """Start an exchange; this default completes it."""
         return Completed(self._exchange(verb, send, receive))
 
     def start(self, request: Exchange) -> Pending:
-        """Start an exchange, and let the caller compute while the bytes are on their way.
+        """Start an exchange, so that the caller can compute while the bytes travel.
 
-        Several may be under way. All ranks start them in the same order, whatever the order in which they wait.
+        Several may be in flight. All ranks start them in the same order, but may wait in any order.
 
         Parameters
         ----------
         request : AllToAll or AllGather
-            What a computation in stages yields. Its buffers must stay as they are until `wait` has returned.
+            A request as a computation in stages yields it. Its buffers must not change until `wait` has returned.
 
         Returns
         -------
         Pending
-            Its ``wait()`` returns what the verb would have returned. Over an `MPICommunicator` and a
-            `TorchCommunicator` the exchange goes on meanwhile; over the others it is already complete.
+            Its ``wait()`` returns the result of the verb. With `MPICommunicator` and `TorchCommunicator` the exchange
+            continues meanwhile; with others it is already complete.
 
         Raises
         ------
         CommunicatorError
-            As the verbs do; so does ``wait()``.
+            As for the verbs; ``wait()`` raises it too.
 
         Examples
         --------
@@ -98,8 +98,7 @@ class Verbs(ABC):
         Raises
         ------
         CommunicatorError
-            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
-            announced.
+            If a rank fails, ends, is late, calls another verb, or sends another size than announced.
         """
         return self._exchange("all_to_all", send, receive)
 
@@ -120,7 +119,6 @@ class Verbs(ABC):
         Raises
         ------
         CommunicatorError
-            If a rank fails, finishes, does not come in time, calls another verb, or sends another size than
-            announced.
+            If a rank fails, ends, is late, calls another verb, or sends another size than announced.
         """
         return self._exchange("all_gather", [send] * self.size, receive)

@@ -1,4 +1,4 @@
-"""qcomp inside other frameworks: each submodule is imported on first use, and needs its framework."""
+"""Integrations with other frameworks: each submodule is imported on first use, and needs its framework."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""Will it pay? How long a step takes with each way to average, and below which bandwidth compression is faster.
+"""Will compression pay off? Predicts the time of a step for each way to average, and break-even bandwidths.
 
-The model is formulas, on no array library. What it is fed with can be measured on the ranks themselves.
+The model consists of formulas, without an array library. Its inputs can be measured on the ranks themselves.
 """
 
 from qcomp.planning.advice import WORTHWHILE, Advice, Row, advise, methods_of

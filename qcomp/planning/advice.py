@@ -1,4 +1,4 @@
-"""Whether to compress, and how: all methods beside the plain ones, and a recommendation."""
+"""The comparison of all methods, and a recommendation whether and how to compress."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,39 +15,39 @@ from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_second
 __all__ = ["WORTHWHILE", "Advice", "Row", "advise", "methods_of"]
 
 WORTHWHILE = 1.2
-"""The speed-up below which compression is not recommended: beside measured steps the model is exact to a fifth."""
+"""The smallest recommended speed-up, since the model is within a fifth of measured steps."""
 
 
 class Row(NamedTuple):
-    """A method, and what to expect of it."""
+    """A method and its predicted performance."""
 
     time: StepTime
     speedup: float
-    """Of a step, over the faster all-reduce of full precision."""
+    """Speed-up of a step over the faster all-reduce at full precision."""
     run_speedup: float
-    """Of a run, of which the first steps are exact if the method compresses."""
+    """Speed-up of a run, whose first steps are exact if the method compresses."""
     break_even: float | None
     """Bandwidth between nodes below which the method is faster than that all-reduce, None for an all-reduce."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What `advise` found.
+    """The result of `advise`.
 
     Parameters
     ----------
     job, cluster, machine
-        What was asked about.
+        The inputs of `advise`.
     warmup : float
-        The share of exact steps of a run that compresses.
+        The share of exact steps in a run that compresses.
     rows : tuple of Row
         All methods, the fastest first.
     plain : Row
         The faster all-reduce of full precision.
     best : Row
-        What is recommended.
+        The recommended method.
     reason : str
-        A sentence.
+        A sentence that explains the recommendation.
     """
 
     job: Job
@@ -66,14 +66,15 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """What `qcomp plan` prints."""
+        """The output of `qcomp plan`."""
         return "\n".join([*self._question(), "", *self._table(), "", self.reason])
 
     @property
     def document(self) -> dict[str, Any]:
-        """What `qcomp plan --json` prints: seconds, bytes, bytes a second, and None for infinity.
+        """The output of `qcomp plan --json`: seconds, bytes, bytes per second, and None for infinity.
 
-        A method ``pays_below`` a bandwidth between nodes: 0 on no link, None on any. All-reduces do not have it.
+        ``pays_below`` is the bandwidth between nodes below which a method is faster: 0 for no link, None for any.
+        All-reduces do not have it.
         """
         methods = []
         for row in self.rows:
@@ -141,10 +142,10 @@ def _show_edge(edge: float | None) -> str:
 def methods_of(
     cluster: Cluster, gradient_bytes: int = 4, compressors: Sequence[Compressor] | None = None
 ) -> tuple[Method, ...]:
-    """Return the methods that are compared by default.
+    """Return the methods compared by default.
 
-    The plain all-reduces, in 16 bits too if gradients have 32, and each compressor in each topology that suits the
-    cluster; without compressors, one of each kind.
+    These are the plain all-reduces, also in 16 bits if gradients have 32, and each compressor in each topology that suits
+    the cluster. Without compressors, one of each kind is used.
     """
     plain = [Method("ring"), Method("tree")]
     if gradient_bytes == 4:
@@ -174,15 +175,15 @@ def advise(
     machine : Machine
         How fast a rank encodes and decodes; by default the measured figures of one core.
     methods : sequence of Method, optional
-        What is compared, with at least one all-reduce of full precision; see `methods_of`.
+        The methods to compare, with at least one all-reduce at full precision; see `methods_of`.
     warmup : float
         The share of steps that are exact in a run that compresses, as in 1-bit Adam.
 
     Returns
     -------
     Advice
-        Compression is recommended where a run is at least `WORTHWHILE` times faster than with every all-reduce, and
-        around a ring only where it is so much faster than with every other compressed method, too.
+        It recommends compression if a run is at least `WORTHWHILE` times as fast as with every all-reduce, and a
+        compressed ring only if it is also that much faster than every other compressed method.
 
     Examples
     --------
@@ -221,7 +222,7 @@ def _ratio(plain: float, seconds: float) -> float:
 
 
 def _merit(row: Row) -> float:
-    """Return what a compressed method is chosen by: one that rounds in every hop must be clearly faster."""
+    """Return the figure of merit of a compressed method: one that rounds in every hop must be clearly faster."""
     rounds_in_every_hop = topology(row.time.method.topology).roundings is None
     return row.run_speedup / (WORTHWHILE if rounds_in_every_hop else 1.0)
 

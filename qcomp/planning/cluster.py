@@ -1,4 +1,4 @@
-"""What a step is computed on and sent over: the job, the link, the ranks."""
+"""The inputs of a prediction: the job, the link, the ranks."""
 
 import math
 from dataclasses import dataclass
@@ -15,31 +15,29 @@ def _require(name: str, value: object, holds: bool, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a step computes, and what it must average.
+    """The computation of a step, and what it averages.
 
     Parameters
     ----------
     params : int
-        Number of parameters that are averaged.
+        Number of averaged parameters.
     compute : float
-        Seconds of a step without any communication: forward, backward and update.
+        Seconds of a step without communication: forward, backward and update.
     gradient_bytes : {4, 2}
-        Of an element as plain training sends it.
+        Bytes per gradient element in plain training.
     overlap : float
-        The share of `compute` during which gradients become ready one after the other and plain training sends
-        already, as DistributedDataParallel does; 0 where sending starts when all are there. The backward pass is
-        about 0.6 of a step.
+        The share of `compute` in which plain training already sends gradients as they become ready, as
+        DistributedDataParallel does; 0 if sending starts when all are ready. The backward pass is about 0.6 of a step.
     buckets : int
-        How many pieces are sent one after the other where sending overlaps.
+        Number of pieces that are sent one after the other if sending overlaps.
     overlap_compressed : bool
-        Whether compressed messages overlap too. Not with the optimizers of this package, whose step starts when all
-        gradients are there.
+        Whether compressed messages overlap too. False for the optimizers of this package, whose steps start when all
+        gradients are ready.
     exact : int
-        How many of the parameters are in tensors that stay exact, small ones, norms and biases; they are sent with
-        the compressed ones, as float32.
+        Number of parameters in exact tensors (small ones, norms and biases), which are sent with the compressed ones,
+        as float32.
     tensors : int
-        In how many tensors those are that are compressed. Where it was measured what each one takes whatever its size,
-        that counts.
+        Number of compressed tensors. It counts if the fixed time of a tensor was measured.
     """
 
     params: int

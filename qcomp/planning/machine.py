@@ -1,4 +1,4 @@
-"""How fast ranks encode and decode: what was measured, and an estimate for GPUs."""
+"""How fast ranks encode and decode: measured figures, and an estimate for GPUs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ __all__ = ["CPU", "PURE", "Machine", "Speed", "gpu"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds for each element.
+    """Seconds per element.
 
     Parameters
     ----------
     encode : float
-        Compress with a residual that is updated in place.
+        To compress with a residual that is updated in place.
     decode : float
-        Decompress into a buffer.
+        To decompress into a buffer.
     add : float
-        Decompress and add to a sum.
+        To decompress and add to a sum.
     """
 
     encode: float
@@ -37,22 +37,21 @@ class Speed:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes with.
+    """The computing speed of a rank.
 
     Parameters
     ----------
     source : str
-        Where the figures come from.
+        The source of the figures.
     copy : float
         Seconds to copy a float32 element.
     speeds : mapping of str to Speed
-        Of compressors, by their spec strings. Another compressor of the same name has the speed of the one whose
-        payload is nearest in length; what is uncompressed is copied.
+        Speeds of compressors by spec string. Another compressor of the same name gets the speed of the one with the
+        closest payload length; uncompressed data is copied.
     call : float
-        Seconds that each exchange of a compressed mean takes whatever its size: Python, threads, waiting for ranks that
-        were not there yet. Unless measured it is not counted.
+        Fixed seconds per exchange of a compressed mean: Python, threads, waiting for late ranks. 0 unless measured.
     tensor : float
-        Seconds that each tensor of a compressed mean takes whatever its size.
+        Fixed seconds per tensor of a compressed mean.
 
     Examples
     --------
@@ -78,7 +77,7 @@ class Machine:
         Raises
         ------
         ValueError
-            If there is no figure of any compressor of that name.
+            If there is no figure for a compressor of that name.
         """
         if compressor.spec in self.speeds:
             return self.speeds[compressor.spec]
@@ -95,7 +94,7 @@ class Machine:
 
 
 def _kind(compressor: Compressor) -> tuple[str, bool]:
-    """Return what decides which kernels run: the innermost name, and whether a coder works on the host after them."""
+    """Return what determines the kernels: the innermost name, and whether a coder runs on the host after them."""
     spec = compressor.spec
     while "(" in spec.partition(":")[0]:
         spec = spec.partition("(")[2].rpartition(")")[0]
@@ -140,17 +139,17 @@ PURE = Machine(
 
 
 def gpu(memory_bandwidth: float = 600e9) -> Machine:
-    """Return an estimate for a GPU, from the bytes that must be moved; nothing of it is measured.
+    """Return an unmeasured estimate for a GPU, from the bytes that must be moved.
 
     Parameters
     ----------
     memory_bandwidth : float
-        Bytes a second that a kernel reaches; 600 GB/s is two thirds of what a V100 has on paper.
+        Bytes per second that a kernel reaches; 600 GB/s is two thirds of a V100's nominal bandwidth.
 
     Notes
     -----
-    An encoder reads vector and residual for the scale, then again, and writes the residual: 20 bytes an element. A
-    decoder writes 4, one that adds reads them too. The payload itself is not counted, nor launches, some 10
+    An encoder reads vector and residual for the scale, reads them again, and writes the residual: 20 bytes per element.
+    A decoder writes 4 bytes; one that adds also reads them. The estimate ignores the payload and launches, some 10
     microseconds each.
     """
     if not memory_bandwidth > 0:

@@ -1,4 +1,4 @@
-"""What was measured on ranks, as a value and as a file."""
+"""Measurements on ranks, as a value and as a file."""
 
 import json
 import math
@@ -18,18 +18,18 @@ _FORMAT = "qcomp-plan-1"
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure` found, the same on all ranks.
+    """The result of `measure`, equal on all ranks.
 
     Parameters
     ----------
     cluster : Cluster or None
-        The ranks that took part and their links, None if there was one rank.
+        The measured ranks and their links; None with one rank.
     machine : Machine
         How fast the slowest rank encodes and decodes.
     compute : float or None
-        Seconds of the caller's own step on the slowest rank, if there was one to time.
+        Seconds of the caller's own step on the slowest rank, if one was timed.
     spreads : mapping of str to (float, float)
-        The quartiles of what was timed, in seconds: latency, transfer, compute.
+        The quartiles of the timings, in seconds: latency, transfer, compute.
     """
 
     cluster: Cluster | None
@@ -39,7 +39,7 @@ class Measured:
 
     @property
     def document(self) -> dict[str, Any]:
-        """What `save` writes, with None for infinity."""
+        """The contents of the file that `save` writes, with None for infinity."""
         document: dict[str, Any] = finite({"format": _FORMAT, **asdict(self)})
         return document
 
@@ -49,12 +49,12 @@ class Measured:
 
     @classmethod
     def load(cls, path: str | Path) -> "Measured":
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises
         ------
         ValueError
-            If the file is not such a file.
+            If `save` did not write the file.
         """
         try:
             document = json.loads(Path(path).read_text())

@@ -1,4 +1,4 @@
-"""How long a step takes: the formulas, which docs/planning/README.md explains."""
+"""The formulas for the time of a step, explained in docs/planning/README.md."""
 
 import math
 from collections.abc import Callable
@@ -15,25 +15,25 @@ from qcomp.planning.machine import Machine
 __all__ = ["ALLREDUCES", "Method", "StepTime", "break_even", "run_speedup", "step_time"]
 
 ALLREDUCES = ("ring", "tree")
-"""The plain ways to average."""
+"""The plain methods of averaging."""
 
 _SLOWEST, _FASTEST = 1.0, 1e18
-"""Bandwidths between which a break-even is looked for, bytes a second."""
+"""Range of bandwidths for the search of a break-even, in bytes per second."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to average.
+    """A method of averaging.
 
     Parameters
     ----------
     topology : str
-        Without a compressor ``"ring"`` or ``"tree"``, an all-reduce of a communication library, which adds on the way.
-        With one, a topology of `CompressedMean`.
+        Without a compressor ``"ring"`` or ``"tree"``, an all-reduce of a communication library. With one, a topology of
+        `CompressedMean`.
     compressor : Compressor, optional
-        Of a compressed mean.
+        The compressor of a compressed mean; None for an all-reduce.
     half : bool
-        Whether an all-reduce is sent 16-bit values made from 32-bit ones.
+        Whether an all-reduce sends 16-bit values converted from 32-bit ones.
     """
 
     topology: str
@@ -58,30 +58,30 @@ class Method:
 
     @property
     def label(self) -> str:
-        """What a table calls it."""
+        """Its name in tables."""
         if self.compressor is None:
             return f"{self.topology} all-reduce{', 16-bit' if self.half else ''}"
         return f"{self.compressor.spec}, {self.topology}"
 
 
 class StepTime(NamedTuple):
-    """How long a step takes, and of what that is made."""
+    """The time of a step and its parts."""
 
     method: Method
     seconds: float
     """Of the step."""
     compute: float
-    """Of it, what is there without communication."""
+    """Seconds of computation without communication."""
     codec: float
-    """Seconds that encoding and decoding take, and calls."""
+    """Seconds of encoding, decoding and calls."""
     wire: float
-    """Seconds that the exchanges take, of which some may be hidden behind the computation."""
+    """Seconds of the exchanges, some of which may overlap with the computation."""
     sent: float
-    """Bytes that a rank sends, of the longest payloads where their length varies."""
+    """Bytes that a rank sends, with the longest payloads if lengths vary."""
 
 
 def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> StepTime:
-    """Return how long a step takes.
+    """Return the predicted time of a step.
 
     Parameters
     ----------
@@ -112,7 +112,8 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     codec, wire, sent = (buckets * value for value in one)
     if method.compressor is not None:
         codec += job.tensors * machine.tensor
-    # Pieces become ready at equal distances; the last one, or all of them in a queue, are sent after that.
+    # Pieces become ready at equal distances; the last one, or all of them if sending is slower, follow the
+    # computation.
     hidden = overlap * job.compute
     sending = max(hidden / buckets + wire, hidden + wire / buckets)
     return StepTime(method, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
@@ -148,7 +149,7 @@ def _tree(size: int, job: Job, cluster: Cluster, machine: Machine, method: Metho
 
 
 def _halving(sent: float, peers: int, link: Link, ranks: int) -> float:
-    """Return how long recursive halving and doubling take."""
+    """Return the seconds of recursive halving and doubling."""
     return 2 * math.ceil(math.log2(peers)) * link.latency + link.transfer(sent, ranks=ranks)
 
 
@@ -157,14 +158,14 @@ def _exact_bytes(size: int, job: Job, method: Method) -> int:
 
 
 def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
-    """Return how long it takes to make 16-bit values of 32-bit ones, and back."""
+    """Return the seconds to convert 32-bit values to 16 bits and back."""
     return 2 * size * machine.copy if method.half and job.gradient_bytes == 4 else 0.0
 
 
 def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:
     """Return the bandwidth between nodes, in bytes a second, below which a method is faster than a plain one.
 
-    0.0 if it is not faster on any link, infinity if it is on every link.
+    It is 0.0 if the method is not faster on any link, infinity if it is faster on every link.
 
     Examples
     --------
@@ -199,7 +200,7 @@ def _last_positive(gain: Callable[[float], float]) -> float:
 
 
 def run_speedup(plain: float, compressed: float, warmup: float, exact: float | None = None) -> float:
-    """Return how much faster a whole run is whose first steps are exact.
+    """Return the speed-up of a whole run whose first steps are exact.
 
     Parameters
     ----------
@@ -208,7 +209,7 @@ def run_speedup(plain: float, compressed: float, warmup: float, exact: float | N
     warmup : float
         The share of steps that are exact.
     exact : float, optional
-        Seconds of such a step, if it is not sent as plain training does.
+        Seconds of an exact step, if it differs from ``plain``.
 
     Examples
     --------

@@ -17,17 +17,17 @@ __all__ = ["BYTES", "ROUNDS", "Clock", "Network", "agreed", "measure_network"]
 Clock = Callable[[], float]
 
 _SMALL = 8
-"""Bytes of a message that is timed for its latency."""
+"""Bytes of the message that is timed for the latency."""
 ROUNDS = 7
 BYTES = 1 << 24
 
 
 class Network(NamedTuple):
-    """What `measure_network` found."""
+    """The result of `measure_network`."""
 
     cluster: Cluster
     spreads: Mapping[str, tuple[float, float]]
-    """The quartiles of the latency, and of the seconds that the large exchange took."""
+    """The quartiles of the latency, and of the seconds of the large exchange."""
 
 
 def measure_network(
@@ -38,38 +38,38 @@ def measure_network(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Network:
-    """Measure the links of a communicator. Collective; all ranks return the same.
+    """Measure the links of a communicator. Collective; all ranks return the same result.
 
     Parameters
     ----------
     comm : Communicator
-        Of at least two ranks. Ranks of one ``host`` are on one node; without hosts each is on its own.
+        A communicator of at least two ranks. Ranks with equal ``host`` share a node; without hosts each rank is a node.
     like : array
-        Of the library and device whose buffers are sent.
+        Gives the library and device of the sent buffers.
     size : int
         Bytes that a rank sends in a large exchange.
     rounds : int
-        How often each exchange is timed; medians count.
+        Number of timings of each exchange; the median counts.
     clock : callable
-        Seconds, on this rank.
+        Returns the time in seconds on this rank.
 
     Returns
     -------
     Network
-        Its links have both directions in use at once, since every exchange of this package does that; so ``duplex`` is
-        True, and ``bandwidth`` what is left for each direction.
+        Measured with both directions in use at once, as in every exchange of this package. So ``duplex`` is True, and
+        ``bandwidth`` is that of each direction.
 
     Raises
     ------
     ValueError
-        If there is one rank, or nodes have different numbers of ranks.
+        If there is only one rank, or nodes have different numbers of ranks.
 
     Notes
     -----
-    Latency: half of a round trip of 8 bytes between two ranks, on different nodes if there are several, without what
-    the bytes take. Further messages: how much longer an exchange of 8 bytes between the first ranks of all nodes takes,
-    for each. Bandwidth: a large exchange between these, without its latencies; the slowest rank counts. Streams: how
-    much more the ranks of a node send if all of them do.
+    Latency: half of a round trip of 8 bytes between two ranks, on different nodes if there are several, minus the
+    transfer time of the bytes. Further messages: the additional time per message of an exchange of 8 bytes between the
+    first ranks of all nodes. Bandwidth: a large exchange between these ranks, minus its latencies; the slowest rank
+    counts. Streams: how much more a node sends if all its ranks send.
     """
     if comm.size < 2:
         raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure what is between them")
@@ -108,7 +108,7 @@ def _spread(values: Sequence[float]) -> _Spread:
 
 
 class _Probe:
-    """Times exchanges within teams of ranks, in which all other ranks take part with nothing."""
+    """Times exchanges within teams of ranks; all other ranks take part with empty buffers."""
 
     def __init__(self, comm: Transport, like: Array, rounds: int, clock: Clock) -> None:
         if rounds < 1:
@@ -127,7 +127,8 @@ class _Probe:
         if peers > 1:
             together = self._slowest(self._exchanges(teams, _SMALL))
             further = max(0.0, (together.median - latency.median) / (peers - 1))
-        # Small messages have some bytes too: not counted in the large ones, and not in the latencies in the end.
+        # Small messages carry some bytes too, which count neither in the large exchange nor, finally, in the
+        # latencies.
         share = self._share(size, peers)
         waiting = latency.median + (peers - 1) * further
         moved = self._moving(teams, share, waiting, size / ((share - _SMALL) * peers))
@@ -140,7 +141,7 @@ class _Probe:
         return link, latency, moved
 
     def transfer(self, teams: Sequence[Sequence[int]], size: int, link: Link) -> _Spread:
-        """Return the seconds that ``size`` bytes from each rank take besides the latencies of this link."""
+        """Return the seconds for ``size`` bytes from each rank, without the latencies of this link."""
         peers = len(teams[0]) - 1
         share = self._share(size, peers)
         return self._moving(teams, share, link.seconds(0.0, ranks=1, messages=peers), size / (share * peers))
@@ -150,14 +151,14 @@ class _Probe:
         return max(-(-size // peers), 2 * _SMALL)
 
     def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
-        """Return a multiple of the seconds that shares take besides waiting."""
+        """Return ``factor`` times the transfer seconds of the shares, without waiting."""
         taken = self._slowest(self._exchanges(teams, share))
-        # However the latency came out, the bytes took some of the time.
+        # Whatever the measured latency, the bytes took some of the time.
         middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))
         return _Spread(middle, (low, high))
 
     def _round_trips(self, pairs: Sequence[tuple[int, int]]) -> Iterator[float]:
-        """Yield half of the seconds of round trips, those of the first rank of each pair; 0 on the others."""
+        """Yield half of the seconds of round trips on the first rank of each pair; 0 on the others."""
         there = dict(pairs)
         back = {second: first for first, second in pairs}
         for _ in range(self.rounds + 1):
@@ -168,7 +169,7 @@ class _Probe:
             yield (self.clock() - start) / 2 if self.comm.rank in there else 0.0
 
     def _exchanges(self, teams: Sequence[Sequence[int]], share: int) -> Iterator[float]:
-        """Yield the seconds in which each rank of a team sends a share to each other one."""
+        """Yield the seconds in which each rank of a team sends a share to every other one."""
         own = next((team for team in teams if self.comm.rank in team), ())
         peers = {rank for rank in own if rank != self.comm.rank}
         buffer = self._buffer(share)
@@ -181,7 +182,7 @@ class _Probe:
             yield self.clock() - start if peers else 0.0
 
     def _send(self, to: Mapping[int, int], come: Mapping[int, int], size: int) -> None:
-        """Send to the rank that a mapping names, while those of another mapping send nothing."""
+        """Send to the rank given by ``to``, and receive from the rank given by ``come``."""
         rank, ranks = self.comm.rank, range(self.comm.size)
         source = come.get(rank)
         message = self._buffer(size)
@@ -198,7 +199,7 @@ class _Probe:
 
 
 def agreed(comm: Transport, values: Sequence[float], like: Array) -> list[tuple[float, ...]]:
-    """Return the numbers of every rank, the same on all of them."""
+    """Return the numbers of every rank, equal on all ranks."""
     layout = f"<{len(values)}d"
     message = from_host_bytes(struct.pack(layout, *values), like)
     arrived = comm.all_gather(message, [struct.calcsize(layout)] * comm.size)

@@ -13,12 +13,12 @@ __all__ = ["draw"]
 
 _POINTS = 61
 _DECADES = 2.0
-"""On each side of the link that was asked about."""
+"""Factor of bandwidth on each side of the given link."""
 _STYLES = ("-", (0, (1, 1, 4, 1)), ":", "-.", "--")
-"""Of the topologies, in the order of their names; further ones begin anew."""
+"""Line styles of the topologies, in the order of their names; further ones start again."""
 _PLAIN_STYLES = dict(zip(ALLREDUCES, ("-", "--"), strict=True))
 _PLAIN = {"plain": "black", "16-bit": "0.5"}
-"""Colours of what is not compressed."""
+"""Colours of uncompressed methods."""
 
 
 def draw(advice: Advice, path: str | Path) -> None:
@@ -29,7 +29,7 @@ def draw(advice: Advice, path: str | Path) -> None:
     ImportError
         If matplotlib is missing.
     ValueError
-        If matplotlib writes no such format.
+        If matplotlib does not support the format.
     """
     try:
         figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")

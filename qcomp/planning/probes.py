@@ -1,4 +1,4 @@
-"""Measuring compressors and steps, and with the links between ranks all that a prediction needs."""
+"""Measures compressors and steps and, together with the links between ranks, all inputs of a prediction."""
 
 import statistics
 import time
@@ -19,9 +19,9 @@ from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network
 __all__ = ["measure", "measure_speed", "measure_step"]
 
 _FEW = 64
-"""Elements of tensors that take the time of calls alone."""
+"""Elements of tensors so small that only the calls take time."""
 _MANY = 17
-"""How many of these are averaged together, beside one."""
+"""Number of these that are averaged together, compared with one."""
 
 
 def measure_speed(
@@ -33,10 +33,9 @@ def measure_speed(
     ----------
     compressor : Compressor
     like : array
-        A vector to compress, of the library, device and dtype that will be compressed; large, at best as large as
-        the real ones.
+        A vector of the library, device and dtype that will be compressed, ideally as large as the real ones.
     rounds : int
-        How often each call is timed, after one that is not; medians count.
+        Number of timings of each call, after a warm-up call; the median counts.
     clock : callable
         Seconds.
 
@@ -71,13 +70,13 @@ def measure_speed(
 def measure_step(
     step: Callable[[], object], *, rounds: int = ROUNDS, clock: Clock = time.perf_counter
 ) -> float:
-    """Return the median of the seconds that a step takes, after one that is not timed.
+    """Return the median seconds of a step, after a warm-up step.
 
     Parameters
     ----------
     step : callable
-        Without arguments; computes gradients and updates parameters, without communication. It must have ended when it
-        returns, so on a GPU it has to wait for the device.
+        Computes gradients and updates parameters, without arguments and without communication. On a GPU it must wait
+        for the device before it returns.
     rounds : int
     clock : callable
         Seconds.
@@ -101,15 +100,15 @@ def measure(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Measured:
-    """Measure links, calls, compressors and a step. Collective; all ranks return the same, which is of the slowest.
+    """Measure links, calls, compressors and a step. Collective; all ranks return the figures of the slowest rank.
 
     Parameters
     ----------
     comm : Communicator
         With one rank there is no link to measure.
     compressors : sequence of Compressor
-        Whose speeds are measured, all ranks at once, as in a step. The first one also averages small tensors, whose
-        time is that of calls.
+        The compressors to measure, on all ranks at once, as in a step. The first one also averages small tensors, which
+        measures the time of calls.
     like : array
         See `measure_speed`.
     step : callable, optional
@@ -130,7 +129,7 @@ def measure(
     if cluster is not None and compressors:
         calls = _measure_calls(comm, compressors[0], cluster, like=like, rounds=rounds, clock=clock)
     else:
-        calls = 0.0, 0.0  # nothing is exchanged
+        calls = 0.0, 0.0  # no exchange
     figures = [*calls, *figures]
     call, tensor, *slowest = (max(values) for values in zip(*agreed(comm, figures, like), strict=True))
     compute = slowest.pop() if step is not None else None
@@ -156,7 +155,7 @@ def _measure_copy(like: Array, rounds: int, clock: Clock) -> float:
 def _measure_calls(
     comm: Transport, compressor: Compressor, cluster: Cluster, *, like: Array, rounds: int, clock: Clock
 ) -> tuple[float, float]:
-    """Return the seconds of an exchange and of a tensor, from means in two phases of one and of many small tensors."""
+    """Return the fixed seconds of an exchange and of a tensor, from means of one and of many small tensors."""
     mean = CompressedMean(compressor, feedback=not compressor.traits.unbiased)
 
     def seconds(tensors: int) -> float:
@@ -176,6 +175,6 @@ def _measure_calls(
 
 
 def _wait_for(x: Array) -> None:
-    """Return when x has its values: reading one waits for a device, or for a library that computes later."""
+    """Wait until x is computed, by reading a value: devices and some libraries compute later."""
     if x.shape[0]:
         float(x[0])

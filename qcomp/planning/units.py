@@ -20,7 +20,7 @@ _BANDWIDTHS = {
 
 
 def count(text: str) -> int:
-    """Return a number of things, such as parameters, from ``"350M"``, ``"1.5B"`` or ``"1000"``.
+    """Return a count, such as of parameters, from ``"350M"``, ``"1.5B"`` or ``"1000"``.
 
     Examples
     --------
@@ -31,9 +31,9 @@ def count(text: str) -> int:
 
 
 def bandwidth(text: str) -> float:
-    """Return bytes a second from bits, ``"10gbit"`` or ``"100mbit/s"``, or from bytes, ``"1.2GB/s"``.
+    """Return bytes per second from bits, ``"10gbit"`` or ``"100mbit/s"``, or from bytes, ``"1.2GB/s"``.
 
-    Upper or lower case makes no difference: ``Gb/s`` would be read as bytes, and is refused.
+    Case does not matter, so ``Gb/s`` could mean bytes, and is refused.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def _read(text: str, units: dict[str, float], expected: str) -> float:
 
 
 def show_seconds(value: float) -> str:
-    """Return a time in three digits.
+    """Return a time with three digits.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def show_seconds(value: float) -> str:
 
 
 def show_bandwidth(value: float) -> str:
-    """Return bytes a second as bits a second.
+    """Return a bandwidth in bytes per second as bits per second.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def show_bandwidth(value: float) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """Return a number of bytes in three digits.
+    """Return a number of bytes with three digits.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a document with None for infinity, which JSON has not.
+    """Return a document with None for infinity, which JSON cannot represent.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A warning from an optimizer that will be slower than plain training."""
+"""Makes optimizers warn if they will be slower than plain training."""
 
 import math
 import warnings
@@ -19,28 +19,28 @@ __all__ = ["watch"]
 
 
 class _Watchable(Transport, Protocol):
-    """A communicator that has a place for what watches it, as those of `qcomp.comm` do."""
+    """A communicator with an ``on_init``, as in `qcomp.comm`."""
 
     on_init: Callable[[Any, Sequence[Array]], None] | None
 
 
 def watch(comm: _Watchable, measured: Measured) -> None:
-    """Let optimizers warn, when they start on this communicator, if they will be slower than plain training.
+    """Make optimizers that start on this communicator warn if they will be slower than plain training.
 
     Parameters
     ----------
     comm : Communicator
-        Its ``on_init`` is set, which `Optimizer.init` calls. Nothing is exchanged. Its number of ranks counts, not the
-        one that was measured.
+        This sets its ``on_init``, which `Optimizer.init` calls, without an exchange. Predictions use its number of
+        ranks, not the measured one.
     measured : Measured
         From `measure`, or from a file of ``qcomp plan --measure``. With one rank there is no warning.
 
     Warns
     -----
     UserWarning
-        By `Optimizer.init`, once for each optimizer, on rank 0, if averaging all its tensors as it will takes longer
-        than the faster plain all-reduce of float32. Of 0/1 Adam this is about a step that sends. The computation of a
-        step does not matter here, because it is the same; what plain training could hide behind it is not counted.
+        From `Optimizer.init` on rank 0, once for each optimizer, if averaging all its tensors takes longer than the
+        faster plain all-reduce of float32. For 0/1 Adam this refers to a step that sends. The computation of a step
+        does not matter, since both have it; overlap in plain training is not counted.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def watch(comm: _Watchable, measured: Measured) -> None:
 
 
 class _Watch:
-    """What `Optimizer.init` calls."""
+    """The callback of `Optimizer.init`."""
 
     def __init__(self, cluster: Cluster, machine: Machine, rank: int) -> None:
         self.cluster, self.machine, self.rank = cluster, machine, rank
@@ -70,7 +70,7 @@ class _Watch:
     def __call__(self, optimizer: Optimizer, params: Sequence[Array]) -> None:
         """Warn if this optimizer will be slower than plain training."""
         mean = optimizer.mean
-        (compressor,) = mean.compressors  # the optimizer's own, whatever a policy chooses for single tensors
+        (compressor,) = mean.compressors  # the optimizer's own; a policy may choose others for single tensors
         warned = any(optimizer is earlier for earlier in self._warned)  # settings may have no hash
         if self.rank != 0 or warned or compressor.traits.lossless:
             return

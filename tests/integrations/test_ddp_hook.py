@@ -364,7 +364,7 @@ except RuntimeError as error:
         ),
         ("thawed()", "the parameter '2.weight' requires a gradient now, but did not when"),
         ("stepped().step()", "step was called without a whole backward pass"),
-        ("twice()", "a backward pass begins, and the one before"),
+        ("twice()", "a backward pass starts, but the previous one did not finish"),
     ],
 )
 def test_wrong_use_says_what_is_wrong(said, call, message):

@@ -1,11 +1,11 @@
-"""Compressed communication under torch's DistributedDataParallel, while the backward pass still runs.
+"""Compressed communication under torch's DistributedDataParallel, overlapped with the backward pass.
 
-Either the gradients are averaged with compression, for any optimizer::
+Either average the gradients with compression, for any optimizer::
 
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     model.register_comm_hook(*hook(qcomp.ScaledSign(), model))
 
-or an optimizer of qcomp, such as 1-bit Adam, has its momenta averaged bucket by bucket::
+or let a qcomp optimizer, such as 1-bit Adam, average its momenta bucket by bucket::
 
     optimizer = OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, freeze=1000))
 """

@@ -1,4 +1,4 @@
-"""What becomes of the buckets of one backward pass."""
+"""The buckets of one backward pass and their outcome."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["BackwardPass", "Bucket", "Part", "put_means"]
 
 @dataclass(eq=False)
 class Part:
-    """Some gradients of a bucket that are averaged together."""
+    """Gradients of a bucket that are averaged together."""
 
     numbers: tuple[int, ...]
-    """Of their parameters, in rising order."""
+    """The numbers of their parameters, in rising order."""
     gradients: tuple[Any, ...]
-    """Views of the bucket's buffer."""
+    """Views into the bucket's buffer."""
     sent: tuple[Any, ...]
     """What is averaged: the gradients, or copies of those that this rank did not compute."""
     of_gradients: bool = False
-    """Whether the means are of the gradients, and not of momenta."""
+    """Whether the means are those of gradients, not of momenta."""
     means: Means | None = None
     unused: frozenset[int] = frozenset()
-    """The numbers of the parameters that no rank used, where that is asked."""
+    """The numbers of the parameters that no rank used, if requested."""
     refused: bool = False
     """Whether a value on some rank was not finite."""
     over: bool = False
@@ -48,30 +48,30 @@ class Bucket:
 
     @property
     def over(self) -> bool:
-        """Whether all its parts are averaged or have failed."""
+        """Whether all its parts have been averaged or have failed."""
         return all(part.over for part in self.parts)
 
 
 @dataclass(eq=False)
 class BackwardPass:
-    """The buckets of one backward pass, in the order in which they came.
+    """The buckets of one backward pass, in order of arrival.
 
     Parameters
     ----------
     count : int
-        Number of parameters whose gradients come.
+        Number of parameters that get gradients.
     """
 
     count: int
     buckets: list[Bucket] = field(default_factory=list)
     refusal: NonFiniteError | None = None
-    """The first error about a value that is not finite, the same on all ranks."""
+    """The first error about a non-finite value, the same on all ranks."""
     error: BaseException | None = None
     """The first error of another kind."""
     in_backward: bool = True
-    """Whether gradients come from a backward pass of this rank, and not from that of others in torch's ``Join``."""
+    """Whether gradients come from this rank's own backward pass, and not from other ranks through torch's ``Join``."""
     ended: bool = False
-    """Whether the owner has seen the outcome."""
+    """Whether the owner has received the outcome."""
     _came: set[int] = field(default_factory=set)
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -82,36 +82,36 @@ class BackwardPass:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of all parameters have come."""
+        """Whether the gradients of all parameters have arrived."""
         return len(self._came) == self.count
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the parameters whose gradients have not come."""
+        """The numbers of the parameters whose gradients have not arrived."""
         return [number for number in range(self.count) if number not in self._came]
 
     def expects(self, numbers: Sequence[int]) -> bool:
-        """Return whether these parameters can be of this pass: they have not come yet."""
+        """Return whether this pass still waits for these parameters."""
         return self._came.isdisjoint(numbers)
 
     def add(self, bucket: Bucket) -> None:
-        """Take the next bucket."""
+        """Add the next bucket."""
         self.buckets.append(bucket)
         self._came.update(number for part in bucket.parts for number in part.numbers)
 
     def settle(self) -> None:
-        """Let `wait` return: nothing more becomes of any bucket."""
+        """Let `wait` return: no bucket changes any more."""
         self._over.set()
 
     def wait(self) -> None:
-        """Wait until nothing more becomes of any bucket."""
+        """Wait until no bucket changes any more."""
         self._over.wait()
 
 
 def put_means(part: Part) -> None:
-    """Put the means of a part in the places of the gradients, but for those that no rank used."""
+    """Replace the gradients of a part with their means, except for parameters that no rank used."""
     assert part.means is not None
-    # What is averaged besides stands behind the means of the gradients.
+    # Further averages follow the means of the gradients.
     for number, gradient, mean in zip(part.numbers, part.gradients, part.means.values, strict=False):
         if number not in part.unused and mean.data_ptr() != gradient.data_ptr():
             gradient.copy_(mean)

@@ -1,4 +1,4 @@
-"""The step of an optimizer whose gradients come bucket by bucket, as DistributedDataParallel brings them."""
+"""The step of an optimizer whose gradients arrive bucket by bucket from DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from qcomp.integrations.ddp.stream import SideStream
 __all__ = ["BucketedStep"]
 
 PART_BYTES = 8 << 20
-"""The least bytes of gradients that are exchanged by themselves, while the next are compressed."""
+"""The smallest part, in bytes of gradients, that is exchanged while the next one is compressed."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class BucketedStep:
-    """Averages what an optimizer asks for in each bucket, beside the backward pass, and puts the answers together.
+    """Averages what an optimizer requests for each bucket during the backward pass, and combines the results.
 
-    The step is that of the optimizer on all gradients at once, bit for bit, whatever the buckets are, because the
-    optimizer cuts every tensor for the ranks by itself. With ``clip_norm`` the exchange begins when the last gradient
-    has come, since all of them make the norm.
+    The step equals that of the optimizer on all gradients at once, bit for bit, whatever the buckets, because the
+    optimizer cuts every tensor into chunks separately. With ``clip_norm`` the exchange starts when the last gradient
+    has arrived, since the norm needs all of them.
 
     Parameters
     ----------
@@ -48,14 +48,13 @@ class BucketedStep:
     comm : Verbs, optional
         By default a `TorchCommunicator` of the model's process group.
     deliver : callable
-        Is given each bucket when its parts are averaged or have failed, before DistributedDataParallel reads its
-        buffer. Called in the conveyor's thread.
+        Called with each bucket once its parts have been averaged or have failed, before DistributedDataParallel reads
+        its buffer. Runs in the conveyor's thread.
     finish : callable
-        Is given each backward pass at its end, when DistributedDataParallel has put the gradients in their places.
-        What it raises, the backward pass raises.
+        Called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``. The backward pass
+        raises what it raises.
     leaves_out_unused : bool
-        Whether a parameter that no rank used keeps its residuals, where that can happen. Its gradient must then be
-        delivered to nobody.
+        Whether a parameter that no rank used keeps its residuals. Its gradient must then not be delivered.
 
     Attributes
     ----------
@@ -86,14 +85,14 @@ class BucketedStep:
         exacts = self.state.exact
         shapes = [tuple(p.shape) for p, exact in zip(self.params.tensors, exacts, strict=True) if not exact]
         self._draws = self._mean_of(self.state).bucket_numbers(shapes) if shapes else ()
-        # A tensor's number among those that are compressed.
+        # A tensor's index among the compressed ones.
         self._compressed = [sum(not exact for exact in exacts[:i]) for i in range(len(exacts))]
-        # The residuals of a state, and those of each tensor in it, which takes time to find out.
+        # Cached: the residuals of a state, and those of each tensor in it.
         self._known: tuple[MeanState | None, Sequence[MeanState]] = (None, ())
         self._conveyor = Conveyor(self.comm)
         self._stream = SideStream(self.params.tensors[0].device)
         self.running = self._new_pass()
-        """The backward pass that is under way, or the last one until `take` or `discard`."""
+        """The current backward pass, or the last one until `take` or `discard`."""
 
     def values(self) -> list[Any]:
         """Return the parameters outside automatic differentiation."""
@@ -114,19 +113,19 @@ class BucketedStep:
         gradients = self.params.gradients_in(bucket)
         if not self.running.expects([number for number, _ in gradients]):
             raise RuntimeError(
-                "a backward pass begins, and the one before did not come to its end or its gradients were not used by "
-                "a step: call step() after each backward pass, and accumulate gradients in model.no_sync()"
+                "a backward pass starts, but the previous one did not finish or no step used its gradients: "
+                "call step() after each backward pass, and accumulate gradients in model.no_sync()"
             )
         running = self.running
         record = Bucket(tuple(map(self._part_of, _cut(gradients))), bucket.buffer(), self._stream.future())
         running.add(record)
         end = partial(self._end, running)
         try:
-            # DistributedDataParallel puts the gradients in their places in a callback that it queues later; behind that
-            # is the place of one that is queued when callbacks run already.
+            # DistributedDataParallel sets p.grad in a callback that it queues later. A callback queued while
+            # callbacks run comes after that one.
             _engine.queue_callback(lambda: _engine.queue_callback(end))
         except RuntimeError:
-            running.in_backward = False  # Join runs the hook of a rank that has no inputs any more
+            running.in_backward = False  # Join runs the hook on a rank without inputs
         if self.optimizer.clip_norm is None:
             self._put([record], scale=1.0)
         elif running.is_complete:
@@ -136,7 +135,7 @@ class BucketedStep:
         return record.future
 
     def take(self) -> Means:
-        """Return what was averaged of all tensors, as `Average.stages` does; the next step can begin."""
+        """Return the averages of all tensors, as `Average.stages` does; the next step can start."""
         parts, self.running = self.running.parts, self._new_pass()
         count = len(self.params.tensors)
         values: dict[int, Any] = {}
@@ -145,7 +144,7 @@ class BucketedStep:
         for part in parts:
             means = part.means
             assert means is not None
-            # What is averaged besides has numbers behind those of the parameters, in the order of these.
+            # Further averages have numbers after those of the parameters, in the same order.
             places = [i + rest for rest in range(0, 2 * count, count) for i in part.numbers]
             values.update(zip(places, means.values, strict=False))
             own.update(zip(part.numbers, means.own, strict=False))
@@ -161,11 +160,11 @@ class BucketedStep:
         return means
 
     def discard(self) -> None:
-        """Forget what was averaged; the state stays as it was, and the next step can begin."""
+        """Drop the averages; the state does not change, and the next step can start."""
         self.running = self._new_pass()
 
     def skip(self) -> None:
-        """Leave this step out, because a value was not finite."""
+        """Skip this step, because a value was not finite."""
         self.discard()
         self.state = self.state._replace(skipped=self.state.skipped + 1)
 
@@ -193,7 +192,7 @@ class BucketedStep:
         self._conveyor.put(jobs, last=running.is_complete)
 
     def _put_clipped(self) -> None:
-        """Start to average all buckets, once the ranks know the norm of all gradients."""
+        """Start to average all buckets, once the ranks know the global norm."""
         running = self.running
         gradients = [gradient for part in running.parts for gradient in part.gradients]
 
@@ -234,11 +233,12 @@ class BucketedStep:
             running.error = error
         if running.is_complete and all(b.over for b in running.buckets):
             self._settle(running)
-        # Errors are raised at the end of the backward pass: the one of a future arrives there as another one.
+        # Errors are raised at the end of the backward pass, since a future's error would arrive as another
+        # one.
         bucket.future.set_result(bucket.buffer)
 
     def _settle(self, running: BackwardPass) -> None:
-        """Let the end of the backward pass go on, after the ranks told each other which gradients are not finite."""
+        """Let the backward pass end, after the ranks have exchanged which gradients are not finite."""
         if running.refusal is None or running.error is not None:
             running.settle()
             return
@@ -267,7 +267,7 @@ class BucketedStep:
         self._conveyor.put([Job(stages, done=told, failed=told, context=context)], last=True)
 
     def _end(self, running: BackwardPass) -> None:
-        """Tell the owner how a backward pass has ended, once all its buckets have come."""
+        """Report the outcome of a backward pass to the owner, once all its buckets have arrived."""
         if running.ended or not running.is_complete:
             return
         running.ended = True
@@ -280,14 +280,14 @@ class BucketedStep:
         except BaseException:
             if self.running is running:
                 self.discard()
-            for p in self.params.tensors:  # nobody shall step with what was not averaged
+            for p in self.params.tensors:  # no optimizer may step with gradients that were not averaged
                 p.grad = None
             raise
         finally:
             self.params.forget_uses()
 
     def _stages(self, part: Part, scale: float) -> Stages[Means]:
-        """Ask the optimizer what it wants of these gradients, and average that."""
+        """Average what the optimizer requests for these gradients."""
         average: Average = self.optimizer.prepare(list(part.sent), self._part(part.numbers), scale=scale)
         draws = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.numbers))
         parts = tuple(
@@ -341,14 +341,14 @@ class BucketedStep:
     def _residuals(self) -> Sequence[MeanState]:
         """Return the residuals of each tensor that is compressed."""
         exchange, residuals = self._known
-        if exchange is not self.state.exchange:  # others than those of the last step
+        if exchange is not self.state.exchange:  # not those of the last step
             exchange = self.state.exchange
             residuals = self._mean_of(self.state).split(exchange, len(self._draws))
             self._known = exchange, residuals
         return residuals
 
     def _split(self, exchange: MeanState, part: Part) -> dict[int, MeanState]:
-        """Return the new residuals of each tensor of a part, if any are kept; there are as many as of the old."""
+        """Return the new residuals of each tensor of a part, if there are any; as many as before."""
         if not exchange.worker:
             return {}
         worker, server, residuals = iter(exchange.worker), iter(exchange.server), self._residuals()
@@ -385,7 +385,7 @@ def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
 
 
 def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:
-    """Return an optimizer as it must be for buckets; raise unless it can be that."""
+    """Return the optimizer in the form that buckets need; raise if there is none."""
     if not isinstance(optimizer, CompressingOptimizer):
         raise TypeError(
             f"optimizer is {optimizer!r}; expected one that compresses, such as qcomp.OneBitAdam(...)"

@@ -1,4 +1,4 @@
-"""A thread that carries computations in stages over a communicator, several at once."""
+"""A thread that runs several computations in stages over a communicator."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ __all__ = ["Conveyor", "Job"]
 
 @dataclass(eq=False)
 class Job:
-    """A computation in stages, and what becomes of it; all callables are called in the conveyor's thread."""
+    """A computation in stages and its callbacks, which run in the conveyor's thread."""
 
     stages: Stages[Any]
     done: Callable[[Any], None]
     failed: Callable[[BaseException], None]
     context: Callable[[], AbstractContextManager[Any]]
-    """Entered whenever the job is worked on."""
+    """Entered whenever the job runs."""
     pending: Pending | None = field(default=None, init=False)
 
 
 class Conveyor:
-    """Carries jobs, in the order in which they come, each a stage behind the next.
+    """Runs jobs in order of arrival, each one exchange further than the next.
 
-    When jobs come, their first exchanges are started, and then each job before them is moved one exchange further, the
-    oldest first; after the last ones in the same order, until all are over. So while the bytes of some are under way
-    others encode, and what was received early is decoded while the last bytes travel. The order in which exchanges are
-    started follows from the order of the jobs alone and not from when bytes arrive: it is the same on all ranks.
+    When jobs arrive, it starts their first exchanges, then moves each earlier job one exchange further, the oldest
+    first. After the last jobs it continues in the same order until all are done. So some jobs encode while the bytes of
+    others travel, and early data is decoded while the last bytes travel. The order of exchanges depends on the order of
+    the jobs alone, not on when bytes arrive, so it is the same on all ranks.
 
-    A value that is not finite fails its job, on all ranks in the same stage. Any other error is of this rank alone, or
-    the communicator's: it fails every job, now and later, because the order cannot be kept.
+    A non-finite value fails its job, on all ranks in the same stage. Any other error belongs to this rank alone or to
+    the communicator. It fails every job, now and later, because the order is lost.
 
     Parameters
     ----------
     comm : Verbs
-        A communicator with ``start``; nobody else may use it while jobs are under way.
+        A communicator with ``start``; nobody else may use it while jobs are running.
     """
 
     def __init__(self, comm: Verbs) -> None:
@@ -54,7 +54,7 @@ class Conveyor:
         self._thread: threading.Thread | None = None
 
     def put(self, jobs: Sequence[Job], *, last: bool) -> None:
-        """Take over some jobs; returns at once. After the ``last`` ones no other comes before these are done."""
+        """Add some jobs, and return at once. No jobs follow the ``last`` ones before these are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qcomp-ddp", daemon=True)
             self._thread.start()
@@ -68,7 +68,7 @@ class Conveyor:
             for job in turn:
                 self._advance(job)
             while last and self._under_way:
-                for job in turn:  # so each time the one whose bytes have been on their way for longest
+                for job in turn:  # oldest first: its bytes have travelled longest
                     if job in self._under_way:
                         self._advance(job)
 

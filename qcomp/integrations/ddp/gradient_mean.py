@@ -1,4 +1,4 @@
-"""What a hook for gradients is to the core: an optimizer whose step returns the mean gradients."""
+"""The hook for gradients as the core sees it: an optimizer whose step returns the mean gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ __all__ = ["GradientMean"]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMean(CompressingOptimizer):
-    """Returns the mean gradients where other optimizers return parameters: exact ones at first, then compressed ones.
+    """Returns the mean gradients instead of parameters: exact ones at first, then compressed ones.
 
     Parameters
     ----------
     exact_iterations : int
-        Steps before the first that is compressed.
+        Number of exact steps before the first compressed one.
     compressor, feedback, topology, exact, compressors, seed
         See `CompressingOptimizer`.
     """
@@ -41,7 +41,7 @@ class GradientMean(CompressingOptimizer):
         return state._replace(exchange=self._no_residuals(params, state))
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
-        """Ask for the mean of the gradients, which may take their place; ``scale`` is 1, since nothing is clipped."""
+        """Request the mean of the gradients, which may overwrite them; ``scale`` is 1, since nothing is clipped."""
         gradients = as_tensors(grads, "grads")
         if state.step < self.exact_iterations:
             everything = self._exact_part(range(len(gradients)), gradients, state)

@@ -1,6 +1,6 @@
 """A communication hook for DistributedDataParallel that averages gradients with compression."""
 
-# DistributedDataParallel looks at the annotations of a hook, so they are not postponed here.
+# DistributedDataParallel reads the annotations of a hook, so they are not postponed here.
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,10 +20,9 @@ __all__ = ["HookState", "compress_gradients", "hook"]
 
 
 class HookState:
-    """What a hook keeps: the residuals by the names of parameters, and the number of iterations.
+    """The state of a hook: the residuals by parameter name, and the number of iterations.
 
-    Made by `hook`. It can be pickled, also with the file of a checkpoint; what was loaded must be told its model by
-    `attach`.
+    Made by `hook`. It can be pickled, for example into a checkpoint. After loading, call `attach` with the model.
 
     Parameters
     ----------
@@ -40,7 +39,7 @@ class HookState:
         self._saved: Mapping[str, Any] | None = None
 
     def attach(self, model: Any, comm: Verbs | None = None) -> "HookState":
-        """Start to serve a model; collective over its ranks.
+        """Attach this state to a model; collective over its ranks.
 
         Parameters
         ----------
@@ -53,7 +52,7 @@ class HookState:
         MismatchError
             On every rank, if the ranks differ in the settings of the hook or in the model.
         ValueError
-            If this is a state that was loaded, of another model, rank or number of ranks.
+            If this state was loaded and belongs to another model, rank or number of ranks.
         """
         self._step = BucketedStep(
             self._mean, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=True
@@ -65,12 +64,12 @@ class HookState:
 
     @property
     def iterations(self) -> int:
-        """How many backward passes were averaged."""
+        """Number of averaged backward passes."""
         return self._running.state.step
 
     @property
     def skipped(self) -> int:
-        """How many backward passes were left out because a gradient on some rank was not finite."""
+        """Number of backward passes skipped because a gradient on some rank was not finite."""
         return self._running.state.skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,10 +87,9 @@ class HookState:
         )
 
     def rescale(self, factor: float) -> None:
-        """Multiply what compression owes by a factor, because the next gradients are in other units.
+        """Multiply the residuals by a factor, because the next gradients have another scale.
 
-        Residuals are in the units of the gradients. So where a gradient scaler may change its scale, each iteration
-        ends with::
+        Residuals have the scale of the gradients. If a gradient scaler may change its scale, end each iteration with::
 
             before = scaler.get_scale()
             scaler.update()
@@ -100,7 +98,7 @@ class HookState:
         Parameters
         ----------
         factor : float
-            The new scale over the old one; the same on all ranks. If it is 1, nothing happens.
+            The new scale divided by the old one, equal on all ranks. 1 changes nothing.
 
         Raises
         ------
@@ -126,17 +124,17 @@ class HookState:
         return self._running.exchange(bucket)
 
     def _deliver(self, bucket: Bucket) -> None:
-        """Put the means in the places of the gradients."""
+        """Replace the gradients with the means."""
         if not bucket.refused:
             for part in bucket.parts:
                 put_means(part)
                 assert part.means is not None
-                part.means = part.means._replace(values=(), own=())  # they need memory
+                part.means = part.means._replace(values=(), own=())  # frees memory
         elif self.nonfinite == "propagate":
             bucket.buffer.fill_(torch.nan)
 
     def _finish(self, running: BackwardPass) -> None:
-        """Take over the residuals, or leave the step out."""
+        """Store the new residuals, or skip the step."""
         step = self._running
         if running.refusal is None:
             _, step.state = step.optimizer.apply((), step.take(), step.state)
@@ -155,7 +153,7 @@ class HookState:
 
 
 def compress_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the gradients of a bucket over the ranks, with compression, while the backward pass goes on.
+    """Average the gradients of a bucket over the ranks, with compression, during the backward pass.
 
     Parameters
     ----------
@@ -165,7 +163,7 @@ def compress_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Fu
     Returns
     -------
     torch.futures.Future
-        Of the bucket's buffer, with the means in it.
+        Resolves to the bucket's buffer, with the means in it.
     """
     future: torch.futures.Future[torch.Tensor] = state.exchange(bucket)
     return future
@@ -184,28 +182,29 @@ def hook(
     nonfinite: Literal["raise", "propagate"] = "raise",
     comm: Verbs | None = None,
 ) -> tuple[HookState, Any]:
-    """Return what ``model.register_comm_hook`` takes: a state, and a hook that compresses gradients.
+    """Return the arguments of ``model.register_comm_hook``: a state, and a hook that compresses gradients.
 
-    Collective: all ranks call it, and learn at once if they differ. Any optimizer can follow; the gradients that it
-    sees are the same on all ranks bit for bit.
+    Collective: all ranks call it, and raise at once if they differ. Any optimizer can follow; its gradients are equal
+    on all ranks bit for bit.
 
     Parameters
     ----------
     compressor : Compressor
     model : torch.nn.parallel.DistributedDataParallel
-        Of parameters in float32, float16, bfloat16 or float64, on a CPU or a GPU.
+        Its parameters may be float32, float16, bfloat16 or float64, on a CPU or a GPU.
     feedback : bool, optional
-        Whether what compression loses is added to the next gradient; by default unless the compressor is unbiased.
+        Whether error feedback adds what compression loses to the next gradient. By default True unless the compressor
+        is unbiased.
     topology : {"auto", "two_phase", "all_gather", "hierarchical", "ring"}
-        See `qcomp.CompressedMean`: by default what its formulas take for the fastest, with two ranks all-gather.
+        See `qcomp.CompressedMean`. The default selects the fastest by the cost model, all-gather with two ranks.
     exact, compressors, seed
         See `qcomp.OneBitAdam`.
     exact_iterations : int
-        Backward passes before the first that is compressed: the first gradients are the largest.
+        Number of exact backward passes before the first compressed one, since the first gradients are the largest.
     nonfinite : {"raise", "propagate"}
-        What happens if a gradient on any rank is infinite or NaN: the backward pass raises `NonFiniteError` on all
-        ranks; or all gradients of its bucket become NaN on all ranks, as a gradient scaler expects it; see
-        `HookState.rescale`. The residuals are not touched either way.
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: the backward pass raises `NonFiniteError`
+        on all ranks. ``"propagate"``: all gradients of its bucket become NaN on all ranks, as a gradient scaler
+        expects; see `HookState.rescale`. Neither changes the residuals.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group.
 
@@ -222,11 +221,11 @@ def hook(
 
     Notes
     -----
-    A bucket sends what `qcomp.CompressedMean` sends for its tensors. Its exchange is started when the bucket is full,
-    in parts of 8 MiB and more, in a thread that compresses, waits and decompresses beside the backward pass. The
-    residuals are kept by the names of the parameters and do not depend on the buckets, which DistributedDataParallel
-    changes after its first iteration and a restart changes back. The means are those of a `qcomp.CompressedMean` of
-    the whole model, bit for bit. Source: Seide et al., Interspeech 2014 (feedback); Li et al., VLDB 2020 (buckets).
+    A bucket sends as much as `qcomp.CompressedMean` for its tensors. Its exchange starts when the bucket is full, in
+    parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. Residuals are
+    kept by parameter name and do not depend on the buckets, which DistributedDataParallel changes after its first
+    iteration, and back after a restart. The means equal those of a `qcomp.CompressedMean` of the whole model, bit for
+    bit. Source: Seide et al., Interspeech 2014 (feedback); Li et al., VLDB 2020 (buckets).
 
     Examples
     --------

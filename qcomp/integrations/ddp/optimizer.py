@@ -1,6 +1,6 @@
-"""An optimizer of qcomp under DistributedDataParallel, whose exchange overlaps with the backward pass."""
+"""A qcomp optimizer under DistributedDataParallel whose exchange overlaps with the backward pass."""
 
-# DistributedDataParallel looks at the annotations of a hook, so they are not postponed here.
+# DistributedDataParallel reads the annotations of a hook, so they are not postponed here.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,18 +23,18 @@ __all__ = ["OverlappedOptimizer"]
 class OverlappedOptimizer(Joinable):
     """1-bit Adam, or another optimizer that compresses, for a model under DistributedDataParallel.
 
-    It registers a communication hook: what the optimizer asks for, gradients in the warm-up and momenta later, is
-    averaged bucket by bucket while the backward pass goes on. `step` then moves the parameters. The steps are those
-    of ``optimizer.step`` on all gradients at once, bit for bit.
+    It registers a communication hook that averages gradients in the warm-up and momenta later, bucket by bucket during
+    the backward pass. `step` then updates the parameters. The steps equal those of ``optimizer.step`` on all gradients
+    at once, bit for bit.
 
     Parameters
     ----------
     model : torch.nn.parallel.DistributedDataParallel
-        Without a communication hook; best with ``gradient_as_bucket_view=True``. A parameter that no rank used in a
-        step has a gradient of zero in it.
+        A model without a communication hook, preferably with ``gradient_as_bucket_view=True``. A parameter that no rank
+        used in a step counts as having a gradient of zero.
     optimizer : CompressingOptimizer
-        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange begins when the
-        last gradient has come, since all of them make the norm.
+        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange starts when the
+        last gradient has arrived, since the norm needs all of them.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group.
 
@@ -47,12 +47,12 @@ class OverlappedOptimizer(Joinable):
 
     Notes
     -----
-    Where the optimizer averages gradients (in the exact warm-up; always with `qcomp.CompressedSGD`), ``p.grad`` is the
-    mean over the ranks after the backward pass, and `step` uses what it is then: ``clip_grad_norm_`` and the like work
-    as with any optimizer under DistributedDataParallel. Where it averages momenta, ``p.grad`` is this rank's own
-    gradient, which is in the averaged momentum already; `step` raises if it was changed.
+    While the optimizer averages gradients (in the exact warm-up; always with `qcomp.CompressedSGD`), ``p.grad`` is the
+    mean over the ranks after the backward pass, and `step` uses its current value: ``clip_grad_norm_`` and the like
+    work as with any optimizer under DistributedDataParallel. While it averages momenta, ``p.grad`` is this rank's own
+    gradient, which is already part of the averaged momentum; `step` raises if it was changed.
 
-    With uneven inputs, list both in ``Join([model, optimizer])``, the model first: a rank without inputs then makes
+    With uneven inputs, use ``Join([model, optimizer])`` with the model first: a rank without inputs then takes part in
     the steps of the others.
 
     Examples
@@ -85,16 +85,16 @@ class OverlappedOptimizer(Joinable):
         return self._step.state
 
     def step(self) -> None:
-        """Move the parameters by what was averaged in the backward pass.
+        """Update the parameters with the averages of the backward pass.
 
         Raises
         ------
         NonFiniteError
             On every rank, if a gradient on any rank was not finite, unless the optimizer skips such steps. Parameters
-            and state are as before.
+            and state do not change.
         RuntimeError
-            If there was no backward pass since the last step, or it did not come to its end; or if a gradient was
-            changed after its momentum was averaged.
+            If there was no backward pass since the last step, or it did not finish; or if a gradient was changed after
+            its momentum was averaged.
         """
         step, running = self._step, self._step.running
         if not running.ended:
@@ -124,7 +124,7 @@ class OverlappedOptimizer(Joinable):
                     param.copy_(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as optimizers of torch do."""
+        """Reset the gradients, as torch's optimizers do."""
         for param in self._step.params.tensors:
             if param.grad is not None:
                 if set_to_none:
@@ -151,18 +151,18 @@ class OverlappedOptimizer(Joinable):
         joined, own = self._model._join_config, self._join_config
         if joined.enable and (not own.enable or own.is_first_joinable):
             raise RuntimeError(
-                "a rank without inputs must make the steps of the others, for which model.join() is not enough: use "
+                "a rank without inputs must take part in the steps of the others, so model.join() is not enough: use "
                 "torch.distributed.algorithms.Join([model, optimizer]), with the model first"
             )
         return self._step.exchange(bucket)
 
     def step_if_averaged(self) -> None:
-        """Make a step if a whole backward pass was averaged since the last one."""
+        """Make a step if a complete backward pass has been averaged since the last one."""
         if self._step.running.ended:
             self.step()
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """Return what makes the steps of a rank that has no inputs any more, for torch's ``Join``."""
+        """Return the hook that makes the steps of a rank without inputs, for torch's ``Join``."""
         return _StepsOfOthers(self)
 
     @property
@@ -176,13 +176,13 @@ class OverlappedOptimizer(Joinable):
         return self._model.join_process_group
 
     def _deliver(self, bucket: Bucket) -> None:
-        """Put means of gradients in their places; means of momenta wait for the step."""
+        """Replace gradients with their means; means of momenta wait for the step."""
         for part in bucket.parts:
             if part.of_gradients and not part.refused:
                 put_means(part)
 
     def _finish(self, running: BackwardPass) -> None:
-        """Note what the gradients are at the end of the backward pass."""
+        """Record the gradients at the end of the backward pass."""
         self._witness = None
         if running.refusal is not None or not running.in_backward:
             return
@@ -192,9 +192,9 @@ class OverlappedOptimizer(Joinable):
         self._witness = Witness([p.grad for p in self._step.params.tensors])
 
     def _fill_in(self, part: Part) -> None:
-        """Let the gradients of parameters that this rank did not use be the means.
+        """Set the gradients of parameters that this rank did not use to the means.
 
-        DistributedDataParallel leaves those alone that no rank used, for which there may be owed something.
+        DistributedDataParallel does not set those that no rank used, which may still have residuals.
         """
         params = self._step.params
         assert part.means is not None
@@ -206,17 +206,17 @@ class OverlappedOptimizer(Joinable):
                 p.grad.copy_(mean)
 
     def _gradients_to_use(self, running: BackwardPass) -> dict[int, Any]:
-        """Return the gradients to use in place of the means, because they may have been changed.
+        """Return the gradients to use instead of the means, because they may have been changed.
 
         Raises
         ------
         RuntimeError
             If the change would have no effect, because momenta were averaged, or if a gradient is gone.
         NonFiniteError
-            If a gradient was changed to what is not finite.
+            If a gradient was changed to a non-finite value.
         """
         if self._witness is None:
-            return {}  # nobody has seen what the others' gradients gave
+            return {}  # nobody has seen gradients made from other ranks' inputs
         params = self._step.params
         changed = self._witness.changed([p.grad for p in params.tensors])
         gone = [number for number in changed if params.tensors[number].grad is None]
@@ -241,19 +241,19 @@ class OverlappedOptimizer(Joinable):
             for part in running.parts
             if part.of_gradients and part.means is not None
             for number, mean in zip(part.numbers, part.means.values, strict=False)
-            # A gradient of lower precision is the rounded mean: the step uses that only if it was changed.
+            # A gradient of lower precision is the rounded mean, which the step uses only if it was changed.
             if number in changed or params.tensors[number].grad.dtype == mean.dtype
         }
 
 
 class _StepsOfOthers(JoinHook):
-    """What a rank without inputs does after the model has taken part in the averaging of the others."""
+    """The work of a rank without inputs after the model has taken part in the averaging."""
 
     def __init__(self, optimizer: OverlappedOptimizer) -> None:
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Make the step for which the others have averaged."""
+        """Make the step whose averages the other ranks have computed."""
         self._optimizer.step_if_averaged()
 
 

@@ -1,4 +1,4 @@
-"""The parameters whose gradients DistributedDataParallel averages, and where their gradients lie in its buckets."""
+"""The parameters whose gradients DistributedDataParallel averages, and their places in its buckets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class AveragedParameters:
     Attributes
     ----------
     names : tuple of str
-        As in ``model.module``, without those that DistributedDataParallel was told to ignore.
+        Names as in ``model.module``, without the parameters that DistributedDataParallel ignores.
     tensors : list of torch.nn.Parameter
     some_may_be_unused : bool
-        Whether a backward pass may leave out parameters, so that `used` is known.
+        Whether a backward pass may skip parameters, so that `used` is tracked.
 
     Raises
     ------
     TypeError
-        If the model is not one of DistributedDataParallel.
+        If the model is not a DistributedDataParallel.
     ValueError
         If a layer has sparse gradients.
     """
@@ -66,15 +66,15 @@ class AveragedParameters:
         return note
 
     def used(self, number: int) -> bool:
-        """Return whether this rank has a gradient of a parameter since `forget_uses`, in ``no_sync()`` too."""
+        """Return whether this rank has computed a gradient since `forget_uses`, also in ``no_sync()``."""
         return not self.some_may_be_unused or number in self._used
 
     def forget_uses(self) -> None:
-        """Begin to note uses anew, once the gradients are averaged."""
+        """Restart the tracking of uses, once the gradients are averaged."""
         self._used.clear()
 
     def require_frozen(self) -> None:
-        """Raise RuntimeError if a parameter requires a gradient that did not when the model was wrapped."""
+        """Raise RuntimeError if a parameter now requires a gradient but did not when the model was wrapped."""
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise RuntimeError(
@@ -96,19 +96,19 @@ class AveragedParameters:
         return sorted(zip(numbers, views, strict=True), key=lambda pair: pair[0])
 
     def named(self, numbers: Sequence[int]) -> str:
-        """Return the names of the first of some parameters, and how many more there are."""
+        """Return the names of the first parameters, and the number of others."""
         first = ", ".join(repr(self.names[number]) for number in numbers[:3])
         return f"{first} and {len(numbers) - 3} more" if len(numbers) > 3 else first
 
 
 def is_dense(x: Any) -> bool:
-    """Return whether the elements of a tensor fill its memory, in whatever order, without gaps and overlaps."""
-    # These are the tensors whose strides a new tensor takes over.
+    """Return whether the elements of a tensor fill its memory in any order, without gaps and overlaps."""
+    # A new tensor takes over the strides of exactly these tensors.
     return bool(torch.empty_like(x, device="meta").stride() == x.stride())
 
 
 def _gradient_view(buffer: Any, parameter: Any, rows: Any) -> Any:
-    """Return where the gradient of a parameter lies in its bucket.
+    """Return the view of a parameter's gradient in its bucket.
 
     ``GradBucket.gradients()`` returns ``rows``, which reads the buffer in the C order of the shape. But
     DistributedDataParallel gives a gradient the strides of its parameter if that is dense, and C order only if not.

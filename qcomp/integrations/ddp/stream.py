@@ -1,4 +1,4 @@
-"""The CUDA stream on which a conveyor's thread works, beside the backward pass."""
+"""The CUDA stream of a conveyor's thread, which runs beside the backward pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 __all__ = ["SideStream"]
 
-_cuda: Any = torch.cuda  # its hints leave some of it untyped
+_cuda: Any = torch.cuda  # its type hints are incomplete
 
 
 class SideStream:
-    """A stream of a device that follows what is queued on another one; nothing at all on a CPU.
+    """A stream of a device that follows the work queued on another stream; does nothing on a CPU.
 
     Parameters
     ----------
@@ -30,12 +30,12 @@ class SideStream:
         return torch.futures.Future(devices=None if self._stream is None else [self._device])
 
     def mark(self) -> Any:
-        """Return the present end of what is queued on the current stream."""
+        """Return an event at the current end of the current stream."""
         return None if self._stream is None else _cuda.current_stream(self._device).record_event()
 
     @contextlib.contextmanager
     def after(self, mark: Any) -> Iterator[None]:
-        """Queue on this stream what is done in the context, behind a mark."""
+        """Queue the work in the context on this stream, after a mark."""
         if self._stream is None:
             yield
             return
@@ -44,7 +44,7 @@ class SideStream:
             yield
 
     def hand_over(self, tensors: Sequence[Any]) -> None:
-        """Let the current stream use tensors of this one, behind all that is queued here."""
+        """Let the current stream use tensors of this one, after all work queued here."""
         if self._stream is not None:
             current = _cuda.current_stream(self._device)
             current.wait_stream(self._stream)

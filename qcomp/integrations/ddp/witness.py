@@ -1,4 +1,4 @@
-"""Whether gradients were changed since the end of the backward pass."""
+"""Detects changes of gradients since the end of the backward pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SAMPLE = 64
 
 
 class Witness:
-    """Remembers gradients well enough to tell later which of them were changed.
+    """Records gradients, to tell later which of them were changed.
 
-    A gradient was changed if it is another tensor, or if torch has counted a write to it. Torch does not count what is
-    written through ``.data``. That shows in a sample of the elements, which holds all of a small gradient.
+    A gradient was changed if it is another tensor, or if torch has counted a write to it. Torch does not count writes
+    through ``.data``; a sample of the elements, complete for a small gradient, detects these.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Witness:
         self._values = torch.cat(self._views) if self._views else None
 
     def changed(self, gradients: Sequence[Any]) -> list[int]:
-        """Return the numbers of the gradients that are not what they were."""
+        """Return the numbers of the changed gradients."""
         found = {
             number
             for number, (now, then) in enumerate(zip(gradients, self._gradients, strict=True))
@@ -54,7 +54,7 @@ def _version(gradient: Any) -> int | None:
 
 
 def _sample(gradient: Any) -> Any:
-    """Return a view of elements that are spread over a gradient, of all if they are few."""
+    """Return a view of elements spread over a gradient, of all elements if they are few."""
     gradient = gradient.detach()
     count = gradient.numel()
     step = max(1, count // _SAMPLE)
