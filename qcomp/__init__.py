@@ -1,7 +1,8 @@
 """qcomp: compressed communication for data-parallel training, for any array library.
 
-Gradients or momenta are sent with 1 to 8 bits an element, what that loses is fed back, and Adam survives it with
-a frozen variance. `import qcomp` loads no array library; what is imported depends on the arrays that are passed.
+Ranks send gradients or momenta with 1 to 8 bits per element. Error feedback adds what compression loses to the next
+step, and Adam still converges with a frozen variance. `import qcomp` loads no array library; the arrays that you pass
+determine which one is imported.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Optimizers of other projects, reproduced step by step, for those who come from there."""
+"""Optimizers of other projects, reproduced step by step, to help migration."""
 
 from qcomp.compat import deepspeed
 

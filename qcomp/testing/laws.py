@@ -1,6 +1,6 @@
-"""The laws of compressors, each a function that raises AssertionError where a `Case` breaks it.
+"""The laws of compressors, each a function that raises AssertionError if a `Case` breaks it.
 
-A law that does not apply, by the traits of the compressor, passes.
+A law that does not apply to the compressor's traits passes.
 """
 
 import math
@@ -48,7 +48,7 @@ def _sizes(case: Case) -> tuple[int, ...]:
 
 
 def same_when_flat(case: Case) -> None:
-    """The compressor of a tensor is also that of the tensor as a vector, which is how it is averaged."""
+    """The compressor for a tensor gives the same result for the tensor as a vector, which means average."""
     for shape in ((), (5,), (4, 3, 2), (0, 3), (3, 1), (1, 40), (16, 8, 3, 3), (64, 100), (2, 2, 1, 3, 2, 5)):
         own = case.compressor.for_shape(shape)
         flat = own.for_shape((math.prod(shape),))
@@ -70,7 +70,7 @@ def same_when_flat(case: Case) -> None:
 
 
 def cut_at_buckets(case: Case) -> None:
-    """A vector cut at a multiple of the bucket size, with the key's bucket counted on, decompresses to the same."""
+    """Cutting a vector at a multiple of the bucket size, with the key's bucket continued, changes no value."""
     bucket = case.compressor.traits.bucket_size
     sizes_and_cuts = {(_sizes(case)[-1], 1)}
     if bucket <= 4096:
@@ -95,9 +95,9 @@ def cut_at_buckets(case: Case) -> None:
 
 
 def padding_never_leaks(case: Case) -> None:
-    """What fills up a tail does not matter: a tail is compressed no worse than full buckets of such values are.
+    """Padding does not matter: a tail is compressed no worse than full buckets of such values.
 
-    Equal values, and positive ones far from zero: to either, zeros that are taken for elements are strangers.
+    Checked with equal values, and with positive ones far from zero, where padding zeros taken for elements do harm.
     """
     bucket = case.compressor.traits.bucket_size
     if bucket < 2 or bucket > 4096:
@@ -106,7 +106,7 @@ def padding_never_leaks(case: Case) -> None:
     for family in ("constant", "positive"):
         if not case.takes(vector(family, bucket, 32)):
             continue
-        slack = 1e-3 if case.compressor.traits.unbiased else 1e-7  # of a bias, another law speaks
+        slack = 1e-3 if case.compressor.traits.unbiased else 1e-7  # another law checks the bias
         full = max(_loss(case, vector(family, bucket * copies, 32), calls=4) for copies in (1, 2, 3))
         for size in sorted({1, 3, 5, 7, 9, 12, 17, bucket // 2 + 1, bucket - 1}):
             if size >= bucket:
@@ -128,7 +128,7 @@ def padding_never_leaks(case: Case) -> None:
 
 
 def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None) -> float:
-    """Return ||C(v) - v||^2 / ||v||^2, or that of the last elements, the mean over some draws."""
+    """Return the mean of ||C(v) - v||^2 / ||v||^2 over some draws, of all or of the last elements."""
     part = slice(None) if last is None else slice(x.size - last, None)
     v = x.astype(np.float64)
     count = calls if case.compressor.traits.random else 1
@@ -137,7 +137,7 @@ def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None) -> floa
 
 
 def zero_gives_zero(case: Case) -> None:
-    """Zeros, of either sign, and what is below 2^-126 decompress to zeros, in every dtype."""
+    """Zeros of either sign, and magnitudes below 2^-126, decompress to zeros, in every dtype."""
     for size in (*_sizes(case), 5000):
         for dtype in case.dtypes:
             for zero in (0.0, -0.0):
@@ -181,7 +181,7 @@ def huge_values(case: Case) -> None:
 def non_finite_is_an_error(case: Case) -> None:
     """One infinity or NaN anywhere, in every dtype, also in the residual, raises NonFiniteError."""
     if case.jit:
-        return  # there is nothing to look at while tracing
+        return  # traced values cannot be checked
     bucket = min(case.compressor.traits.bucket_size, 5000)
     for dtype in ("float32", "float64", "float16", "bfloat16"):
         if not has_dtype(case.xp, dtype):
@@ -221,7 +221,7 @@ def _require_refused(case: Case, dtype: str, size: int, position: int, bad: floa
 
 
 def foreign_payload_is_an_error(case: Case) -> None:
-    """A payload of another size, configuration or compressor, or of other bytes, raises PayloadError."""
+    """A payload of another size, configuration or compressor, or with other bytes, raises PayloadError."""
     bucket = min(case.compressor.traits.bucket_size, 5000)
     for size in (9, bucket + 3):
         x = case.array(vector("gaussian", size, 9))
@@ -268,7 +268,7 @@ FORM_LAWS: tuple[Law, ...] = (
     identity_of_configuration,
     round_trip_of_bytes,
 )
-"""What a compressor announces. The other laws rest on these, and are looked at where these hold."""
+"""Laws about announcements. All other laws rely on these, and run only if these hold."""
 
 STATE_LAWS: tuple[Law, ...] = (
     independent_of_calls,
@@ -279,7 +279,7 @@ STATE_LAWS: tuple[Law, ...] = (
     nothing_is_shared,
     results_into_buffers,
 )
-"""What a result depends on, and what a call leaves behind. Laws that compare results rest on these."""
+"""Laws about what a result depends on, and what a call leaves behind. Laws that compare results rely on these."""
 
 VALUE_LAWS: tuple[Law, ...] = (
     one_way,
@@ -296,7 +296,7 @@ VALUE_LAWS: tuple[Law, ...] = (
     foreign_payload_is_an_error,
     damaged_payload_is_an_error,
 )
-"""What becomes of values, keys and payloads."""
+"""Laws about values, keys and payloads."""
 
 MEAN_LAWS: tuple[Law, ...] = (
     no_key_repeats,
@@ -307,7 +307,7 @@ MEAN_LAWS: tuple[Law, ...] = (
     unbiased_at_every_size,
     unbiased,
 )
-"""What holds on average over the draws, or for the worst of vectors. They rest on all others, and take longest."""
+"""Laws about averages over draws, and about the worst vectors. They rely on all others, and take longest."""
 
 LAWS: tuple[Law, ...] = (*FORM_LAWS, *STATE_LAWS, *VALUE_LAWS, *MEAN_LAWS)
-"""The laws of the compressor as a whole."""
+"""The laws about a compressor as a whole."""

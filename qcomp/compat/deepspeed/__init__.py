@@ -1,9 +1,9 @@
-"""DeepSpeed's 1-bit Adam, 0/1 Adam and 1-bit LAMB, step by step as its release 0.19.6 made them, the last with them.
+"""DeepSpeed's 1-bit Adam, 0/1 Adam and 1-bit LAMB, step by step as in 0.19.6, the last release with them.
 
-Same parameters, same gradients: the same trajectory up to rounding, with what was odd about it. What is different is
-what surrounds it: any array library, any communicator, and a checkpoint that keeps the errors of compression, so
-that a resumed run goes on as if it had never stopped. For new work there are `qcomp.OneBitAdam` and its
-neighbours, without the oddities.
+With the same parameters and gradients they give the same trajectory up to rounding, including DeepSpeed's oddities.
+Unlike DeepSpeed, they work with any array library and communicator, and their checkpoints keep the compression errors,
+so that a resumed run continues as if it had never stopped. For new work use `qcomp.OneBitAdam`, `qcomp.ZeroOneAdam` and
+`qcomp.OneBitLamb`, which lack the oddities.
 """
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer

@@ -1,4 +1,4 @@
-"""What the three optimizers share: a first call that only counts, masks, and errors in the state."""
+"""The base of the three optimizers: a first call that only counts, masks, and errors in the state."""
 
 import math
 from abc import abstractmethod
@@ -26,29 +26,28 @@ _WORKER, _SERVER = "worker_error", "server_error"
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptimizer(Optimizer):
-    """Base of the optimizers that go step by step as DeepSpeed's.
+    """Base of the optimizers that reproduce DeepSpeed's step by step.
 
-    The first call changes nothing and is counted: DeepSpeed used it to try its buffers. There is no bias correction
-    in any call. Weight decay is decoupled.
+    The first call changes nothing but counts: DeepSpeed uses it to set up its buffers. No call corrects the bias.
+    Weight decay is decoupled.
 
     Parameters
     ----------
     learning_rate, weight_decay, nonfinite, groups
-        See `qcomp.Optimizer`. A schedule is given the number of completed calls, the first one included.
+        See `qcomp.Optimizer`. A schedule receives the number of completed calls, including the first one.
     betas : tuple of two floats
-        Decay of momentum and variance, each from 0 to below 1.
+        Decay rates of momentum and variance, each from 0 to below 1.
     eps : float
-        Added to the root of the variance, above 0.
+        Added to the square root of the variance, above 0.
     exp_avg_mask : mapping of str to array, optional
-        By the names of parameters: what an exchanged momentum is multiplied by, of the parameter's shape. One bit
-        cannot say zero; so where a parameter never has a gradient there must be a 0 here.
+        Factors of exchanged momenta, by parameter name and of the parameter's shape. One bit cannot represent zero, so
+        elements that never have a gradient need a 0 here.
     clip_norm, seed
-        Must be None, and has no effect: clip gradients before the step; nothing is drawn.
+        ``clip_norm`` must be None: clip gradients before the step. ``seed`` has no effect, since nothing is drawn.
 
     Notes
     -----
-    The exchange depends on parameters as well as gradients, so that there are no two halves of a step: drive
-    `stages`.
+    The exchange depends on parameters as well as gradients, so a step has no two halves: drive `stages`.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -66,7 +65,7 @@ class DeepSpeedOptimizer(Optimizer):
             raise ValueError(f"clip_norm is {self.clip_norm!r}; expected None: clip before the step")
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the errors, which are each rank's own."""
+        """Return the errors, which differ between ranks."""
         return (_WORKER, _SERVER)
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
@@ -127,15 +126,15 @@ class DeepSpeedOptimizer(Optimizer):
         *,
         strict: bool = True,
     ) -> OptimizerState:
-        """Return the state that `state_dict` has saved, errors included; see `qcomp.Optimizer.load_state_dict`.
+        """Return the state saved by `state_dict`, including errors; see `qcomp.Optimizer.load_state_dict`.
 
-        DeepSpeed drops the errors when it loads, so that a resumed run goes another way; here it goes on as if there
-        had been no stop. Not in a world of another size, though: the padding and the shards are of that world.
+        DeepSpeed drops the errors on loading, which changes a resumed run; here it continues as if it had never
+        stopped. Worlds of another size are refused, since padding and shards depend on the size.
 
         Raises
         ------
         ValueError
-            As in `qcomp.Optimizer.load_state_dict`, and for dicts of another number of ranks.
+            As in `qcomp.Optimizer.load_state_dict`, and for dicts from another number of ranks.
         """
         if not isinstance(saved, Mapping):
             others = any(int(plain(each["size"])) != comm.size for each in saved)
@@ -153,7 +152,7 @@ class DeepSpeedOptimizer(Optimizer):
     def _advance(
         self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState
     ) -> Stages[tuple[list[Array], OptimizerState]]:
-        """Return the parameters and the state, but for its step, after any call but the first."""
+        """Return the parameters and the state, except its step, after any call except the first."""
 
     def _exact_mean(self, grads: Sequence[Array], state: OptimizerState) -> Stages[list[Array]]:
         means, _ = yield from EXACT.stages(list(grads), MeanState(state.rank, state.size, (), ()))
@@ -162,7 +161,7 @@ class DeepSpeedOptimizer(Optimizer):
     def _sign_means(
         self, values: Mapping[int, Array], state: OptimizerState
     ) -> Stages[tuple[dict[int, Array], OptimizerState]]:
-        """Return the compressed means of some tensors, by number, one message a peer for all; and the new errors."""
+        """Return the compressed means of some tensors, with one message per peer for all, and the new errors."""
         errors = [Errors(*pair) for pair in zip(state.arrays[_WORKER], state.arrays[_SERVER], strict=True)]
         results = yield from fuse([sign_mean(x, errors[i], state.size) for i, x in values.items()])
         means = {}
@@ -173,14 +172,14 @@ class DeepSpeedOptimizer(Optimizer):
     def _errors(
         self, state: OptimizerState, counts: Iterable[int] | None = None
     ) -> dict[str, tuple[Array, ...]]:
-        """Return errors of zero, for as many elements as each tensor has or as it is said."""
+        """Return zero errors, for the elements of each tensor or the given numbers."""
         sizes = [math.prod(m.shape) for m in state.momentum] if counts is None else counts
         return _by_kind(
             [Errors.zeros(m, count, state.size) for m, count in zip(state.momentum, sizes, strict=True)]
         )
 
     def _masked(self, values: Sequence[Array], state: OptimizerState) -> list[Array]:
-        """Return the values, with the masks of those tensors that have one."""
+        """Return the values, multiplied by their masks if any."""
         masks = self.exp_avg_mask or {}
         return [
             x * array_namespace(x).asarray(masks[name], dtype=x.dtype, device=device(x))

@@ -1,4 +1,4 @@
-"""1-bit Adam as DeepSpeed made it."""
+"""DeepSpeed's 1-bit Adam."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ __all__ = ["OnebitAdam", "onebit_adam"]
 
 @dataclass(frozen=True, kw_only=True)
 class OnebitAdam(DeepSpeedOptimizer):
-    """What `onebit_adam` returns.
+    """The optimizer that `onebit_adam` returns.
 
-    - Stage "warmup": momentum and variance of the exact mean gradient. - Stage "compressed", from the call after
-    number max(2, ``freeze_step``): every rank puts its own gradient into the
-      common momentum, `sign_mean` averages the results, and the variance stays.
+    - Stage "warmup": momentum and variance of the exact mean gradient.
+    - Stage "compressed", from the call after number max(2, ``freeze_step``): every rank adds its own gradient to the
+      common momentum, `sign_mean` averages the results, and the variance is constant.
 
     Examples
     --------
@@ -34,7 +34,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         require_step("freeze_step", self.freeze_step)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or with errors of zero that of the compressed stage."""
+        """Return the state of the warm-up, or of the compressed stage with zero errors."""
         if stage != "compressed":
             return super().enter(state, stage)
         return state._replace(stage=stage, arrays=self._errors(state))
@@ -76,25 +76,25 @@ def onebit_adam(
     Parameters
     ----------
     learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule is given the number of completed calls.
+        DeepSpeed's ``lr``. A schedule receives the number of completed calls.
     freeze_step : int
-        The last call with an exact mean gradient; 2 at least, whatever is said.
+        The last call with an exact mean gradient; values below 2 mean 2.
     betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
         See `DeepSpeedOptimizer`.
 
     Returns
     -------
     OnebitAdam
-        An optimizer like the others: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
+        An optimizer with the usual methods: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
 
     Notes
     -----
-    Calls are counted from 1. Call 1 changes nothing. Calls 2 to ``freeze_step``: m = b1 m + (1 - b1) g, v = b2 v + (1
-    - b2) g^2, x = x - rate (m / (sqrt(v) + eps) + weight_decay x), without bias correction: the first steps are (1 -
-    b1) / sqrt(1 - b2) times the rate. After that v stays, as it is, and m is the `sign_mean` of b1 m + (1 - b1) g_i,
-    times the mask. DeepSpeed accepts ``bias_correction``, ``eps_inside_sqrt`` and ``max_grad_norm`` and never uses
-    them; here they do not exist. Sends 2 (N - 1) / N bits an element and step, padding included. Source: DeepSpeed
-    0.19.6, of which it reproduces every step; Tang et al., ICML 2021.
+    Calls are counted from 1. Call 1 changes nothing. Calls 2 to ``freeze_step``: m = b1 m + (1 - b1) g, v = b2 v + (1 -
+    b2) g^2, x = x - rate (m / (sqrt(v) + eps) + weight_decay x), without bias correction: the first steps are (1 - b1)
+    / sqrt(1 - b2) times the rate. After that v stays constant, and m is the `sign_mean` of b1 m + (1 - b1) g_i, times
+    the mask. DeepSpeed accepts ``bias_correction``, ``eps_inside_sqrt`` and ``max_grad_norm`` but never uses them; here
+    they do not exist. Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which
+    it reproduces step by step; Tang et al., ICML 2021.
 
     Examples
     --------

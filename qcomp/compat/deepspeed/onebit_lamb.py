@@ -1,4 +1,4 @@
-"""1-bit LAMB as DeepSpeed made it."""
+"""DeepSpeed's 1-bit LAMB."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,11 @@ _COEFF, _FACTOR, _SCALING = "lamb_coeff_freeze", "last_factor", "scaling_coeff"
 
 @dataclass(frozen=True, kw_only=True)
 class OnebitLamb(DeepSpeedOptimizer):
-    """What `onebit_lamb` returns.
+    """The optimizer that `onebit_lamb` returns.
 
-    - Stage "warmup": LAMB with the exact mean gradient; a running average of each tensor's coefficient is kept. -
-    Stage "compressed", from the call after number max(2, ``freeze_step``): all momenta are exchanged as one vector,
-    and
-      the average of the coefficient, times a factor, takes the place of the coefficient.
+    - Stage "warmup": LAMB with the exact mean gradient; it keeps a running average of each tensor's coefficient.
+    - Stage "compressed", from the call after number max(2, ``freeze_step``): all momenta are exchanged as one vector,
+      and the average of the coefficient, times a factor, replaces the coefficient.
 
     Examples
     --------
@@ -63,7 +62,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         return state._replace(numbers={f"{kind}.{name}": x for kind, x in first.items() for name in names})
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or with errors of zero that of the compressed stage."""
+        """Return the state of the warm-up, or of the compressed stage with zero errors."""
         if stage != "compressed":
             return super().enter(state, stage)
         count = sum(math.prod(m.shape) for m in state.momentum)
@@ -76,7 +75,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         others = len(state.momentum) - 1
         padding = padded_size(count, state.size) - count if state.size > 1 else 0
         arrays = {
-            # One buffer for all tensors, so one error: the first tensor's.
+            # One buffer for all tensors, so one error, stored with the first tensor.
             **self._errors(state, (count, *(0 for _ in range(others)))),
             _FRESH: tuple(xp.zeros_like(v) for v in state.variance),
             _PADDING: (zeros(padding), *(zeros(0) for _ in range(others))),
@@ -113,7 +112,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         return moved, self._frozen(new_state, call)
 
     def _frozen(self, state: OptimizerState, call: int) -> OptimizerState:
-        """Return the first state of the compressed stage: what scales the tensors alike, and a second variance."""
+        """Return the first state of the compressed stage: the scales of the tensors, and a second variance."""
         filled = [
             (name, m) for name, m in zip(state.names, state.momentum, strict=True) if math.prod(m.shape)
         ]
@@ -127,7 +126,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         united = sum(scales.values()) / max(1, len(scales))
         scaling = {f"{_SCALING}.{name}": united / scale for name, scale in scales.items()}
         new_state = self.enter(state._replace(numbers={**state.numbers, **scaling}), "compressed")
-        if call == self.freeze_step:  # in a later one, which follows from freeze_step < 2, it is too late
+        if call == self.freeze_step:  # not in a later call, as with freeze_step < 2
             new_state = new_state._replace(arrays={**new_state.arrays, _FRESH: state.variance})
         return new_state
 
@@ -172,7 +171,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         return moved, new_state._replace(momentum=tuple(momentum), arrays=arrays, numbers=numbers)
 
     def _reconstructed(self, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
-        """Return the gradients that make the new momentum of the old one."""
+        """Return the gradients that turn the old momentum into the new one."""
         beta1, _ = self.betas
         return [divide(n - o * beta1, 1 - beta1) for n, o in zip(new, old, strict=True)]
 
@@ -199,9 +198,9 @@ def onebit_lamb(
     Parameters
     ----------
     learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule is given the number of completed calls.
+        DeepSpeed's ``lr``. A schedule receives the number of completed calls.
     freeze_step : int
-        The last call with an exact mean gradient; 2 at least, whatever is said.
+        The last call with an exact mean gradient; values below 2 mean 2.
     betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
         See `DeepSpeedOptimizer`.
     max_coeff, min_coeff : float
@@ -211,12 +210,12 @@ def onebit_lamb(
     factor_max, factor_min : float
         Bounds of the factor of that average in the compressed stage.
     factor_threshold : float
-        By which share the factor may change from one step to the next.
+        Largest relative change of the factor per step.
 
     Returns
     -------
     OnebitLamb
-        An optimizer like the others: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
+        An optimizer with the usual methods: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
 
     Raises
     ------
@@ -230,14 +229,14 @@ def onebit_lamb(
     them is zero, x = x - rate c d, and unless c = 1 the average a = coeff_beta a + (1 - coeff_beta) c, from zero and
     not corrected.
 
-    At the freeze f = v, and s is the mean over the tensors of ||m|| / sqrt(size), over that of the tensor. From then
-    on all s (b1 m + (1 - b1) g_i) together, and behind them the padding of the last mean, are averaged by one
-    `sign_mean`; the results over s, times the mask, are the new momenta m'. With g = (m' - b1 m) / (1 - b1), f = b2 f
-    + (1 - b2) g^2, and factor = max (sqrt(v) + eps) / (sqrt(f) + eps), with weight decay drawn to 1 by the share of
-    the update that is not the momentum's, within its bounds: x = x - rate a factor d with the frozen v.
+    At the freeze f = v, and s is the mean of ||m|| / sqrt(size) over all tensors, divided by that of the tensor. From
+    then on one `sign_mean` averages all s (b1 m + (1 - b1) g_i) together, followed by the padding of the last mean; the
+    results divided by s, times the mask, are the new momenta m'. With g = (m' - b1 m) / (1 - b1), f = b2 f + (1 - b2)
+    g^2, and factor = max (sqrt(v) + eps) / (sqrt(f) + eps), with weight decay drawn towards 1 by the share of the
+    update that does not come from the momentum, within its bounds: x = x - rate a factor d with the frozen v.
 
-    Sends 2 (N - 1) / N bits an element and step, padding included. Source: DeepSpeed 0.19.6, of which it reproduces
-    every step; Li et al., 2021 (arXiv 2104.06069).
+    Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which it reproduces step
+    by step; Li et al., 2021 (arXiv 2104.06069).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The compressed mean of DeepSpeed: signs in two phases, one scale for a tensor and one for a server's shard."""
+"""DeepSpeed's compressed mean: signs in two phases, with one scale per tensor and one per server's shard."""
 
 import math
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ from qcomp.core.reporting import name_ranks
 __all__ = ["Errors", "norm", "padded_size", "sign_mean"]
 
 _LIMIT = 2.0**48
-"""Magnitudes from here on are refused like infinities: below it no sum of squares overflows."""
+"""Magnitudes from here on are refused like infinities; below, no sum of squares overflows."""
 
 
 class Errors(NamedTuple):
-    """What a rank keeps between two means of one tensor."""
+    """The errors of a rank between two means of one tensor."""
 
     worker: Array
-    """What compression of this rank's values lost, flat, padded; empty on a single rank."""
+    """The compression error of this rank's values, flat and padded; empty on a single rank."""
     server: Array
-    """What compression of the mean lost, in this rank's shard."""
+    """The compression error of the mean, in this rank's shard."""
 
     @classmethod
     def zeros(cls, like: Array, count: int, ranks: int) -> "Errors":
-        """Return errors of zero for a tensor of ``count`` elements, in the library and dtype of an array."""
+        """Return zero errors for a tensor of ``count`` elements, in the library and dtype of ``like``."""
         length = padded_size(count, ranks) if ranks > 1 else 0
         xp = array_namespace(like)
         sizes = (length, length // ranks)
@@ -46,7 +46,7 @@ class Errors(NamedTuple):
 
 
 def padded_size(count: int, ranks: int) -> int:
-    """Return the number of elements that count where there are ``count``: a multiple of ranks * lcm(ranks, 8).
+    """Return the padded number of elements for ``count`` elements: a multiple of ranks * lcm(ranks, 8).
 
     Examples
     --------
@@ -63,16 +63,16 @@ def norm(x: Array) -> Array:
 
 
 def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Errors]]:
-    """Average x over the ranks with one bit an element, as a generator of pure stages.
+    """Average x over the ranks with one bit per element, as a generator of pure stages.
 
     Parameters
     ----------
     x : array
         This rank's values, any shape, float32 or float64.
     errors : Errors
-        Of the last mean, or `Errors.zeros`.
+        The errors of the last mean, or `Errors.zeros`.
     ranks : int
-        How many there are. On a single one nothing is compressed.
+        Number of ranks. A single rank compresses nothing.
 
     Yields
     ------
@@ -81,7 +81,7 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
     Returns
     -------
     mean : array
-        Of the shape and dtype of x, the same on all ranks bit for bit.
+        Has the shape and dtype of x, and is equal on all ranks bit for bit.
     errors : Errors
 
     Raises
@@ -91,13 +91,13 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
 
     Notes
     -----
-    With P the padded size, b = (x, 0) + worker error, s = ||b||_2 / sqrt(P) and sign(0) = +1, worker i sends
-    s_i sign(b_i); a server takes c = sum_i s_i sign(b_i) / N + server error of its P / N elements and sends
-    t sign(c), t = ||c||_2 / sqrt(P / N). What either lost is its new error. The padding counts in the scales
-    and has errors of its own. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice.
+    With P the padded size, b = (x, 0) + worker error, s = ||b||_2 / sqrt(P) and sign(0) = +1, worker i sends s_i
+    sign(b_i); a server takes c = sum_i s_i sign(b_i) / N + server error of its P / N elements and sends t sign(c), t =
+    ||c||_2 / sqrt(P / N). What each of them loses is its new error. The padding counts in the scales and has errors
+    too. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice.
 
-    The bits are those of `qcomp.core.numeric.bitplanes`, 1 for negative; DeepSpeed's wire has them most significant
-    first and 1 for the others, which is all the difference there is. Source: DeepSpeed 0.19.6, whose
+    The bits are those of `qcomp.core.numeric.bitplanes`, 1 for negative; DeepSpeed's wire format has the most
+    significant bits first and 1 for positive; this is the only difference. Source: DeepSpeed 0.19.6, whose
     ``compressed_allreduce`` this reproduces; Tang et al., ICML 2021.
 
     Examples
@@ -142,13 +142,13 @@ class _Message(NamedTuple):
 
 
 class _Signed(NamedTuple):
-    """What has become of some values."""
+    """Compressed values."""
 
     scale: Array
     negative: Array
     error: Array
     refusal: NonFiniteError | None
-    """Why they could not be compressed; the scale is then NaN, which tells all ranks."""
+    """The reason why they could not be compressed; the scale is then NaN, which tells all ranks."""
 
     def messages(self, count: int) -> tuple[Array, ...]:
         """Return the scale and the packed signs of each of ``count`` equal parts."""
@@ -178,7 +178,7 @@ def _values(scale: Array, negative: Array) -> Array:
 
 
 def _opened(messages: Sequence[Array], like: Array, refusal: NonFiniteError | None) -> list[_Message]:
-    """Return what the ranks have sent, or raise if one of them has refused."""
+    """Return the messages of all ranks, or raise if one of them refused."""
     xp = array_namespace(like)
     name = dtype_name(like.dtype)
     start = itemsize(name)

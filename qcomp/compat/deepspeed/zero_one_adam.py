@@ -1,4 +1,4 @@
-"""0/1 Adam as DeepSpeed made it."""
+"""DeepSpeed's 0/1 Adam."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _ACCUMULATOR = "momentum_accumulator"
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneAdam(DeepSpeedOptimizer):
-    """What `zero_one_adam` returns.
+    """The optimizer that `zero_one_adam` returns.
 
-    - Stage "warmup": at some calls momentum and variance take the exact mean gradient, at the others the momentum
-      takes the compressed one.
-    - Stage "local", from the second call after number max(1, ``var_freeze_step``): the variance stays, every rank steps
-      alone, and at some calls the ranks synchronise. Between these they differ in parameters and momentum.
+    - Stage "warmup": in some calls momentum and variance use the exact mean gradient, in the others the momentum uses
+      the compressed one.
+    - Stage "local", from the second call after number max(1, ``var_freeze_step``): the variance is constant, every rank
+      makes local steps, and in some calls the ranks synchronise. In between, their parameters and momenta differ.
 
     Examples
     --------
@@ -47,16 +47,16 @@ class ZeroOneAdam(DeepSpeedOptimizer):
             )
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:
-        """Return the errors, and in the local stage what each rank has of its own between two synchronisations."""
+        """Return the errors, and in the local stage the other arrays that differ between ranks."""
         local = ("momentum", _ACCUMULATOR) if stage == "local" else ()
         return (*super().own_kinds(stage), *local)
 
     def apart(self, stage: str) -> bool:
-        """Return whether the ranks go on alone."""
+        """Return whether the ranks make local steps."""
         return stage == "local"
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
-        """Return moments and errors of zero."""
+        """Return zero moments and errors."""
         state = super().start(params, names, rank, size)
         numbers = {
             "var_interval": 1.0,
@@ -68,7 +68,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         return state._replace(arrays=self._errors(state), numbers=numbers)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or with errors of zero that of the local stage."""
+        """Return the state of the warm-up, or of the local stage with zero errors."""
         if stage != "local":
             return super().enter(state, stage)
         zeros = tuple(array_namespace(m).zeros_like(m) for m in state.momentum)
@@ -104,7 +104,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
             momentum, variance = self._blended(momentum, means), self._varied(variance, means)
         else:
             exchanged, new_state = yield from self._sign_means(dict(enumerate(grads)), state)
-            if state.size > 1:  # a single rank leaves its momentum as it is
+            if state.size > 1:  # a single rank does not change its momentum
                 momentum = self._blended(momentum, self._masked(list(exchanged.values()), state))
         updates = self._updates(params, momentum, variance, state)
         moved = [p - rate * u for p, u, rate in zip(params, updates, self.rates(state), strict=True)]
@@ -174,41 +174,41 @@ def zero_one_adam(
     Parameters
     ----------
     learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule is given the number of completed calls. Once the variance stays, it must be
-        above 0 in some step of each synchronisation.
+        DeepSpeed's ``lr``. A schedule receives the number of completed calls. Once the variance is constant, it must be
+        above 0 in some step before each synchronisation.
     betas, eps, weight_decay, exp_avg_mask, groups
         See `DeepSpeedOptimizer`.
     var_freeze_step : int
-        The variance stays from two calls after this one.
+        The variance is constant from two calls after this one.
     var_update_scaler : int
-        After so many updates of the variance the interval between them doubles.
+        Number of variance updates after which the interval between them doubles.
     local_step_scaler : int
-        After so many calls the interval between synchronisations doubles.
+        Number of calls after which the interval between synchronisations doubles.
     local_step_clipper : int
-        The longest such interval.
+        The longest interval between synchronisations.
 
     Returns
     -------
     ZeroOneAdam
-        An optimizer like the others: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
+        An optimizer with the usual methods: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
 
     Notes
     -----
-    Calls are counted from 1. Call 1 changes nothing. While the variance changes, at every k-th call
-    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2 with the exact mean gradient g, and at the others
-    m = b1 m + (1 - b1) `sign_mean` (g_i), times the mask; a single rank then leaves m as it is, and its gradient has no
-    effect. Always x = x - rate (m / (sqrt(v) + eps) + weight_decay x), without bias correction.
+    Calls are counted from 1. Call 1 changes nothing. While the variance changes, in every k-th call m = b1 m + (1 - b1)
+    g, v = b2 v + (1 - b2) g^2 with the exact mean gradient g, and in the others m = b1 m + (1 - b1) `sign_mean` (g_i),
+    times the mask; a single rank then does not change m, and its gradient has no effect. Always x = x - rate (m /
+    (sqrt(v) + eps) + weight_decay x), without bias correction.
 
-    Once the variance stays, the errors are zero again, and a rank takes such steps with its own gradient and adds
-    them up in u. At every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if there are several ranks,
-    is put in their place: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
+    Once the variance is constant, the errors restart at zero, and a rank makes such steps with its own gradient and
+    adds them up in u. In every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if there are several
+    ranks, replaces them: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
 
-    Every rank takes back the u that it has added itself, so that ranks leave a synchronisation with parameters that are
-    the same up to rounding; `qcomp.ZeroOneAdam` keeps the common parameters instead.
+    Every rank subtracts the u that it has added itself, so after a synchronisation the ranks' parameters are equal only
+    up to rounding; `qcomp.ZeroOneAdam` keeps the common parameters instead.
 
-    What is sent is 2 (N - 1) / N bits an element for a `sign_mean`, 32 times that for an exact mean, nothing in
-    between. In steps that send nothing a gradient that is not finite stays unnoticed; all ranks raise at the next
-    synchronisation. Source: DeepSpeed 0.19.6, of which it reproduces every step; Lu et al., ICLR 2023.
+    Sends 2 (N - 1) / N bits per element for a `sign_mean`, 32 times as much for an exact mean, and nothing in local
+    steps. A non-finite gradient in a local step goes unnoticed until the next synchronisation, where all ranks raise.
+    Source: DeepSpeed 0.19.6, which it reproduces step by step; Lu et al., ICLR 2023.
 
     Examples
     --------
