@@ -144,7 +144,7 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
     names = dict.fromkeys(key[:2] for key in found)
     rows = [[*name, *(page.cell(found[*name, size]) for size in SIZES)] for name in names]
     head = ["", "", *(f"{size:,} elements" for size in SIZES)]
-    text = f"Microseconds of a call besides its arithmetic. {page.made(document)}"
+    text = f"Overhead of a call in microseconds. {page.made(document)}"
     starts = [[name, page.cell(cold_or_warm)] for name, cold_or_warm in document["startup"].items()]
     return {
         "overhead": f"{text}\n\n{page.table(head, rows)}",

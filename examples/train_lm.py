@@ -7,7 +7,7 @@ A byte-level transformer learns Python's own standard library, data-parallel ove
 Without options it trains four times with the same seed and steps: under exact Adam, 1-bit Adam, QAdam with 8
 bits and SGD with 4-bit QSGD and error feedback, and compares what each reached and what it sent.
 
-Ctrl-C stops all ranks after the same step. With ``--checkpoint-dir``, ``--resume`` goes on from there, and ends
+Ctrl-C stops all ranks after the same step. With ``--checkpoint-dir``, ``--resume`` continues from there, and ends
 with the same ``parameters_sha256`` in summary.json as a run that was never stopped.
 """
 
@@ -62,7 +62,7 @@ def main() -> int:
             say(comm, f"train_lm.py: error: {name}: {error}")
             return 2
         if run is None:
-            how = "--resume goes on from here" if folder else "without --checkpoint-dir it was not kept"
+            how = "--resume continues from here" if folder else "without --checkpoint-dir it was not kept"
             say(comm, f"stopped in {name}; {how}")
             status = 130
             break

@@ -147,13 +147,13 @@ class NCCLCommunicator(Verbs):
 def _import() -> tuple[Any, Any]:
     """Return CuPy and its NCCL."""
     try:
-        import cupy  # noqa: PLC0415  (only who creates a communicator needs it)
+        import cupy  # noqa: PLC0415  (only needed to create a communicator)
         from cupy.cuda import nccl  # noqa: PLC0415
 
         if not nccl.available:  # CuPy puts an empty module in its place
             raise ImportError("CuPy found no NCCL library")
     except ImportError as error:
         raise ImportError(
-            "an NCCL communicator needs CuPy with NCCL: pip install 'qcomp[cuda]', and NVIDIA's nccl for it"
+            "an NCCL communicator needs CuPy with NCCL: pip install 'qcomp[cuda]', and NVIDIA's NCCL"
         ) from error
     return cupy, nccl

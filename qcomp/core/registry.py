@@ -43,7 +43,7 @@ def _offered() -> dict[str, Callable[[], type[Compressor]]]:
     for point in entry_points(group=_GROUP):
         source = f"{point.value} of {point.dist.name if point.dist else 'an unknown package'}"
         if point.name in _classes:
-            raise ValueError(f"{source} is offered as compressor {point.name!r}, which is qcomp's own")
+            raise ValueError(f"{source} offers compressor {point.name!r}, a name of qcomp's own compressors")
         if point.name in offered:
             raise ValueError(
                 f"compressor {point.name!r} is offered by {offered[point.name][0]} and by {source}"

@@ -92,7 +92,7 @@ def needs_key(case: Case) -> None:
             case.compressor.compress(x)
         except ValueError:
             continue
-        raise AssertionError("no key is not an error")
+        raise AssertionError("a missing key is not an error")
 
 
 def round_trip_of_bytes(case: Case) -> None:

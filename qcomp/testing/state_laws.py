@@ -48,7 +48,7 @@ def _compare(expected: Results, got: Results, sizes: tuple[int, ...], why: str) 
     for index, (a, b) in enumerate(zip(expected, got, strict=True)):
         if a != b:
             what = "the payload" if a[0] != b[0] else "the decompressed vector"
-            raise AssertionError(f"{why}, {what} of {sizes[index // count]} elements is another")
+            raise AssertionError(f"{why}, {what} of {sizes[index // count]} elements differs")
 
 
 def first_calls(case: Case) -> Results:

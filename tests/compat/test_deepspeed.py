@@ -376,7 +376,7 @@ class TestCheckpoint:
 
         texts = run_local(3, rank_main)
         if as_list:
-            assert all("saved is of another number of ranks; expected 3" in text for text in texts)
+            assert all("saved comes from another number of ranks; expected 3" in text for text in texts)
         else:
             assert all("of 2; this is rank" in text for text in texts)
 

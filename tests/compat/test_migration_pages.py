@@ -36,7 +36,7 @@ def test_deepspeed_names_every_parameter(make):
         assert f"`{name}" in page or f'"{name}' in page or f'`{name}="' in page, name
 
 
-@pytest.mark.filterwarnings("ignore:the variance of QAdam is not what it was at the freeze")
+@pytest.mark.filterwarnings("ignore:the variance of QAdam no longer fits the gradients")
 def test_bagua():
     """Its gradients shrink to a thousandth after the freeze, of which the watch warns."""
     scope = scope_of("bagua.md")

@@ -15,7 +15,7 @@ from qcomp.integrations.ddp import buckets as cut_buckets
 
 cut_buckets.PART_BYTES = 8000  # where there are few buckets, they are exchanged in parts
 warnings.simplefilter("error")
-warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* is not what it was")
+warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* no longer fits")
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)

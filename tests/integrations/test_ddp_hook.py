@@ -195,7 +195,7 @@ old = [torch.load(f"{tmp_path}/{{r}}", weights_only=False) for r in range(3)]
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     state.load_state_dict(old)
-assert any("a state of 3 ranks goes on with 2" in str(w.message) for w in told), told
+assert any("a state of 3 ranks resumes with 2" in str(w.message) for w in told), told
 torch.testing.assert_close(owed([state.state_dict()]), owed(old), rtol=1e-5, atol=1e-7)
 loss(model, 2).backward()
 say(state.iterations)
@@ -311,7 +311,7 @@ except qcomp.CommunicatorError as error:
 try:
     loss(model, 3).backward()
 except qcomp.CommunicatorError as error:
-    say("an exchange failed before" in str(error))
+    say("an earlier exchange failed" in str(error))
 """
     assert said(2, body, check=False) == [["True True", "True"], []]
 

@@ -72,7 +72,7 @@ def train(job: Any, opt: Any, change: Callable[[int], Any]) -> End:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             run.step(gradients)
-        told = [w for w in found if "is not what it was at the freeze" in str(w.message)]
+        told = [w for w in found if "no longer fits the gradients" in str(w.message)]
         warned = step if told and warned is None else warned
         if lost is None and not np.abs(run.params[0][0] - TARGET).max() < LOST * np.abs(TARGET).max():
             lost = step

@@ -282,8 +282,8 @@ class TestErrors:
     def test_of_another_rank(self, grads):
         errors = load(ONE_BIT, saved_of(ONE_BIT, grads)[::-1], grads)
         assert [str(e).partition(":")[0] for e in errors] == [
-            "the state is of rank 1 of 2; this is rank 0 of 2",
-            "the state is of rank 0 of 2; this is rank 1 of 2",
+            "the state belongs to rank 1 of 2; this is rank 0 of 2",
+            "the state belongs to rank 0 of 2; this is rank 1 of 2",
         ]
 
     def test_of_another_number_of_ranks(self, grads):
@@ -357,7 +357,7 @@ class TestErrors:
     def test_of_one_rank_only_is_an_error_on_all(self, grads):
         saved = saved_of(ONE_BIT, grads)
         broken, *others = load(ONE_BIT, [{**saved[0], "rank": 7}, *saved[1:]], grads)
-        assert "the state is of rank 7" in str(broken)
+        assert "the state belongs to rank 7" in str(broken)
         assert others
         for error in others:
             assert isinstance(error, MismatchError)

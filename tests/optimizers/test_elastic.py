@@ -314,7 +314,7 @@ def test_hierarchies(grads, before, after):
 def test_it_warns(grads):
     opt = sgd()
     saved, params = saved_by(opt, grads, 2)
-    with pytest.warns(UserWarning, match="a state of 2 ranks goes on with 3") as caught:
+    with pytest.warns(UserWarning, match="a state of 2 ranks resumes with 3") as caught:
         run_local(3, lambda comm: opt.load_state_dict(saved, params, comm, NAMES), timeout=20)
     assert {warning.filename for warning in caught} == {__file__}
 

@@ -363,7 +363,7 @@ class TestCheckpoint:
         def load(comm):
             return opt.load_state_dict(saved, params, comm)
 
-        with pytest.warns(UserWarning, match="goes on with"):
+        with pytest.warns(UserWarning, match="resumes with"):
             new = run_local(len(hosts), load, hosts=hosts, timeout=20)
         before, after = owed(Ranks(old)), owed(Ranks(new))
         assert max(np.abs(e).max() for e in before) > 1e-4

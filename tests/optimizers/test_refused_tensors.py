@@ -142,8 +142,8 @@ def test_two_optimizers_of_one_job_draw_different_numbers():
             lambda x: x.astype(">f4"),
             r"an array has dtype '>f4', of another byte order; expected .* x.astype\('float32'\)",
         ),
-        (np.matrix, "a numpy.matrix, whose operators are not those of arrays; expected a numpy.ndarray"),
-        (np.ma.masked_array, "a numpy.MaskedArray, whose operators are not those of arrays"),
+        (np.matrix, "a numpy.matrix, whose operators differ from those of arrays; expected a numpy.ndarray"),
+        (np.ma.masked_array, "a numpy.MaskedArray, whose operators differ from those of arrays"),
     ],
     ids=["byte order", "matrix", "masked"],
 )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp.comm import run_local
 
-pytestmark = pytest.mark.filterwarnings("ignore:the variance of OneBitAdam is")
+pytestmark = pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 
 SHAPES = [(40,), (7, 5), (3,)]
 STEPS = 14
@@ -166,7 +166,7 @@ def test_every_stage_is_reached(whole_runs, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.filterwarnings("ignore:a state of 2 ranks goes on with 3")
+@pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3")
 def test_goes_on_with_other_ranks_in_every_stage(whole_runs, name):
     """What is owed has tests of its own; here no optimizer keeps anything that another world cannot take."""
     opt, stages = OPTIMIZERS[name]

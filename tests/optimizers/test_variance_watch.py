@@ -256,7 +256,7 @@ class TestWarns:
         assert len(found) == 4
         for step, message in zip((6, 6, 8, 8), found, strict=True):
             for words in (
-                "variance of OneBitAdam is not what it was at the freeze",
+                "variance of OneBitAdam no longer fits the gradients",
                 f"at step {step}, it would be 9 times the frozen one now",
                 "pass watch=VarianceWatch(rewarm_steps=3)",
             ):

@@ -172,7 +172,7 @@ class TestSchedules:
             DoublingIntervals(1, 6)
 
     def test_settings_out_of_range(self):
-        with pytest.raises(ValueError, match="without step 1; expected a schedule with it"):
+        with pytest.raises(ValueError, match="which excludes step 1; expected a schedule with step 1"):
             zero_one(variance_steps=third)
         with pytest.raises(ValueError, match="decoupled_weight_decay is False; expected True"):
             zero_one(decoupled_weight_decay=False)

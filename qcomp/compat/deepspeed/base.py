@@ -143,7 +143,7 @@ class DeepSpeedOptimizer(Optimizer):
             )
             if others:
                 raise ValueError(
-                    f"saved is of another number of ranks; expected {comm.size}: the errors belong to the shards "
+                    f"saved comes from another number of ranks; expected {comm.size}: the errors belong to the shards "
                     "of these"
                 )
         return super().load_state_dict(saved, params, comm, names, strict=strict)

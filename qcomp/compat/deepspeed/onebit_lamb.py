@@ -121,7 +121,7 @@ class OnebitLamb(DeepSpeedOptimizer):
             if scale == 0:
                 raise ValueError(
                     f"the momentum of {name!r} is zero at the freeze, in call {call}; expected a tensor that has had "
-                    "a gradient: its norm is divided by"
+                    "a gradient, since the step divides by the momentum's norm"
                 )
         united = sum(scales.values()) / max(1, len(scales))
         scaling = {f"{_SCALING}.{name}": united / scale for name, scale in scales.items()}

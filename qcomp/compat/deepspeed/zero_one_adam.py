@@ -134,7 +134,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
             if not all(numbers[key] > 0 for key in sums):
                 raise ValueError(
                     f"learning_rate was 0 in all steps that call {call} synchronises; expected a number > 0 once "
-                    "the variance stays: the momentum is divided by their sum"
+                    "the variance is constant: the momentum is divided by the sum of the rates"
                 )
             divisors = [sqrt(v) + self.eps for v in state.variance]
             scaled = {i: u * d for i, (u, d) in enumerate(zip(pending, divisors, strict=True))}

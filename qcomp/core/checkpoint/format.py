@@ -108,7 +108,7 @@ def from_state_dict(
     rank, size = int(plain(saved["rank"])), int(plain(saved["size"]))
     if (rank, size) != (template.rank, template.size):
         raise ValueError(
-            f"the state is of rank {rank} of {size}; this is rank {template.rank} of "
+            f"the state belongs to rank {rank} of {size}; this is rank {template.rank} of "
             f"{template.size}: its residuals belong to that rank alone; pass a list with the dicts of all {size} "
             f"ranks to resume with another number of ranks"
         )
@@ -171,7 +171,7 @@ def require_schema(saved: Mapping[str, Any]) -> None:
     missing = [key for key in sorted(_plain_keys() - {MAKER, TOPOLOGY}) if key not in saved]
     if missing:
         raise ValueError(
-            f"saved has the keys {_some(saved) or 'of nothing'}, but not {_some(missing)}; expected a dict from the "
+            f"saved has the keys {_some(saved) or '(none)'}, but not {_some(missing)}; expected a dict from the "
             "state_dict of one of qcomp's optimizers"
         )
     schema = int(plain(saved["schema"]))

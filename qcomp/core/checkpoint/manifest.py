@@ -75,7 +75,9 @@ def holders(held: Sequence[Any]) -> list[int]:
         raise ValueError("saved is empty on every rank; expected the dict of each old rank on some rank")
     for each in dicts:
         if each[2:] != dicts[0][2:]:
-            raise ValueError(f"the dicts are not of one job and step: {_told(dicts[0])}, but {_told(each)}")
+            raise ValueError(
+                f"the dicts belong to different jobs or steps: {_told(dicts[0])}, but {_told(each)}"
+            )
     old_size = dicts[0][2]
     counts = Counter((new, old) for new, old, *_ in dicts)
     twice = [
@@ -127,7 +129,7 @@ def require_agreement(manifests: Sequence[Manifest]) -> None:
         if differing:
             raise ValueError(
                 f"the dicts of old ranks 0 and {old} differ in {differing[:5]}, which must be the same on all ranks: "
-                "they are not of one job"
+                "they belong to different jobs"
             )
 
 

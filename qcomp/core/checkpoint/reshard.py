@@ -176,8 +176,8 @@ def _merge(
     own_kinds = world.own_kinds(manifests[0].scalars["stage"])
     covered = _require_mergeable(manifests, template, world)
     warn_caller(
-        f"a state of {len(manifests)} ranks goes on with {world.size}, or with other chunks: every rank begins with "
-        "the total of the residuals, so nothing that compression owes is lost, but no run without a stop is the same"
+        f"a state of {len(manifests)} ranks resumes with {world.size}, or with other chunks: every rank starts with "
+        "the total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
     )
     arrays = {}
     for key, entry in manifests[0].but_kinds(WORKER, SERVER, *own_kinds).items():
@@ -256,8 +256,8 @@ def _require_mergeable(
         return {}
     if not likes:
         raise ValueError(
-            f"the states have residuals, as {min(held[0] or held[-1])}, and this world keeps none: it has one node "
-            "or feedback=False; expected a world that feeds back what they owe, such as topology='two_phase'"
+            f"the states have residuals, such as {min(held[0] or held[-1])}, but this world keeps none: it has one "
+            "node or feedback=False; expected a world with feedback between nodes, such as topology='two_phase'"
         )
     taking_part: dict[str, list[Part]] = {}
     served: dict[str, list[Part]] = {}

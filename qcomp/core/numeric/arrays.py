@@ -132,11 +132,13 @@ def _why_not(kind: Any) -> str | None:
     """Return why arrays of a class are refused, or None."""
     if hasattr(kind, "device_mesh") and hasattr(kind, "placements"):
         return (
-            "of which each rank holds a shard; expected whole arrays: average sharded models by their own framework, "
+            "of which each rank holds a shard; expected whole arrays: average sharded models with their own framework, "
             "or wrap them in DistributedDataParallel and use qcomp.integrations.ddp"
         )
     if kind.__module__.startswith("numpy") and kind.__name__ in ("MaskedArray", "matrix"):
-        return "whose operators are not those of arrays; expected a numpy.ndarray, such as numpy.asarray(x)"
+        return (
+            "whose operators differ from those of arrays; expected a numpy.ndarray, such as numpy.asarray(x)"
+        )
     return None
 
 

@@ -168,14 +168,14 @@ def ask(
         verdict = verdict._replace(history=())
     if verdict.frozen and rising:
         warn_caller(
-            f"the variance is frozen after {step} steps, while the learning rate still rises: gradients will change "
-            "with it. Freeze after it has risen"
+            f"the variance is frozen after {step} steps, while the learning rate still rises: gradients "
+            "change with it. Freeze after the rise"
         )
     patience = getattr(rule, "after", 0) + _PATIENCE * round(1 / (1 - beta2))
     if step == patience and not verdict.frozen and not isinstance(rule, FreezeAt):
-        cause = "the learning rate still rises" if rising else "the variance has not settled"
+        cause = "the learning rate still rises" if rising else "the variance is not stable yet"
         warn_caller(
-            f"nothing is compressed yet after {step} steps: {cause}, for which {rule} waits. To freeze nevertheless, "
+            f"nothing is compressed yet after {step} steps: {cause}, for which {rule} waits. To freeze anyway, "
             "pass freeze as a number of steps, or a rule with a lower threshold, and see the warnings of VarianceWatch"
         )
     return verdict

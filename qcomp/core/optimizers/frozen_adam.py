@@ -154,7 +154,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             return state
         again = self.watch.rewarm_steps
         warn_caller(
-            f"the variance of {type(self).__name__} is not what it was at the freeze: at step {state.step}, "
+            f"the variance of {type(self).__name__} no longer fits the gradients: at step {state.step}, "
             f"{'; '.join(news)}. "
             + (f"Now makes {again} exact steps and freezes it again" if again else self._cure())
         )

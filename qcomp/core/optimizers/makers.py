@@ -42,10 +42,10 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
         if name in _COMPRESSORS:
             raise ValueError(
                 f"the state was saved with {name}={before.get(name)}; this {now['optimizer']} has {after.get(name)}: "
-                "load it with the former, or pass strict=False to go on with the latter"
+                "load it with the former, or pass strict=False to continue with the latter"
             )
     if differing:
         changes = ", ".join(f"{name}={before.get(name)} (now {after.get(name)})" for name in differing)
         warn_caller(
-            f"the state was saved by {then['optimizer']} with {changes}; pass strict=False if that is wanted"
+            f"the state was saved by {then['optimizer']} with {changes}; pass strict=False if this is intended"
         )

@@ -134,14 +134,14 @@ class ZeroOneAdam(LocalAdam):
             object.__setattr__(self, "freeze", freeze_rule(self.freeze))
         if not self.variance_steps(1):
             raise ValueError(
-                f"variance_steps is {self.variance_steps!r}, without step 1; expected a schedule with it: "
-                "there is no variance before"
+                f"variance_steps is {self.variance_steps!r}, which excludes step 1; expected a schedule with step 1, "
+                "since there is no variance before"
             )
         if not self.decoupled_weight_decay:
             raise ValueError("decoupled_weight_decay is False; expected True: local gradients have no decay")
         if self.rescale_feedback:
             raise ValueError(
-                "rescale_feedback is True; expected False: what is sent has the rates in it already"
+                "rescale_feedback is True; expected False: the exchanged sums contain the learning rates already"
             )
 
     def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:

@@ -393,7 +393,7 @@ def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:
     tensorwise = replace(optimizer, tensorwise=True)
     if not isinstance(tensorwise.mean, TensorwiseMean):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, which keeps {type(tensorwise.mean).__name__}; expected one "
-            "that averages by a CompressedMean"
+            f"optimizer is a {type(optimizer).__name__}, which uses {type(tensorwise.mean).__name__}; expected one "
+            "that averages with a CompressedMean"
         )
     return tensorwise

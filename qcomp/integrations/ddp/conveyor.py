@@ -77,7 +77,7 @@ class Conveyor:
         with job.context():
             try:
                 if self._broken is not None:
-                    raise CommunicatorError(f"an exchange failed before: {self._broken}") from self._broken
+                    raise CommunicatorError(f"an earlier exchange failed: {self._broken}") from self._broken
                 arrived: Any = None if job.pending is None else job.pending.wait()
                 job.pending = self._comm.start(job.stages.send(arrived))
                 return

@@ -100,7 +100,7 @@ class OverlappedOptimizer(Joinable):
         if not running.ended:
             raise RuntimeError(
                 "step was called without a whole backward pass since the last one: no averaged gradient of "
-                f"{step.params.named(running.missing)}. If a forward pass does not use all parameters, make "
+                f"{step.params.named(running.missing)}. If a forward pass does not use all parameters, create "
                 "DistributedDataParallel with find_unused_parameters=True"
             )
         if running.refusal is not None:
@@ -226,8 +226,8 @@ class OverlappedOptimizer(Joinable):
             )
         if changed and not all(part.of_gradients for part in running.parts):
             raise RuntimeError(
-                f"the gradient of {params.named(changed)} was changed after the backward pass, but its momentum was "
-                f"averaged there already (stage {self.state.stage!r}), so the change would have no effect. To clip, "
+                f"the gradient of {params.named(changed)} was changed after the backward pass, but its momentum has "
+                f"been averaged already (stage {self.state.stage!r}), so the change would have no effect. To clip, "
                 "pass clip_norm to the optimizer; to scale, scale the loss; to change gradients between backward pass "
                 "and step, compress gradients instead: qcomp.integrations.ddp.hook, or qcomp.CompressedSGD"
             )

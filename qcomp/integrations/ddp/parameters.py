@@ -79,7 +79,7 @@ class AveragedParameters:
         if thawed:
             raise RuntimeError(
                 f"the parameter {thawed[0]!r} requires a gradient now, but did not when DistributedDataParallel was "
-                "made, which therefore never averages it: wrap the model again"
+                "created, which therefore never averages it: wrap the model again"
             )
 
     def gradients_in(self, bucket: Any) -> list[tuple[int, Any]]:
