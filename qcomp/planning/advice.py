@@ -144,8 +144,8 @@ def methods_of(
 ) -> tuple[Method, ...]:
     """Return the methods compared by default.
 
-    These are the plain all-reduces, also in 16 bits if gradients have 32, and each compressor in each topology that suits
-    the cluster. Without compressors, one of each kind is used.
+    These are the plain all-reduces, also in 16 bits if gradients have 32, and each compressor in each topology that
+    suits the cluster. Without compressors, one of each kind is used.
     """
     plain = [Method("ring"), Method("tree")]
     if gradient_bytes == 4:
