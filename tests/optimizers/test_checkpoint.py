@@ -288,7 +288,7 @@ class TestErrors:
 
     def test_of_another_number_of_ranks(self, grads):
         errors = load(ONE_BIT, saved_of(ONE_BIT, grads)[:1], grads)
-        assert "is of rank 0 of 2; this is rank 0 of 1" in str(errors[0])
+        assert "belongs to rank 0 of 2; this is rank 0 of 1" in str(errors[0])
 
     @pytest.mark.parametrize("steps", [2, 5])
     def test_of_another_model(self, grads, steps):
