@@ -286,7 +286,17 @@ class Optimizer(ABC):
     def stages(
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False
     ) -> Stages[tuple[Any, OptimizerState]]:
-        """Make one step as a generator of pure stages, for those who move the buffers themselves."""
+        """Make one step as a generator of pure stages, for callers that move the buffers themselves.
+
+        Parameters
+        ----------
+        params, grads : array or sequence of arrays
+            As for `step`.
+        state : OptimizerState
+            From `init` or the last step.
+        donate : bool
+            As for `step`.
+        """
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
         try:
