@@ -71,9 +71,9 @@ broken = {broken!r}
 compressor = qcomp.ScaledSign(bucket_size=64)
 if broken == "draws by bucket":
     compressor = qcomp.QSGD(levels=7, bucket_size=128)
-    def ignoring(self, *args, plain=buckets.TensorwiseMean.start, **how):
+    def ignoring(self, *args, plain=buckets.TensorwiseMean.begin, **how):
         return plain(dataclasses.replace(self, numbers=()), *args, **how)
-    buckets.TensorwiseMean.start = ignoring
+    buckets.TensorwiseMean.begin = ignoring
 elif broken == "chunks by bucket":
     buckets.TensorwiseMean.cutter = qcomp.CompressedMean.cutter
 else:
