@@ -14,7 +14,7 @@ from timing import Candidate, Timer, timer
 import qcomp
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
-from qcomp.core.numeric.arrays import empty_like
+from qcomp.core.primitives import empty_like
 
 __all__ = [
     "COMPRESSORS",

@@ -26,7 +26,7 @@ from timing import Candidate, Timer, interleaved, rounded
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.numeric.arrays import empty_like
+from qcomp.core.primitives import empty_like
 
 SUBJECTS = ["sign l1", "QSGD 4-bit", "min-max 8-bit"]
 DEEPSPEED = "DeepSpeed's operations"

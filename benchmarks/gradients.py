@@ -173,6 +173,7 @@ def compressor(norm: str, count: int, code: str) -> qcomp.Compressor:
 def plain(c: qcomp.Compressor) -> qcomp.Compressor:
     """Return what has the same values in fixed width."""
     assert c.coder is not None
+    assert isinstance(c.coder.plain, qcomp.Compressor)
     return c.coder.plain
 
 

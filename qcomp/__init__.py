@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcomp import backends
 from qcomp.core import checkpoint, feedback
-from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import (
     QSGD,
     Cast,
@@ -52,6 +52,7 @@ from qcomp.core.policies.by_name import ByName
 from qcomp.core.policies.exact_below import ExactBelow, Tensor
 from qcomp.core.registry import compressor, compressor_names, register
 from qcomp.core.state import OptimizerState
+from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:

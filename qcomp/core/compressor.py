@@ -5,72 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from qcomp.core import primitives
 from qcomp.core.errors import PayloadError
 from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, require_like
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
+from qcomp.core.traits import Coder, Traits
 
-__all__ = ["Coder", "Compressor", "Traits"]
-
-
-@dataclass(frozen=True)
-class Traits:
-    """The promises of a compressor C for every finite input v.
-
-    `qcomp.testing.check_compressor` tests each of them.
-
-    Parameters
-    ----------
-    bucket_size : int
-        Cutting the vector at multiples of this does not change the result; 1 if elements are independent.
-    random : bool
-        Whether C draws random numbers, and so needs a key.
-    unbiased : bool
-        E C(v) = v, up to 2**-17 of a level, the resolution of 16-bit draws.
-    omega : float or None
-        With ``unbiased``: E ||C(v) - v||^2 <= omega ||v||^2.
-    delta : float or None
-        Contraction: E ||C(v) - v||^2 <= (1 - delta) ||v||^2, 0 < delta <= 1.
-    lossless : bool
-        C(v) = v bit for bit.
-    keeps_zero : bool
-        An element that is 0 stays 0.
-    kept : int or None
-        The most elements of a bucket that differ from 0.
-    """
-
-    bucket_size: int
-    random: bool = False
-    unbiased: bool = False
-    omega: float | None = None
-    delta: float | None = None
-    lossless: bool = False
-    keeps_zero: bool = False
-    kept: int | None = None
-
-
-class Coder(Protocol):
-    """Shortens the payloads of a compressor without loss, on the host."""
-
-    @property
-    def plain(self) -> "Compressor":
-        """The compressor with the same results whose payloads are shortened."""
-        ...
-
-    def around(self, plain: "Compressor") -> "Coder":
-        """Return this coder for another compressor with the same payloads."""
-        ...
-
-    def shorten(self, data: Array, size: int) -> Array:
-        """Return the shortened data of a payload of the plain compressor."""
-        ...
-
-    def restore(self, data: Array, size: int) -> Array:
-        """Return the plain data; raise `PayloadError` if the bytes are malformed."""
-        ...
+__all__ = ["Compressor"]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from qcomp.core.traits import AnyCompressor
+
 if TYPE_CHECKING:
     from qcomp.core.coding.model import Model
-    from qcomp.core.compressor import Compressor
     from qcomp.core.numeric.arrays import Array
     from qcomp.core.numeric.random import Key
 
@@ -100,7 +101,7 @@ class KernelSet(Protocol):
 
     def encode(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         x: Array,
         residual: Array | None,
         key: Key | None,
@@ -118,7 +119,7 @@ class KernelSet(Protocol):
         ...
 
     def decode(
-        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to, of the shape and dtype of ``like``.
 
@@ -132,7 +133,7 @@ class KernelSet(Protocol):
         ...
 
     def average(
-        self, compressor: Compressor, payloads: Sequence[Array], like: Array, *, out: Array | None
+        self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
     ) -> Array | None:
         """Return the mean of what payloads of the shape and dtype of ``like`` decompress to, added in their order.
 
@@ -142,7 +143,7 @@ class KernelSet(Protocol):
 
     def compress_mean(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         payloads: Sequence[Array],
         like: Array,
         residual: Array | None,
@@ -213,7 +214,7 @@ class Partial:
 
     def average(
         self,
-        compressor: Compressor,  # noqa: ARG002
+        compressor: AnyCompressor,  # noqa: ARG002
         payloads: Sequence[Array],  # noqa: ARG002
         like: Array,  # noqa: ARG002
         *,
@@ -224,7 +225,7 @@ class Partial:
 
     def compress_mean(
         self,
-        compressor: Compressor,  # noqa: ARG002
+        compressor: AnyCompressor,  # noqa: ARG002
         payloads: Sequence[Array],  # noqa: ARG002
         like: Array,  # noqa: ARG002
         residual: Array | None,  # noqa: ARG002

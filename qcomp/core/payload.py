@@ -2,10 +2,10 @@
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qcomp.core.errors import PayloadError
 from qcomp.core.numeric.arrays import (
@@ -20,7 +20,7 @@ from qcomp.core.numeric.arrays import (
     itemsize,
 )
 
-__all__ = ["Field", "Payload", "PayloadSpec"]
+__all__ = ["Field", "Payload", "PayloadSpec", "make_compressors_with"]
 
 _MAGIC = b"QCMP"
 _VERSION = 1
@@ -140,6 +140,19 @@ class PayloadSpec:
         }
 
 
+def _unknown(spec: str) -> Any:
+    raise ValueError(f"no compressor is known, also not {spec!r}")
+
+
+_maker: Callable[[str], Any] = _unknown
+
+
+def make_compressors_with(maker: Callable[[str], Any]) -> None:
+    """Let this function make the compressor of a spec string, for `Payload.from_bytes`."""
+    global _maker  # noqa: PLW0603
+    _maker = maker
+
+
 @dataclass(frozen=True, eq=False)
 class Payload:
     """A compressed vector.
@@ -206,8 +219,6 @@ class Payload:
             If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Allocates no
             more than the bytes contain.
         """
-        from qcomp.core.registry import compressor  # noqa: PLC0415 - the registry's classes make payloads
-
         view = memoryview(blob).cast("B")
         if len(view) < _HEADER.size:
             raise PayloadError(f"the payload has {len(view)} bytes; a header has {_HEADER.size}")
@@ -228,7 +239,7 @@ class Payload:
         if dtype >= len(_DTYPES):
             raise PayloadError(f"the payload has dtype number {dtype}; expected 0 to {len(_DTYPES) - 1}")
         try:
-            made_by = compressor(bytes(described[_HEADER.size :]).decode())
+            made_by = _maker(bytes(described[_HEADER.size :]).decode())
             expected = made_by.payload_spec(size, _DTYPES[dtype])
         except (ValueError, TypeError) as error:
             raise PayloadError(f"the payload names a compressor that cannot be made: {error}") from error

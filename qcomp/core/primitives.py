@@ -20,7 +20,6 @@ from qcomp.core.numeric.arrays import (
     compute_dtype_name,
     divide,
     dtype_name,
-    empty_like,
     flush,
     is_mutable,
     is_read_late,
@@ -35,9 +34,9 @@ from qcomp.core.numeric.arrays import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from qcomp.core.compressor import Coder, Compressor
     from qcomp.core.numeric.random import Key
     from qcomp.core.payload import Payload
+    from qcomp.core.traits import AnyCompressor, Coder
 
 __all__ = [
     "adam_step",
@@ -46,6 +45,7 @@ __all__ = [
     "average",
     "compress_mean",
     "decode",
+    "empty_like",
     "encode",
     "finish_mean",
     "frozen_step",
@@ -55,8 +55,17 @@ __all__ = [
 ]
 
 
+def empty_like(x: Array) -> Array | None:
+    """Return a buffer of the shape and dtype of x, or None in a library with immutable arrays."""
+    kernels = chosen(x)
+    buffer = None if kernels is None else kernels.empty_like(x)
+    if buffer is None:
+        buffer = array_namespace(x).empty_like(x)
+    return buffer if is_mutable(buffer) else None
+
+
 def encode(
-    compressor: Compressor,
+    compressor: AnyCompressor,
     x: Array,
     residual: Array | None,
     key: Key | None,
@@ -68,7 +77,7 @@ def encode(
 
     Parameters
     ----------
-    compressor : Compressor
+    compressor : AnyCompressor
     x : array of float16, bfloat16, float32 or float64
     residual : array or None
         Of the shape of x and the dtype in which x is computed.
@@ -144,7 +153,7 @@ def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:
     return plain._replace(data=coder.shorten(data, size))
 
 
-def require_accepted(compressor: Compressor, encoded: Encoded) -> None:
+def require_accepted(compressor: AnyCompressor, encoded: Encoded) -> None:
     """Raise `NonFiniteError` if a device has found a value out of range; waits for the device."""
     if encoded.refused is not None and int(encoded.refused[0]):
         raise NonFiniteError(
@@ -153,7 +162,7 @@ def require_accepted(compressor: Compressor, encoded: Encoded) -> None:
 
 
 def decode(
-    compressor: Compressor,
+    compressor: AnyCompressor,
     payload: Payload,
     like: Array,
     *,
@@ -164,7 +173,7 @@ def decode(
 
     Parameters
     ----------
-    compressor : Compressor
+    compressor : AnyCompressor
     payload : Payload
     like : array
         Gives the shape, the dtype and the device of the result.
@@ -213,7 +222,7 @@ def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
 
 
 def add_up(
-    compressor: Compressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
+    compressor: AnyCompressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
 ) -> Array:
     """Return the sum of what payloads, whose sizes have been checked, decompress to, added in their order."""
     total = decode(compressor, payloads[0], like, out=empty_like(like) if out is None else out)
@@ -223,13 +232,13 @@ def add_up(
 
 
 def average(
-    compressor: Compressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
+    compressor: AnyCompressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
 ) -> Array:
     """Return the mean of what payloads decompress to: `finish_mean` of `add_up`.
 
     Parameters
     ----------
-    compressor : Compressor
+    compressor : AnyCompressor
     payloads : sequence of Payload
         One of each rank, of sizes that have been checked.
     like : array
@@ -250,7 +259,7 @@ def average(
 
 
 def compress_mean(
-    compressor: Compressor,
+    compressor: AnyCompressor,
     payloads: Sequence[Payload],
     like: Array,
     residual: Array | None,

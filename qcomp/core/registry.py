@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
 from qcomp.core.compressor import Compressor
+from qcomp.core.payload import make_compressors_with
 
 __all__ = ["compressor", "compressor_names", "register"]
 
@@ -140,3 +141,6 @@ def _parse(spec: str, key: str, text: str, kind: Any) -> Any:
     raise ValueError(
         f"the compressor spec {spec!r} has {key}={text!r}; expected a value of type {kind.__name__}"
     )
+
+
+make_compressors_with(compressor)

@@ -6,8 +6,9 @@ from dataclasses import fields
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import AdamNumbers, Blend, StepNumbers, chosen
-from qcomp.core.numeric.arrays import Array, array_namespace, device, empty_like, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
 from qcomp.core.numeric.random import Key
+from qcomp.core.primitives import empty_like
 
 __all__ = ["rehearse"]
 

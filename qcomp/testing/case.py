@@ -103,7 +103,10 @@ class Case:
     def plain(self) -> "Case":
         """The case without its coder, which is lossless according to a separate law."""
         coder = self.compressor.coder
-        return self if coder is None else Case(coder.plain, self.xp, jit=self.jit, thorough=self.thorough)
+        if coder is None:
+            return self
+        assert isinstance(coder.plain, Compressor)
+        return Case(coder.plain, self.xp, jit=self.jit, thorough=self.thorough)
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:

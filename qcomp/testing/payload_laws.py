@@ -51,7 +51,7 @@ def coder_loses_nothing(case: Case, x: Vector) -> None:
     coder = case.compressor.coder
     if coder is None:
         return
-    plain = Case(coder.plain, case.xp)
+    plain = case.plain
     residual = flushed(np.roll(x, 2) * np.float32(0.5))
     got, expected = (each.compress_with_feedback(x, residual) for each in (case, plain))
     restored = coder.restore(case.array(np.frombuffer(got.data, np.uint8)), x.size)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from qcomp.backends.cupy_cuda.sources import DTYPES, kernel_name
-from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.numeric.arrays import device, dtype_name
 from qcomp.core.numeric.buckets import bucket_count, padded_size
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
+from qcomp.core.traits import AnyCompressor
 
 __all__ = ["CudaKernels", "Launch", "Runtime"]
 
@@ -90,7 +90,7 @@ class CudaKernels(Partial):
 
     def encode(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         x: Array,
         residual: Array | None,
         key: Key | None,
@@ -140,7 +140,7 @@ class CudaKernels(Partial):
         return Encoded(data, new, refused)
 
     def decode(
-        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to; a payload may start at any address."""
         codec = _codec(compressor)
@@ -234,7 +234,7 @@ class _Codec(NamedTuple):
         return padded_size(size, self.inner.traits.bucket_size) * self.inner.bits // 8
 
 
-def _codec(compressor: Compressor) -> _Codec | None:
+def _codec(compressor: AnyCompressor) -> _Codec | None:
     """Return how the kernels know a compressor, None if they do not: a subclass may do something else."""
     inner, factor = compressor, np.float32(0)  # 0 for no factor
     if type(compressor) is Scaled:
@@ -250,7 +250,7 @@ def _codec(compressor: Compressor) -> _Codec | None:
     return None
 
 
-def _stream(codec: _Codec, compressor: Compressor, key: Key | None, like: Array) -> Scalars | None:
+def _stream(codec: _Codec, compressor: AnyCompressor, key: Key | None, like: Array) -> Scalars | None:
     """Return the arguments that name the draws of an encoder, None if these are not the generator's or not known."""
     if not compressor.traits.random:
         return ()

@@ -10,11 +10,11 @@ import numpy as np
 
 from qcomp.backends.jax_xla.arithmetic import finish_mean, frozen_step, momentum, scalars
 from qcomp.backends.jax_xla.programs import arguments_of, decoder, drawer, encoder
-from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_traced
 from qcomp.core.numeric.random import Key, draws_are_replaced
+from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "JaxKernels"]
 
@@ -40,7 +40,7 @@ class JaxKernels(Partial):
 
     def encode(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         x: Array,
         residual: Array | None,
         key: Key | None,
@@ -65,7 +65,7 @@ class JaxKernels(Partial):
         return Encoded(data, new, refused)
 
     def decode(
-        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to, with ``accumulate`` added to ``out``."""
         name = dtype_name(like.dtype)
@@ -102,7 +102,7 @@ class JaxKernels(Partial):
 KERNELS = JaxKernels()
 
 
-def _has_program(compressor: Compressor) -> bool:
+def _has_program(compressor: AnyCompressor) -> bool:
     """Return whether the pure version of a compressor is known to give the same bytes when it is compiled."""
     if type(compressor) is Scaled:
         return type(compressor.compressor) is QSGD

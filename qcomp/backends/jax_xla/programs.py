@@ -14,12 +14,12 @@ import numpy as np
 from array_api_compat import is_array_api_obj
 
 from qcomp.core import primitives
-from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import use_kernels
 from qcomp.core.numeric.arrays import LIMIT, compute_dtype_name, flush, to_compute_dtype
 from qcomp.core.numeric.buckets import blocks
 from qcomp.core.numeric.random import Key, draws16, replace_draws
 from qcomp.core.payload import Payload
+from qcomp.core.traits import AnyCompressor
 
 __all__ = ["arguments_of", "decoder", "drawer", "encoder"]
 
@@ -67,7 +67,7 @@ def drawer(size: int, bucket_size: int, constant: tuple[tuple[str, int], ...]) -
 
 
 @lru_cache(PROGRAMS)
-def encoder(compressor: Compressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
+def encoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
     """Return the program that compresses arrays of one shape and dtype, with a residual or without."""
     size = math.prod(layout[0])
 
@@ -86,7 +86,7 @@ def encoder(compressor: Compressor, layout: tuple[tuple[int, ...], str, bool]) -
 
 
 @lru_cache(PROGRAMS)
-def decoder(compressor: Compressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
+def decoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
     """Return the program that decompresses to arrays of one shape and dtype, and adds to another if asked."""
     shape, name, accumulate = layout
     size = math.prod(shape)

@@ -21,12 +21,12 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
-from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers
 from qcomp.core.numeric.arrays import array_namespace, dtype_name, is_mutable, to_compute_dtype
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
+from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "NumbaKernels"]
 
@@ -52,7 +52,7 @@ class NumbaKernels:
 
     def encode(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         x: Array,
         residual: Array | None,
         key: Key | None,
@@ -90,7 +90,7 @@ class NumbaKernels:
         return Encoded(_as_array_of(x, data), rest, None)
 
     def decode(
-        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to, in ``out`` if that is given."""
         room = _room(like, out)
@@ -108,7 +108,7 @@ class NumbaKernels:
         return _empty(x) if dtype_name(x.dtype) == "float32" else None
 
     def average(
-        self, compressor: Compressor, payloads: Sequence[Array], like: Array, *, out: Array | None
+        self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
     ) -> Array | None:
         """Return the mean of what payloads decompress to, a block at a time."""
         room = _room(like, out)
@@ -123,7 +123,7 @@ class NumbaKernels:
 
     def compress_mean(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         payloads: Sequence[Array],
         like: Array,
         residual: Array | None,
@@ -297,7 +297,7 @@ def _values(x: Array) -> Floats | None:
     return x.reshape(-1)
 
 
-def _unwrapped(c: Compressor) -> tuple[QSGD, float | None, int | None] | None:
+def _unwrapped(c: AnyCompressor) -> tuple[QSGD, float | None, int | None] | None:
     """Return the QSGD inside, the factor of its values and the elements of a bucket, None if another one is inside."""
     held, factor = None, None
     if isinstance(c, WholeFields):
@@ -321,7 +321,9 @@ def _encode_minmax(
     return minmax_encoder(x, c.bucket_size, data, blend)
 
 
-def _encode_qsgd(c: Compressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None) -> Encoder | None:
+def _encode_qsgd(
+    c: AnyCompressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None
+) -> Encoder | None:
     """Return None also where the pure version would now draw in another way."""
     inside = _unwrapped(c)
     if inside is None or key is None or draws_are_replaced():
@@ -340,7 +342,7 @@ def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats) -> Decoder | None:
     return minmax_decoder(data, c.bucket_size, out)
 
 
-def _decode_qsgd(c: Compressor, data: Bytes, out: Floats) -> Decoder | None:
+def _decode_qsgd(c: AnyCompressor, data: Bytes, out: Floats) -> Decoder | None:
     inside = _unwrapped(c)
     if inside is None:
         return None
@@ -348,7 +350,7 @@ def _decode_qsgd(c: Compressor, data: Bytes, out: Floats) -> Decoder | None:
     return qsgd_decoder(data, inner.levels, inner.bucket_size, out, factor=factor, held=held)
 
 
-_ENCODERS: dict[type[Compressor], Callable[[Any, Floats, Key | None, Bytes, Mix | None], Encoder | None]] = {
+_ENCODERS: dict[type, Callable[[Any, Floats, Key | None, Bytes, Mix | None], Encoder | None]] = {
     ScaledSign: _encode_sign,
     MinMaxUInt8: _encode_minmax,
     QSGD: _encode_qsgd,
@@ -357,7 +359,7 @@ _ENCODERS: dict[type[Compressor], Callable[[Any, Floats, Key | None, Bytes, Mix 
     WholeFields: _encode_qsgd,
 }
 """By exact type: a subclass may compress in another way. From compressor, x, key, payload and blend."""
-_DECODERS: dict[type[Compressor], Callable[[Any, Bytes, Floats], Decoder | None]] = {
+_DECODERS: dict[type, Callable[[Any, Bytes, Floats], Decoder | None]] = {
     ScaledSign: _decode_sign,
     MinMaxUInt8: _decode_minmax,
     QSGD: _decode_qsgd,
@@ -368,17 +370,17 @@ _DECODERS: dict[type[Compressor], Callable[[Any, Bytes, Floats], Decoder | None]
 
 
 def _encoder(
-    c: Compressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None = None
+    c: AnyCompressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None = None
 ) -> Encoder | None:
     make = _ENCODERS.get(type(c))
     return None if make is None else make(c, x, key, data, blend)
 
 
-def _decoders(c: Compressor, payloads: Sequence[Array], out: Floats) -> list[Decoder] | None:
+def _decoders(c: AnyCompressor, payloads: Sequence[Array], out: Floats) -> list[Decoder] | None:
     made = [_decoder(c, data, out) for data in payloads]
     return None if None in made else [decoder for decoder in made if decoder is not None]
 
 
-def _decoder(c: Compressor, data: Array, out: Floats) -> Decoder | None:
+def _decoder(c: AnyCompressor, data: Array, out: Floats) -> Decoder | None:
     make = _DECODERS.get(type(c))
     return None if make is None else make(c, data.numpy() if is_torch_array(data) else data, out)

@@ -13,10 +13,10 @@ from qcomp.backends.torch_triton.qsgd import qsgd_decode, qsgd_encode
 from qcomp.backends.torch_triton.sign import sign_decode, sign_encode
 from qcomp.backends.torch_triton.tiles import MAX_BUCKET_SIZE
 from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, momentum
-from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
+from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "TritonKernels"]
 
@@ -42,7 +42,7 @@ class TritonKernels(Partial):
 
     def encode(
         self,
-        compressor: Compressor,
+        compressor: AnyCompressor,
         x: Array,
         residual: Array | None,
         key: Key | None,
@@ -90,7 +90,7 @@ class TritonKernels(Partial):
         return Encoded(data, new, refused)
 
     def decode(
-        self, compressor: Compressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
+        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return what a payload decompresses to, in ``out`` if that is given."""
         inner, factor = _unwrapped(compressor)
@@ -137,12 +137,12 @@ class TritonKernels(Partial):
 KERNELS = TritonKernels()
 
 
-def _unwrapped(c: Compressor) -> tuple[Compressor, float | None]:
+def _unwrapped(c: AnyCompressor) -> tuple[AnyCompressor, float | None]:
     """Return a compressor, or the one that is scaled and the factor of its values."""
     return (c.compressor, c.factor) if type(c) is Scaled and type(c.compressor) is QSGD else (c, None)
 
 
-def _has_kernel(c: Compressor) -> bool:
+def _has_kernel(c: AnyCompressor) -> bool:
     """Return whether there are kernels, by exact type: a subclass may compress in another way."""
     return type(c) in (ScaledSign, QSGD, MinMaxUInt8) and c.traits.bucket_size <= MAX_BUCKET_SIZE
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import Array, array_namespace, bitcast, device, flush, require_below
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["Cast"]
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from qcomp.core import coding
-from qcomp.core.compressor import Compressor
 from qcomp.core.errors import PayloadError
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes, is_traced
 from qcomp.core.payload import Field, PayloadSpec
+from qcomp.core.traits import AnyCompressor
 
 __all__ = ["LevelCoder"]
 
@@ -35,12 +35,12 @@ class LevelCoder:
     a plain one. Padding is not coded.
     """
 
-    plain: Compressor
+    plain: AnyCompressor
     coding: str
     largest: int
     bucket_size: int
 
-    def around(self, plain: Compressor) -> "LevelCoder":
+    def around(self, plain: AnyCompressor) -> "LevelCoder":
         """Return this coder for another compressor with the same payloads."""
         return replace(self, plain=plain)
 

@@ -7,11 +7,12 @@ from math import prod
 from typing import Any, ClassVar
 
 from qcomp.core import primitives
-from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, device, dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["WholeFields"]
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, Payload, PayloadSpec
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["Identity"]
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.compressors.qsgd import round_up_step
 from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, flush
 from qcomp.core.numeric.buckets import Block, validate_bucket_size
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["MinMaxUInt8"]
 

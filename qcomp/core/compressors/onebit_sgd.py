@@ -5,13 +5,13 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar
 
-from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.numeric.arrays import Array, array_namespace, divide
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key
 from qcomp.core.numeric.sums import pad_to_power_of_two, tree_sum
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["OneBitSGD"]
 

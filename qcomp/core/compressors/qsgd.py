@@ -5,7 +5,6 @@ from functools import cached_property
 from math import sqrt
 from typing import ClassVar, Literal
 
-from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.compressors.coded import LevelCoder
 from qcomp.core.numeric.arrays import TINY, Array, array_namespace, bitcast, device, divide
@@ -14,6 +13,7 @@ from qcomp.core.numeric.random import Key, draws16
 from qcomp.core.numeric.sums import norm2
 from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["QSGD", "WideQSGD", "round_up_step"]
 

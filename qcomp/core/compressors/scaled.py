@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from qcomp.core.compressor import Coder, Compressor, Traits
+from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import Array, flush, truncate_last_bit
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
+from qcomp.core.traits import Coder, Traits
 
 __all__ = ["Scaled"]
 
@@ -68,7 +69,10 @@ class Scaled(Compressor):
     def coder(self) -> Coder | None:
         """The coder of the wrapped compressor."""
         inner = self.compressor.coder
-        return None if inner is None else inner.around(Scaled(inner.plain))
+        if inner is None:
+            return None
+        assert isinstance(inner.plain, Compressor)
+        return inner.around(Scaled(inner.plain))
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout of the wrapped compressor."""

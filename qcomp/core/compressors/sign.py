@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from qcomp.core.compressor import Traits
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.buckets import Block, validate_bucket_size
 from qcomp.core.numeric.random import Key
 from qcomp.core.numeric.sums import mean_abs, rms
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["ScaledSign"]
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from qcomp.core.compressor import Compressor, Traits
+from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.positions import join_bytes, split_bytes, validate_sparsity
 from qcomp.core.numeric.arrays import Array, array_namespace, device, flush
 from qcomp.core.numeric.buckets import blocks, join_blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register
+from qcomp.core.traits import Traits
 
 __all__ = ["TopK"]
 

@@ -14,12 +14,12 @@ from qcomp.core.numeric.arrays import (
     array_namespace,
     concat,
     device,
-    empty_like,
     host_bytes,
     is_mutable,
 )
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
+from qcomp.core.primitives import empty_like
 
 __all__ = ["Codec", "Compressed", "Verdicts"]
 

@@ -14,7 +14,8 @@ from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.all_gather import AllGather
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET
-from qcomp.core.numeric.arrays import Array, empty_like, flush, write_into
+from qcomp.core.numeric.arrays import Array, flush, write_into
+from qcomp.core.primitives import empty_like
 
 __all__ = ["EF21Mean"]
 

@@ -8,7 +8,8 @@ from qcomp.core.mean.chunks import Chunk, Chunks, Segment
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Into, Topology
-from qcomp.core.numeric.arrays import Array, concat, empty_like, is_mutable, itemsize
+from qcomp.core.numeric.arrays import Array, concat, is_mutable, itemsize
+from qcomp.core.primitives import empty_like
 
 __all__ = ["ROUND_BYTES", "Round", "count_rounds", "cut_rounds", "in_rounds", "lay_out_rounds"]
 

@@ -16,7 +16,6 @@ import array_api_compat
 from array_api_compat import device, is_array_api_obj, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import chosen
 
 __all__ = [
     "LIMIT",
@@ -33,7 +32,6 @@ __all__ = [
     "digest",
     "divide",
     "dtype_name",
-    "empty_like",
     "flush",
     "from_bytes_of",
     "from_host_bytes",
@@ -361,15 +359,6 @@ def is_mutable(x: Array) -> bool:
     if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
         return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
-
-
-def empty_like(x: Array) -> Array | None:
-    """Return a buffer of the shape and dtype of x, or None in a library with immutable arrays."""
-    kernels = chosen(x)
-    buffer = None if kernels is None else kernels.empty_like(x)
-    if buffer is None:
-        buffer = array_namespace(x).empty_like(x)
-    return buffer if is_mutable(buffer) else None
 
 
 def require_like(out: Array, value: Array, *, argument: str = "out") -> None:

@@ -12,9 +12,10 @@ from qcomp.core.mean.framing import Frame
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages
-from qcomp.core.numeric.arrays import Array, concat, empty_like, is_mutable
+from qcomp.core.numeric.arrays import Array, concat, is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
+from qcomp.core.primitives import empty_like
 
 __all__ = ["Averaged", "Call", "Into", "Topology", "decode_means", "places_in"]
 
