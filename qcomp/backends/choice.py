@@ -87,7 +87,7 @@ def _setting() -> tuple[str, KernelSet | None]:
 
 def choose(x: Array) -> KernelSet | None:
     """Return the set for an array by the setting."""
-    name, kernels = _setting()
+    name, kernels = _default or _setting()
     if name == "auto":
         return automatic(x)
     return kernels if kernels is not None and kernels.takes(x) else None

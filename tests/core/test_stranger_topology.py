@@ -169,7 +169,7 @@ def test_an_optimizer_saves_and_loads_it():
         assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.filterwarnings("ignore:a state of 3 ranks goes on with 4")
+@pytest.mark.filterwarnings("ignore:a state of 3 ranks resumes with 4")
 def test_another_world_goes_on_with_what_is_owed():
     saved = trained(3, None, 2)
     total = sum(np.ravel(s["worker_residual.0"]) for s in saved[1:]) / 3

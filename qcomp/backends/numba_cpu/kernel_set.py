@@ -179,7 +179,7 @@ class NumbaKernels:
         if old is None or not all(map(is_mutable, momenta)):
             return None
         moved = [p if donate and is_mutable(p) else _empty(p) for p in params]
-        address = _address_of_tensor if is_torch_array(moved[0]) else _address_of_array
+        address = _address_of_tensor if _is_tensor(moved[0]) else _address_of_array
         rows = [
             (*row, row[0] if new is p else address(new), row[1])
             for row, p, new in zip(old, params, moved, strict=True)
@@ -208,7 +208,7 @@ class NumbaKernels:
             else (_empty(tensor[0]), _empty(tensor[0]), _empty(tensor[0]))
             for tensor in zip(params, momenta, variances, strict=True)
         ]
-        address = _address_of_tensor if is_torch_array(params[0]) else _address_of_array
+        address = _address_of_tensor if _is_tensor(params[0]) else _address_of_array
         rows = [
             (*row, *(row[:3] if new[0] is p else map(address, new)))
             for row, p, new in zip(old, params, moved, strict=True)
@@ -222,9 +222,13 @@ class NumbaKernels:
 KERNELS = NumbaKernels()
 
 
+def _is_tensor(x: Array) -> bool:
+    return type(x) is not np.ndarray and is_torch_array(x)  # the first test takes a tenth of the second
+
+
 def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
     """Return a NumPy array as an array of the library of x, on the same memory."""
-    return array_namespace(x).asarray(values) if is_torch_array(x) else values
+    return array_namespace(x).asarray(values) if _is_tensor(x) else values
 
 
 def _empty(like: Array) -> Array:
@@ -233,7 +237,7 @@ def _empty(like: Array) -> Array:
 
 def _addresses(*arrays: Sequence[Array]) -> list[list[int]] | None:
     """Return the addresses of the arrays of each tensor, None if the kernels do not reach them all."""
-    address = _address_of_tensor if is_torch_array(arrays[0][0]) else _address_of_array
+    address = _address_of_tensor if _is_tensor(arrays[0][0]) else _address_of_array
     rows = []
     for tensor in zip(*arrays, strict=True):
         row = [address(x) for x in tensor]
@@ -271,7 +275,7 @@ def _address_of_tensor(x: Array) -> int:
 
 def _tell_torch(written: Sequence[Array]) -> None:
     """Tell automatic differentiation which tensors were written to, as torch's own operations do."""
-    if is_torch_array(written[0]):
+    if _is_tensor(written[0]):
         increment_version = import_module("torch").autograd.graph.increment_version
         for x in written:
             increment_version(x)
@@ -288,11 +292,11 @@ def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
 
 def _values(x: Array) -> Floats | None:
     """Return an array as a flat NumPy array on the same memory, None if that is not possible."""
-    if is_torch_array(x):
+    if _is_tensor(x):
         if x.device.type != "cpu" or x.requires_grad or not x.is_contiguous():
             return None
         x = x.numpy()
-    if not isinstance(x, np.ndarray) or x.dtype != np.float32 or not x.flags.c_contiguous:
+    if not isinstance(x, np.ndarray) or x.dtype != _FLOAT32 or not x.flags.c_contiguous:
         return None
     return x.reshape(-1)
 
@@ -383,4 +387,4 @@ def _decoders(c: AnyCompressor, payloads: Sequence[Array], out: Floats) -> list[
 
 def _decoder(c: AnyCompressor, data: Array, out: Floats) -> Decoder | None:
     make = _DECODERS.get(type(c))
-    return None if make is None else make(c, data.numpy() if is_torch_array(data) else data, out)
+    return None if make is None else make(c, data.numpy() if _is_tensor(data) else data, out)
