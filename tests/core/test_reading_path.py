@@ -1,0 +1,87 @@
+"""The path of a gradient that CONTRIBUTING names is the one that a step takes, and there are no import circles."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import qcomp
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "qcomp"
+
+
+def entered(call):
+    """Return the modules of the core in which a call runs functions, in the order of their first ones."""
+    found = {}
+
+    def note(frame, event, _):
+        _, inside, module = frame.f_code.co_filename.partition("/qcomp/core/")
+        if event == "call" and inside:
+            found.setdefault(module)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def test_the_path_of_a_gradient_is_that_of_the_guide():
+    guide = re.findall(
+        r"^\d+\. `([a-z_/]+\.py)`:", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE
+    )
+    opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=None)
+    comm = qcomp.comm.LocalCommunicator.alone()
+    gradient = np.ones(5000, dtype=np.float32)
+    params, state = gradient, opt.init(gradient, comm)
+    for _ in range(3):
+        params, state = opt.step(params, gradient, state, comm)
+    assert state.stage == "compressed"
+    path = entered(lambda: opt.step(params, gradient, state, comm))
+    assert guide
+    assert [module for module in path if module in guide] == guide
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the modules of the package that a module imports, also for types only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qcomp"):
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("qcomp")}
+    return found
+
+
+def circles(arrows: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves by way of others."""
+    reached = {module: set(targets) for module, targets in arrows.items()}
+    for middle in arrows:
+        for targets in reached.values():
+            if middle in targets:
+                targets.update(reached[middle])
+    return [module for module, targets in reached.items() if module in targets]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"  # the face of a package only hands names on
+    }
+    arrows = {module: imports_of(path) & modules.keys() for module, path in modules.items()}
+    assert sum(map(len, arrows.values())) > 500
+    assert circles(arrows) == []
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+
+
+def test_the_root_of_the_core_is_what_a_reader_meets_first():
+    assert len([path for path in (PACKAGE / "core").glob("*.py") if path.name != "__init__.py"]) <= 16
