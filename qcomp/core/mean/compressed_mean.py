@@ -55,18 +55,18 @@ class MeanState(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
     """The shape of each tensor; empty without feedback."""
     nodes: tuple[int, ...] = ()
-    """The node of each rank, where the topology asks for it; empty if each rank is a node of its own."""
+    """The node of each rank, if the topology depends on it; empty if each rank is a node of its own."""
     topology: str = AUTO
-    """In which these residuals are kept, never "auto" after `CompressedMean.init`."""
+    """The topology whose residuals these are; never "auto" after `CompressedMean.init`."""
 
     def rescaled(self, factor: float) -> "MeanState":
-        """Return the state with residuals in other units, multiplied by a factor."""
+        """Return the state with all residuals multiplied by a factor."""
         worker, server = (tuple(flush(factor * e) for e in owed) for owed in (self.worker, self.server))
         return self._replace(worker=worker, server=server)
 
 
 class Terms(NamedTuple):
-    """On what terms values are averaged; see `CompressedMean.stages`."""
+    """The options of one call; see `CompressedMean.stages`."""
 
     key: Key | None = None
     donate: bool = False
@@ -77,10 +77,10 @@ class Terms(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A mean that is about to be computed."""
+    """One call of a mean, ready to run."""
 
     rounds: Sequence[Stages[Averaged]]
-    """Computations in stages that do not depend on each other, see `pipeline`."""
+    """Independent computations in stages; see `pipeline`."""
     finish: Callable[[Sequence[Averaged]], tuple[Any, MeanState]]
     """Returns the means and the new state from the results of the rounds."""
 
@@ -92,35 +92,38 @@ class CompressedMean:
     Parameters
     ----------
     compressor : Compressor or sequence of Compressor
-        Of the workers and of the servers: of all tensors, or one for each; a tensor has what this is `for_shape` of it.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}
-        ``"two_phase"``: the vector is cut into a chunk for every rank; each rank is the server of its chunk,
+        One compressor for all tensors, or one for each. Each tensor uses ``compressor.for_shape(shape)``. Workers and
+        servers use the same one.
+    topology : str, default "two_phase"
+        ``"two_phase"``: the vector is cut into a chunk for every rank. Each rank is the server of its chunk: it
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
-        ``"all_gather"``: every rank sends its payload to every other; one compression, N times the bytes.
-        ``"hierarchical"``: exact sums inside each node, two phases between nodes, and what arrives is passed on inside
-        the node. On one node nothing is compressed: it is the exact mean.
-        ``"ring"``: sums of a chunk grow from rank to rank and are compressed anew for each next one; see
-        `qcomp.core.mean.topologies.ring`. Each rank has one neighbour to send to, and the vector is rounded N times.
-        ``"auto"``: what `init` takes for the fastest of these, by
-        `qcomp.core.mean.topologies.choice.choose_topology`. It is chosen once; the state knows it.
-    feedback : bool
-        Whether what compression loses is kept and added to the next vector, on workers and servers.
+        ``"all_gather"``: every rank sends its payload to every other. One compression, N times the bytes.
+        ``"hierarchical"``: exact sums inside each node, two phases between nodes; the result is relayed inside the
+        node. On a single node the mean is exact.
+        ``"ring"``: the sum of each chunk grows from rank to rank, and each rank compresses it anew for the next. Each
+        rank sends to one neighbour only, and a value is rounded up to N times.
+        ``"auto"``: `init` selects the fastest of these with the cost model, once; the state records the choice. See
+        `qcomp.core.mean.topologies.choice.choose_topology`.
+        Or the name of a topology that was registered with `qcomp.topologies.register`.
+    feedback : bool, default True
+        Whether workers and servers add what compression has lost to their next vector.
     link : Link
-        Between nodes, for ``"auto"``; by default 10 Gbit/s and 50 microseconds a message. See `qcomp.planning.Link`.
+        The link between nodes, for ``"auto"``; by default 10 Gbit/s and 50 microseconds per message. See
+        `qcomp.planning.Link`.
 
     Notes
     -----
-    With b bytes in the payload of the whole vector, a rank of N sends 2 (N - 1) / N * b bytes in two phases and (N -
-    1) * b by all-gather, and a few bytes of status and padding; for the others see
-    `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If the length of payloads varies,
-    an exchange of 16 N bytes to every rank, which tells the lengths, comes before each. All ranks decode the same
-    bytes, so they hold the same mean bit for bit; it is added up in rank order, or in that of the ring. Sum identity:
-    the means of T steps add up to the sum of the exact means, minus mean_i e_i + e_s after the last. Source: Tang et
-    al. (DoubleSqueeze), ICML 2019.
+    If b is the bytes of the payload of the whole vector, each of N ranks sends 2 (N - 1) / N * b bytes in two phases
+    and (N - 1) * b by all-gather, plus a few bytes of verdict and padding. For the others see
+    `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, each
+    exchange is preceded by one of 16 N bytes to every rank that announces the lengths. All ranks decode the same
+    bytes, so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum
+    identity: the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the
+    last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
-    A value is rounded once by all-gather, twice in two phases and between nodes, never within a node; around a ring the
-    sums are rounded N - 1 times, and their mean once. Of compressors that are unbiased, so is the mean, in every
-    topology, and the variances of the roundings add up.
+    All-gather rounds a value once. Two phases round it twice, and so does the hierarchical mean between nodes; inside
+    a node it rounds nothing. A ring rounds sums N - 1 times and their mean once. With an unbiased compressor the mean
+    is unbiased in every topology, and the variances of the roundings add up.
 
     Examples
     --------
@@ -136,7 +139,7 @@ class CompressedMean:
     """
 
     kinds: ClassVar[tuple[str, str]] = ("worker_residual", "server_residual")
-    """How checkpoints call what a state holds as ``worker`` and as ``server``."""
+    """The names in checkpoints of the arrays in ``MeanState.worker`` and ``MeanState.server``."""
 
     compressor: Compressor | Sequence[Compressor]
     topology: str = "two_phase"
@@ -167,11 +170,11 @@ class CompressedMean:
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether a state has something to remember."""
+        """Whether a state holds residuals."""
         return self.feedback and not self.lossless
 
     def compressors_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Compressor]:
-        """Return the compressor of each of the tensors of these shapes."""
+        """Return the compressor of each tensor, given the shapes."""
         chosen = self.compressors
         if not isinstance(self.compressor, tuple):
             chosen *= len(shapes)
@@ -180,14 +183,14 @@ class CompressedMean:
         return [c.for_shape(shape) for c, shape in zip(chosen, shapes, strict=True)]
 
     def init(self, x: Array | Sequence[Array], comm: Transport) -> MeanState:
-        """Return the first state, with residuals of zero, after all ranks agreed that they were started alike.
+        """Check that all ranks were started alike, and return a state with residuals of zero.
 
         Parameters
         ----------
         x : array or sequence of arrays
-            Anything of the shapes and dtypes that will be averaged.
+            Arrays with the shapes and dtypes of what will be averaged.
         comm : Communicator
-            Only its rank and size are kept, and if the topology asks for it which ranks have the same ``host``.
+            The state keeps its rank and size and, if the topology depends on nodes, which ranks share a ``host``.
 
         Raises
         ------
@@ -227,27 +230,29 @@ class CompressedMean:
     def chosen(
         self, shapes: Sequence[tuple[int, ...]], size: int, nodes: tuple[int, ...] = ()
     ) -> "CompressedMean":
-        """Return the mean with the topology that it takes for tensors of these shapes on so many ranks."""
+        """Return the mean with the topology that it uses for tensors of these shapes on ``size`` ranks."""
         if self.topology != AUTO:
             return self
         compressors, sizes = self.compressors_of(shapes), list(map(math.prod, shapes))
         return self.within(choose_topology(compressors, sizes, Nodes.of(size, nodes), self.link))
 
     def within(self, topology: str) -> "CompressedMean":
-        """Return this mean in another topology; of each there is one, which knows its layouts."""
+        """Return this mean in another topology: the same object for the same name, so that its layouts are kept."""
         if topology == self.topology:
             return self
-        if topology not in self._others:
-            self._others[topology] = replace(self, topology=topology)
-        return self._others[topology]
+        known = self._others.get(topology)
+        return known or self._others.setdefault(topology, replace(self, topology=topology))
 
     def around(self, compressors: tuple[Compressor, ...]) -> "CompressedMean":
-        """Return this mean with these compressors, one for each tensor; the last one that was asked for is kept."""
+        """Return this mean with one compressor for each tensor: the same object for the same tuple."""
         for mean in self._with_compressors:
             if mean.compressor is compressors:
                 return mean
-        self._with_compressors[:] = [replace(self, compressor=compressors)]
-        return self._with_compressors[0]
+        if len(self._with_compressors) == _MOST_LAYOUTS:
+            self._with_compressors.clear()
+        mean = replace(self, compressor=compressors)
+        self._with_compressors.append(mean)
+        return mean
 
     @cached_property
     def _with_compressors(self) -> "list[CompressedMean]":
@@ -260,9 +265,9 @@ class CompressedMean:
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> MeanState:
-        """Return the first state of a rank, without an exchange.
+        """Return a rank's state with residuals of zero, without an exchange.
 
-        ``nodes`` has the node of each rank, as `learn_nodes` returns it; by default each rank is a node of its own.
+        ``nodes`` is the node of each rank, as `learn_nodes` returns it; by default each rank is a node of its own.
         """
         shapes = tuple(tuple(t.shape) for t in tensors)
         mean = self.chosen(shapes, size, nodes)
@@ -283,25 +288,24 @@ class CompressedMean:
         nodes: tuple[int, ...] = (),
         dtypes: tuple[str, ...] = (),
     ) -> Layout:
-        """Return where everything lies in the mean of tensors of these shapes; resolved once.
+        """Return the layout of the mean of tensors of these shapes: chunks, messages and residual ranges.
 
         Parameters
         ----------
         shapes : sequence of tuple of int
             The shape of each tensor.
         rank, size : int
-            Number of this rank, and of ranks.
+            Number of this rank, and number of ranks.
         nodes : tuple of int
             The node of each rank; by default each rank is a node of its own.
         dtypes : tuple of str
             The name of the dtype in which each tensor is computed; by default ``"float32"``.
         """
         shapes = tuple(shapes)
-        found = (shapes, rank, size, nodes, dtypes)
-        if found not in self._layouts:
-            if len(self._layouts) == _MOST_LAYOUTS:
-                self._layouts.clear()
-            mean = self.chosen(shapes, size, nodes)
+        asked = (shapes, rank, size, nodes, dtypes)
+        known = self._layouts  # ranks in threads of one process share it
+        layout = known.get(asked)
+        if layout is None:
             operands = Operands(
                 tuple(self.compressors_of(shapes)),
                 tuple(map(math.prod, shapes)),
@@ -310,8 +314,11 @@ class CompressedMean:
                 Nodes.of(size, nodes),
                 self.cutter(shapes),
             )
-            self._layouts[found] = mean.resolved.lay_out(operands)
-        return self._layouts[found]
+            layout = self.chosen(shapes, size, nodes).resolved.lay_out(operands)
+            if len(known) >= _MOST_LAYOUTS:
+                known.clear()
+            known[asked] = layout
+        return layout
 
     @cached_property
     def _layouts(self) -> dict[Any, Layout]:
@@ -355,43 +362,40 @@ class CompressedMean:
         state : MeanState
             From `init` or from the last call.
         key : Key, optional
-            For compressors that draw: seed, step and tensor; rank and hop are put in here.
-        donate : bool
-            Whether x is yours to give away: new residuals then take its buffers, and its values are lost, also if this
-            raises. Besides the mean and the new residuals, a mean needs memory for the payloads and for the float32
-            values of one chunk; a ring leaves x as it is, and so does a hierarchical mean, which needs memory for a
-            copy of x, what its node sends, and the sum.
+            Required by compressors that draw: seed, step and tensor. The rank and hop are filled in.
+        donate : bool, default False
+            Whether x may be used up: the new residuals then take its buffers, and its values are lost even if this
+            raises. In addition to the mean and the new residuals, a mean needs memory for the payloads and for the
+            float32 values of one chunk. A ring does not use up x. Neither does a hierarchical mean, which needs memory
+            for a copy of x, what its node sends, and the sum.
         blends : sequence of Blend
-            One for each array of x, to average the momenta that the arrays are blended into, on the way.
-        overwrite : bool
-            Whether the means may take the place of x, which saves memory and time; they do where that is possible. x is
-            only written to when all has arrived.
+            One for each array of x: average the momenta that the arrays are blended into.
+        overwrite : bool, default False
+            Whether the means may take the buffers of x, which saves memory and time. x is only written to once nothing
+            can be refused any more.
 
         Yields
         ------
         AllToAll or AllGather
-            What to exchange; send back the list of the buffers that arrived. Of 32 MiB and more, in two phases or by
-            all-gather, those of several rounds: see `qcomp.core.mean.rounds`.
+            What to exchange; send back the list of the buffers that arrived. From 32 MiB on, two phases and all-gather
+            run in several rounds: see `qcomp.core.mean.rounds`.
 
         Returns
         -------
         mean : array or list of arrays
-            Of the shapes and dtypes of x, or of the momenta; the same on all ranks.
+            With the shapes and dtypes of x, or of the momenta; the same on all ranks.
         state : MeanState
 
         Raises
         ------
         NonFiniteError
-            On every rank, if a value on any rank is not finite; the state passed in is still the valid one.
+            On every rank, if a value on any rank is not finite or too large. The state passed in stays valid.
         """
         computation = self.begin(x, state, Terms(key, donate, blends, overwrite))
         return computation.finish((yield from pipeline(computation.rounds)))
 
     def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
-        """Return the rounds of a mean, each in stages, for callers that interleave several means.
-
-        See `stages` for the rest.
-        """
+        """Return the rounds of one call, for callers that interleave several means; see `stages`."""
         tensors = detached(as_list(x))
         mean = self if self.topology != AUTO else self.within(state.topology)
         self._require_terms(terms, len(tensors))
@@ -403,10 +407,10 @@ class CompressedMean:
         return computation if isinstance(x, list | tuple) else _of_one_tensor(computation)
 
     def _computation(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
-        """Return the computation of the means of tensors that fit the state and the terms."""
+        """Return the computation for tensors that match the state and the terms."""
         resolved = self.resolved
         flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
-        # What was converted is a copy, and nobody else's.
+        # Converted tensors are copies, so they may be used up.
         donate = terms.donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
         targets = [
             b.m for b in terms.blends
@@ -458,7 +462,7 @@ class CompressedMean:
         return CompressedMean(self.compressors[0], self.topology, self.feedback, self.link)
 
     def _require_terms(self, terms: Terms, count: int) -> None:
-        """Raise ValueError unless terms go together, and with so many tensors."""
+        """Raise ValueError unless the terms fit each other and the number of tensors."""
         if terms.key is None:
             drawing = [c.spec for c in self.compressors if c.traits.random]
             if drawing:
@@ -471,7 +475,7 @@ class CompressedMean:
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {count} arrays")
 
     def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
-        """Raise ValueError unless a state has the residuals of this mean for these tensors."""
+        """Raise ValueError unless the state holds this mean's residuals for these tensors."""
         if state.topology != self.topology:
             raise ValueError(f"state is of topology {state.topology!r}; this mean is {self.topology!r}")
         expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
@@ -485,7 +489,7 @@ def _only(results: Sequence[Averaged]) -> Averaged:
 
 
 def _of_one_tensor(computation: Computation) -> Computation:
-    """Return the mean of one tensor that was not in a list."""
+    """Return the same computation for a single tensor instead of a list."""
 
     def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
         (mean,), state = computation.finish(results)
@@ -495,7 +499,7 @@ def _of_one_tensor(computation: Computation) -> Computation:
 
 
 def _zeros_for(tensor: Array, size: int) -> Array:
-    """Return so many zeros in the dtype in which a tensor is computed, on its device."""
+    """Return ``size`` zeros in the compute dtype of a tensor, on its device."""
     xp = array_namespace(tensor)
     dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
     return xp.zeros((size,), dtype=dtype, device=device(tensor))

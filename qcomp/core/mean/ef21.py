@@ -24,25 +24,25 @@ __all__ = ["EF21Mean"]
 class EF21Mean(CompressedMean):
     """The mean over all ranks, tracked by EF21: used like `CompressedMean`, for vectors that change slowly.
 
-    Every rank has an estimate g_i of its own vector x_i, and all know the mean g of the estimates. In a step rank i
-    sends c_i = C(x_i - g_i), then g_i' = g_i + c_i and g' = g + mean_i c_i, which is the answer. Of vectors that
-    converge, nothing remains to be sent in the end, and g is exact: feedback would go on to stir up what it owes.
+    Every rank has an estimate g_i of its own vector x_i, and all know the mean g of the estimates. In each step rank i
+    sends c_i = C(x_i - g_i) and updates g_i' = g_i + c_i; all ranks return g' = g + mean_i c_i. If the vectors
+    converge, the changes vanish and g becomes exact, whereas the residuals of error feedback would keep fluctuating.
 
     Parameters
     ----------
     compressor : Compressor or sequence of Compressor
-        Of all tensors, or one for each; a contraction, such as `TopK`, `ScaledSign` with scale "l1", or `Scaled`.
+        One for all tensors, or one for each. A contraction, such as `TopK`, `ScaledSign` with scale "l1", or `Scaled`.
 
     Notes
     -----
-    Estimates are 0 at first, so that the first ones are C(x_i). With a contraction of delta, vectors that stay are
-    found: |x_i - g_i'|^2 <= (1 - delta) |x_i - g_i|^2, with top-k of d elements in ceil(d / k) steps. All ranks decode
-    the same bytes and add in rank order, so they hold the same g bit for bit. Each addition is rounded, and g
-    and the estimates each for themselves: after T steps g is off their mean by up to about T roundings of the largest
-    values, in float32 6e-8 of these each, and that stays. Where it matters, use float64, or start again.
+    Estimates start at 0, so the first ones are C(x_i). For a contraction with delta and constant vectors,
+    |x_i - g_i'|^2 <= (1 - delta) |x_i - g_i|^2; top-k of d elements is exact after ceil(d / k) steps. All ranks decode
+    the same bytes and add in rank order, so they hold the same g bit for bit. The additions to g and to the estimates
+    are rounded separately: after T steps g differs from the mean of the estimates by up to about T roundings of the
+    largest values (6e-8 of them each in float32), and that error stays. Where it matters, use float64 or start again.
 
-    Every rank sends its payload to every other, (N - 1) * b bytes; a server that compresses again would
-    keep all ranks from knowing the same g. A state holds g_i as ``worker`` and g as ``server``. Source: Richtarik,
+    Every rank sends its payload to every other, (N - 1) * b bytes. There is no server, because ranks would not know
+    what a server's compression had lost. A state holds g_i as ``worker`` and g as ``server``. Source: Richtarik,
     Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2.
 
     Examples

@@ -1,4 +1,4 @@
-"""The compressed mean of each of several tensors by itself, so that any of them can be exchanged together."""
+"""A compressed mean that treats each tensor by itself, so that any of them can be exchanged together."""
 
 import math
 from collections.abc import Sequence
@@ -17,23 +17,22 @@ __all__ = ["TensorwiseMean"]
 class TensorwiseMean(CompressedMean):
     """A `CompressedMean` that cuts every tensor into chunks for the ranks by itself.
 
-    The residuals of a tensor, and the mean of it, are then the same whatever it is exchanged together with. That is
-    what it takes to exchange tensors in groups which are not the same in every step, as a backward pass
-    brings them.
+    A tensor's residuals and mean then do not depend on which tensors it is exchanged with. So tensors can be exchanged
+    in groups that change from step to step, as a backward pass delivers them.
 
     Parameters
     ----------
     compressor, topology, feedback, link
         See `CompressedMean`.
     numbers : sequence of int
-        For compressors that draw, the number of the first bucket of each tensor, see `bucket_numbers`; by default
-        that of a model which consists of these tensors.
+        The number of the first bucket of each tensor, from which compressors draw; see `bucket_numbers`. By default
+        that of a model made of these tensors alone.
 
     Notes
     -----
-    The means are those of a `CompressedMean` of all tensors, bit for bit: a bucket is compressed alike in whichever
-    chunk it is. What differs is which rank is the server of which bucket, and so whose draws it gets where compressors
-    draw, and in a ring the order of its sums.
+    The means are those of a `CompressedMean` of all tensors, bit for bit: compression of a bucket does not depend on
+    its chunk. Two things differ: which rank serves a bucket, and so which draws it gets, and the order of sums in a
+    ring.
 
     Examples
     --------
@@ -59,7 +58,7 @@ class TensorwiseMean(CompressedMean):
         return partial(cut_each, numbers=self.numbers or self.bucket_numbers(shapes))
 
     def split(self, state: MeanState, count: int) -> list[MeanState]:
-        """Return the state of each of so many tensors."""
+        """Return the state of each of ``count`` tensors."""
         if not state.worker:
             return [state] * count
         ranges = self.layout(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes).residuals
@@ -74,7 +73,7 @@ class TensorwiseMean(CompressedMean):
 
     @staticmethod
     def join(states: Sequence[MeanState]) -> MeanState:
-        """Return the state of tensors of which these are the states, the inverse of `split`."""
+        """Return the joint state of several tensors, the inverse of `split`."""
         return states[0]._replace(
             worker=tuple(e for state in states for e in state.worker),
             server=tuple(e for state in states for e in state.server),
@@ -82,10 +81,9 @@ class TensorwiseMean(CompressedMean):
         )
 
     def numbered(self, numbers: tuple[int, ...]) -> "TensorwiseMean":
-        """Return this mean with these numbers of first buckets; of each there is one, which knows its layouts."""
-        if numbers not in self._numbered:
-            self._numbered[numbers] = replace(self, numbers=numbers)
-        return self._numbered[numbers]
+        """Return this mean with these numbers of first buckets: the same object for the same numbers."""
+        known = self._numbered.get(numbers)
+        return known or self._numbered.setdefault(numbers, replace(self, numbers=numbers))
 
     @cached_property
     def _numbered(self) -> "dict[tuple[int, ...], TensorwiseMean]":

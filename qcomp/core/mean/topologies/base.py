@@ -21,7 +21,7 @@ __all__ = ["Averaged", "Call", "Into", "Topology", "decode_means", "places_in"]
 
 
 class Into(NamedTuple):
-    """Buffers for the results of a mean, each empty if the topology finds its own; None where arrays are immutable."""
+    """Buffers for the results, or empty if the topology makes its own; entries are None if arrays are immutable."""
 
     worker: Sequence[Array | None] = ()
     """For the worker residual of each tensor."""
@@ -32,7 +32,7 @@ class Into(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a mean, as a topology gets it."""
+    """The arguments of one call of a mean."""
 
     layout: Layout
     values: Sequence[Array]
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     server: Sequence[Array]
     """The residuals of ``layout.residuals.server``, likewise."""
     key: Key
-    """Of this rank; each compression on the way draws from a hop of its own."""
+    """This rank's key; each compression on the way uses a hop of its own."""
     donate: bool = False
     """Whether ``values`` may be used up for the new worker residuals."""
     blends: Sequence[Blend] = ()

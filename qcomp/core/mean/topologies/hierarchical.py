@@ -130,7 +130,7 @@ class _LaneLayout(Layout):
 
     @cached_property
     def relayed(self) -> tuple[tuple[Frame, ...], ...]:
-        """The frames of each lane's chunks, as they are passed on inside the node."""
+        """The frames of each lane's chunks, as relayed inside the node."""
         return tuple(self.frame_of(self.lanes.chunks(lane)) for lane in range(self.operands.nodes.lanes))
 
     @cached_property
@@ -139,34 +139,35 @@ class _LaneLayout(Layout):
         return () if self.lane is None else self.frame_of(self.lanes.own_chunks(self.lane))
 
     def sealed_size(self, frame: Frame) -> int:
-        """Return the bytes of a sealed message of a chunk, of the longest one where the length varies."""
+        """Return the bytes of a chunk's sealed message; the most if the length varies."""
         return sealed_size(frame.nbytes, self.world)
 
     @cached_property
     def relay_sizes(self) -> tuple[int, ...]:
-        """Bytes of each lane's messages as they are passed on, of the longest ones."""
+        """Bytes of each lane's relayed messages; the most if their lengths vary."""
         table = self.operands.nodes.count * _LENGTH_BYTES
         return tuple(joined_size([table, *map(self.sealed_size, of_lane)]) for of_lane in self.relayed)
 
 
 class Hierarchical(Topology):
-    """Exact sums inside each node, two phases between nodes, and what arrives is passed on inside the node.
+    """Exact sums inside each node, two phases between nodes, and a relay inside the node.
 
-    Four exchanges: every rank sends its exact values to the ranks of its node, to each those of its lane, which adds
-    them in rank order; the ranks of a lane, one of each node, exchange compressed messages in two phases; what arrives
-    in the second one is passed on inside the node as it is, so that all ranks decode the same bytes.
+    There are four exchanges. First every rank sends its exact values to the ranks of its node, to each those of its
+    lane; each adds them in rank order. Then the ranks of a lane, one of each node, exchange compressed messages in two
+    phases. Finally each rank relays the messages of the second phase inside its node unchanged, so that all ranks
+    decode the same bytes.
 
-    The vector is cut into L lanes of whole buckets, L being
-    the ranks of the smallest node. Rank number l of every node sums lane l over its node, times K nodes, divided by N
-    ranks: so nodes of unequal sizes give the mean over ranks too. It compresses that, and it alone has residuals of
-    it: in the sum identity mean_i e_i is over nodes. With E bytes in the exact vector it sends (L - 1) / L * E +
-    (n - 1) / L * b bytes to the n ranks of its node, and 2 (K - 1) / K * b / L to other nodes; a rank beyond the L-th
-    of its node sends E inside it. Every message of a lane has 8 more bytes, every chunk of a lane up to 16 and one for
-    each rank, all padded to multiples of 8. With several nodes of one rank it is two phases, bit for bit. Source:
+    The vector is cut into L lanes of whole buckets, where L is the number of ranks of the smallest node. Rank number l
+    of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so nodes of
+    unequal sizes also give the mean over ranks. It compresses the result, and only it stores residuals for the lane: in
+    the sum identity, mean_i e_i is over nodes. If E is the bytes of the exact vector, it sends (L - 1) / L * E +
+    (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to other nodes. A rank beyond the L-th
+    of its node sends E inside the node. Each message of a lane has 8 more bytes, each chunk of a lane up to 16 plus one
+    for each rank, all padded to multiples of 8. With one rank per node it is two phases, bit for bit. Source:
     Bagua's hierarchical communication, where one leader does the work of a node.
 
-    A rank that finds values out of range goes on with refusals in place of payloads: all ranks of all nodes learn it
-    from what is passed on last, and raise then, with the same words.
+    A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of it from the
+    relayed messages, and then raise with the same text.
     """
 
     name = "hierarchical"
@@ -300,7 +301,7 @@ class _Share:
         return _Sums(values, set())
 
     def _between_nodes(self, lane: int, sums: _Sums) -> Stages[_Answer]:
-        """Average over nodes in two phases; what is out of range travels on as refusals."""
+        """Average over nodes in two phases; send refusals if a value is out of range."""
         layout, key = self.layout, self.call.key
         team, frames = self.nodes.team(lane), layout.own_frames
         own = frames[layout.node]

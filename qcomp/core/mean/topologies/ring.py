@@ -43,33 +43,33 @@ def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
 class Ring(Topology):
     """Sums of each chunk grow from rank to rank, and the means go around as bytes.
 
-    The vector is cut into a chunk for every rank. The sum of a chunk starts at the right neighbour of its owner, and in
-    N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its own part, and compresses
-    it again for its right neighbour. The owner, at the end, adds its part, divides by N and compresses the mean,
-    which goes around as bytes in N - 1 more exchanges: so all ranks decode the same ones. In each exchange a rank
-    sends to its right neighbour only, and of every chunk it compresses one thing: a sum, or of its own one the mean.
+    The vector is cut into a chunk for every rank, its owner. The sum of a chunk starts at the right neighbour of its
+    owner. In N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its own part, and
+    compresses the result for its right neighbour. Finally the owner adds its part, divides by N and compresses the
+    mean, which travels around the ring unchanged in N - 1 more exchanges, so that all ranks decode the same bytes. A
+    rank sends to its right neighbour only. It compresses each chunk once: its sum, or if it is the owner the mean.
 
-    A rank that finds values out of range sends a refusal in place of that sum, and who hears of it passes that
-    on, with the ranks that are to blame. All ranks have all N verdicts in the end, and raise then, with the same words.
+    A rank that finds values out of range sends a refusal instead of a sum. The others pass it on with the ranks to
+    blame. At the end all ranks have all N verdicts, and raise with the same text.
 
     The sums of exchange s draw from hop 2 + s of a rank's key, the mean from hop 1.
 
     Notes
     -----
-    With feedback, what is compressed is q = s + p_i + e_i: the sum s that arrived, the part of rank i, and what rank i
-    lost of the sum of that chunk one step before. It sends C(q) and keeps e_i' = q - C(q). So the sum at the owner c is
-    sum_i p_i + sum_(i != c) (e_i - e_i'), the residuals being of sums; of the mean it is that over N, and with the
-    owner's own residual, which is of the mean, C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') +
-    e_s - e_s'. Over T steps from residuals of zero the means add up to the sum of the exact means minus
-    (1/N) sum_(i != c) e_i + e_s. That is mean_i e_i + e_s, where an owner has no e_i of its chunk. A rank has residuals
-    of N - 1 chunks as worker and of one as server: in all one vector, where two phases keep n + n / N elements.
+    With feedback, rank i compresses q = s + p_i + e_i: the sum s that arrived, its part p_i, and its residual of that
+    chunk. It sends C(q) and keeps e_i' = q - C(q). The sum at the owner c is then
+    sum_i p_i + sum_(i != c) (e_i - e_i'), and with the owner's own residual, which belongs to the mean,
+    C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') + e_s - e_s'. Over T steps from residuals of
+    zero the means add up to the sum of the exact means minus (1/N) sum_(i != c) e_i + e_s. That is mean_i e_i + e_s if
+    an owner's e_i is zero for its chunk. A rank stores worker residuals of N - 1 chunks and the server residual of one:
+    n elements in all, where two phases store n + n / N.
 
-    With b bytes in the payload of the whole vector a rank sends 2 (N - 1) / N * b, as in two phases, to one neighbour,
-    and with each message 8 bytes for the verdict and one for each rank, padded. Values are added in the order of the
-    ring. What the k-th rank adds is rounded with N - k sums, and then with the mean. With a compressor that is unbiased
-    the mean is too, and its variance is the sum of those of all roundings, of sums over N^2. What the owner adds is
-    rounded once only: for two ranks that is the difference from two phases, in which a server rounds its own part as
-    well. The sum of values just below 2^100 may be out of range where their mean is not.
+    If b is the bytes of the payload of the whole vector, a rank sends 2 (N - 1) / N * b, as in two phases, but to one
+    neighbour; each message also has 8 bytes of verdict and one for each rank, padded. Values are added in the order of
+    the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased compressor the
+    mean is unbiased, and its variance is the sum over all roundings, those of sums over N^2. The owner's part is
+    rounded only once; that is what differs from two phases if there are two ranks, because there a server also rounds
+    its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
     """
 
     name = "ring"
@@ -153,9 +153,9 @@ class _Share:
     def _passed_on(
         self, owner: int, hop: int, sealed: Array | None, owed: Mapping[Segment, Array]
     ) -> tuple[Compressed, set[int]]:
-        """Return what this rank sends on of a chunk, and who is to blame if others refused before.
+        """Return what this rank sends of a chunk, and the ranks to blame if any refused before.
 
-        That is the sum that arrived plus this rank's part, or of its own chunk the mean.
+        That is the sum that arrived plus this rank's part, or the mean if this rank owns the chunk.
         """
         frame, is_mean = self.layout.frames[owner], owner == self.rank
         chunk = frame.chunk
@@ -188,12 +188,12 @@ class _Share:
         return compressed, blamed
 
     def _opened(self, sealed: Array, frame: Frame, sender: int) -> tuple[Array, set[int]]:
-        """Return a message, and who is to blame if it is a refusal."""
+        """Return a message, and the ranks to blame if it is a refusal."""
         message, accused = unseal(sealed, self.size)
         return message, (accused or {sender}) if self.codec.refuses(message, frame, sender) else set()
 
     def _to_the_right(self, sealed: Array, owner: int) -> AllToAll:
-        """Return an exchange in which a message of the chunk of an owner goes right, and that of the next comes."""
+        """Return an exchange that sends the message of an owner's chunk right, and receives that of the next owner."""
         nothing = from_host_bytes(b"", sealed)
         size = sealed_size(self.layout.message_sizes[(owner - 1) % self.size], self.size)
         right, ranks = (self.rank + 1) % self.size, range(self.size)
