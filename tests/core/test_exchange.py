@@ -831,3 +831,19 @@ class TestOverwrite:
         ]
         assert all(isinstance(e, NonFiniteError) for e in lockstep(runs, catch=NonFiniteError))
         assert all(np.array_equal(x, b) for x, b in zip(values[0], before, strict=True))
+
+
+@pytest.mark.parametrize("topology", ["two_phase", "all_gather", "ring"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_tensors_of_two_precisions(topology, order):
+    """Each keeps its own: a lossless mean of both is exact, and a compressed one has the bytes of each by itself."""
+    values = [[np.full(5, 1 + rank, np.float32), np.full(7, 1 / 3 + rank)][::order] for rank in range(2)]
+
+    def means_of(compressor):
+        mean = CompressedMean(compressor, topology, feedback=False)
+        return run_local(2, lambda comm: mean(values[comm.rank], mean.init(values[0], comm), comm)[0])
+
+    for means in (*means_of(qcomp.Identity()), *means_of(qcomp.ScaledSign(bucket_size=8))):
+        for i, found in enumerate(means):
+            assert found.dtype == values[0][i].dtype
+            np.testing.assert_allclose(found, (values[0][i] + values[1][i]) / 2, rtol=1e-6)

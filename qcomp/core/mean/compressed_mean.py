@@ -399,7 +399,8 @@ class CompressedMean:
         tensors = detached(as_list(x))
         mean = self if self.topology != AUTO else self.within(state.topology)
         self._require_terms(terms, len(tensors))
-        if mean.resolved.is_exact_on(Nodes.of(state.size, state.nodes)):
+        resolved = mean.resolved
+        if resolved.wants_nodes and resolved.is_exact_on(Nodes.of(state.size, state.nodes)):
             mean, terms = self._exact, terms._replace(overwrite=False)
         elif mean.keeps_residuals:
             mean._require_own(state, tensors)
@@ -412,9 +413,8 @@ class CompressedMean:
         flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
         # Converted tensors are copies, so they may be used up.
         donate = terms.donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
-        targets = [
-            b.m for b in terms.blends
-        ] or tensors  # of half-precision gradients, the momenta are float32
+        # The momenta of half-precision gradients are float32.
+        targets = [b.m for b in terms.blends] or tensors
         blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in terms.blends]
         if blends and (self.lossless or not resolved.blends):
             flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
@@ -427,7 +427,8 @@ class CompressedMean:
         joined = self.lossless and count == 1
         mean: CompressedMean = self
         if joined:  # nothing depends on the boundaries, and one vector is faster than many
-            flat, shapes, dtypes = [concat(flat)], ((sum(sizes),),), dtypes[:1]
+            flat, shapes = [concat(flat)], ((sum(sizes),),)
+            dtypes = (dtype_name(flat[0].dtype),)
             mean = self._of_one_vector
         layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
         call = Call(

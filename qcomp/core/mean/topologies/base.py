@@ -123,7 +123,7 @@ class Topology(ABC):
         """Return what a rank spends on a mean, by a formula."""
 
     def is_exact_on(self, nodes: Nodes) -> bool:  # noqa: ARG002
-        """Return whether nothing is compressed on these nodes."""
+        """Return whether nothing is compressed on these nodes; only asked if `wants_nodes`."""
         return False
 
     def suits(self, nodes: int, ranks_per_node: int) -> bool:  # noqa: ARG002
