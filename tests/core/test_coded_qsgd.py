@@ -252,7 +252,7 @@ class TestManyLevels:
     def test_kernels_return_the_same_bytes(self, levels):
         kernels = pytest.importorskip("qcomp.backends.numba_cpu.kernel_set").KERNELS
         x, plain = vector("gaussian", 100, 1), coded(levels).coder.plain
-        options = {"out": None, "limit": None, "blend": None}
+        options = {"out": None, "blend": None}
         for c in (plain, qcomp.Scaled(plain)):
             encoded = kernels.encode(c, x, None, KEY, **options)
             assert encoded.data.tobytes() == c.compress(x, key=KEY).data.tobytes()

@@ -558,7 +558,7 @@ class TestNonFinite:
             def takes(self, x):
                 return True
 
-            def encode(self, compressor, x, residual, key, *, out, limit, blend):
+            def encode(self, compressor, x, residual, key, *, out, blend):
                 fine = bool(np.isfinite(x).all())
                 with use_kernels(None):
                     clean = x if fine else np.zeros_like(x)

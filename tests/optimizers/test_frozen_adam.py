@@ -426,7 +426,7 @@ class TestFreeze:
                 1.0,
                 "after 50 steps: the learning rate still rises, for which Var",
             ),
-            (0.001, 1.1, "after 50 steps: the variance has not settled, for which VarianceStable("),
+            (0.001, 1.1, "after 50 steps: the variance is not stable yet, for which VarianceStable("),
         ],
     )
     def test_a_rule_that_waits_for_long_says_so(self, job, rate, factor, words):

@@ -202,7 +202,7 @@ class TestOptimizers:
             (lambda: sgd(feedback=False), "rescale_feedback is True and feedback is False"),
             (
                 lambda: qcomp.ZeroOneAdam(learning_rate=0.1, rescale_feedback=True),
-                "rescale_feedback is True; expected False: what is sent has the rates in it",
+                "rescale_feedback is True; expected False: the exchanged sums contain the learning rates already",
             ),
         ],
     )
