@@ -14,11 +14,13 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import AdamNumbers, Blend, KernelSet, StepNumbers, use_kernels
+from qcomp.core.kernels import Blend, KernelSet, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
+from qcomp.testing.kernel_arithmetic import BLENDS, check_steps, check_updates
+from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
 __all__ = ["check_kernels"]
@@ -91,49 +93,7 @@ _KEYS = (
 )
 """Keys with high bits in every part, and with buckets whose lane numbers exceed 32 bits."""
 
-_BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
 _LAYOUTS = ("strided", "offset", "backwards")
-_COUNTS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    9,
-    10,
-    12,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    48,
-    63,
-    64,
-    100,
-    127,
-    128,
-    1000,
-    1023,
-    4096,
-)
-"""Numbers of ranks."""
-_STEPS = tuple(
-    StepNumbers(rate=rate, correction=correction, eps=eps, weight_decay=decay)
-    for rate, correction, eps, decay in (
-        (1e-3, 0.19, 1e-8, 0.0),
-        (1e-3, 0.19, 1e-8, 0.1),
-        (0.1, 1.0, 1e-6, 0.01),
-        (3e-4, 0.1, 1e-3, 0.0),
-        (1.0, 0.999, 1.0, 1.0),
-        (0.0, 0.5, 1e-15, 0.0),
-        (6e-5, 0.6513216, 1e-8, 0.3),
-    )
-)
 
 
 def check_kernels(
@@ -176,8 +136,8 @@ def check_kernels(
     """
     broken = []
     parts: list[tuple[str, Callable[[], None]]] = [
-        ("mean, momentum or step with a frozen variance", lambda: _check_updates(kernels, xp)),
-        ("steps of Adam", lambda: _check_steps(kernels, xp)),
+        ("mean, momentum or step with a frozen variance", lambda: check_updates(kernels, xp)),
+        ("steps of Adam", lambda: check_steps(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
     ]
     parts += [
@@ -196,48 +156,6 @@ def check_kernels(
         raise ContractError(f"{where} differ from the pure version:\n" + "\n".join(broken))
 
 
-def _check_updates(kernels: KernelSet, xp: Namespace) -> None:
-    for size in _powers(1 << 13):
-        _compare_updates(kernels, xp, size, seed=size)
-    for number, numbers in enumerate(_STEPS):
-        _compare_updates(
-            kernels, xp, 1000, seed=number, numbers=numbers, blend=_BLENDS[number % len(_BLENDS)]
-        )
-    for count in _COUNTS:
-        for size in (9, 1000):
-            _compare_ends(kernels, xp, size, count)
-
-
-_SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
-"""Of tensors that are moved at once: one, small ones and none, and enough for several threads."""
-
-
-def _check_steps(kernels: KernelSet, xp: Namespace) -> None:
-    """Check the steps of several tensors, in new arrays and in donated ones, each with numbers of its own."""
-    for round_, tensors in enumerate(_SIZES_OF_TENSORS):
-        for layout, donate, coupled in product(("dense", "strided", "offset"), (False, True), (0.0, 0.1)):
-            numbers = [
-                AdamNumbers(
-                    (0.9, 0.999) if i % 2 else (0.0, 0.5), 0.1 + 0.2 * i, coupled, _STEPS[i % len(_STEPS)]
-                )
-                for i in range(round_, round_ + len(tensors))
-            ]
-            what = f"of tensors of {tensors} elements, {layout}, donated: {donate}, with {numbers}"
-            for name, steps in (("Adam", _exact_steps), ("Adam with a frozen variance", _frozen_steps)):
-                expected, got = (
-                    steps(chosen, _Tensors(xp, tensors, layout), numbers, donate=donate)
-                    for chosen in (None, kernels)
-                )
-                assert got == expected, f"steps of {name} {what}"
-
-
-def _powers(most: int) -> list[int]:
-    """Return the sizes around every power of two."""
-    return sorted(
-        {0, 3, 5, 1000} | {(1 << k) + d for k in range(14) for d in (-1, 0, 1) if (1 << k) + d <= most}
-    )
-
-
 def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examples: int) -> None:
     bucket = compressor.traits.bucket_size
     of_sizes = sizes(bucket)
@@ -253,9 +171,13 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
         _compare(kernels, xp, case, _WHERE)
     wide = vector("gaussian", 2 * bucket + 5, 1)
     others = [_Case(compressor, wide, key=key) for key in _KEYS]
-    others += [_Case(compressor, wide, blend=blend) for blend in _BLENDS]
+    others += [_Case(compressor, wide, blend=blend) for blend in BLENDS]
     others += [_Case(compressor, x) for x in _ties(compressor)]
-    others += [_Case(compressor, vector("wide", size, 2)) for size in _powers(1 << 13) if size <= 1 << 13]
+    others += [
+        _Case(compressor, vector("wide", size, 2))
+        for size in around_powers_of_two(1 << 13)
+        if size <= 1 << 13
+    ]
     others += [_Case(compressor, vector("uniform", size, 3)) for size in (100_003,)]
     for number, case in enumerate(others):
         _compare(kernels, xp, case, [_WHERE[number % len(_WHERE)]])
@@ -322,96 +244,19 @@ def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[st
             )
 
 
-def _laid_out(xp: Namespace, x: Vector, layout: str, dtype: str = "float32") -> tuple[Any, Any]:
-    """Return an array with the elements of x in a layout, and its whole memory."""
-    if layout == "strided":
-        memory = to_library(xp, np.repeat(x, 2), dtype)
-        return memory[::2], memory
-    if layout == "backwards" and library_name(xp) in ("numpy", "read_only_numpy"):
-        memory = to_library(xp, x[::-1].copy(), dtype)
-        return memory[::-1], memory
-    if layout == "dense":
-        memory = to_library(xp, x, dtype)
-        return memory, memory
-    memory = to_library(xp, np.pad(x, (5, 7), constant_values=3.0), dtype)
-    return memory[5 : 5 + x.size], memory
-
-
-class _Untouched:
-    """Arrays that must not change."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[str, Any, bytes]] = []
-
-    def keep(self, name: str, memory: Any) -> None:
-        """Record the contents of an array."""
-        self._kept.append((name, memory, to_numpy(memory).tobytes()))
-
-    def check(self) -> None:
-        """Check that all arrays are unchanged."""
-        for name, memory, before in self._kept:
-            assert to_numpy(memory).tobytes() == before, f"{name} was written to"
-
-
-class _Tensors:
-    """Parameters, momenta, variances and gradients of several tensors, and the memory around each of them."""
-
-    def __init__(self, xp: Namespace, sizes: Sequence[int], layout: str) -> None:
-        self.arrays: dict[str, list[Any]] = {}
-        self.memory: dict[str, list[Any]] = {}
-        families = {"params": "gaussian", "momenta": "wide", "variances": "sparse", "gradients": "gaussian"}
-        for name, family in families.items():
-            drawn = [vector(family, size, number) for number, size in enumerate(sizes)]
-            pairs = [_laid_out(xp, np.abs(x) if name == "variances" else x, layout) for x in drawn]
-            self.arrays[name] = [array for array, _ in pairs]
-            self.memory[name] = [memory for _, memory in pairs]
-
-    def keep(self, *names: str) -> _Untouched:
-        """Return a watch over arrays that nothing may write to."""
-        untouched = _Untouched()
-        for name in names:
-            for memory in self.memory[name]:
-                untouched.keep(name, memory)
-        return untouched
-
-
-def _exact_steps(
-    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
-) -> list[bytes]:
-    """Return parameters, momenta and variances after a step of each of several tensors."""
-    params, momenta, variances, gradients = tensors.arrays.values()
-    untouched = tensors.keep("gradients") if donate else tensors.keep(*tensors.arrays)
-    with use_kernels(kernels):
-        moved = primitives.adam_steps(params, momenta, variances, gradients, numbers, donate=donate)
-    untouched.check()
-    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
-
-
-def _frozen_steps(
-    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
-) -> list[bytes]:
-    """Return parameters and momenta after a step with a frozen variance of each of several tensors."""
-    params, momenta, variances, _ = tensors.arrays.values()
-    untouched = tensors.keep("variances") if donate else tensors.keep("params", "variances")
-    with use_kernels(kernels):
-        moved = primitives.frozen_steps(params, momenta, variances, [n.step for n in numbers], donate=donate)
-    untouched.check()
-    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
-
-
 def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case, where: str) -> _Results:
     compressor, x, dtype, key, blend, layout = case
     compute = "float64" if dtype == "float64" else "float32"
 
     def fresh() -> Any:
-        return _laid_out(xp, x, layout, dtype)[0]
+        return laid_out(xp, x, layout, dtype)[0]
 
-    untouched = _Untouched()
+    untouched = Untouched()
     half = flushed(np.roll(x, 1) * np.float32(0.5))
-    given, given_memory = _laid_out(xp, x, layout, dtype)
-    old, old_memory = _laid_out(xp, half, layout, compute)
-    m, m_memory = _laid_out(xp, half, layout, compute)
-    room, room_memory = _laid_out(xp, np.ones(x.size, dtype=np.float32), layout, compute)
+    given, given_memory = laid_out(xp, x, layout, dtype)
+    old, old_memory = laid_out(xp, half, layout, compute)
+    m, m_memory = laid_out(xp, half, layout, compute)
+    room, room_memory = laid_out(xp, np.ones(x.size, dtype=np.float32), layout, compute)
     buffers = [None, old, given, room]
     out = buffers[_WHERE.index(where)]
     if out is not None and (out.dtype != old.dtype or not is_mutable(out)):
@@ -484,14 +329,14 @@ def _compare_means(kernels: KernelSet, xp: Namespace, compressor: Compressor, co
         for chosen in (None, kernels):
             like = to_library(xp, vector("gaussian", size, 49))
             residual = to_library(xp, vector("gaussian", size, 48))
-            untouched = _Untouched()
+            untouched = Untouched()
             for payload in sent:
                 untouched.keep("a payload", payload.data)
             untouched.keep("like", like)
             untouched.keep("the residual of a server", residual)
-            room, memory = _laid_out(xp, np.ones(size, dtype=np.float32), "offset")
+            room, memory = laid_out(xp, np.ones(size, dtype=np.float32), "offset")
             around = to_numpy(memory)
-            owed, owed_memory = _laid_out(xp, np.ones(size, dtype=np.float32), "offset")
+            owed, owed_memory = laid_out(xp, np.ones(size, dtype=np.float32), "offset")
             with use_kernels(chosen):
                 own = primitives.average(compressor, sent, like)
                 mutable = is_mutable(room)
@@ -572,61 +417,6 @@ def _compress_mean_of(compressor: Compressor, x: Any, residual: Any) -> None:
     sent = compressor.compress(x, key=Key())
     of_mean = primitives.compress_mean(compressor, [sent, sent], x, residual, Key())
     primitives.require_accepted(compressor, of_mean)
-
-
-def _compare_updates(
-    kernels: KernelSet,
-    xp: Namespace,
-    size: int,
-    seed: int,
-    *,
-    numbers: StepNumbers = _STEPS[0],
-    blend: tuple[float, float] = (0.9, 0.7),
-) -> None:
-    """Compare the primitives without a compressor."""
-    wide, g = vector("wide", size, seed), vector("gaussian", size, seed + 1)
-    v = np.abs(vector("sparse", size, seed + 2)) + np.where(np.arange(size) % 5 == 1, 2.0**-126, 0).astype(
-        np.float32
-    )
-    layouts = ("dense", "strided", "offset") if size < 40 or size == 1000 else ("dense",)
-    for layout in layouts:
-        for decay in sorted({0.1, numbers.weight_decay}):
-            results = []
-            for chosen in (None, kernels):
-                untouched = _Untouched()
-                with use_kernels(chosen):
-                    mean = primitives.finish_mean(_laid_out(xp, wide, layout)[0], 3)
-                    old, old_memory = _laid_out(xp, to_numpy(mean), layout)
-                    gradient, gradient_memory = _laid_out(xp, g, layout)
-                    untouched.keep("the old momentum", old_memory)
-                    untouched.keep("the gradient", gradient_memory)
-                    m = primitives.momentum(old, gradient, *blend)
-                    untouched.check()
-                    (p, p_memory), (variance, v_memory) = (_laid_out(xp, values, layout) for values in (g, v))
-                    untouched.keep("the parameters", p_memory)
-                    untouched.keep("the variance", v_memory)
-                    mixed = to_numpy(m).tobytes()
-                    moved, masked = primitives.frozen_step(
-                        p, m, variance, numbers._replace(weight_decay=decay)
-                    )
-                    untouched.check()
-                results.append([mixed, *(to_numpy(part).tobytes() for part in (mean, masked, moved))])
-            for name, a, b in zip(
-                ("momentum", "mean", "masked momentum", "parameters"), *results, strict=True
-            ):
-                assert a == b, f"{name} of {size} elements, {layout}, with {numbers}, beta1 and scale {blend}"
-
-
-def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> None:
-    """Compare the end of a mean over ``count`` ranks."""
-    for family in ("wide", "subnormal", "ties"):
-        results = []
-        for chosen in (None, kernels):
-            with use_kernels(chosen):
-                results.append(
-                    to_numpy(primitives.finish_mean(to_library(xp, vector(family, size, count)), count))
-                )
-        assert results[0].tobytes() == results[1].tobytes(), f"mean over {count} ranks of {size} elements"
 
 
 def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor, bad: float) -> None:

@@ -1,0 +1,193 @@
+"""Checks of the arithmetic of optimizers: momenta, ends of means, and steps of Adam."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from qcomp.core import primitives
+from qcomp.core.kernels import AdamNumbers, KernelSet, StepNumbers, use_kernels
+from qcomp.testing.inputs import vector
+from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
+from qcomp.testing.libraries import Namespace, to_library, to_numpy
+
+__all__ = ["BLENDS", "check_steps", "check_updates"]
+
+BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
+_COUNTS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    12,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    48,
+    63,
+    64,
+    100,
+    127,
+    128,
+    1000,
+    1023,
+    4096,
+)
+"""Numbers of ranks."""
+_STEPS = tuple(
+    StepNumbers(rate=rate, correction=correction, eps=eps, weight_decay=decay)
+    for rate, correction, eps, decay in (
+        (1e-3, 0.19, 1e-8, 0.0),
+        (1e-3, 0.19, 1e-8, 0.1),
+        (0.1, 1.0, 1e-6, 0.01),
+        (3e-4, 0.1, 1e-3, 0.0),
+        (1.0, 0.999, 1.0, 1.0),
+        (0.0, 0.5, 1e-15, 0.0),
+        (6e-5, 0.6513216, 1e-8, 0.3),
+    )
+)
+
+
+def check_updates(kernels: KernelSet, xp: Namespace) -> None:
+    """Check the primitives that take one tensor and no compressor."""
+    for size in around_powers_of_two(1 << 13):
+        _compare_updates(kernels, xp, size, seed=size)
+    for number, numbers in enumerate(_STEPS):
+        _compare_updates(kernels, xp, 1000, seed=number, numbers=numbers, blend=BLENDS[number % len(BLENDS)])
+    for count in _COUNTS:
+        for size in (9, 1000):
+            _compare_ends(kernels, xp, size, count)
+
+
+_SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
+"""Of tensors that are moved at once: one, small ones and none, and enough for several threads."""
+
+
+def check_steps(kernels: KernelSet, xp: Namespace) -> None:
+    """Check the steps of several tensors, in new arrays and in donated ones, each with numbers of its own."""
+    for round_, tensors in enumerate(_SIZES_OF_TENSORS):
+        for layout, donate, coupled in product(("dense", "strided", "offset"), (False, True), (0.0, 0.1)):
+            numbers = [
+                AdamNumbers(
+                    (0.9, 0.999) if i % 2 else (0.0, 0.5), 0.1 + 0.2 * i, coupled, _STEPS[i % len(_STEPS)]
+                )
+                for i in range(round_, round_ + len(tensors))
+            ]
+            what = f"of tensors of {tensors} elements, {layout}, donated: {donate}, with {numbers}"
+            for name, steps in (("Adam", _exact_steps), ("Adam with a frozen variance", _frozen_steps)):
+                expected, got = (
+                    steps(chosen, _Tensors(xp, tensors, layout), numbers, donate=donate)
+                    for chosen in (None, kernels)
+                )
+                assert got == expected, f"steps of {name} {what}"
+
+
+class _Tensors:
+    """Parameters, momenta, variances and gradients of several tensors, and the memory around each of them."""
+
+    def __init__(self, xp: Namespace, sizes: Sequence[int], layout: str) -> None:
+        self.arrays: dict[str, list[Any]] = {}
+        self.memory: dict[str, list[Any]] = {}
+        families = {"params": "gaussian", "momenta": "wide", "variances": "sparse", "gradients": "gaussian"}
+        for name, family in families.items():
+            drawn = [vector(family, size, number) for number, size in enumerate(sizes)]
+            pairs = [laid_out(xp, np.abs(x) if name == "variances" else x, layout) for x in drawn]
+            self.arrays[name] = [array for array, _ in pairs]
+            self.memory[name] = [memory for _, memory in pairs]
+
+    def keep(self, *names: str) -> Untouched:
+        """Return a watch over arrays that nothing may write to."""
+        untouched = Untouched()
+        for name in names:
+            for memory in self.memory[name]:
+                untouched.keep(name, memory)
+        return untouched
+
+
+def _exact_steps(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return parameters, momenta and variances after a step of each of several tensors."""
+    params, momenta, variances, gradients = tensors.arrays.values()
+    untouched = tensors.keep("gradients") if donate else tensors.keep(*tensors.arrays)
+    with use_kernels(kernels):
+        moved = primitives.adam_steps(params, momenta, variances, gradients, numbers, donate=donate)
+    untouched.check()
+    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
+
+
+def _frozen_steps(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return parameters and momenta after a step with a frozen variance of each of several tensors."""
+    params, momenta, variances, _ = tensors.arrays.values()
+    untouched = tensors.keep("variances") if donate else tensors.keep("params", "variances")
+    with use_kernels(kernels):
+        moved = primitives.frozen_steps(params, momenta, variances, [n.step for n in numbers], donate=donate)
+    untouched.check()
+    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
+
+
+def _compare_updates(
+    kernels: KernelSet,
+    xp: Namespace,
+    size: int,
+    seed: int,
+    *,
+    numbers: StepNumbers = _STEPS[0],
+    blend: tuple[float, float] = (0.9, 0.7),
+) -> None:
+    """Compare the primitives without a compressor."""
+    wide, g = vector("wide", size, seed), vector("gaussian", size, seed + 1)
+    v = np.abs(vector("sparse", size, seed + 2)) + np.where(np.arange(size) % 5 == 1, 2.0**-126, 0).astype(
+        np.float32
+    )
+    layouts = ("dense", "strided", "offset") if size < 40 or size == 1000 else ("dense",)
+    for layout in layouts:
+        for decay in sorted({0.1, numbers.weight_decay}):
+            results = []
+            for chosen in (None, kernels):
+                untouched = Untouched()
+                with use_kernels(chosen):
+                    mean = primitives.finish_mean(laid_out(xp, wide, layout)[0], 3)
+                    old, old_memory = laid_out(xp, to_numpy(mean), layout)
+                    gradient, gradient_memory = laid_out(xp, g, layout)
+                    untouched.keep("the old momentum", old_memory)
+                    untouched.keep("the gradient", gradient_memory)
+                    m = primitives.momentum(old, gradient, *blend)
+                    untouched.check()
+                    (p, p_memory), (variance, v_memory) = (laid_out(xp, values, layout) for values in (g, v))
+                    untouched.keep("the parameters", p_memory)
+                    untouched.keep("the variance", v_memory)
+                    mixed = to_numpy(m).tobytes()
+                    moved, masked = primitives.frozen_step(
+                        p, m, variance, numbers._replace(weight_decay=decay)
+                    )
+                    untouched.check()
+                results.append([mixed, *(to_numpy(part).tobytes() for part in (mean, masked, moved))])
+            for name, a, b in zip(
+                ("momentum", "mean", "masked momentum", "parameters"), *results, strict=True
+            ):
+                assert a == b, f"{name} of {size} elements, {layout}, with {numbers}, beta1 and scale {blend}"
+
+
+def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> None:
+    """Compare the end of a mean over ``count`` ranks."""
+    for family in ("wide", "subnormal", "ties"):
+        results = []
+        for chosen in (None, kernels):
+            with use_kernels(chosen):
+                results.append(
+                    to_numpy(primitives.finish_mean(to_library(xp, vector(family, size, count)), count))
+                )
+        assert results[0].tobytes() == results[1].tobytes(), f"mean over {count} ranks of {size} elements"
