@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdamNumbers",
+    "AnyFrame",
     "Blend",
     "Chooser",
     "Coders",
     "Encoded",
+    "EncodedFrame",
     "KernelSet",
     "Partial",
     "StepNumbers",
@@ -82,6 +84,54 @@ class AdamNumbers(NamedTuple):
     coupled_decay: float
     """Times the parameters, it is added to the gradient; 0 with decoupled weight decay."""
     step: StepNumbers
+
+
+class AnyFrame(Protocol):
+    """How the payloads of a chunk lie in a message, `qcomp.core.mean.framing.Frame`: the same object in every step."""
+
+    @property
+    def chunk(self) -> Sequence[tuple[int, int, int, int]]:
+        """Of each segment: its tensor, where it starts and stops there, and the number of its first bucket."""
+        ...
+
+    @property
+    def compressors(self) -> Sequence[AnyCompressor]:
+        """One for each segment."""
+        ...
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """The name of the dtype in which each segment is computed."""
+        ...
+
+    @property
+    def variable_length(self) -> bool:
+        """Whether the message begins with the lengths of its payloads."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each payload and of the verdict."""
+        ...
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Where each payload and the verdict start."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        ...
+
+
+class EncodedFrame(NamedTuple):
+    """What compresses a chunk returns."""
+
+    message: Array
+    """uint8 of shape (nbytes,), with the verdict that nothing was out of range."""
+    residuals: tuple[Array, ...]
+    """The new residual of each segment; empty without feedback."""
 
 
 class KernelSet(Protocol):
@@ -159,6 +209,55 @@ class KernelSet(Protocol):
         """
         ...
 
+    def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:
+        """Return `empty_like` of each of several arrays."""
+        ...
+
+    def encode_frame(
+        self,
+        frame: AnyFrame,
+        tensors: Sequence[Array],
+        residuals: Sequence[Array],
+        outs: Sequence[Array | None],
+        key: Key,
+        *,
+        blends: Sequence[Blend],
+    ) -> Array | None:
+        """Return the message of a chunk: `encode` of all its segments at once.
+
+        ``tensors``, ``residuals``, ``outs`` for the new residuals, and ``blends`` are of whole tensors; without
+        feedback, ``residuals`` and ``outs`` are empty. ``outs`` are the tensors themselves if these may be used up, or
+        share memory with nothing.
+
+        A set that finds a value out of range returns None, or raises NonFiniteError if the tensors are used up.
+        """
+        ...
+
+    def decode_frame(self, frame: AnyFrame, message: Array, outs: Sequence[Array]) -> bool:
+        """Write what the payloads of a message decompress to into buffers like all tensors; return whether it did."""
+        ...
+
+    def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
+        """Do what `decode_frame` does with the mean of several messages, see `average`."""
+        ...
+
+    def compress_mean_frame(
+        self,
+        frame: AnyFrame,
+        messages: Sequence[Array],
+        like: Array,
+        residuals: Sequence[Array],
+        key: Key,
+        *,
+        into: Sequence[Array | None],
+    ) -> EncodedFrame | None:
+        """Compress that mean, plus the residual of each segment: `compress_mean` of all segments at once.
+
+        The new residuals go into ``into`` if that is given. None also if a value is out of range: the pure version then
+        says so.
+        """
+        ...
+
     def finish_mean(self, total: Array, count: int) -> Array | None:
         """Return a sum over ranks divided by their number, in its buffer if that can be written to."""
         ...
@@ -209,6 +308,44 @@ class Partial:
     any_shape = False
 
     def empty_like(self, x: Array) -> Array | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def encode_frame(
+        self,
+        frame: AnyFrame,  # noqa: ARG002
+        tensors: Sequence[Array],  # noqa: ARG002
+        residuals: Sequence[Array],  # noqa: ARG002
+        outs: Sequence[Array | None],  # noqa: ARG002
+        key: Key,  # noqa: ARG002
+        *,
+        blends: Sequence[Blend],  # noqa: ARG002
+    ) -> Array | None:
+        """Return None."""
+        return None
+
+    def decode_frame(self, frame: AnyFrame, message: Array, outs: Sequence[Array]) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
+
+    def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
+
+    def compress_mean_frame(
+        self,
+        frame: AnyFrame,  # noqa: ARG002
+        messages: Sequence[Array],  # noqa: ARG002
+        like: Array,  # noqa: ARG002
+        residuals: Sequence[Array],  # noqa: ARG002
+        key: Key,  # noqa: ARG002
+        *,
+        into: Sequence[Array | None],  # noqa: ARG002
+    ) -> EncodedFrame | None:
         """Return None."""
         return None
 

@@ -46,11 +46,13 @@ __all__ = [
     "compress_mean",
     "decode",
     "empty_like",
+    "empty_likes",
     "encode",
     "finish_mean",
     "frozen_step",
     "frozen_steps",
     "momentum",
+    "refusal",
     "require_accepted",
 ]
 
@@ -62,6 +64,13 @@ def empty_like(x: Array) -> Array | None:
     if buffer is None:
         buffer = array_namespace(x).empty_like(x)
     return buffer if is_mutable(buffer) else None
+
+
+def empty_likes(arrays: Sequence[Array]) -> list[Array | None]:
+    """Return `empty_like` of each of several arrays of one library and device."""
+    kernels = chosen(arrays[0]) if arrays else None
+    buffers = None if kernels is None else kernels.empty_likes(arrays)
+    return [empty_like(x) for x in arrays] if buffers is None else [*buffers]
 
 
 def encode(
@@ -156,9 +165,14 @@ def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:
 def require_accepted(compressor: AnyCompressor, encoded: Encoded) -> None:
     """Raise `NonFiniteError` if a device has found a value out of range; waits for the device."""
     if encoded.refused is not None and int(encoded.refused[0]):
-        raise NonFiniteError(
-            f"x cannot be compressed by {compressor.spec}: it holds a NaN or a magnitude from {LIMIT:.6g} on"
-        )
+        raise refusal(compressor)
+
+
+def refusal(compressor: AnyCompressor) -> NonFiniteError:
+    """Return the error of values that are out of range."""
+    return NonFiniteError(
+        f"x cannot be compressed by {compressor.spec}: it holds a NaN or a magnitude from {LIMIT:.6g} on"
+    )
 
 
 def decode(

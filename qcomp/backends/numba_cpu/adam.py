@@ -15,13 +15,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
-from numba import extending, types
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import ZERO, F
+from qcomp.backends.numba_cpu.tables import address, floats_at
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 
 __all__ = ["adam_steps", "frozen_adam_step", "frozen_steps"]
@@ -53,7 +52,7 @@ def frozen_adam_step(
         For the new parameters and the masked momentum; may be p and m.
     """
     arrays = (p, m, v, p_out, m_out)
-    frozen_steps([[x.__array_interface__["data"][0] for x in arrays]], [p.size], [numbers])
+    frozen_steps([list(map(address, arrays))], [p.size], [numbers])
 
 
 def frozen_steps(tensors: Sequence[Addresses], sizes: Sequence[int], numbers: Sequence[StepNumbers]) -> None:
@@ -115,23 +114,6 @@ def _run(
         steps(table, lengths, ends, rounded, np.empty(_RUN, dtype=np.float32), first, last)
 
     threads.run(work, int(ends[-1]), _RUN)
-
-
-@extending.intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Return an address as a pointer to float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(types.int64), generate
-
-
-@inline
-def _at(address: int, size: int) -> Floats:
-    """Return the array at an address, which counts no references."""
-    array: Floats = numba.carray(_pointer(address), (size,))
-    return array
 
 
 # LLVM takes what is read under one name and written under another for an overlap, and does not vectorise; and it gives
@@ -234,15 +216,19 @@ def _frozen_steps(
             addresses[row + 3],
             addresses[row + 4],
         )
-        p, m, v = _at(old_p + at, size), _at(old_m + at, size), _at(addresses[row + 2] + at, size)
+        p, m, v = (
+            floats_at(old_p + at, size),
+            floats_at(old_m + at, size),
+            floats_at(addresses[row + 2] + at, size),
+        )
         step = numbers[row : row + 5]
         if new_p == old_p and new_m == old_m:
             _frozen_in_place(p, m, v, step)
             continue
         masked = scratch[:size]
         _mask(m, v, masked)
-        _move(p, masked, v, step, F(1), _at(new_p + at, size))
-        _copy(masked, _at(new_m + at, size))
+        _move(p, masked, v, step, F(1), floats_at(new_p + at, size))
+        _copy(masked, floats_at(new_m + at, size))
 
 
 @kernel("void(i64, i64, i64, f32, f32, int64, int64)")
@@ -256,14 +242,14 @@ def _adam_steps(
             tensor += 1
         start = (run - (ends[tensor - 1] if tensor > 0 else 0)) * _RUN
         size, at, row = min(_RUN, sizes[tensor] - start), 4 * start, 7 * tensor
-        p, m = _at(addresses[row] + at, size), _at(addresses[row + 1] + at, size)
-        v, g = _at(addresses[row + 2] + at, size), _at(addresses[row + 3] + at, size)
+        p, m = floats_at(addresses[row] + at, size), floats_at(addresses[row + 1] + at, size)
+        v, g = floats_at(addresses[row + 2] + at, size), floats_at(addresses[row + 3] + at, size)
         step = numbers[12 * tensor : 12 * tensor + 12]
         if step[7] != ZERO:
             _add_decay(p, g, step[6], scratch[:size])
             g = scratch[:size]
-        new_p, new_m = _at(addresses[row + 4] + at, size), _at(addresses[row + 5] + at, size)
-        new_v = _at(addresses[row + 6] + at, size)
+        new_p, new_m = floats_at(addresses[row + 4] + at, size), floats_at(addresses[row + 5] + at, size)
+        new_v = floats_at(addresses[row + 6] + at, size)
         if addresses[row] == addresses[row + 4]:
             _adam_in_place(p, m, v, g, step)
         else:

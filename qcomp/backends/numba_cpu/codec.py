@@ -8,17 +8,40 @@ from typing import NamedTuple
 import numpy as np
 
 from qcomp.backends.numba_cpu import threads
-from qcomp.backends.numba_cpu.jit import Floats
+from qcomp.backends.numba_cpu.jit import Bytes, Floats
 from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL, OVER_INPUT
 from qcomp.backends.numba_cpu.stream import pays
+from qcomp.backends.numba_cpu.tables import (
+    RESIDUAL,
+    RESIDUAL_OUT,
+    Decoded,
+    Encoded,
+    address,
+    decoded_vectors,
+    encoded_vectors,
+)
 from qcomp.backends.numba_cpu.vectors import largest_sum
 from qcomp.core.numeric.arrays import LIMIT
-from qcomp.core.numeric.buckets import bucket_count
 
-__all__ = ["EMPTY", "Decoder", "Encoder", "Mix", "decode", "encode", "mix"]
+__all__ = [
+    "NO_MOMENTUM",
+    "DecodeRun",
+    "Decoder",
+    "EncodeRun",
+    "Encoder",
+    "Mix",
+    "Weights",
+    "decode",
+    "decoder_of",
+    "encode",
+    "encoder_of",
+    "run_decoder",
+    "run_encoder",
+]
 
-EMPTY: Floats = np.empty(0, dtype=np.float32)
-"""Stands for an array that there is none of."""
+Weights = tuple[np.float32, np.float32]
+"""keep and new: where there is a momentum m, keep * m + new * x is what is compressed."""
+NO_MOMENTUM: Weights = (np.float32(0), np.float32(0))
 
 Mix = tuple[Floats, float, float]
 """m, keep and new: keep * m + new * x is what is compressed, m of the shape of x."""
@@ -27,29 +50,67 @@ _SAFE = LIMIT / 2
 """Rounding cannot bring what is below this to the limit."""
 
 
-class Encoder(NamedTuple):
-    """Compresses the buckets of an array, of which it is made, into a payload."""
+EncodeRun = Callable[[Encoded, int, Weights, int, int], int]
+"""``run(vectors, mode, weights, first, last)`` compresses a run of the buckets of some vectors. The modes are those of
+`qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1."""
+DecodeRun = Callable[[Decoded, bool, bool, bool, int, int], None]
+"""``run(vectors, accumulate, streams, finish, first, last)`` adds up the payloads of a run of buckets, in the order of
+the messages: onto the vectors with ``accumulate``, past the caches with ``streams``. With ``finish`` the sums become
+means over the messages."""
 
-    run: Callable[[Floats, Floats, int, int, int], int]
-    """``run(residual, out, mode, first, last)`` does a run of buckets; the modes are those of
-    `qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1."""
-    x: Floats
+
+class Encoder(NamedTuple):
+    """Compresses an array, of which it is made, into a payload."""
+
+    run: EncodeRun
     bucket_size: int
     """Elements of x in a bucket."""
-    blended: bool
-    """Whether it is not x that is compressed, but what x is blended into."""
+    x: Floats
+    vectors: Encoded
+    weights: Weights | None
+    """Those of the momentum that x is blended into, if there is one."""
 
 
 class Decoder(NamedTuple):
-    """Decompresses the buckets of a payload into an array, for which it is made."""
+    """Decompresses a payload into an array, for which it is made."""
 
-    run: Callable[[bool, bool, int, int, int], None]
-    """``run(accumulate, streams, ranks, first, last)`` does a run of buckets: adds them to the array, or writes them,
-    past the caches if asked to. Unless ``ranks`` is 0, what is there then is the sum over so many, and becomes the
-    mean."""
-    out: Floats
+    run: DecodeRun
     bucket_size: int
     """Elements of the array in a bucket."""
+    out: Floats
+    vectors: Decoded
+
+
+def encoder_of(
+    run: EncodeRun, bucket_size: int, x: Floats, data_out: Bytes, blend: Mix | None, bucket: int = 0
+) -> Encoder:
+    """Return what compresses one array, whose draws begin with those of a bucket."""
+    m, weights = (None, None) if blend is None else (blend[0], (np.float32(blend[1]), np.float32(blend[2])))
+    return Encoder(run, bucket_size, x, encoded_vectors(x, bucket_size, data_out, m, bucket), weights)
+
+
+def decoder_of(run: DecodeRun, bucket_size: int, data: Bytes, out: Floats) -> Decoder:
+    """Return what decompresses one payload."""
+    return Decoder(run, bucket_size, out, decoded_vectors(data, bucket_size, out))
+
+
+def run_encoder(run: EncodeRun, bucket_size: int, vectors: Encoded, mode: int, weights: Weights) -> bool:
+    """Compress vectors in as many threads as pay; return whether no value was too large."""
+    results = threads.run(
+        lambda first, last: run(vectors, mode, weights, first, last), vectors.buckets, bucket_size
+    )
+    return all(failed < 0 for failed in results)
+
+
+def run_decoder(
+    run: DecodeRun, bucket_size: int, vectors: Decoded, *, accumulate: bool, streams: bool
+) -> None:
+    """Decompress vectors in as many threads as pay."""
+    threads.run(
+        lambda first, last: run(vectors, accumulate, streams, False, first, last),
+        vectors.buckets,
+        bucket_size,
+    )
 
 
 def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | None) -> bool:
@@ -71,42 +132,28 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
         False if x plus the residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a
         residual that is donated is as it was; an x that is donated is lost.
     """
+    weights = NO_MOMENTUM if encoder.weights is None else encoder.weights
     if residual is None or residual_out is None:
-        old, new, mode = EMPTY, EMPTY, NO_RESIDUAL
-    elif residual_out is encoder.x:
-        assert not encoder.blended
-        old, new, mode = residual, residual_out, OVER_INPUT
+        return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, NO_RESIDUAL, weights)
+    if residual_out is encoder.x:
+        assert encoder.weights is None
+        mode = OVER_INPUT
     elif residual_out is not residual:
-        old, new, mode = residual, residual_out, FRESH
+        mode = FRESH
     else:
-        if encoder.blended or not largest_sum(encoder.x, residual) < _SAFE:  # also for a NaN
+        if encoder.weights is not None or not largest_sum(encoder.x, residual) < _SAFE:  # also for a NaN
             # Something may be too large: find out beside the residual, which must then stay as it is.
             beside = np.empty_like(residual)
             accepted = encode(encoder, residual, beside)
             if accepted:
                 residual[...] = beside
             return accepted
-        old, new, mode = residual, residual, IN_PLACE
-    results = threads.run(
-        lambda first, last: encoder.run(old, new, mode, first, last),
-        bucket_count(encoder.x.size, encoder.bucket_size),
-        encoder.bucket_size,
-    )
-    return all(failed < 0 for failed in results)
+        mode = IN_PLACE
+    encoder.vectors.rows[0, [RESIDUAL, RESIDUAL_OUT]] = address(residual), address(residual_out)
+    return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, mode, weights)
 
 
 def decode(decoder: Decoder, *, accumulate: bool = False) -> None:
     """Decompress a payload into an array, or add it to what is there."""
     streams = not accumulate and pays(decoder.out.size)
-    threads.run(
-        lambda first, last: decoder.run(accumulate, streams, 0, first, last),
-        bucket_count(decoder.out.size, decoder.bucket_size),
-        decoder.bucket_size,
-    )
-
-
-def mix(blend: Mix | None) -> tuple[Floats, np.float32, np.float32]:
-    """Return a mix as the kernels take it: an empty m for none."""
-    if blend is None:
-        return EMPTY, np.float32(0), np.float32(0)
-    return blend[0], np.float32(blend[1]), np.float32(blend[2])
+    run_decoder(decoder.run, decoder.bucket_size, decoder.vectors, accumulate=accumulate, streams=streams)

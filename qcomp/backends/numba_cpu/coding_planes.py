@@ -6,8 +6,8 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import packing
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Halves, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes
 from qcomp.backends.numba_cpu.primitives import bucket_length
+from qcomp.core.numeric.buckets import padded_size
 
 __all__ = ["pack", "unpack"]
 
@@ -26,7 +26,7 @@ def unpack(packed: memoryview, size: int, bits: int, bucket_size: int) -> tuple[
 
 def pack(levels: memoryview, negative: memoryview, bits: int, bucket_size: int) -> bytearray:
     """See `qcomp.core.coding.PURE`."""
-    packed = bytearray(code_bytes(len(negative), bucket_size, bits))
+    packed = bytearray(padded_size(len(negative), bucket_size) * bits // 8)
     k = np.frombuffer(levels, dtype="<u2").astype(np.uint16, copy=False)
     signs, data = np.frombuffer(negative, dtype=np.uint8), np.frombuffer(packed, dtype=np.uint8)
     work = _pack if bits <= 8 else _pack_wide

@@ -145,6 +145,7 @@ def _types() -> dict[str, Any]:
         "u16": types.Array(types.uint16, 1, "C"),
         "u32": types.Array(types.uint32, 1, "C"),
         "i64": types.Array(types.int64, 1, "C"),
+        "table": types.Array(types.int64, 2, "C"),
         "float32": types.float32,
         "int64": types.int64,
         "uint32": types.uint32,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,20 +12,43 @@ from array_api_compat import is_torch_array
 from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import adam_steps, frozen_steps
-from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, decode, encode
-from qcomp.backends.numba_cpu.jit import Bytes, Floats
+from qcomp.backends.numba_cpu.codec import (
+    NO_MOMENTUM,
+    Weights,
+    decode,
+    decoder_of,
+    encode,
+    encoder_of,
+    run_decoder,
+    run_encoder,
+)
+from qcomp.backends.numba_cpu.frames import CompressorKernels, Group, kernels_of, plan_of
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
 from qcomp.backends.numba_cpu.means import average, compress_mean
 from qcomp.backends.numba_cpu.memory import empty
-from qcomp.backends.numba_cpu.minmax import minmax_decoder, minmax_encoder
-from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
-from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
-from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
+from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
+from qcomp.backends.numba_cpu.stream import pays
+from qcomp.backends.numba_cpu.tables import (
+    MOMENTUM,
+    RESIDUAL,
+    RESIDUAL_OUT,
+    VALUES,
+    Decoded,
+    address,
+    decoded_vectors,
+    encoded_vectors,
+)
 from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
-from qcomp.core.compressors.qsgd import WideQSGD
-from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers
-from qcomp.core.numeric.arrays import array_namespace, dtype_name, is_mutable, to_compute_dtype
-from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
+from qcomp.core.kernels import AdamNumbers, AnyFrame, Blend, Encoded, EncodedFrame, StepNumbers
+from qcomp.core.numeric.arrays import (
+    array_namespace,
+    dtype_name,
+    is_mutable,
+    one_of_each_kind,
+    to_compute_dtype,
+)
+from qcomp.core.numeric.random import Key
+from qcomp.core.primitives import refusal
 from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "NumbaKernels"]
@@ -71,9 +94,11 @@ class NumbaKernels:
             return None
         mixed = None if blend is None or m is None else (m, blend.beta1, (1 - blend.beta1) * blend.scale)
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
-        encoder = _encoder(compressor, values, key, data, mixed)
-        if encoder is None:
+        kernels = kernels_of(compressor)
+        run = None if kernels is None else kernels.encode(key)
+        if kernels is None or run is None:
             return None
+        encoder = encoder_of(run, kernels.bucket_size, values, data, mixed, key.bucket if key else 0)
         new = None
         if old is not None:  # the kernels tell by identity what shares memory
             shared = old if out is residual else values if out is x else None
@@ -83,7 +108,7 @@ class NumbaKernels:
         if not encode(encoder, old, new):
             if out is not x:
                 return None  # the pure version says so
-            return Encoded(_as_array_of(x, data), out, _as_array_of(x, np.ones(1, dtype=np.uint8)))
+            raise refusal(compressor)
         rest = out
         if new is not None and out is None:
             rest = _as_array_of(x, new.reshape(x.shape))
@@ -97,10 +122,10 @@ class NumbaKernels:
         if room is None:
             return None
         target, values = room
-        decoder = _decoder(compressor, data, values)
-        if decoder is None:
+        kernels = kernels_of(compressor)
+        if kernels is None:
             return None
-        decode(decoder, accumulate=accumulate)
+        decode(decoder_of(kernels.decode, kernels.bucket_size, _bytes(data), values), accumulate=accumulate)
         return target
 
     def empty_like(self, x: Array) -> Array | None:
@@ -115,10 +140,10 @@ class NumbaKernels:
         if room is None:
             return None
         mean, values = room
-        decoders = _decoders(compressor, payloads, values)
-        if decoders is None:
+        kernels = kernels_of(compressor)
+        if kernels is None:
             return None
-        average(decoders)
+        average(kernels.decode, kernels.bucket_size, _received(kernels, payloads, values))
         return mean
 
     def compress_mean(
@@ -138,10 +163,111 @@ class NumbaKernels:
             return None
         rest, values = room
         data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
-        encoder, decoders = _encoder(compressor, values, key, data), _decoders(compressor, payloads, values)
-        if encoder is None or decoders is None or not compress_mean(decoders, encoder, old):
+        kernels = kernels_of(compressor)
+        encode = None if kernels is None else kernels.encode(key)
+        if kernels is None or encode is None:
+            return None
+        sent = encoded_vectors(values, kernels.bucket_size, data, None, key.bucket if key else 0)
+        if old is not None:
+            sent.rows[0, [RESIDUAL, RESIDUAL_OUT]] = address(old), address(values)
+        received = _received(kernels, payloads, values)
+        mode = NO_RESIDUAL if old is None else OVER_INPUT
+        if not compress_mean(kernels.decode, encode, kernels.bucket_size, received, sent, mode):
             return None
         return Encoded(_as_array_of(like, data), None if residual is None else rest, None)
+
+    def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:
+        """Return `empty_like` of each of several arrays."""
+        if any(dtype_name(x.dtype) != "float32" for _, x in one_of_each_kind(arrays)):
+            return None
+        buffers = [empty(tuple(x.shape)) for x in arrays]
+        return [_as_array_of(arrays[0], buffer) for buffer in buffers] if _is_tensor(arrays[0]) else buffers
+
+    def encode_frame(
+        self,
+        frame: AnyFrame,
+        tensors: Sequence[Array],
+        residuals: Sequence[Array],
+        outs: Sequence[Array | None],
+        key: Key,
+        *,
+        blends: Sequence[Blend],
+    ) -> Array | None:
+        """Compress all segments of a chunk in a call of a kernel for each compressor."""
+        plan = plan_of(frame)
+        donated = outs is tensors
+        if plan is None or (blends and (donated or any(b[1:] != blends[0][1:] for b in blends))):
+            return None
+        found = {VALUES: _addresses_of(tensors, plan.tensors)}
+        if residuals:
+            found[RESIDUAL] = _addresses_of(residuals, plan.tensors)
+            found[RESIDUAL_OUT] = _addresses_of(outs, plan.tensors, written=True)
+        if blends:
+            found[MOMENTUM] = _addresses_of([blend.m for blend in blends], plan.tensors)
+        addresses = {column: at for column, at in found.items() if at is not None}
+        if len(addresses) < len(found):
+            return None
+        mode = NO_RESIDUAL if not residuals else OVER_INPUT if donated else FRESH
+        weights = _weights(blends[0]) if blends else NO_MOMENTUM
+        message = np.zeros(frame.nbytes, dtype=np.uint8)
+        for group in plan.groups:
+            run = group.kernels.encode(key)
+            if run is None:
+                return None
+            vectors = group.encoded(addresses, message, key.bucket)
+            if not run_encoder(run, group.kernels.bucket_size, vectors, mode, weights):
+                if donated:
+                    raise refusal(group.compressor)
+                return None  # the pure version says so
+        return _as_array_of(tensors[0], message)
+
+    def decode_frame(self, frame: AnyFrame, message: Array, outs: Sequence[Array]) -> bool:
+        """Decompress all segments of a chunk in a call of a kernel for each compressor."""
+        received = _received_frame(frame, [message], outs)
+        for group, vectors in received or ():
+            run, bucket_size = group.kernels.decode, group.kernels.bucket_size
+            run_decoder(run, bucket_size, vectors, accumulate=False, streams=pays(group.elements))
+        return received is not None
+
+    def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
+        """Average all segments of a chunk, a block at a time."""
+        received = _received_frame(frame, messages, outs)
+        for group, vectors in received or ():
+            average(group.kernels.decode, group.kernels.bucket_size, vectors)
+        return received is not None
+
+    def compress_mean_frame(
+        self,
+        frame: AnyFrame,
+        messages: Sequence[Array],
+        like: Array,
+        residuals: Sequence[Array],
+        key: Key,
+        *,
+        into: Sequence[Array | None],
+    ) -> EncodedFrame | None:
+        """Compress the means of all segments of a chunk, a block at a time; None if a value is out of range."""
+        plan = plan_of(frame)
+        if plan is None or not plan.groups:
+            return None
+        outs = into or [_as_array_of(like, empty((size,))) for size in plan.sizes]
+        segments = range(len(plan.sizes))
+        new = _addresses_of(outs, segments, written=True)
+        old = _addresses_of(residuals, segments) if residuals else new
+        at = _addresses_of_messages(messages)
+        if new is None or old is None or at is None:
+            return None
+        mode = OVER_INPUT if residuals else NO_RESIDUAL
+        message = np.zeros(frame.nbytes, dtype=np.uint8)
+        for group in plan.groups:
+            kernels, run = group.kernels, group.kernels.encode(key)
+            if run is None:
+                return None
+            received = group.decoded_alone(new, at)
+            sent = group.encoded_alone(new, old, message, key.bucket)
+            if not compress_mean(kernels.decode, run, kernels.bucket_size, received, sent, mode):
+                return None
+        return EncodedFrame(_as_array_of(like, message), tuple(outs) if residuals else ())
 
     def finish_mean(self, total: Array, count: int) -> Array | None:
         """Divide a sum over ranks by their number, in place."""
@@ -301,90 +427,48 @@ def _values(x: Array) -> Floats | None:
     return x.reshape(-1)
 
 
-def _unwrapped(c: AnyCompressor) -> tuple[QSGD, float | None, int | None] | None:
-    """Return the QSGD inside, the factor of its values and the elements of a bucket, None if another one is inside."""
-    held, factor = None, None
-    if isinstance(c, WholeFields):
-        held, c = c.traits.bucket_size, c.compressor
-    if isinstance(c, Scaled):
-        factor, c = c.factor, c.compressor
-    return (c, factor, held) if isinstance(c, QSGD) and type(c) in (QSGD, WideQSGD) else None
+def _bytes(data: Array) -> Bytes:
+    found: Bytes = data.numpy() if _is_tensor(data) else data
+    return found
 
 
-def _encode_sign(c: ScaledSign, x: Floats, key: Key | None, data: Bytes, blend: Mix | None) -> Encoder | None:  # noqa: ARG001 - draws nothing
-    return sign_encoder(x, c.bucket_size, c.scale, data, blend)
+def _received(kernels: CompressorKernels, payloads: Sequence[Array], out: Floats) -> Decoded:
+    """Return the table of one vector and its payload from each rank."""
+    data = [_bytes(payload) for payload in payloads]
+    one = decoded_vectors(data[0], kernels.bucket_size, out)
+    return one._replace(messages=_longs([address(each) for each in data]))
 
 
-def _encode_minmax(
-    c: MinMaxUInt8,
-    x: Floats,
-    key: Key | None,  # noqa: ARG001 - draws nothing
-    data: Bytes,
-    blend: Mix | None,
-) -> Encoder | None:
-    return minmax_encoder(x, c.bucket_size, data, blend)
-
-
-def _encode_qsgd(
-    c: AnyCompressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None
-) -> Encoder | None:
-    """Return None also where the pure version would now draw in another way."""
-    inside = _unwrapped(c)
-    if inside is None or key is None or draws_are_replaced():
+def _received_frame(
+    frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]
+) -> list[tuple[Group, Decoded]] | None:
+    """Return the table of each compressor in a chunk; None if the kernels cannot decompress all of it."""
+    plan = plan_of(frame)
+    to = None if plan is None else _addresses_of(outs, plan.tensors, written=True)
+    at = _addresses_of_messages(messages)
+    if plan is None or to is None or at is None:
         return None
-    inner, factor, held = inside
-    options = inner.levels, inner.bucket_size, inner.norm
-    stream = fold_key(key, like=x), key.hop, key.bucket
-    return qsgd_encoder(x, *options, *stream, data, blend, factor=factor, held=held)
+    return [(group, group.decoded(to, at)) for group in plan.groups]
 
 
-def _decode_sign(c: ScaledSign, data: Bytes, out: Floats) -> Decoder | None:
-    return sign_decoder(data, c.bucket_size, out)
-
-
-def _decode_minmax(c: MinMaxUInt8, data: Bytes, out: Floats) -> Decoder | None:
-    return minmax_decoder(data, c.bucket_size, out)
-
-
-def _decode_qsgd(c: AnyCompressor, data: Bytes, out: Floats) -> Decoder | None:
-    inside = _unwrapped(c)
-    if inside is None:
+def _addresses_of(arrays: Sequence[Array], numbers: Iterable[int], *, written: bool = False) -> Longs | None:
+    """Return the addresses of some of several arrays, None if the kernels do not reach them all."""
+    address = _address_of_tensor if arrays and _is_tensor(arrays[0]) else _address_of_array
+    found = [address(arrays[number]) for number in numbers]
+    if -1 in found or (written and not all(is_mutable(arrays[number]) for number in numbers)):
         return None
-    inner, factor, held = inside
-    return qsgd_decoder(data, inner.levels, inner.bucket_size, out, factor=factor, held=held)
+    return _longs(found)
 
 
-_ENCODERS: dict[type, Callable[[Any, Floats, Key | None, Bytes, Mix | None], Encoder | None]] = {
-    ScaledSign: _encode_sign,
-    MinMaxUInt8: _encode_minmax,
-    QSGD: _encode_qsgd,
-    WideQSGD: _encode_qsgd,
-    Scaled: _encode_qsgd,
-    WholeFields: _encode_qsgd,
-}
-"""By exact type: a subclass may compress in another way. From compressor, x, key, payload and blend."""
-_DECODERS: dict[type, Callable[[Any, Bytes, Floats], Decoder | None]] = {
-    ScaledSign: _decode_sign,
-    MinMaxUInt8: _decode_minmax,
-    QSGD: _decode_qsgd,
-    WideQSGD: _decode_qsgd,
-    Scaled: _decode_qsgd,
-    WholeFields: _decode_qsgd,
-}
+def _addresses_of_messages(messages: Sequence[Array]) -> Longs | None:
+    """Return the addresses of messages, None if their bytes are not side by side."""
+    found = [_bytes(message) for message in messages]
+    return _longs([address(each) for each in found]) if all(x.flags.c_contiguous for x in found) else None
 
 
-def _encoder(
-    c: AnyCompressor, x: Floats, key: Key | None, data: Bytes, blend: Mix | None = None
-) -> Encoder | None:
-    make = _ENCODERS.get(type(c))
-    return None if make is None else make(c, x, key, data, blend)
+def _weights(blend: Blend) -> Weights:
+    return np.float32(blend.beta1), np.float32((1 - blend.beta1) * blend.scale)
 
 
-def _decoders(c: AnyCompressor, payloads: Sequence[Array], out: Floats) -> list[Decoder] | None:
-    made = [_decoder(c, data, out) for data in payloads]
-    return None if None in made else [decoder for decoder in made if decoder is not None]
-
-
-def _decoder(c: AnyCompressor, data: Array, out: Floats) -> Decoder | None:
-    make = _DECODERS.get(type(c))
-    return None if make is None else make(c, data.numpy() if _is_tensor(data) else data, out)
+def _longs(values: Sequence[int]) -> Longs:
+    return np.asarray(values, dtype=np.int64)

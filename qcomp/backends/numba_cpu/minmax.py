@@ -12,9 +12,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, mix
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes
+from qcomp.backends.numba_cpu.codec import (
+    Decoder,
+    DecodeRun,
+    Encoder,
+    EncodeRun,
+    Mix,
+    Weights,
+    decoder_of,
+    encoder_of,
+)
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
     ROUND,
     ZERO,
@@ -32,8 +40,9 @@ from qcomp.backends.numba_cpu.primitives import (
 )
 from qcomp.backends.numba_cpu.qsgd import round_up_step
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
+from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
 
-__all__ = ["minmax_decoder", "minmax_encoder"]
+__all__ = ["decode_minmax", "encode_minmax", "minmax_decoder", "minmax_encoder"]
 
 
 def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | None = None) -> Encoder:
@@ -44,14 +53,18 @@ def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | No
     x, bucket_size, data_out, blend
         See `qcomp.backends.numba_cpu.sign.sign_encoder`.
     """
-    m, keep, new = mix(blend)
+    return encoder_of(encode_minmax(bucket_size), bucket_size, x, data_out, blend)
 
-    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> int:
+
+def encode_minmax(bucket_size: int) -> EncodeRun:
+    """Return what compresses vectors to eight bits an element."""
+
+    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(bucket_size, dtype=np.float32)
-        result: int = _encode(x, old, out, mode, m, keep, new, bucket_size, first, last, data_out, scratch)
-        return result
+        failed: int = _encode(vectors.rows, vectors.ends, mode, *weights, bucket_size, first, last, scratch)
+        return failed
 
-    return Encoder(run, x, bucket_size, blended=blend is not None)
+    return run
 
 
 def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
@@ -62,13 +75,28 @@ def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
     data, bucket_size, out
         See `qcomp.backends.numba_cpu.sign.sign_decoder`.
     """
-    codes_end = code_bytes(out.size, bucket_size, 8)
+    return decoder_of(decode_minmax(bucket_size), bucket_size, data, out)
 
-    def run(accumulate: bool, streams: bool, ranks: int, first: int, last: int) -> None:
+
+def decode_minmax(bucket_size: int) -> DecodeRun:
+    """Return what decompresses payloads of eight bits an element."""
+
+    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(data, bucket_size, codes_end, out, accumulate, streams, F(ranks), first, last, beside)
+        _decode(
+            vectors.messages,
+            vectors.rows,
+            vectors.ends,
+            bucket_size,
+            accumulate,
+            streams,
+            finish,
+            first,
+            last,
+            beside,
+        )
 
-    return Decoder(run, out, bucket_size)
+    return run
 
 
 @inline
@@ -109,8 +137,8 @@ def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32
         p[i] = flush(value - (base + (rounded - ROUND) * step))
 
 
-@kernel("int64(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, u8, f32)")
-def _encode(
+@inline
+def _encode_vector(
     x: Floats,
     residual: Floats,
     out: Floats,
@@ -124,8 +152,6 @@ def _encode(
     data: Bytes,
     scratch: Floats,
 ) -> int:
-    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -154,6 +180,30 @@ def _encode(
     return -1
 
 
+@kernel("int64(table, i64, int64, float32, float32, int64, int64, int64, f32)")
+def _encode(
+    rows: Longs,
+    ends: Longs,
+    mode: int,
+    keep: np.float32,
+    new: np.float32,
+    bucket_size: int,
+    first: int,
+    last: int,
+    scratch: Floats,
+) -> int:
+    scratch = borrow(scratch)
+    vector = 0
+    while first < last:
+        vector, start, stop = run_of(ends, vector, first, last)
+        x, residual, out, m, data = input_vectors(rows, vector)
+        failed = _encode_vector(x, residual, out, mode, m, keep, new, bucket_size, start, stop, data, scratch)
+        if failed >= 0:
+            return first - start + failed
+        first += stop - start
+    return -1
+
+
 @inline
 def _write(codes: Bytes, base: np.float32, step: np.float32, out: Floats) -> None:
     for i in range(out.size):
@@ -166,11 +216,10 @@ def _accumulate(codes: Bytes, base: np.float32, step: np.float32, out: Floats) -
         out[i] += base + F(np.int32(codes[i])) * step
 
 
-@kernel("void(u8_in, int64, int64, f32, boolean, boolean, float32, int64, int64, f32)")
-def _decode(
+@inline
+def _decode_vector(
     data: Bytes,
     bucket_size: int,
-    codes_end: int,
     out: Floats,
     accumulate: bool,
     streams: bool,
@@ -179,8 +228,9 @@ def _decode(
     last: int,
     beside: Floats,
 ) -> None:
-    data, out, beside = borrow(data), borrow(out), borrow(beside)
     count = (out.size + bucket_size - 1) // bucket_size
+    rest = out.size - out.size // bucket_size * bucket_size
+    codes_end = out.size - rest + (bucket_length(rest) if rest > 0 else 0)
     for bucket in range(first, last):
         start = bucket * bucket_size
         stop = min(start + bucket_size, out.size)
@@ -197,3 +247,30 @@ def _decode(
             finish(out[start:stop], ranks)
     if streams:
         finish_streams()
+
+
+@kernel("void(i64, table, i64, int64, boolean, boolean, boolean, int64, int64, f32)")
+def _decode(
+    messages: Longs,
+    rows: Longs,
+    ends: Longs,
+    bucket_size: int,
+    accumulate: bool,
+    streams: bool,
+    finishes: bool,
+    first: int,
+    last: int,
+    beside: Floats,
+) -> None:
+    beside = borrow(beside)
+    ranks = messages.size
+    vector = 0
+    while first < last:
+        vector, start, stop = run_of(ends, vector, first, last)
+        for rank in range(ranks):
+            data, out = output_vectors(rows, vector, messages[rank])
+            divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
+            _decode_vector(
+                data, bucket_size, out, accumulate or rank > 0, streams, divisor, start, stop, beside
+            )
+        first += stop - start

@@ -16,9 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import Encoder, Mix, mix
+from qcomp.backends.numba_cpu.codec import Encoder, EncodeRun, Mix, Weights, encoder_of
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
-from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, borrow, inline, kernel
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.packing import empty_codes, pack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
@@ -40,8 +40,9 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
 )
 from qcomp.backends.numba_cpu.qsgd_decoder import scaled
+from qcomp.backends.numba_cpu.tables import Encoded, input_vectors, run_of
 
-__all__ = ["qsgd_encoder", "round_up_step"]
+__all__ = ["encode_qsgd", "qsgd_encoder", "round_up_step"]
 
 BATCH = 1 << 9
 """Elements that are worked on at a time, in whole buckets if these are small. Loops get long enough; and memory that is
@@ -82,43 +83,44 @@ def qsgd_encoder(
     held : int, optional
         The elements that a bucket is filled with, the rest being zeros, as in `qcomp.WholeFields`; all by default.
     """
-    bits, l2 = levels.bit_length() + 1, norm == "l2"
-    filled = held or bucket_size
-    k0, k1 = key
-    kernel = _encode if bits <= 8 else _encode_wide
-    m, keep, new = mix(blend)
+    run = encode_qsgd(levels, bucket_size, norm, key, hop, factor=factor, held=held)
+    return encoder_of(run, held or bucket_size, x, data_out, blend, first_bucket)
 
-    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> int:
+
+def encode_qsgd(
+    levels: int,
+    bucket_size: int,
+    norm: Literal["max", "l2"],
+    key: tuple[int, int],
+    hop: int,
+    *,
+    factor: float | None = None,
+    held: int | None = None,
+) -> EncodeRun:
+    """Return what compresses vectors to levels and steps; see `qsgd_encoder`."""
+    bits, l2 = levels.bit_length() + 1, norm == "l2"
+    options = bucket_size, held or bucket_size, levels, bits, l2, *key, hop
+    kernel = _encode if bits <= 8 else _encode_wide
+
+    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
         room = max(bucket_size, BATCH)
         codes = empty_codes(room, bits)
         scratch = np.empty(3 * room, dtype=np.float32)
-        result: int = kernel(
-            x,
-            old,
-            out,
+        failed: int = kernel(
+            vectors.rows,
+            vectors.ends,
             mode,
-            m,
-            keep,
-            new,
-            bucket_size,
-            filled,
-            levels,
-            bits,
-            l2,
-            k0,
-            k1,
-            hop,
-            first_bucket,
+            *weights,
+            *options,
             first,
             last,
-            data_out,
             codes,
             scratch,
             F(factor or 0),
         )
-        return result
+        return failed
 
-    return Encoder(run, x, filled, blended=blend is not None)
+    return run
 
 
 @inline
@@ -193,7 +195,8 @@ def _quantise_scaled(
         p[j] = _rest(value, scaled(level * step, factor))
 
 
-def _encode_buckets(
+@inline
+def _encode_vector(
     x: Floats,
     residual: Floats,
     out: Floats,
@@ -217,8 +220,6 @@ def _encode_buckets(
     scratch: Floats,
     factor: np.float32,
 ) -> int:
-    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m, codes = borrow(m), borrow(codes)
     size = x.size
     full = size // held
     rest = size - full * held
@@ -277,11 +278,66 @@ def _encode_buckets(
     return -1
 
 
+def _encode_vectors(
+    rows: Longs,
+    ends: Longs,
+    mode: int,
+    keep: np.float32,
+    new: np.float32,
+    bucket_size: int,
+    held: int,
+    levels: int,
+    bits: int,
+    l2: bool,
+    k0: np.uint32,
+    k1: np.uint32,
+    hop: int,
+    first: int,
+    last: int,
+    codes: Codes,
+    scratch: Floats,
+    factor: np.float32,
+) -> int:
+    codes, scratch = borrow(codes), borrow(scratch)
+    vector = 0
+    while first < last:
+        vector, start, stop = run_of(ends, vector, first, last)
+        x, residual, out, m, data = input_vectors(rows, vector)
+        failed = _encode_vector(
+            x,
+            residual,
+            out,
+            mode,
+            m,
+            keep,
+            new,
+            bucket_size,
+            held,
+            levels,
+            bits,
+            l2,
+            k0,
+            k1,
+            hop,
+            rows[vector, 7],
+            start,
+            stop,
+            data,
+            codes,
+            scratch,
+            factor,
+        )
+        if failed >= 0:
+            return first - start + failed
+        first += stop - start
+    return -1
+
+
 _encode, _encode_wide = (
     kernel(
-        "int64(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, int64, int64, int64, boolean, "
-        f"uint32, uint32, int64, int64, int64, int64, u8, {codes}, f32, float32)"
-    )(_encode_buckets)
+        "int64(table, i64, int64, float32, float32, int64, int64, int64, int64, boolean, "
+        f"uint32, uint32, int64, int64, int64, {codes}, f32, float32)"
+    )(_encode_vectors)
     for codes in ("u8", "u16")
 )
 """For codes of up to 8 bits and of up to 16: narrow ones fill a vector with twice as many."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import Decoder
-from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes
+from qcomp.backends.numba_cpu.codec import Decoder, DecodeRun, decoder_of
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.packing import empty_codes, unpack
 from qcomp.backends.numba_cpu.primitives import (
     F,
@@ -22,8 +21,9 @@ from qcomp.backends.numba_cpu.primitives import (
     load_scale,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
+from qcomp.backends.numba_cpu.tables import Decoded, output_vectors, run_of
 
-__all__ = ["qsgd_decoder", "scaled"]
+__all__ = ["decode_qsgd", "qsgd_decoder", "scaled"]
 
 
 def qsgd_decoder(
@@ -46,24 +46,30 @@ def qsgd_decoder(
     factor, held : optional
         See `qcomp.backends.numba_cpu.qsgd.qsgd_encoder`.
     """
+    run = decode_qsgd(levels, bucket_size, factor=factor, held=held)
+    return decoder_of(run, held or bucket_size, data, out)
+
+
+def decode_qsgd(
+    levels: int, bucket_size: int, *, factor: float | None = None, held: int | None = None
+) -> DecodeRun:
+    """Return what decompresses payloads of levels and steps; see `qsgd_decoder`."""
     bits, filled = levels.bit_length() + 1, held or bucket_size
-    full, rest = divmod(out.size, filled)
-    codes_end = code_bytes(full * bucket_size + rest, bucket_size, bits)
     kernel = _decode if bits <= 8 else _decode_wide
 
-    def run(accumulate: bool, streams: bool, ranks: int, first: int, last: int) -> None:
+    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
         kernel(
-            data,
+            vectors.messages,
+            vectors.rows,
+            vectors.ends,
             bucket_size,
             filled,
             bits,
-            codes_end,
-            out,
             accumulate,
             streams,
-            F(ranks),
+            finish,
             first,
             last,
             codes,
@@ -71,7 +77,7 @@ def qsgd_decoder(
             F(factor or 0),
         )
 
-    return Decoder(run, out, filled)
+    return run
 
 
 @inline
@@ -112,12 +118,12 @@ def _accumulate_scaled(
         out[j] += scaled(_value(U(codes[j]), sign, step), factor)
 
 
-def _decode_buckets(
+@inline
+def _decode_vector(
     data: Bytes,
     bucket_size: int,
     held: int,
     bits: int,
-    codes_end: int,
     out: Floats,
     accumulate: bool,
     streams: bool,
@@ -128,7 +134,9 @@ def _decode_buckets(
     beside: Floats,
     factor: np.float32,
 ) -> None:
-    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
+    full = out.size // held
+    rest = out.size - full * held
+    codes_end = (full * bucket_size + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
     scales = (codes_end + 3) // 4 * 4
     sign = U(1 << (bits - 1))
     for bucket in range(first, last):
@@ -158,10 +166,53 @@ def _decode_buckets(
         finish_streams()
 
 
+def _decode_vectors(
+    messages: Longs,
+    rows: Longs,
+    ends: Longs,
+    bucket_size: int,
+    held: int,
+    bits: int,
+    accumulate: bool,
+    streams: bool,
+    finishes: bool,
+    first: int,
+    last: int,
+    codes: Codes,
+    beside: Floats,
+    factor: np.float32,
+) -> None:
+    codes, beside = borrow(codes), borrow(beside)
+    ranks = messages.size
+    vector = 0
+    while first < last:
+        vector, start, stop = run_of(ends, vector, first, last)
+        for rank in range(ranks):
+            data, out = output_vectors(rows, vector, messages[rank])
+            divisor = F(ranks) if finishes and rank == ranks - 1 else F(0)
+            _decode_vector(
+                data,
+                bucket_size,
+                held,
+                bits,
+                out,
+                accumulate or rank > 0,
+                streams,
+                divisor,
+                start,
+                stop,
+                codes,
+                beside,
+                factor,
+            )
+        first += stop - start
+
+
 _decode, _decode_wide = (
     kernel(
-        f"void(u8_in, int64, int64, int64, int64, f32, boolean, boolean, float32, int64, int64, {codes}, f32, float32)"
-    )(_decode_buckets)
+        "void(i64, table, i64, int64, int64, int64, boolean, boolean, boolean, "
+        f"int64, int64, {codes}, f32, float32)"
+    )(_decode_vectors)
     for codes in ("u8", "u16")
 )
 """For codes of up to 8 bits and of up to 16."""

@@ -15,9 +15,17 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import Decoder, Encoder, Mix, mix
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, borrow, inline, kernel
-from qcomp.backends.numba_cpu.layout import code_bytes
+from qcomp.backends.numba_cpu.codec import (
+    Decoder,
+    DecodeRun,
+    Encoder,
+    EncodeRun,
+    Mix,
+    Weights,
+    decoder_of,
+    encoder_of,
+)
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     SIGN,
@@ -38,8 +46,9 @@ from qcomp.backends.numba_cpu.primitives import (
     tree_sum,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
+from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
 
-__all__ = ["sign_decoder", "sign_encoder"]
+__all__ = ["decode_sign", "encode_sign", "sign_decoder", "sign_encoder"]
 
 
 def sign_encoder(
@@ -59,16 +68,20 @@ def sign_encoder(
     blend : Mix, optional
         What to blend x into first.
     """
-    m, keep, new = mix(blend)
+    return encoder_of(encode_sign(bucket_size, scale), bucket_size, x, data_out, blend)
 
-    def run(old: Floats, out: Floats, mode: int, first: int, last: int) -> int:
+
+def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
+    """Return what compresses vectors to signs and scales."""
+
+    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(2 * bucket_size, dtype=np.float32)
-        result: int = _encode(
-            x, old, out, mode, m, keep, new, bucket_size, scale == "rms", first, last, data_out, scratch
+        failed: int = _encode(
+            vectors.rows, vectors.ends, mode, *weights, bucket_size, scale == "rms", first, last, scratch
         )
-        return result
+        return failed
 
-    return Encoder(run, x, bucket_size, blended=blend is not None)
+    return run
 
 
 def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
@@ -83,13 +96,28 @@ def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
     out : array of float32, shape (n,)
         Gets the values, or is added to.
     """
-    codes_end = code_bytes(out.size, bucket_size, 1)
+    return decoder_of(decode_sign(bucket_size), bucket_size, data, out)
 
-    def run(accumulate: bool, streams: bool, ranks: int, first: int, last: int) -> None:
+
+def decode_sign(bucket_size: int) -> DecodeRun:
+    """Return what decompresses payloads of signs and scales."""
+
+    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(data, bucket_size, codes_end, out, accumulate, streams, F(ranks), first, last, beside)
+        _decode(
+            vectors.messages,
+            vectors.rows,
+            vectors.ends,
+            bucket_size,
+            accumulate,
+            streams,
+            finish,
+            first,
+            last,
+            beside,
+        )
 
-    return Decoder(run, out, bucket_size)
+    return run
 
 
 @inline
@@ -133,8 +161,8 @@ def _subtract(p: Floats, scale: np.float32) -> None:
         p[i] = flush(value - as_float(scale_bits | as_bits(value) & SIGN))
 
 
-@kernel("int64(f32_in, f32_in, f32, int64, f32_in, float32, float32, int64, boolean, int64, int64, u8, f32)")
-def _encode(
+@inline
+def _encode_vector(
     x: Floats,
     residual: Floats,
     out: Floats,
@@ -149,8 +177,6 @@ def _encode(
     data: Bytes,
     scratch: Floats,
 ) -> int:
-    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -187,6 +213,33 @@ def _encode(
     return -1
 
 
+@kernel("int64(table, i64, int64, float32, float32, int64, boolean, int64, int64, f32)")
+def _encode(
+    rows: Longs,
+    ends: Longs,
+    mode: int,
+    keep: np.float32,
+    new: np.float32,
+    bucket_size: int,
+    rms: bool,
+    first: int,
+    last: int,
+    scratch: Floats,
+) -> int:
+    scratch = borrow(scratch)
+    vector = 0
+    while first < last:
+        vector, start, stop = run_of(ends, vector, first, last)
+        x, residual, out, m, data = input_vectors(rows, vector)
+        failed = _encode_vector(
+            x, residual, out, mode, m, keep, new, bucket_size, rms, start, stop, data, scratch
+        )
+        if failed >= 0:
+            return first - start + failed
+        first += stop - start
+    return -1
+
+
 # A choice between two values, of which vector units have one for every lane: shifts of bytes numba does in 64 bits.
 
 
@@ -204,11 +257,10 @@ def _accumulate(codes: Bytes, bit: np.uint8, scale: np.float32, out: Floats) -> 
         out[j] += negative if codes[j] & bit else scale
 
 
-@kernel("void(u8_in, int64, int64, f32, boolean, boolean, float32, int64, int64, f32)")
-def _decode(
+@inline
+def _decode_vector(
     data: Bytes,
     bucket_size: int,
-    codes_end: int,
     out: Floats,
     accumulate: bool,
     streams: bool,
@@ -217,7 +269,9 @@ def _decode(
     last: int,
     beside: Floats,
 ) -> None:
-    data, out, beside = borrow(data), borrow(out), borrow(beside)
+    size = out.size
+    rest = size - size // bucket_size * bucket_size
+    codes_end = (size - rest) // 8 + (bucket_length(rest) // 8 if rest > 0 else 0)
     scales = (codes_end + 3) // 4 * 4
     for bucket in range(first, last):
         start = bucket * bucket_size
@@ -240,3 +294,30 @@ def _decode(
             finish(out[start:stop], ranks)
     if streams:
         finish_streams()
+
+
+@kernel("void(i64, table, i64, int64, boolean, boolean, boolean, int64, int64, f32)")
+def _decode(
+    messages: Longs,
+    rows: Longs,
+    ends: Longs,
+    bucket_size: int,
+    accumulate: bool,
+    streams: bool,
+    finishes: bool,
+    first: int,
+    last: int,
+    beside: Floats,
+) -> None:
+    beside = borrow(beside)
+    ranks = messages.size
+    vector = 0
+    while first < last:
+        vector, start, stop = run_of(ends, vector, first, last)
+        for rank in range(ranks):
+            data, out = output_vectors(rows, vector, messages[rank])
+            divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
+            _decode_vector(
+                data, bucket_size, out, accumulate or rank > 0, streams, divisor, start, stop, beside
+            )
+        first += stop - start

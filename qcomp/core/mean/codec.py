@@ -6,9 +6,9 @@ from typing import NamedTuple
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
-from qcomp.core.kernels import Blend
+from qcomp.core.kernels import Blend, Encoded, chosen
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -19,7 +19,6 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
-from qcomp.core.primitives import empty_like
 
 __all__ = ["Codec", "Compressed", "Verdicts"]
 
@@ -116,48 +115,31 @@ class Codec:
         rank refuses. With ``blends``, the momentum that each tensor is blended into is what is compressed. ``into`` may
         have a buffer for the new residual of each tensor; it is ignored with ``donate``.
         """
-        flags: list[Array] = []
-        buffers = into or [None] * len(tensors)
-        news = [
-            _NewResidual(t, r, b, donate=donate) for t, r, b in zip(tensors, residuals, buffers, strict=False)
-        ]
-        payloads: list[list[Array]] = []
+        news = _new_residuals(tensors, residuals, into, donate=donate)
+        kernels = chosen(self.like)
+        messages: list[Array | None] = [None] * len(frames)
+        payloads: list[list[Encoded]] = []
         try:
-            for frame in frames:
-                of_chunk = []
-                for compressor, (tensor, start, stop, bucket) in zip(
-                    frame.compressors, frame.chunk, strict=True
-                ):
-                    part = slice(start, stop)
-                    values = tensors[tensor][part]
-                    new = news[tensor] if news else None
-                    encoded = primitives.encode(
-                        compressor,
-                        values,
-                        None if new is None else new.old[part],
-                        key.at(bucket=key.bucket + bucket),
-                        out=None if new is None else new.buffer(part, values),
-                        blend=blends[tensor].cut(part) if blends else None,
+            for index, frame in enumerate(frames):
+                if kernels is not None:
+                    messages[index] = kernels.encode_frame(
+                        frame, tensors, residuals, news.buffers, key, blends=blends
                     )
-                    if new is not None:
-                        new.add(encoded.residual)
-                    of_chunk.append(encoded.data)
-                    if encoded.refused is not None:
-                        flags.append(encoded.refused)
-                payloads.append(of_chunk)
+                if messages[index] is None:
+                    payloads.append(_encode_each(frame, tensors, news, key, blends))
         except NonFiniteError as error:
             return self.refusals(frames, error)
-        verdict = self._verdict(flags)
-        messages = []
-        for frame, of_chunk in zip(frames, payloads, strict=True):
-            messages.append(frame.join(of_chunk, verdict))
-            of_chunk.clear()  # a message is a copy: half of the memory, as they go
-        return Compressed(tuple(messages), tuple(new.whole() for new in news), None)
+        if payloads:
+            verdict = self._verdict([encoded for of_chunk in payloads for encoded in of_chunk])
+            for index, frame in enumerate(frames):
+                if messages[index] is None:
+                    of_chunk = payloads.pop(0)
+                    messages[index] = frame.join([encoded.data for encoded in of_chunk], verdict)
+        return Compressed(tuple(messages), news.whole(), None)
 
     def encode_average(
         self,
-        payloads: Sequence[Sequence[Payload]],
-        frame: Frame,
+        opened: Sequence[Opened],
         residuals: Sequence[Array],
         key: Key,
         *,
@@ -167,10 +149,17 @@ class Codec:
 
         The new residuals are in the buffers of ``into``, if they are given.
         """
-        parts, flags, news = [], [], []
+        frame = opened[0].frame
+        kernels = chosen(self.like)
+        if kernels is not None:
+            messages = [one.message for one in opened]
+            compressed = kernels.compress_mean_frame(frame, messages, self.like, residuals, key, into=into)
+            if compressed is not None:
+                return Compressed((compressed.message,), compressed.residuals, None)
+        parts = []
         buffers = into or [None] * len(frame.chunk)
         try:
-            for index, (compressor, of_ranks, like) in enumerate(self._by_segment(payloads, frame)):
+            for index, (compressor, of_ranks, like) in enumerate(self._by_segment(opened)):
                 encoded = primitives.compress_mean(
                     compressor,
                     of_ranks,
@@ -179,14 +168,11 @@ class Codec:
                     key.at(bucket=key.bucket + frame.chunk[index].bucket),
                     out=buffers[index],
                 )
-                parts.append(encoded.data)
-                if encoded.residual is not None:
-                    news.append(encoded.residual)
-                if encoded.refused is not None:
-                    flags.append(encoded.refused)
+                parts.append(encoded)
         except NonFiniteError as error:
             return self.refusals([frame], error)
-        return Compressed((frame.join(parts, self._verdict(flags)),), tuple(news), None)
+        message = frame.join([encoded.data for encoded in parts], self._verdict(parts))
+        return Compressed((message,), tuple(e.residual for e in parts if e.residual is not None), None)
 
     def open(
         self,
@@ -194,8 +180,8 @@ class Codec:
         frames: Sequence[Frame],
         verdicts: Verdicts,
         error: NonFiniteError | None,
-    ) -> list[list[Payload]]:
-        """Return the payloads of a message from each rank, and hand over its verdict.
+    ) -> list[Opened]:
+        """Return what is in a message from each rank, and hand over its verdict.
 
         Raises
         ------
@@ -203,49 +189,58 @@ class Codec:
             If a message does not have its frame.
         """
         opened = [
-            self._split(rank, message, frame)
+            self.open_from(rank, message, frame)
             for rank, (message, frame) in enumerate(zip(messages, frames, strict=True))
         ]
-        verdicts.add([verdict for _, verdict in opened], error)
-        return [payloads for payloads, _ in opened]
+        verdicts.add([one.verdict for one in opened], error)
+        return opened
 
-    def payloads(self, message: Array, frame: Frame, rank: int) -> list[Payload]:
-        """Return the payloads of a message from a rank that is known not to be a refusal."""
-        return self._split(rank, message, frame)[0]
+    def open_from(self, rank: int, message: Array, frame: Frame) -> Opened:
+        """Return what is in a message from a rank, without a look at its verdict."""
+        try:
+            return frame.open(message)
+        except PayloadError as error_of_message:
+            raise PayloadError(f"the message from rank {rank} {error_of_message}") from error_of_message
 
     def refuses(self, message: Array, frame: Frame, rank: int) -> bool:
         """Return whether a message from a rank is a refusal; reads its verdict."""
-        _, verdict = self._split(rank, message, frame)
-        return int(verdict[0]) != _FINE
+        return int(self.open_from(rank, message, frame).verdict[0]) != _FINE
 
-    def decode(
-        self, payloads: Sequence[Payload], frame: Frame, buffers: Sequence[Array | None]
-    ) -> list[Array]:
-        """Return the values of the segments of a chunk, in buffers where they are given."""
+    def decode(self, opened: Opened, places: Sequence[Array] | None = None) -> list[Array]:
+        """Return the values of the segments of a chunk.
+
+        With ``places``, buffers like all tensors, they are written there, and nothing is returned.
+        """
+        kernels = chosen(self.like)
+        frame = opened.frame
+        if places is not None and kernels is not None and kernels.decode_frame(frame, opened.message, places):
+            return []
         return [
-            primitives.decode(compressor, payload, self._like(segment), out=buffer)
-            for compressor, payload, segment, buffer in zip(
-                frame.compressors, payloads, frame.chunk, buffers, strict=True
+            primitives.decode(compressor, payload, self._like(segment), out=_part(places, segment))
+            for compressor, payload, segment in zip(
+                frame.compressors, opened.payloads, frame.chunk, strict=True
             )
         ]
 
-    def average(
-        self, payloads: Sequence[Sequence[Payload]], frame: Frame, *, into: Sequence[Array | None] = ()
-    ) -> list[Array]:
+    def average(self, opened: Sequence[Opened], places: Sequence[Array] | None = None) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero.
 
-        In the buffers of ``into``, one for each segment, if they are given.
+        With ``places``, buffers like all tensors, they are written there, and nothing is returned.
         """
-        buffers = into or [None] * len(frame.chunk)
-        segments = self._by_segment(payloads, frame)
+        kernels = chosen(self.like)
+        frame = opened[0].frame
+        if places is not None and kernels is not None:
+            messages = [one.message for one in opened]
+            if kernels.average_frame(frame, messages, places):
+                return []
         return [
-            primitives.average(*of_segment, out=out)
-            for of_segment, out in zip(segments, buffers, strict=True)
+            primitives.average(*of_segment, out=_part(places, segment))
+            for of_segment, segment in zip(self._by_segment(opened), frame.chunk, strict=True)
         ]
 
-    def total(self, payloads: Sequence[Sequence[Payload]], frame: Frame) -> list[Array]:
+    def total(self, opened: Sequence[Opened]) -> list[Array]:
         """Return the sum over ranks of the segments of a chunk, added in rank order."""
-        return [primitives.add_up(*of_segment) for of_segment in self._by_segment(payloads, frame)]
+        return [primitives.add_up(*of_segment) for of_segment in self._by_segment(opened)]
 
     def refusals(self, frames: Sequence[Frame], error: NonFiniteError | None) -> Compressed:
         """Return what a rank sends that cannot compress.
@@ -269,58 +264,92 @@ class Codec:
             payloads.append(data)
         return frame.join(payloads, self._byte(_NON_FINITE))
 
-    def _by_segment(
-        self, payloads: Sequence[Sequence[Payload]], frame: Frame
-    ) -> Iterator[tuple[Compressor, list[Payload], Array]]:
+    def _by_segment(self, opened: Sequence[Opened]) -> Iterator[tuple[Compressor, list[Payload], Array]]:
         """Yield of each segment its compressor, the payload of each rank, and an array like it."""
+        frame = opened[0].frame
         for index, (compressor, segment) in enumerate(zip(frame.compressors, frame.chunk, strict=True)):
-            yield compressor, [of_rank[index] for of_rank in payloads], self._like(segment)
+            yield compressor, [one.payloads[index] for one in opened], self._like(segment)
 
     def _like(self, segment: Segment) -> Array:
         return self.tensors[segment.tensor][segment.start : segment.stop]
 
-    def _split(self, rank: int, message: Array, frame: Frame) -> tuple[list[Payload], Array]:
-        try:
-            return frame.split(message)
-        except PayloadError as error_of_message:
-            raise PayloadError(f"the message from rank {rank} {error_of_message}") from error_of_message
-
-    def _verdict(self, flags: Sequence[Array]) -> Array:
+    def _verdict(self, compressed: Sequence[Encoded]) -> Array:
         """Return the byte that ends a message: what devices have found, without waiting for them."""
+        flags = [encoded.refused for encoded in compressed if encoded.refused is not None]
         if not flags:
             return self._byte(_FINE)
         xp = array_namespace(flags[0])
-        return xp.reshape(xp.max(concat(list(flags))), (1,))
+        return xp.reshape(xp.max(concat(flags)), (1,))
 
     def _byte(self, value: int) -> Array:
         xp = array_namespace(self.like)
         return xp.asarray([value], dtype=xp.uint8, device=device(self.like))
 
 
-class _NewResidual:
-    """The new residual of a tensor: a buffer that is filled part by part, or parts where arrays are immutable."""
+def _new_residuals(
+    tensors: Sequence[Array], residuals: Sequence[Array], into: Sequence[Array | None], *, donate: bool
+) -> "_NewResiduals":
+    """Return where the new residuals go; see `Codec.encode`."""
+    if not residuals:
+        return _NewResiduals((), (), over_values=False)
+    if donate and all(map(is_mutable, tensors)):
+        return _NewResiduals(residuals, tensors, over_values=True)
+    return _NewResiduals(residuals, into or primitives.empty_likes(residuals), over_values=False)
 
-    def __init__(self, tensor: Array, old: Array, buffer: Array | None, *, donate: bool) -> None:
+
+class _NewResiduals:
+    """The new residuals of tensors: buffers that are filled part by part, or parts where arrays are immutable."""
+
+    def __init__(self, old: Sequence[Array], buffers: Sequence[Array | None], *, over_values: bool) -> None:
         self.old = old
-        self.parts: list[Array] = []
-        self.given = tensor if donate and is_mutable(tensor) else None
-        self.made = None if self.given is not None else empty_like(old) if buffer is None else buffer
+        self.buffers = buffers
+        self._over_values = over_values
+        self._parts: list[list[Array]] = [[] for _ in old]
 
-    def buffer(self, part: slice, values: Array) -> Array | None:
-        """Return where the next part goes: ``values``, which is that part of the tensor, if that was given."""
-        if self.given is not None:
+    def buffer(self, tensor: int, part: slice, values: Array) -> Array | None:
+        """Return where the next part goes: ``values``, which is that part of the tensor, if that is used up."""
+        if not self.old:
+            return None
+        if self._over_values:
             return values
-        return None if self.made is None else self.made[part]
+        buffer = self.buffers[tensor]
+        return None if buffer is None else buffer[part]
 
-    def add(self, part: Array | None) -> None:
+    def add(self, tensor: int, part: Array | None) -> None:
         """Take the next part, which is in its buffer already if it has one."""
-        if self.given is None and self.made is None:
-            self.parts.append(part)
+        if self.old and self.buffers[tensor] is None:
+            self._parts[tensor].append(part)
 
-    def whole(self) -> Array:
-        """Return the new residual."""
-        if self.given is not None:
-            return self.given
-        if self.made is not None:
-            return self.made
-        return concat(self.parts) if self.parts else self.old
+    def whole(self) -> tuple[Array, ...]:
+        """Return the new residuals."""
+        return tuple(
+            [
+                buffer if buffer is not None else concat(parts) if parts else old
+                for buffer, parts, old in zip(self.buffers, self._parts, self.old, strict=True)
+            ]
+        )
+
+
+def _encode_each(
+    frame: Frame, tensors: Sequence[Array], news: _NewResiduals, key: Key, blends: Sequence[Blend]
+) -> list[Encoded]:
+    """Compress the segments of a chunk one after the other."""
+    found = []
+    for compressor, (tensor, start, stop, bucket) in zip(frame.compressors, frame.chunk, strict=True):
+        part = slice(start, stop)
+        values = tensors[tensor][part]
+        encoded = primitives.encode(
+            compressor,
+            values,
+            news.old[tensor][part] if news.old else None,
+            key.at(bucket=key.bucket + bucket),
+            out=news.buffer(tensor, part, values),
+            blend=blends[tensor].cut(part) if blends else None,
+        )
+        news.add(tensor, encoded.residual)
+        found.append(encoded)
+    return found
+
+
+def _part(places: Sequence[Array] | None, segment: Segment) -> Array | None:
+    return None if places is None else places[segment.tensor][segment.start : segment.stop]

@@ -105,11 +105,11 @@ class _Tracking(AllGather):
         (whole,) = layout.frames
         sent = codec.encode(layout.frames, changes, (), call.key.at(hop=0), donate=False)
         arrived = yield Gather(sent.messages[0], (whole.nbytes,) * layout.world)
-        payloads = codec.open(arrived, (whole,) * layout.world, verdicts, sent.error)
+        opened = codec.open(arrived, (whole,) * layout.world, verdicts, sent.error)
         verdicts.require_accepted(sent.error)
-        own = codec.decode(payloads[layout.rank], whole, [None] * len(whole.chunk))
+        own = codec.decode(opened[layout.rank])
         worker, server = list(call.worker), list(call.server)
-        for segment, change, mean in zip(whole.chunk, own, codec.average(payloads, whole), strict=True):
+        for segment, change, mean in zip(whole.chunk, own, codec.average(opened), strict=True):
             worker[segment.tensor] = flush(worker[segment.tensor] + change)
             server[segment.tensor] = flush(server[segment.tensor] + mean)
         new_server = _put(server, call.into.server)

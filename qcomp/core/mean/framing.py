@@ -4,6 +4,7 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from qcomp.core.compressor import Compressor
@@ -22,6 +23,7 @@ from qcomp.core.payload import Payload, PayloadSpec
 __all__ = [
     "Bounds",
     "Frame",
+    "Opened",
     "join",
     "join_lengths",
     "joined_size",
@@ -103,6 +105,12 @@ class Frame:
         return (*(spec.nbytes for spec in self.specs), _VERDICT_BYTES)
 
     @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each payload and the verdict start in a message without lengths."""
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.sizes]
+        return tuple(accumulate(padded[:-1], initial=0))
+
+    @cached_property
     def bounds(self) -> tuple[Bounds, ...]:
         """The fewest and the most bytes of each payload and of the verdict."""
         return (*((spec.shortest, spec.nbytes) for spec in self.specs), (_VERDICT_BYTES, _VERDICT_BYTES))
@@ -123,8 +131,8 @@ class Frame:
         buffers = [*payloads, verdict]
         return join_lengths(buffers) if self.variable_length else join(buffers)
 
-    def split(self, message: Array) -> tuple[list[Payload], Array]:
-        """Return the payloads of a message and its verdict, the inverse of `join`.
+    def open(self, message: Array) -> "Opened":
+        """Return what is in a message, the inverse of `join`.
 
         Raises
         ------
@@ -133,12 +141,41 @@ class Frame:
         """
         if self.variable_length:
             *buffers, verdict = split_lengths(message, self.bounds)
-        else:
-            if message.shape != (self.nbytes,):
-                raise PayloadError(f"has shape {tuple(message.shape)}; expected ({self.nbytes},)")
-            *buffers, verdict = split(message, self.sizes)
-        parts = zip(self.compressors, self.chunk, self.dtypes, buffers, strict=True)
-        return [Payload(c.spec, s.stop - s.start, dtype, data) for c, s, dtype, data in parts], verdict
+            return Opened(self, message, verdict, buffers)
+        if message.shape != (self.nbytes,):
+            raise PayloadError(f"has shape {tuple(message.shape)}; expected ({self.nbytes},)")
+        return Opened(self, message, message[self.offsets[-1] :][:_VERDICT_BYTES])
+
+
+class Opened:
+    """A message whose frame has been checked.
+
+    Parameters
+    ----------
+    frame : Frame
+    message : array of uint8
+    verdict : array of uint8, shape (1,)
+        0, or the sender could not compress.
+    buffers : list of arrays, optional
+        The data of each payload, if the message begins with their lengths.
+    """
+
+    def __init__(
+        self, frame: Frame, message: Array, verdict: Array, buffers: list[Array] | None = None
+    ) -> None:
+        self.frame = frame
+        self.message = message
+        self.verdict = verdict
+        self._buffers = buffers
+
+    @cached_property
+    def payloads(self) -> list[Payload]:
+        """The payload of each segment."""
+        frame, buffers = self.frame, self._buffers
+        if buffers is None:
+            *buffers, _ = split(self.message, frame.sizes)
+        parts = zip(frame.compressors, frame.chunk, frame.dtypes, buffers, strict=True)
+        return [Payload(c.spec, s.stop - s.start, dtype, data) for c, s, dtype, data in parts]
 
 
 def most_bytes(bounds: Sequence[Bounds]) -> int:

@@ -6,7 +6,7 @@ from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllGather as Gather
 from qcomp.core.mean.stages import Stages
-from qcomp.core.mean.topologies.base import Averaged, Call, Topology, assemble, places_in
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology, assemble
 
 __all__ = ["AllGather"]
 
@@ -49,8 +49,11 @@ class AllGather(Topology):
         opened = codec.open(arrived, (whole,) * layout.world, verdicts, worker.error)
         verdicts.require_accepted(worker.error)
         places = call.places
-        values = codec.average(opened, whole, into=places_in(places, whole.chunk))
-        return Averaged(assemble(layout.chunks, [values], call.values, places), worker.residuals, ())
+        if places is not None:
+            codec.average(opened, places)
+            return Averaged(places, worker.residuals, ())
+        means = assemble(layout.chunks, [codec.average(opened)], call.values)
+        return Averaged(means, worker.residuals, ())
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""

@@ -8,16 +8,15 @@ from qcomp.core.kernels import Blend
 from qcomp.core.mean.chunks import Chunk, Chunks
 from qcomp.core.mean.codec import Codec
 from qcomp.core.mean.costs import Cluster, Cost, Load
-from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.framing import Opened
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import Array, concat, is_mutable
 from qcomp.core.numeric.random import Key
-from qcomp.core.payload import Payload
-from qcomp.core.primitives import empty_like
+from qcomp.core.primitives import empty_likes
 
-__all__ = ["Averaged", "Call", "Into", "Topology", "decode_means", "places_in"]
+__all__ = ["Averaged", "Call", "Into", "Topology", "assemble", "decode_means"]
 
 
 class Into(NamedTuple):
@@ -52,11 +51,15 @@ class Call(NamedTuple):
     into: Into = Into()
 
     @property
-    def places(self) -> Sequence[Array | None]:
-        """A buffer for the mean of each tensor, None where arrays are immutable."""
+    def places(self) -> list[Array] | None:
+        """A buffer for the mean of each tensor; None where arrays are immutable."""
         if self.into.means:
-            return self.into.means
-        return [x if self.overwrite and is_mutable(x) else empty_like(x) for x in self.values]
+            places = list(self.into.means)
+        elif self.overwrite and all(map(is_mutable, self.values)):
+            places = list(self.values)
+        else:
+            places = empty_likes(self.values)
+        return None if any(place is None for place in places) else places
 
 
 class Averaged(NamedTuple):
@@ -131,34 +134,21 @@ class Topology(ABC):
         return True
 
 
-def places_in(tensors: Sequence[Array | None], chunk: Chunk) -> list[Array | None]:
-    """Return the part of a tensor that each segment of a chunk is, None where there is no tensor."""
-    found = ((tensors[segment.tensor], segment) for segment in chunk)
-    return [None if tensor is None else tensor[s.start : s.stop] for tensor, s in found]
-
-
-def decode_means(
-    codec: Codec, payloads: Sequence[Sequence[Payload]], frames: Sequence[Frame], call: Call
-) -> list[Array]:
-    """Return the mean of each tensor from the payloads of all chunks, in the buffers that the call has for them."""
+def decode_means(codec: Codec, opened: Sequence[Opened], call: Call) -> list[Array]:
+    """Return the mean of each tensor from the messages of all chunks, in the buffers that the call has for them."""
     places = call.places
-    values = [
-        codec.decode(of_chunk, frame, places_in(places, frame.chunk))
-        for of_chunk, frame in zip(payloads, frames, strict=True)
-    ]
-    return assemble([frame.chunk for frame in frames], values, call.values, places)
+    if places is None:
+        values = [codec.decode(one) for one in opened]
+        return assemble([one.frame.chunk for one in opened], values, call.values)
+    for one in opened:
+        codec.decode(one, places)
+    return places
 
 
 def assemble(
-    chunks: Sequence[Chunk],
-    values: Sequence[Sequence[Array]],
-    like: Sequence[Array],
-    places: Sequence[Array | None],
+    chunks: Sequence[Chunk], values: Sequence[Sequence[Array]], like: Sequence[Array]
 ) -> list[Array]:
-    """Return the tensors with these segments: the buffers that hold them, or copies where there are none."""
-    filled = [place for place in places if place is not None]
-    if len(filled) == len(like):
-        return filled
+    """Return the tensors with these segments."""
     parts: list[list[Array]] = [[] for _ in like]
     for chunk, of_chunk in zip(chunks, values, strict=True):
         for segment, value in zip(chunk, of_chunk, strict=True):

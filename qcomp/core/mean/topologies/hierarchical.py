@@ -13,14 +13,13 @@ from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.mean.chunks import Chunk, Chunks, Cutter, Segment, cut
 from qcomp.core.mean.codec import Codec
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, inside
-from qcomp.core.mean.framing import Frame, join, joined_size, seal, sealed_size, split, unseal
+from qcomp.core.mean.framing import Frame, Opened, join, joined_size, seal, sealed_size, split, unseal
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllToAll, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
 from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
-from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["Hierarchical", "Lanes"]
@@ -264,8 +263,8 @@ class _Share:
             raise NonFiniteError(
                 f"a value on {name_ranks(blamed)} is not finite, or too large to compress"
             ) from (sums.error or answer.error)
-        payloads = self._payloads(codec, messages, layout.frames)
-        return Averaged(decode_means(codec, payloads, layout.frames, self.call), answer.worker, answer.server)
+        opened = self._opened(codec, messages, layout.frames)
+        return Averaged(decode_means(codec, opened, self.call), answer.worker, answer.server)
 
     def _inside_node(self) -> Stages[_Sums]:
         """Add up this rank's lane over the node. The exact values are not held any longer than this takes."""
@@ -291,7 +290,7 @@ class _Share:
         values = [_empty(x) for x in self.call.values]
         if blamed:
             return _Sums(values, blamed)
-        sums = codec.total(self._payloads(codec, messages, [lane] * len(messages)), lane)
+        sums = codec.total(self._opened(codec, messages, [lane] * len(messages)))
         # In lowest terms: with nodes of the same size, and for nodes of one rank, nothing is rounded twice.
         weight = math.gcd(self.nodes.count, self.layout.world)
         factor, divisor = self.nodes.count // weight, self.layout.world // weight
@@ -320,8 +319,8 @@ class _Share:
         if blamed:
             answered = codec.refusals([own], None)
         else:
-            opened = self._payloads(codec, messages, of_team)
-            answered = codec.encode_average(opened, own, self.call.server, key.at(hop=_SERVER))
+            opened = self._opened(codec, messages, of_team)
+            answered = codec.encode_average(opened, self.call.server, key.at(hop=_SERVER))
         sealed = self._seal(answered.messages[0], blamed)
         arrived = yield self._exchange(
             dict.fromkeys(team, sealed), dict(zip(team, map(layout.sealed_size, frames), strict=True))
@@ -337,10 +336,10 @@ class _Share:
         )
 
     @staticmethod
-    def _payloads(codec: Codec, messages: Sequence[Array], frames: Sequence[Frame]) -> list[list[Payload]]:
-        """Return the payloads of messages that nobody refused."""
+    def _opened(codec: Codec, messages: Sequence[Array], frames: Sequence[Frame]) -> list[Opened]:
+        """Return what is in messages that nobody refused."""
         return [
-            codec.payloads(message, frame, number)
+            codec.open_from(number, message, frame)
             for number, (message, frame) in enumerate(zip(messages, frames, strict=True))
         ]
 

@@ -138,13 +138,13 @@ class _Share:
             raise NonFiniteError(
                 f"a value on {name_ranks(accused)} is not finite, or too large to compress"
             ) from (errors[0] if errors else None)
-        payloads = [
-            self.codec.payloads(message, frame, owner)
+        opened = [
+            self.codec.open_from(owner, message, frame)
             for owner, (message, frame) in enumerate(zip(messages, layout.frames, strict=True))
         ]
         after = {**owed, **left}  # what has no elements stays as it was
         worker, server = (tuple(after[s] for s in of_kind) if owed else () for of_kind in ranges)
-        return Averaged(decode_means(self.codec, payloads, layout.frames, self.call), worker, server)
+        return Averaged(decode_means(self.codec, opened, self.call), worker, server)
 
     @property
     def _left(self) -> int:
@@ -166,10 +166,12 @@ class _Share:
         if sealed is not None:
             message, blamed = self._opened(sealed, frame, self._left)
             if not blamed:
-                payloads = self.codec.payloads(message, frame, self._left)
+                arrived = self.codec.open_from(self._left, message, frame)
                 values = [
                     compressor.add(payload, x)
-                    for compressor, payload, x in zip(frame.compressors, payloads, values, strict=True)
+                    for compressor, payload, x in zip(
+                        frame.compressors, arrived.payloads, values, strict=True
+                    )
                 ]
         if is_mean:
             values = [primitives.finish_mean(x, self.size) for x in values]

@@ -46,13 +46,11 @@ class TwoPhase(Topology):
         )
         arrived = yield AllToAll(worker.messages, (own.nbytes,) * layout.world)
         opened = codec.open(arrived, (own,) * layout.world, verdicts, worker.error)
-        server = codec.encode_average(
-            opened, own, call.server, call.key.at(hop=_SERVER), into=call.into.server
-        )
+        server = codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
         arrived = yield AllGather(server.messages[0], layout.message_sizes)
         opened = codec.open(arrived, layout.frames, verdicts, server.error)
         verdicts.require_accepted(worker.error or server.error)
-        return Averaged(decode_means(codec, opened, layout.frames, call), worker.residuals, server.residuals)
+        return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""

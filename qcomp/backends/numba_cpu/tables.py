@@ -1,0 +1,154 @@
+"""Tables of vectors: a kernel takes addresses, so that one call works on many vectors, however small they are.
+
+The buckets of all vectors of a table are numbered in order. A call of a kernel works on a run of these numbers, so that
+threads share a table evenly, whatever its vectors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import extending, types
+
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline
+
+__all__ = [
+    "DATA",
+    "MOMENTUM",
+    "OUT",
+    "RESIDUAL",
+    "RESIDUAL_OUT",
+    "VALUES",
+    "Decoded",
+    "Encoded",
+    "address",
+    "decoded_vectors",
+    "encoded_vectors",
+    "ends_of",
+    "floats_at",
+    "input_vectors",
+    "output_vectors",
+    "run_of",
+]
+
+VALUES, RESIDUAL, RESIDUAL_OUT, MOMENTUM, DATA = range(5)
+"""The columns of addresses in `Encoded.rows`."""
+OUT = 0
+"""The column of the addresses of vectors in `Decoded.rows`."""
+
+
+class Encoded(NamedTuple):
+    """Vectors to compress."""
+
+    rows: Longs
+    """Shape (n, 8): the addresses of the values, of the old and the new residual, of the momentum that the values are
+    blended into, and of the payload, 0 where there is none; the number of values, the bytes of the payload, and the
+    number of the first bucket, from which it draws."""
+    ends: Longs
+    """The number of the bucket after the last of each vector."""
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets there are."""
+        return int(self.ends[-1])
+
+
+class Decoded(NamedTuple):
+    """Vectors to decompress, each from a payload in each of several messages."""
+
+    rows: Longs
+    """Shape (n, 4): the address of the vector, where its payload starts in a message, the number of values, and the
+    bytes of the payload."""
+    ends: Longs
+    """The number of the bucket after the last of each vector."""
+    messages: Longs
+    """The addresses of the messages."""
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets there are."""
+        return int(self.ends[-1])
+
+
+def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
+    """Return the number of the bucket after the last of each vector."""
+    return np.cumsum([-(-size // bucket_size) for size in sizes], dtype=np.int64)
+
+
+def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, bucket: int = 0) -> Encoded:
+    """Return the table of one vector, its payload, and the momentum that it is blended into."""
+    momentum = 0 if m is None else address(m)
+    row = (address(x), 0, 0, momentum, address(data), x.size, data.size, bucket)
+    return Encoded(np.asarray([row], dtype=np.int64), ends_of([x.size], bucket_size))
+
+
+def decoded_vectors(data: Bytes, bucket_size: int, out: Floats) -> Decoded:
+    """Return the table of one payload and the vector that it decompresses to."""
+    row = (address(out), 0, out.size, data.size)
+    messages = np.asarray([address(data)], dtype=np.int64)
+    return Decoded(np.asarray([row], dtype=np.int64), ends_of([out.size], bucket_size), messages)
+
+
+def address(x: Any) -> int:
+    """Return where the elements of a NumPy array are."""
+    at: int = x.__array_interface__["data"][0]
+    return at
+
+
+@extending.intrinsic
+def _float_pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    return types.CPointer(types.float32)(types.int64), _as_pointer
+
+
+@extending.intrinsic
+def _byte_pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    return types.CPointer(types.uint8)(types.int64), _as_pointer
+
+
+def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+
+@inline
+def floats_at(address: int, size: int) -> Floats:
+    """Return the float32 array at an address, which counts no references."""
+    array: Floats = numba.carray(_float_pointer(address), (size,))
+    return array
+
+
+@inline
+def _bytes_at(address: int, size: int) -> Bytes:
+    array: Bytes = numba.carray(_byte_pointer(address), (size,))
+    return array
+
+
+@inline
+def run_of(ends: Longs, number: int, first: int, last: int) -> tuple[int, int, int]:
+    """Return the vector, not before ``number``, that has bucket ``first``, and its buckets from there to ``last``."""
+    while ends[number] <= first:
+        number += 1
+    begin = ends[number - 1] if number > 0 else 0
+    return number, first - begin, min(last, ends[number]) - begin
+
+
+@inline
+def input_vectors(rows: Longs, number: int) -> tuple[Floats, Floats, Floats, Floats, Bytes]:
+    """Return values, old and new residual, momentum and payload of a vector; empty where there is none."""
+    size = rows[number, 5]
+    return (
+        floats_at(rows[number, 0], size),
+        floats_at(rows[number, 1], size if rows[number, 1] != 0 else 0),
+        floats_at(rows[number, 2], size if rows[number, 2] != 0 else 0),
+        floats_at(rows[number, 3], size if rows[number, 3] != 0 else 0),
+        _bytes_at(rows[number, 4], rows[number, 6]),
+    )
+
+
+@inline
+def output_vectors(rows: Longs, number: int, message: int) -> tuple[Bytes, Floats]:
+    """Return the payload of a vector in the message at an address, and the vector."""
+    payload = _bytes_at(message + rows[number, 1], rows[number, 3])
+    return payload, floats_at(rows[number, 0], rows[number, 2])
