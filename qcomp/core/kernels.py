@@ -213,17 +213,17 @@ class KernelSet(Protocol):
         """Return `empty_like` of each of several arrays."""
         ...
 
-    def encode_frame(
+    def encode_frames(
         self,
-        frame: AnyFrame,
+        frames: Sequence[AnyFrame],
         tensors: Sequence[Array],
         residuals: Sequence[Array],
         outs: Sequence[Array | None],
         key: Key,
         *,
         blends: Sequence[Blend],
-    ) -> Array | None:
-        """Return the message of a chunk: `encode` of all its segments at once.
+    ) -> list[Array] | None:
+        """Return the message of each of some chunks: `encode` of all their segments at once.
 
         ``tensors``, ``residuals``, ``outs`` for the new residuals, and ``blends`` are of whole tensors; without
         feedback, ``residuals`` and ``outs`` are empty. ``outs`` are the tensors themselves if these may be used up, or
@@ -233,12 +233,14 @@ class KernelSet(Protocol):
         """
         ...
 
-    def decode_frame(self, frame: AnyFrame, message: Array, outs: Sequence[Array]) -> bool:
-        """Write what the payloads of a message decompress to into buffers like all tensors; return whether it did."""
+    def decode_frames(
+        self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
+    ) -> bool:
+        """Write what a message of each frame decompresses to into buffers like all tensors; return whether it did."""
         ...
 
     def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
-        """Do what `decode_frame` does with the mean of several messages, see `average`."""
+        """Write the mean of several messages into buffers like all tensors, see `average`; return whether it did."""
         ...
 
     def compress_mean_frame(
@@ -315,20 +317,25 @@ class Partial:
         """Return None."""
         return None
 
-    def encode_frame(
+    def encode_frames(
         self,
-        frame: AnyFrame,  # noqa: ARG002
+        frames: Sequence[AnyFrame],  # noqa: ARG002
         tensors: Sequence[Array],  # noqa: ARG002
         residuals: Sequence[Array],  # noqa: ARG002
         outs: Sequence[Array | None],  # noqa: ARG002
         key: Key,  # noqa: ARG002
         *,
         blends: Sequence[Blend],  # noqa: ARG002
-    ) -> Array | None:
+    ) -> list[Array] | None:
         """Return None."""
         return None
 
-    def decode_frame(self, frame: AnyFrame, message: Array, outs: Sequence[Array]) -> bool:  # noqa: ARG002
+    def decode_frames(
+        self,
+        frames: Sequence[AnyFrame],  # noqa: ARG002
+        messages: Sequence[Array],  # noqa: ARG002
+        outs: Sequence[Array],  # noqa: ARG002
+    ) -> bool:
         """Return False."""
         return False
 

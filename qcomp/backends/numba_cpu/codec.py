@@ -55,8 +55,8 @@ EncodeRun = Callable[[Encoded, int, Weights, int, int], int]
 `qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1."""
 DecodeRun = Callable[[Decoded, bool, bool, bool, int, int], None]
 """``run(vectors, accumulate, streams, finish, first, last)`` adds up the payloads of a run of buckets, in the order of
-the messages: onto the vectors with ``accumulate``, past the caches with ``streams``. With ``finish`` the sums become
-means over the messages."""
+the ranks: onto the vectors with ``accumulate``, past the caches with ``streams``. With ``finish`` the sums become
+means over the ranks."""
 
 
 class Encoder(NamedTuple):
@@ -91,7 +91,7 @@ def encoder_of(
 
 def decoder_of(run: DecodeRun, bucket_size: int, data: Bytes, out: Floats) -> Decoder:
     """Return what decompresses one payload."""
-    return Decoder(run, bucket_size, out, decoded_vectors(data, bucket_size, out))
+    return Decoder(run, bucket_size, out, decoded_vectors([data], bucket_size, out))
 
 
 def run_encoder(run: EncodeRun, bucket_size: int, vectors: Encoded, mode: int, weights: Weights) -> bool:

@@ -1,15 +1,15 @@
-"""Chunks as tables: what the kernels need to know of the frame of a message, derived once for many steps."""
+"""Chunks as tables: what the kernels need to know of the frames of messages, derived once for many steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun
-from qcomp.backends.numba_cpu.jit import Bytes, Longs
+from qcomp.backends.numba_cpu.jit import Longs
 from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
 from qcomp.backends.numba_cpu.qsgd import encode_qsgd
 from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd
@@ -22,7 +22,6 @@ from qcomp.backends.numba_cpu.tables import (
     VALUES,
     Decoded,
     Encoded,
-    address,
     ends_of,
 )
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
@@ -86,7 +85,7 @@ _LIKE = np.empty(0, dtype=np.float32)
 
 
 class Group(NamedTuple):
-    """The segments of a chunk that have the same compressor."""
+    """The segments of some frames that have the same compressor."""
 
     compressor: AnyCompressor
     kernels: CompressorKernels
@@ -94,115 +93,166 @@ class Group(NamedTuple):
     positions: Longs
     """The place of each segment's tensor in ``Plan.tensors``."""
     numbers: Longs
-    """The place of each segment in the chunk."""
+    """The place of each segment among those of all frames."""
+    frames: Longs
+    """The frame of each segment."""
     starts: Longs
     """Bytes before each segment in its tensor."""
+    offsets: Longs
+    """Bytes before each segment's payload in its message."""
     sent: Longs
-    """The rows of `Encoded`, with offsets in place of the addresses of payloads."""
+    """The rows of `Encoded`, without addresses."""
     received: Longs
-    """The rows of `Decoded`, without the addresses of vectors."""
+    """The rows of `Decoded`, without addresses."""
     ends: Longs
 
-    def encoded(self, addresses: Mapping[int, Longs], message: Bytes, first_bucket: int) -> Encoded:
-        """Return the segments of tensors as a table, from the addresses of these tensors for each column."""
-        rows = self._into(message, first_bucket)
+    def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> Encoded:
+        """Return the segments as a table, from the addresses of all tensors for each column, and of the messages."""
+        rows = self._into(messages, first_bucket)
         for column, of_tensors in addresses.items():
             rows[:, column] = of_tensors[self.positions] + self.starts
         return Encoded(rows, self.ends)
 
-    def encoded_alone(self, values: Longs, residuals: Longs, message: Bytes, first_bucket: int) -> Encoded:
+    def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> Encoded:
         """Return the segments as a table, from addresses of each, where new residuals take the place of the values."""
-        rows = self._into(message, first_bucket)
+        rows = self._into(messages, first_bucket)
         rows[:, VALUES] = rows[:, RESIDUAL_OUT] = values[self.numbers]
         rows[:, RESIDUAL] = residuals[self.numbers]
         return Encoded(rows, self.ends)
 
-    def decoded(self, outs: Longs, messages: Longs) -> Decoded:
-        """Return the segments of tensors at these addresses as a table."""
-        rows = self.received.copy()
-        rows[:, OUT] = outs[self.positions] + self.starts
-        return Decoded(rows, self.ends, messages)
+    def decoded(self, tensors: Longs, payloads: Longs) -> Decoded:
+        """Return the segments as a table, from the addresses of all tensors."""
+        return self._from(tensors[self.positions] + self.starts, payloads)
 
-    def decoded_alone(self, outs: Longs, messages: Longs) -> Decoded:
-        """Return the segments, at these addresses, as a table."""
-        rows = self.received.copy()
-        rows[:, OUT] = outs[self.numbers]
-        return Decoded(rows, self.ends, messages)
+    def decoded_alone(self, vectors: Longs, payloads: Longs) -> Decoded:
+        """Return the segments as a table, from the address of each."""
+        return self._from(vectors[self.numbers], payloads)
 
-    def _into(self, message: Bytes, first_bucket: int) -> Longs:
+    def of_each_frame(self, messages: Longs) -> Longs:
+        """Return the addresses of the payloads in a message of each frame."""
+        return (messages[self.frames] + self.offsets)[:, None]
+
+    def of_each_rank(self, messages: Longs) -> Longs:
+        """Return the addresses of the payloads in several messages of the same frame."""
+        return self.offsets[:, None] + messages
+
+    def _into(self, messages: Longs, first_bucket: int) -> Longs:
         rows = self.sent.copy()
-        rows[:, DATA] += address(message)
-        rows[:, -1] += first_bucket
+        rows[:, DATA] = messages[self.frames] + self.offsets
+        if first_bucket:
+            rows[:, -1] += first_bucket
         return rows
+
+    def _from(self, vectors: Longs, payloads: Longs) -> Decoded:
+        rows = self.received.copy()
+        rows[:, OUT] = vectors
+        return Decoded(rows, payloads, self.ends)
 
 
 class Plan(NamedTuple):
-    """What is known of a frame before any value."""
+    """What is known of some frames before any value."""
 
+    frames: tuple[ref[AnyFrame], ...]
     tensors: tuple[int, ...]
-    """The tensors that have a segment in the chunk."""
+    """The tensors that have a segment in a frame."""
     sizes: tuple[int, ...]
     """Elements of each segment."""
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] | None
+    """None if the kernels cannot compress all of it."""
 
 
-_plans: WeakKeyDictionary[AnyFrame, Plan | None] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[AnyFrame, list[Plan]] = WeakKeyDictionary()
+"""By the first frame."""
 
 
-def plan_of(frame: AnyFrame) -> Plan | None:
-    """Return the plan of a frame; None if the kernels cannot compress all of it."""
-    try:
-        return _plans[frame]
-    except KeyError:
-        plan = _plans[frame] = _resolved(frame)
-        return plan
+def plan_of(frames: Sequence[AnyFrame]) -> Plan:
+    """Return the plan of some frames."""
+    for plan in _plans.get(frames[0], ()):
+        if [of() for of in plan.frames] == [*frames]:  # a frame equals only itself
+            return plan
+    plan = _resolved(tuple(frames))
+    _plans.setdefault(frames[0], []).append(plan)
+    return plan
 
 
-def _resolved(frame: AnyFrame) -> Plan | None:
-    if frame.variable_length or any(dtype != "float32" for dtype in frame.dtypes):
-        return None
-    by_spec: dict[str, list[int]] = {}
-    for number, compressor in enumerate(frame.compressors):
-        by_spec.setdefault(compressor.spec, []).append(number)
-    tensors = tuple(dict.fromkeys(tensor for tensor, _, _, _ in frame.chunk))
-    sizes = tuple(stop - start for _, start, stop, _ in frame.chunk)
-    groups = []
-    for numbers in by_spec.values():
-        compressor = frame.compressors[numbers[0]]
-        kernels = kernels_of(compressor)
-        if kernels is None:
-            return None
-        groups.append(_group(frame, compressor, kernels, numbers, tensors, sizes))
-    return Plan(tensors, sizes, tuple(groups))
-
-
-def _group(
-    frame: AnyFrame,
-    compressor: AnyCompressor,
-    kernels: CompressorKernels,
-    numbers: Sequence[int],
-    tensors: Sequence[int],
-    sizes: Sequence[int],
-) -> Group:
-    place = {tensor: position for position, tensor in enumerate(tensors)}
-    segments = [frame.chunk[number] for number in numbers]
-    own_sizes = [sizes[number] for number in numbers]
-    payloads = [(frame.offsets[number], frame.sizes[number]) for number in numbers]
-    sent = [
-        (0, 0, 0, 0, offset, size, nbytes, bucket)
-        for (offset, nbytes), size, (_, _, _, bucket) in zip(payloads, own_sizes, segments, strict=True)
+def _resolved(frames: tuple[AnyFrame, ...]) -> Plan:
+    segments = [
+        _Segment(frame, index, number)
+        for index, frame in enumerate(frames)
+        for number in range(len(frame.chunk))
     ]
-    received = [(0, offset, size, nbytes) for (offset, nbytes), size in zip(payloads, own_sizes, strict=True)]
+    tensors = tuple(sorted({segment.tensor for segment in segments}))
+    sizes = tuple(segment.size for segment in segments)
+    by_spec: dict[str, list[int]] = {}
+    for number, segment in enumerate(segments):
+        by_spec.setdefault(segment.compressor.spec, []).append(number)
+    groups = [_group(segments, numbers, tensors) for numbers in by_spec.values()]
+    plain = all(not frame.variable_length and {*frame.dtypes} <= {"float32"} for frame in frames)
+    found = tuple(group for group in groups if group is not None)
+    return Plan(
+        tuple(map(ref, frames)), tensors, sizes, found if plain and len(found) == len(groups) else None
+    )
+
+
+class _Segment(NamedTuple):
+    """A segment of a frame."""
+
+    frame: AnyFrame
+    of_frame: int
+    """The number of the frame."""
+    number: int
+    """Its own number there."""
+
+    @property
+    def compressor(self) -> AnyCompressor:
+        return self.frame.compressors[self.number]
+
+    @property
+    def tensor(self) -> int:
+        return self.frame.chunk[self.number][0]
+
+    @property
+    def start(self) -> int:
+        return self.frame.chunk[self.number][1]
+
+    @property
+    def size(self) -> int:
+        _, start, stop, _ = self.frame.chunk[self.number]
+        return stop - start
+
+    @property
+    def bucket(self) -> int:
+        return self.frame.chunk[self.number][3]
+
+    @property
+    def offset(self) -> int:
+        return self.frame.offsets[self.number]
+
+    @property
+    def nbytes(self) -> int:
+        return self.frame.sizes[self.number]
+
+
+def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequence[int]) -> Group | None:
+    """Return the group of some segments, None if there are no kernels for them."""
+    own = [segments[number] for number in numbers]
+    compressor = own[0].compressor
+    kernels = kernels_of(compressor)
+    if kernels is None:
+        return None
+    place = {tensor: position for position, tensor in enumerate(tensors)}
     return Group(
         compressor,
         kernels,
-        sum(own_sizes),
-        _longs([place[tensor] for tensor, _, _, _ in segments]),
-        _longs(numbers),
-        _longs([4 * start for _, start, _, _ in segments]),
-        _longs(sent),
-        _longs(received),
-        ends_of(own_sizes, kernels.bucket_size),
+        sum(s.size for s in own),
+        positions=_longs([place[s.tensor] for s in own]),
+        numbers=_longs(numbers),
+        frames=_longs([s.of_frame for s in own]),
+        starts=_longs([4 * s.start for s in own]),
+        offsets=_longs([s.offset for s in own]),
+        sent=_longs([(0, 0, 0, 0, 0, s.size, s.nbytes, s.bucket) for s in own]),
+        received=_longs([(0, s.size, s.nbytes) for s in own]),
+        ends=ends_of([s.size for s in own], kernels.bucket_size),
     )
 
 

@@ -92,6 +92,11 @@ class Kernel:
         """Call the compiled function."""
         return (self._compiled or self.compile())(*arguments)
 
+    @property
+    def compiled(self) -> Callable[..., Any]:
+        """The compiled function, for callers that call it many times."""
+        return self._compiled or self.compile()
+
     def compile(self) -> Callable[..., Any]:
         """Return the compiled function."""
         with _compiling:

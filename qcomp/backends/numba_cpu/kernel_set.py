@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from qcomp.backends.numba_cpu.codec import (
     run_decoder,
     run_encoder,
 )
-from qcomp.backends.numba_cpu.frames import CompressorKernels, Group, kernels_of, plan_of
+from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
 from qcomp.backends.numba_cpu.means import average, compress_mean
 from qcomp.backends.numba_cpu.memory import empty
@@ -35,6 +36,7 @@ from qcomp.backends.numba_cpu.tables import (
     VALUES,
     Decoded,
     address,
+    addresses,
     decoded_vectors,
     encoded_vectors,
 )
@@ -44,7 +46,6 @@ from qcomp.core.numeric.arrays import (
     array_namespace,
     dtype_name,
     is_mutable,
-    one_of_each_kind,
     to_compute_dtype,
 )
 from qcomp.core.numeric.random import Key
@@ -69,9 +70,14 @@ class NumbaKernels:
 
     def takes(self, x: Array) -> bool:
         """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that is computed in float32."""
-        if is_torch_array(x):
-            return x.device.type == "cpu" and dtype_name(x.dtype) in _DTYPES
-        return isinstance(x, np.ndarray) and x.dtype.name in _DTYPES
+        if _is_tensor(x) and not x.is_cpu:
+            return False
+        kind = type(x), x.dtype
+        taken = _taken.get(kind)
+        if taken is None:  # the name of a dtype takes NumPy longer than a kernel takes for a small array
+            known = isinstance(x, np.ndarray) or is_torch_array(x)
+            taken = _taken[kind] = known and dtype_name(x.dtype) in _DTYPES
+        return taken
 
     def encode(
         self,
@@ -178,25 +184,25 @@ class NumbaKernels:
 
     def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:
         """Return `empty_like` of each of several arrays."""
-        if any(dtype_name(x.dtype) != "float32" for _, x in one_of_each_kind(arrays)):
+        if any(dtype_name(dtype) != "float32" for dtype in {x.dtype for x in arrays}):
             return None
         buffers = [empty(tuple(x.shape)) for x in arrays]
         return [_as_array_of(arrays[0], buffer) for buffer in buffers] if _is_tensor(arrays[0]) else buffers
 
-    def encode_frame(
+    def encode_frames(
         self,
-        frame: AnyFrame,
+        frames: Sequence[AnyFrame],
         tensors: Sequence[Array],
         residuals: Sequence[Array],
         outs: Sequence[Array | None],
         key: Key,
         *,
         blends: Sequence[Blend],
-    ) -> Array | None:
-        """Compress all segments of a chunk in a call of a kernel for each compressor."""
-        plan = plan_of(frame)
+    ) -> list[Array] | None:
+        """Compress all segments of some chunks in a call of a kernel for each compressor."""
+        plan = plan_of(frames)
         donated = outs is tensors
-        if plan is None or (blends and (donated or any(b[1:] != blends[0][1:] for b in blends))):
+        if plan.groups is None or (blends and (donated or any(b[1:] != blends[0][1:] for b in blends))):
             return None
         found = {VALUES: _addresses_of(tensors, plan.tensors)}
         if residuals:
@@ -209,32 +215,43 @@ class NumbaKernels:
             return None
         mode = NO_RESIDUAL if not residuals else OVER_INPUT if donated else FRESH
         weights = _weights(blends[0]) if blends else NO_MOMENTUM
-        message = np.zeros(frame.nbytes, dtype=np.uint8)
+        messages = [np.zeros(frame.nbytes, dtype=np.uint8) for frame in frames]
+        to = _longs([address(message) for message in messages])
         for group in plan.groups:
             run = group.kernels.encode(key)
             if run is None:
                 return None
-            vectors = group.encoded(addresses, message, key.bucket)
+            vectors = group.encoded(addresses, to, key.bucket)
             if not run_encoder(run, group.kernels.bucket_size, vectors, mode, weights):
                 if donated:
                     raise refusal(group.compressor)
                 return None  # the pure version says so
-        return _as_array_of(tensors[0], message)
+        return [_as_array_of(tensors[0], message) for message in messages]
 
-    def decode_frame(self, frame: AnyFrame, message: Array, outs: Sequence[Array]) -> bool:
-        """Decompress all segments of a chunk in a call of a kernel for each compressor."""
-        received = _received_frame(frame, [message], outs)
-        for group, vectors in received or ():
+    def decode_frames(
+        self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
+    ) -> bool:
+        """Decompress all segments of some chunks in a call of a kernel for each compressor."""
+        plan = plan_of(frames)
+        to, at = _addresses_of(outs, plan.tensors, written=True), _addresses_of_messages(messages)
+        if plan.groups is None or to is None or at is None:
+            return False
+        for group in plan.groups:
+            vectors = group.decoded(to, group.of_each_frame(at))
             run, bucket_size = group.kernels.decode, group.kernels.bucket_size
             run_decoder(run, bucket_size, vectors, accumulate=False, streams=pays(group.elements))
-        return received is not None
+        return True
 
     def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
         """Average all segments of a chunk, a block at a time."""
-        received = _received_frame(frame, messages, outs)
-        for group, vectors in received or ():
+        plan = plan_of([frame])
+        to, at = _addresses_of(outs, plan.tensors, written=True), _addresses_of_messages(messages)
+        if plan.groups is None or to is None or at is None:
+            return False
+        for group in plan.groups:
+            vectors = group.decoded(to, group.of_each_rank(at))
             average(group.kernels.decode, group.kernels.bucket_size, vectors)
-        return received is not None
+        return True
 
     def compress_mean_frame(
         self,
@@ -247,8 +264,8 @@ class NumbaKernels:
         into: Sequence[Array | None],
     ) -> EncodedFrame | None:
         """Compress the means of all segments of a chunk, a block at a time; None if a value is out of range."""
-        plan = plan_of(frame)
-        if plan is None or not plan.groups:
+        plan = plan_of([frame])
+        if not plan.groups:
             return None
         outs = into or [_as_array_of(like, empty((size,))) for size in plan.sizes]
         segments = range(len(plan.sizes))
@@ -259,12 +276,13 @@ class NumbaKernels:
             return None
         mode = OVER_INPUT if residuals else NO_RESIDUAL
         message = np.zeros(frame.nbytes, dtype=np.uint8)
+        to = _longs([address(message)])
         for group in plan.groups:
             kernels, run = group.kernels, group.kernels.encode(key)
             if run is None:
                 return None
-            received = group.decoded_alone(new, at)
-            sent = group.encoded_alone(new, old, message, key.bucket)
+            received = group.decoded_alone(new, group.of_each_rank(at))
+            sent = group.encoded_alone(new, old, to, key.bucket)
             if not compress_mean(kernels.decode, run, kernels.bucket_size, received, sent, mode):
                 return None
         return EncodedFrame(_as_array_of(like, message), tuple(outs) if residuals else ())
@@ -301,15 +319,10 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
         """Return the parameters in new arrays or in their own, and the masked momenta in their buffers."""
-        old = _addresses(params, momenta, variances)
-        if old is None or not all(map(is_mutable, momenta)):
-            return None
         moved = [p if donate and is_mutable(p) else _empty(p) for p in params]
-        address = _address_of_tensor if _is_tensor(moved[0]) else _address_of_array
-        rows = [
-            (*row, row[0] if new is p else address(new), row[1])
-            for row, p, new in zip(old, params, moved, strict=True)
-        ]
+        rows = _rows(params, momenta, variances, moved, momenta)
+        if rows is None or not all(map(is_mutable, momenta)):
+            return None
         frozen_steps(rows, _sizes(params), numbers)
         _tell_torch([*momenta, *(params if donate else ())])
         return list(zip(moved, momenta, strict=True))
@@ -325,20 +338,15 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
         """Return parameters, momenta and variances in new arrays, or in their own."""
-        old = _addresses(params, momenta, variances, gradients)
-        if old is None:
-            return None
         moved = [
             tensor
             if donate and all(map(is_mutable, tensor))
             else (_empty(tensor[0]), _empty(tensor[0]), _empty(tensor[0]))
             for tensor in zip(params, momenta, variances, strict=True)
         ]
-        address = _address_of_tensor if _is_tensor(params[0]) else _address_of_array
-        rows = [
-            (*row, *(row[:3] if new[0] is p else map(address, new)))
-            for row, p, new in zip(old, params, moved, strict=True)
-        ]
+        rows = _rows(params, momenta, variances, gradients, *zip(*moved, strict=True))
+        if rows is None:
+            return None
         adam_steps(rows, _sizes(params), numbers)
         if donate:
             _tell_torch([*params, *momenta, *variances])
@@ -346,6 +354,9 @@ class NumbaKernels:
 
 
 KERNELS = NumbaKernels()
+
+_taken: dict[tuple[type, object], bool] = {}
+"""Whether arrays of a class and dtype are taken, if they are in the memory of the CPU."""
 
 
 def _is_tensor(x: Array) -> bool:
@@ -361,16 +372,24 @@ def _empty(like: Array) -> Array:
     return _as_array_of(like, empty(tuple(like.shape)))
 
 
-def _addresses(*arrays: Sequence[Array]) -> list[list[int]] | None:
+def _rows(*arrays: Sequence[Array]) -> list[tuple[int, ...]] | None:
     """Return the addresses of the arrays of each tensor, None if the kernels do not reach them all."""
-    address = _address_of_tensor if _is_tensor(arrays[0][0]) else _address_of_array
-    rows = []
-    for tensor in zip(*arrays, strict=True):
-        row = [address(x) for x in tensor]
-        if -1 in row or any(x.shape != tensor[0].shape for x in tensor):
-            return None
-        rows.append(row)
-    return rows
+    count = len(arrays[0])
+    together = list(chain.from_iterable(arrays))
+    found = _addresses(together)
+    if found is None or any(
+        [x.shape for x in arrays[0]] != [x.shape for x in others] for others in arrays[1:]
+    ):
+        return None
+    return list(zip(*(found[i : i + count] for i in range(0, len(found), count)), strict=True))
+
+
+def _addresses(arrays: Sequence[Array], *, written: bool = False) -> list[int] | None:
+    """Return the addresses of arrays, None if the kernels do not reach them all."""
+    if not arrays or type(arrays[0]) is np.ndarray or not is_torch_array(arrays[0]):
+        return addresses(arrays, written=written)
+    found = list(map(_address_of_tensor, arrays))
+    return None if -1 in found else found
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -378,17 +397,6 @@ _FLOAT32 = np.dtype(np.float32)
 
 def _sizes(arrays: Sequence[Array]) -> list[int]:
     return [math.prod(x.shape) for x in arrays]
-
-
-def _address_of_array(x: Array) -> int:
-    """Return where the elements of a NumPy array are, -1 if they are not float32 side by side."""
-    if not isinstance(x, np.ndarray) or x.dtype != _FLOAT32:
-        return -1
-    flags = x.flags
-    if not (flags.c_contiguous and flags.aligned):
-        return -1
-    at: int = x.__array_interface__["data"][0]
-    return at
 
 
 def _address_of_tensor(x: Array) -> int:
@@ -434,36 +442,23 @@ def _bytes(data: Array) -> Bytes:
 
 def _received(kernels: CompressorKernels, payloads: Sequence[Array], out: Floats) -> Decoded:
     """Return the table of one vector and its payload from each rank."""
-    data = [_bytes(payload) for payload in payloads]
-    one = decoded_vectors(data[0], kernels.bucket_size, out)
-    return one._replace(messages=_longs([address(each) for each in data]))
+    return decoded_vectors([_bytes(payload) for payload in payloads], kernels.bucket_size, out)
 
 
-def _received_frame(
-    frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]
-) -> list[tuple[Group, Decoded]] | None:
-    """Return the table of each compressor in a chunk; None if the kernels cannot decompress all of it."""
-    plan = plan_of(frame)
-    to = None if plan is None else _addresses_of(outs, plan.tensors, written=True)
-    at = _addresses_of_messages(messages)
-    if plan is None or to is None or at is None:
-        return None
-    return [(group, group.decoded(to, at)) for group in plan.groups]
-
-
-def _addresses_of(arrays: Sequence[Array], numbers: Iterable[int], *, written: bool = False) -> Longs | None:
+def _addresses_of(arrays: Sequence[Array], numbers: Sequence[int], *, written: bool = False) -> Longs | None:
     """Return the addresses of some of several arrays, None if the kernels do not reach them all."""
-    address = _address_of_tensor if arrays and _is_tensor(arrays[0]) else _address_of_array
-    found = [address(arrays[number]) for number in numbers]
-    if -1 in found or (written and not all(is_mutable(arrays[number]) for number in numbers)):
-        return None
-    return _longs(found)
+    some = arrays if len(numbers) == len(arrays) else [arrays[number] for number in numbers]
+    found = _addresses(some, written=written)
+    return None if found is None else np.asarray(found, dtype=np.int64)
 
 
 def _addresses_of_messages(messages: Sequence[Array]) -> Longs | None:
     """Return the addresses of messages, None if their bytes are not side by side."""
-    found = [_bytes(message) for message in messages]
-    return _longs([address(each) for each in found]) if all(x.flags.c_contiguous for x in found) else None
+    if _is_tensor(messages[0]):
+        found = [x.data_ptr() if x.is_cpu and x.is_contiguous() else -1 for x in messages]
+    else:
+        found = [address(x) if x.flags.c_contiguous else -1 for x in messages]
+    return None if -1 in found else np.asarray(found, dtype=np.int64)
 
 
 def _weights(blend: Blend) -> Weights:

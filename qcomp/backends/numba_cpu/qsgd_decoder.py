@@ -61,9 +61,7 @@ def decode_qsgd(
         codes = empty_codes(bucket_size, bits)
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
         kernel(
-            vectors.messages,
-            vectors.rows,
-            vectors.ends,
+            *vectors,
             bucket_size,
             filled,
             bits,
@@ -167,8 +165,8 @@ def _decode_vector(
 
 
 def _decode_vectors(
-    messages: Longs,
     rows: Longs,
+    payloads: Longs,
     ends: Longs,
     bucket_size: int,
     held: int,
@@ -183,12 +181,12 @@ def _decode_vectors(
     factor: np.float32,
 ) -> None:
     codes, beside = borrow(codes), borrow(beside)
-    ranks = messages.size
+    ranks = payloads.shape[1]
     vector = 0
     while first < last:
         vector, start, stop = run_of(ends, vector, first, last)
         for rank in range(ranks):
-            data, out = output_vectors(rows, vector, messages[rank])
+            data, out = output_vectors(rows, payloads, vector, rank)
             divisor = F(ranks) if finishes and rank == ranks - 1 else F(0)
             _decode_vector(
                 data,
@@ -210,7 +208,7 @@ def _decode_vectors(
 
 _decode, _decode_wide = (
     kernel(
-        "void(i64, table, i64, int64, int64, int64, boolean, boolean, boolean, "
+        "void(table, table, i64, int64, int64, int64, boolean, boolean, boolean, "
         f"int64, int64, {codes}, f32, float32)"
     )(_decode_vectors)
     for codes in ("u8", "u16")

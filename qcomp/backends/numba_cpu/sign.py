@@ -105,9 +105,7 @@ def decode_sign(bucket_size: int) -> DecodeRun:
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
         _decode(
-            vectors.messages,
-            vectors.rows,
-            vectors.ends,
+            *vectors,
             bucket_size,
             accumulate,
             streams,
@@ -296,10 +294,10 @@ def _decode_vector(
         finish_streams()
 
 
-@kernel("void(i64, table, i64, int64, boolean, boolean, boolean, int64, int64, f32)")
+@kernel("void(table, table, i64, int64, boolean, boolean, boolean, int64, int64, f32)")
 def _decode(
-    messages: Longs,
     rows: Longs,
+    payloads: Longs,
     ends: Longs,
     bucket_size: int,
     accumulate: bool,
@@ -310,12 +308,12 @@ def _decode(
     beside: Floats,
 ) -> None:
     beside = borrow(beside)
-    ranks = messages.size
+    ranks = payloads.shape[1]
     vector = 0
     while first < last:
         vector, start, stop = run_of(ends, vector, first, last)
         for rank in range(ranks):
-            data, out = output_vectors(rows, vector, messages[rank])
+            data, out = output_vectors(rows, payloads, vector, rank)
             divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
             _decode_vector(
                 data, bucket_size, out, accumulate or rank > 0, streams, divisor, start, stop, beside

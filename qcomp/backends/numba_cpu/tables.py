@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numba import extending, types
 
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, kernel
 
 __all__ = [
     "DATA",
@@ -25,6 +25,7 @@ __all__ = [
     "Decoded",
     "Encoded",
     "address",
+    "addresses",
     "decoded_vectors",
     "encoded_vectors",
     "ends_of",
@@ -57,15 +58,14 @@ class Encoded(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Vectors to decompress, each from a payload in each of several messages."""
+    """Vectors to decompress, each from one or several payloads, which are added up."""
 
     rows: Longs
-    """Shape (n, 4): the address of the vector, where its payload starts in a message, the number of values, and the
-    bytes of the payload."""
+    """Shape (n, 3): the address of the vector, the number of values, and the bytes of a payload."""
+    payloads: Longs
+    """Shape (n, ranks): the addresses of the payloads."""
     ends: Longs
     """The number of the bucket after the last of each vector."""
-    messages: Longs
-    """The addresses of the messages."""
 
     @property
     def buckets(self) -> int:
@@ -85,17 +85,45 @@ def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, 
     return Encoded(np.asarray([row], dtype=np.int64), ends_of([x.size], bucket_size))
 
 
-def decoded_vectors(data: Bytes, bucket_size: int, out: Floats) -> Decoded:
-    """Return the table of one payload and the vector that it decompresses to."""
-    row = (address(out), 0, out.size, data.size)
-    messages = np.asarray([address(data)], dtype=np.int64)
-    return Decoded(np.asarray([row], dtype=np.int64), ends_of([out.size], bucket_size), messages)
+def decoded_vectors(payloads: Sequence[Bytes], bucket_size: int, out: Floats) -> Decoded:
+    """Return the table of one vector and the payloads that are added up in it."""
+    row = (address(out), out.size, payloads[0].size)
+    addresses = np.asarray([list(map(address, payloads))], dtype=np.int64)
+    return Decoded(np.asarray([row], dtype=np.int64), addresses, ends_of([out.size], bucket_size))
 
 
-def address(x: Any) -> int:
-    """Return where the elements of a NumPy array are."""
-    at: int = x.__array_interface__["data"][0]
+def address(x: Floats | Bytes) -> int:
+    """Return where the elements of a flat array are, of float32 or uint8; NumPy would take ten times as long."""
+    at: int = (_address_of_bytes if x.dtype == np.uint8 else _address_of_floats)(x)
     return at
+
+
+def addresses(arrays: Sequence[Any], *, written: bool = False) -> list[int] | None:
+    """Return where the elements of NumPy arrays are, of float32 and without gaps.
+
+    None if one is another array, or is read-only and will be written to.
+    """
+    kernel = _address_of_result if written else _address_of_floats
+    try:
+        return list(map(kernel.compiled, [x if x.ndim == 1 else _flat(x) for x in arrays]))
+    except TypeError:  # the kernels take no other arrays
+        return None
+
+
+def _flat(x: Any) -> Floats:
+    if not isinstance(x, np.ndarray) or not x.flags.c_contiguous:
+        raise TypeError
+    return x.reshape(-1)
+
+
+def _address(x: Floats | Bytes) -> int:
+    at: int = x.ctypes.data
+    return at
+
+
+_address_of_floats, _address_of_result, _address_of_bytes = (
+    kernel(f"int64({kind})")(_address) for kind in ("f32_in", "f32", "u8_in")
+)
 
 
 @extending.intrinsic
@@ -148,7 +176,7 @@ def input_vectors(rows: Longs, number: int) -> tuple[Floats, Floats, Floats, Flo
 
 
 @inline
-def output_vectors(rows: Longs, number: int, message: int) -> tuple[Bytes, Floats]:
-    """Return the payload of a vector in the message at an address, and the vector."""
-    payload = _bytes_at(message + rows[number, 1], rows[number, 3])
-    return payload, floats_at(rows[number, 0], rows[number, 2])
+def output_vectors(rows: Longs, payloads: Longs, number: int, rank: int) -> tuple[Bytes, Floats]:
+    """Return the payload of a vector from a rank, and the vector."""
+    payload = _bytes_at(payloads[number, rank], rows[number, 2])
+    return payload, floats_at(rows[number, 0], rows[number, 1])

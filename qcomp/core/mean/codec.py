@@ -96,6 +96,7 @@ class Codec:
     def __init__(self, tensors: Sequence[Array], like: Array | None = None) -> None:
         self.tensors = tensors
         self.like = tensors[0] if like is None else like
+        self._kernels = chosen(self.like)
 
     def encode(
         self,
@@ -116,26 +117,30 @@ class Codec:
         have a buffer for the new residual of each tensor; it is ignored with ``donate``.
         """
         news = _new_residuals(tensors, residuals, into, donate=donate)
-        kernels = chosen(self.like)
-        messages: list[Array | None] = [None] * len(frames)
-        payloads: list[list[Encoded]] = []
+        kernels = self._kernels
+        messages: list[Array] | None = None
         try:
-            for index, frame in enumerate(frames):
-                if kernels is not None:
-                    messages[index] = kernels.encode_frame(
-                        frame, tensors, residuals, news.buffers, key, blends=blends
-                    )
-                if messages[index] is None:
-                    payloads.append(_encode_each(frame, tensors, news, key, blends))
+            if kernels is not None:
+                messages = kernels.encode_frames(frames, tensors, residuals, news.buffers, key, blends=blends)
+            if messages is None:
+                messages = self._encode_each(frames, tensors, news, key, blends)
         except NonFiniteError as error:
             return self.refusals(frames, error)
-        if payloads:
-            verdict = self._verdict([encoded for of_chunk in payloads for encoded in of_chunk])
-            for index, frame in enumerate(frames):
-                if messages[index] is None:
-                    of_chunk = payloads.pop(0)
-                    messages[index] = frame.join([encoded.data for encoded in of_chunk], verdict)
         return Compressed(tuple(messages), news.whole(), None)
+
+    def _encode_each(
+        self,
+        frames: Sequence[Frame],
+        tensors: Sequence[Array],
+        news: "_NewResiduals",
+        key: Key,
+        blends: Sequence[Blend],
+    ) -> list[Array]:
+        """Return the message of each chunk, whose segments are compressed one after the other."""
+        of_chunks = [_encode_chunk(frame, tensors, news, key, blends) for frame in frames]
+        verdict = self._verdict([encoded for of_chunk in of_chunks for encoded in of_chunk])
+        # A message is a copy: half of the memory, as they go.
+        return [frame.join([encoded.data for encoded in of_chunks.pop(0)], verdict) for frame in frames]
 
     def encode_average(
         self,
@@ -150,7 +155,7 @@ class Codec:
         The new residuals are in the buffers of ``into``, if they are given.
         """
         frame = opened[0].frame
-        kernels = chosen(self.like)
+        kernels = self._kernels
         if kernels is not None:
             messages = [one.message for one in opened]
             compressed = kernels.compress_mean_frame(frame, messages, self.like, residuals, key, into=into)
@@ -188,10 +193,14 @@ class Codec:
         PayloadError
             If a message does not have its frame.
         """
-        opened = [
-            self.open_from(rank, message, frame)
-            for rank, (message, frame) in enumerate(zip(messages, frames, strict=True))
-        ]
+        opened: list[Opened] = []
+        try:
+            for message, frame in zip(messages, frames, strict=True):
+                opened.append(frame.open(message))
+        except PayloadError as error_of_message:
+            raise PayloadError(
+                f"the message from rank {len(opened)} {error_of_message}"
+            ) from error_of_message
         verdicts.add([one.verdict for one in opened], error)
         return opened
 
@@ -206,15 +215,22 @@ class Codec:
         """Return whether a message from a rank is a refusal; reads its verdict."""
         return int(self.open_from(rank, message, frame).verdict[0]) != _FINE
 
-    def decode(self, opened: Opened, places: Sequence[Array] | None = None) -> list[Array]:
-        """Return the values of the segments of a chunk.
+    def decode(self, opened: Opened) -> list[Array]:
+        """Return the values of the segments of a chunk."""
+        return self._decode(opened)
 
-        With ``places``, buffers like all tensors, they are written there, and nothing is returned.
-        """
-        kernels = chosen(self.like)
+    def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
+        """Write the values of the segments of all chunks into buffers like all tensors."""
+        kernels = self._kernels
+        if kernels is not None:
+            frames, messages = [one.frame for one in opened], [one.message for one in opened]
+            if kernels.decode_frames(frames, messages, places):
+                return
+        for one in opened:
+            self._decode(one, places)
+
+    def _decode(self, opened: Opened, places: Sequence[Array] | None = None) -> list[Array]:
         frame = opened.frame
-        if places is not None and kernels is not None and kernels.decode_frame(frame, opened.message, places):
-            return []
         return [
             primitives.decode(compressor, payload, self._like(segment), out=_part(places, segment))
             for compressor, payload, segment in zip(
@@ -227,7 +243,7 @@ class Codec:
 
         With ``places``, buffers like all tensors, they are written there, and nothing is returned.
         """
-        kernels = chosen(self.like)
+        kernels = self._kernels
         frame = opened[0].frame
         if places is not None and kernels is not None:
             messages = [one.message for one in opened]
@@ -330,7 +346,7 @@ class _NewResiduals:
         )
 
 
-def _encode_each(
+def _encode_chunk(
     frame: Frame, tensors: Sequence[Array], news: _NewResiduals, key: Key, blends: Sequence[Blend]
 ) -> list[Encoded]:
     """Compress the segments of a chunk one after the other."""

@@ -30,6 +30,7 @@ from qcomp.core.numeric.arrays import (
     detached,
     device,
     dtype_name,
+    flat,
     flush,
     to_compute_dtype,
 )
@@ -410,30 +411,32 @@ class CompressedMean:
     def _computation(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
         """Return the computation for tensors that match the state and the terms."""
         resolved = self.resolved
-        flat = [array_namespace(t).reshape(to_compute_dtype(t), (-1,)) for t in tensors]
+        vectors = [flat(to_compute_dtype(t)) for t in tensors]
         # Converted tensors are copies, so they may be used up.
-        donate = terms.donate or all(t.dtype != f.dtype for t, f in zip(tensors, flat, strict=True))
+        donate = terms.donate or all(t.dtype != f.dtype for t, f in zip(tensors, vectors, strict=True))
         # The momenta of half-precision gradients are float32.
         targets = [b.m for b in terms.blends] or tensors
-        blends = [b._replace(m=array_namespace(b.m).reshape(b.m, (-1,))) for b in terms.blends]
+        blends = [Blend(flat(b.m), b.beta1, b.scale) for b in terms.blends]
         if blends and (self.lossless or not resolved.blends):
-            flat = [primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(flat, blends, strict=True)]
+            vectors = [
+                primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(vectors, blends, strict=True)
+            ]
             blends = []
         shapes = tuple([tuple(t.shape) for t in tensors])
-        dtypes = tuple([dtype_name(x.dtype) for x in flat])
-        sizes = [x.shape[0] for x in flat]
+        dtypes = tuple([dtype_name(x.dtype) for x in vectors])
+        sizes = [x.shape[0] for x in vectors]
         in_one = terms.at_once or terms.overwrite or not resolved.allows_rounds
         count = 1 if in_one else count_rounds(dtypes, sizes)
         joined = self.lossless and count == 1
         mean: CompressedMean = self
         if joined:  # nothing depends on the boundaries, and one vector is faster than many
-            flat, shapes = [concat(flat)], ((sum(sizes),),)
-            dtypes = (dtype_name(flat[0].dtype),)
+            vectors, shapes = [concat(vectors)], ((sum(sizes),),)
+            dtypes = (dtype_name(vectors[0].dtype),)
             mean = self._of_one_vector
         layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
         call = Call(
             layout,
-            flat,
+            vectors,
             state.worker,
             state.server,
             (terms.key or Key())._replace(rank=state.rank),
@@ -506,9 +509,11 @@ def _zeros_for(tensor: Array, size: int) -> Array:
     return xp.zeros((size,), dtype=dtype, device=device(tensor))
 
 
-def _shaped_like(flat: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
+def _shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
     """Return flat vectors in the shapes and dtypes of tensors."""
     return [
-        array_namespace(t).astype(array_namespace(t).reshape(x, t.shape), t.dtype, copy=False)
-        for t, x in zip(tensors, flat, strict=True)
+        x
+        if x.shape == t.shape and x.dtype == t.dtype
+        else array_namespace(t).astype(array_namespace(t).reshape(x, t.shape), t.dtype, copy=False)
+        for t, x in zip(tensors, vectors, strict=True)
     ]

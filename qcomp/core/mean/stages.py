@@ -183,6 +183,8 @@ def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
 
     They may have different kinds and numbers of exchanges, the same on all ranks.
     """
+    if len(computations) == 1:
+        return [(yield from computations[0])]
     results: dict[int, Result] = {}
     arrived: dict[int, Sequence[Array] | None] = dict.fromkeys(range(len(computations)))
     while True:

@@ -33,6 +33,7 @@ __all__ = [
     "digest",
     "divide",
     "dtype_name",
+    "flat",
     "flush",
     "from_bytes_of",
     "from_host_bytes",
@@ -360,6 +361,11 @@ def is_mutable(x: Array) -> bool:
     if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
         return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
+
+
+def flat(x: Array) -> Array:
+    """Return x as a vector, without a copy where its memory allows it."""
+    return x if x.ndim == 1 else array_namespace(x).reshape(x, (-1,))
 
 
 def require_like(out: Array, value: Array, *, argument: str = "out") -> None:

@@ -93,6 +93,8 @@ class Key(_KeyParts):
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
         """Return the key of these parts; `_replace` uses this too."""
         key = super()._make(iterable)
+        if set(map(type, key)) == {int} and min(key) >= 0 and max(key[:2]) >> 64 == max(key[2:]) >> 32 == 0:
+            return key
         for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
             # An array's value may be on a device, or not exist yet.
             if (type(part) is int or isinstance(part, Integral)) and not 0 <= int(part) < end:
@@ -109,9 +111,9 @@ class Key(_KeyParts):
         bucket : int, optional
             The new first bucket; unchanged by default.
         """
-        return self._replace(
-            hop=self.hop if hop is None else hop, bucket=self.bucket if bucket is None else bucket
-        )
+        seed, step, tensor, rank, old_hop, old_bucket = self
+        new = old_hop if hop is None else hop, old_bucket if bucket is None else bucket
+        return self._make((seed, step, tensor, rank, *new))
 
 
 class _IntWords:

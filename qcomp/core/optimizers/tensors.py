@@ -19,6 +19,10 @@ from qcomp.core.numeric.arrays import (
 __all__ = ["as_given", "as_gradients", "as_tensors", "update", "zeros_like"]
 
 
+class _Checked(list[Array]):
+    """Tensors that `as_tensors` or `as_gradients` has checked: they need no second look in the same step."""
+
+
 def as_tensors(values: Any, argument: str) -> list[Array]:
     """Return an array or a sequence of arrays as a list, outside automatic differentiation.
 
@@ -29,6 +33,8 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     ValueError
         If there is none.
     """
+    if type(values) is _Checked:
+        return values
     if isinstance(values, Mapping):
         raise TypeError(
             f"{argument} is a {type(values).__name__}; expected list({argument}.values()), and names"
@@ -52,7 +58,7 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     }
     if len(names) > 1:
         raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
-    return detached(tensors)
+    return _Checked(detached(tensors))
 
 
 def as_given(tensors: Sequence[Array], values: Any) -> Any:
@@ -91,7 +97,7 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
         kinds.setdefault((type(g), g.dtype, type(p), p.dtype), index)
     for index in kinds.values():
         _require_alike(given[index], params[index], f"grads[{index}]", names[index])
-    return detached(given)
+    return _Checked(detached(given))
 
 
 def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:

@@ -59,7 +59,7 @@ class Call(NamedTuple):
             places = list(self.values)
         else:
             places = empty_likes(self.values)
-        return None if any(place is None for place in places) else places
+        return None if [place for place in places if place is None] else places
 
 
 class Averaged(NamedTuple):
@@ -140,8 +140,7 @@ def decode_means(codec: Codec, opened: Sequence[Opened], call: Call) -> list[Arr
     if places is None:
         values = [codec.decode(one) for one in opened]
         return assemble([one.frame.chunk for one in opened], values, call.values)
-    for one in opened:
-        codec.decode(one, places)
+    codec.decode_into(places, opened)
     return places
 
 
