@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from timing import machine, spread
 
 import qcomp
 
@@ -107,8 +109,6 @@ def arrays(library: str, shapes: list[tuple[int, ...]], seed: int) -> list[Any]:
     found = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
     if library == "numpy":
         return found
-    import torch
-
     return [torch.from_numpy(x) for x in found]
 
 
@@ -123,8 +123,6 @@ def one_turn(checkout: Path, steps: int) -> dict[str, float]:
 
 def write(path: Path, count: int, turns: dict[str, list[dict[str, float]]]) -> None:
     """Write the times, and before over now if there are both."""
-    from timing import machine, spread
-
     rows = []
     for case in turns["now"][0]:
         times = {name: [turn[case] for turn in of_name] for name, of_name in turns.items()}

@@ -134,10 +134,13 @@ class PayloadSpec:
             The buffer.
         """
         self.check(data)
-        return {
-            field.name: from_bytes_of(data[start : start + field.size * itemsize(field.dtype)], field.dtype)
-            for field, start in zip(self.fields, self._offsets, strict=False)
-        }
+        return {name: from_bytes_of(data[part], dtype) for name, dtype, part in self._parts}
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, str, slice], ...]:
+        """The name and the dtype of each field, and where its bytes are."""
+        pairs = zip(self.fields, self._offsets, strict=False)
+        return tuple((f.name, f.dtype, slice(at, at + f.size * itemsize(f.dtype))) for f, at in pairs)
 
 
 def _unknown(spec: str) -> Any:

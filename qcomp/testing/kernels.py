@@ -20,6 +20,7 @@ from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_steps, check_updates
+from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
@@ -107,10 +108,10 @@ def check_kernels(
 
     Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
     and the sum with another one; the mean of two and of three payloads, compressed or not; the end of a mean over
-    ranks, the momentum, and the steps of Adam, also of several tensors at once and in donated buffers: equal to the
-    last bit, for sizes at which tails and padding show, for values with zeros, subnormals, ties and huge magnitudes, in
-    every dtype that is computed in float32. A vector that the pure version refuses is refused, and a donated residual
-    is then as it was.
+    ranks, the momentum, and the steps of Adam, also of several tensors at once and in donated buffers; the messages of
+    chunks of several tensors, and what they decompress to: equal to the last bit, for sizes at which tails and padding
+    show, for values with zeros, subnormals, ties and huge magnitudes, in every dtype that is computed in float32. A
+    vector that the pure version refuses is refused, and a donated residual is then as it was.
 
     Parameters
     ----------
@@ -139,6 +140,7 @@ def check_kernels(
         ("mean, momentum or step with a frozen variance", lambda: check_updates(kernels, xp)),
         ("steps of Adam", lambda: check_steps(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
+        ("chunks", lambda: check_chunks(kernels, xp, compressors)),
     ]
     parts += [
         (compressor.spec, partial(_search, kernels, xp, compressor, max_examples))

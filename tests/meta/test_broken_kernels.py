@@ -6,7 +6,8 @@ import pytest
 import qcomp
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Encoded, use_kernels
+from qcomp.core.kernels import Encoded, EncodedFrame, use_kernels
+from qcomp.core.mean.codec import Codec
 from qcomp.core.numeric.arrays import write_into
 from qcomp.testing import ContractError, check_kernels
 
@@ -53,6 +54,42 @@ class Whole:
         if out is None or encoded.residual is None:
             return encoded
         return encoded._replace(residual=write_into(out, encoded.residual))
+
+    def empty_likes(self, arrays):
+        return [np.empty_like(x) for x in arrays]
+
+    def encode_frames(self, frames, tensors, residuals, outs, key, *, blends):
+        with use_kernels(None):
+            sent = Codec(tensors).encode(
+                frames, tensors, residuals, key, donate=outs is tensors, blends=blends, into=outs
+            )
+        if sent.error and outs is tensors:
+            raise sent.error
+        return None if sent.error else list(sent.messages)
+
+    def decode_frames(self, frames, messages, outs):
+        with use_kernels(None):
+            codec = Codec(outs)
+            codec.decode_into(
+                outs, [codec.open_from(0, *each) for each in zip(messages, frames, strict=True)]
+            )
+        return True
+
+    def average_frame(self, frame, messages, outs):
+        with use_kernels(None):
+            codec = Codec(outs)
+            codec.average([codec.open_from(0, message, frame) for message in messages], outs)
+        return True
+
+    def compress_mean_frame(self, frame, messages, like, residuals, key, *, into):
+        with use_kernels(None):
+            sizes = {segment.tensor: segment.stop for segment in frame.chunk}
+            codec = Codec(
+                [np.empty(sizes.get(i, 0), like.dtype) for i in range(max(sizes, default=-1) + 1)], like
+            )
+            opened = [codec.open_from(0, message, frame) for message in messages]
+            sent = codec.encode_average(opened, residuals, key, into=into)
+        return None if sent.error else EncodedFrame(sent.messages[0], sent.residuals)
 
     def finish_mean(self, total, count):
         with use_kernels(None):
@@ -259,6 +296,65 @@ broken(
 broken(
     "keeps subnormals",
     finish_mean=lambda self, whole, total, count: (total / np.float32(count)).astype(total.dtype),
+)
+
+
+# Chunks.
+def encodes_frames(change):
+    """Have something done to the messages of chunks."""
+
+    def encode_frames(self, whole, frames, tensors, residuals, outs, key):
+        messages = whole(frames, tensors, residuals, outs, key)
+        if messages is not None:
+            change(frames, messages)
+        return messages
+
+    return encode_frames
+
+
+broken(
+    "the last payload of a chunk is wrong",
+    encode_frames=encodes_frames(lambda frames, messages: flip(messages[0], frames[0].offsets[-2])),
+)
+broken(
+    "the last chunk is wrong",
+    encode_frames=encodes_frames(lambda frames, messages: flip(messages[-1], 0)),
+)
+broken(
+    "chunks: never refuses",
+    encode_frames=lambda self, whole, frames, tensors, residuals, outs, key: (
+        whole(frames, tensors, residuals, outs, key)
+        if all(np.isfinite(x).all() for x in tensors)
+        else [np.zeros(frame.nbytes, np.uint8) for frame in frames]
+    ),
+)
+broken(
+    "chunks: draws from the first bucket on",
+    LEVELS,
+    encode_frames=lambda self, whole, frames, tensors, residuals, outs, key: whole(
+        frames, tensors, residuals, outs, key.at(bucket=0)
+    ),
+)
+broken(
+    "chunks: writes to the residuals",
+    encode_frames=lambda self, whole, frames, tensors, residuals, outs, key: (
+        whole(frames, tensors, residuals, outs, key),
+        [residual.fill(0) for residual in residuals],
+    )[0],
+)
+broken(
+    "chunks: forgets the last to decompress",
+    decode_frames=lambda self, whole, frames, messages, outs: whole(frames[:-1], messages[:-1], outs),
+)
+broken(
+    "chunks: averages two ranks",
+    average_frame=lambda self, whole, frame, messages, outs: whole(frame, messages[:2], outs),
+)
+broken(
+    "chunks: a server forgets its residuals",
+    compress_mean_frame=lambda self, whole, frame, messages, like, residuals, key: whole(
+        frame, messages, like, [r * 0 for r in residuals], key
+    ),
 )
 
 # Optimizers.

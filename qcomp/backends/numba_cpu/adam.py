@@ -28,8 +28,8 @@ __all__ = ["adam_steps", "frozen_adam_step", "frozen_steps"]
 _RUN = 1 << 10
 """Elements that are worked on between two looks at memory: those of all arrays stay in the first-level cache."""
 
-Addresses = Sequence[int]
-"""Of the arrays of a tensor: float32, contiguous, of one size."""
+Table = Longs | Sequence[Sequence[int]]
+"""The addresses of the arrays of each tensor: float32, contiguous, of one size."""
 
 
 def frozen_adam_step(
@@ -55,12 +55,12 @@ def frozen_adam_step(
     frozen_steps([list(map(address, arrays))], [p.size], [numbers])
 
 
-def frozen_steps(tensors: Sequence[Addresses], sizes: Sequence[int], numbers: Sequence[StepNumbers]) -> None:
+def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNumbers]) -> None:
     """Make a step with a frozen variance with each of several tensors.
 
     Parameters
     ----------
-    tensors : sequence of Addresses
+    tensors : Table
         Of p, m, v and of what gets the new p and m, which may be the old ones.
     sizes : sequence of int
         Their elements.
@@ -69,12 +69,12 @@ def frozen_steps(tensors: Sequence[Addresses], sizes: Sequence[int], numbers: Se
     _run(_frozen_steps, tensors, sizes, [_row(step) for step in numbers])
 
 
-def adam_steps(tensors: Sequence[Addresses], sizes: Sequence[int], numbers: Sequence[AdamNumbers]) -> None:
+def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbers]) -> None:
     """Make a step of Adam with each of several tensors.
 
     Parameters
     ----------
-    tensors : sequence of Addresses
+    tensors : Table
         Of p, m, v, the mean gradient, and of what gets the new p, m and v: the old ones, or three others.
     sizes : sequence of int
         Their elements.
@@ -100,7 +100,7 @@ def _row(step: StepNumbers) -> tuple[float, ...]:
 
 def _run(
     steps: Any,
-    tensors: Sequence[Addresses],
+    tensors: Table,
     sizes: Sequence[int],
     numbers: Sequence[Sequence[float]],
 ) -> None:

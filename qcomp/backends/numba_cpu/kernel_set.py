@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -320,10 +319,10 @@ class NumbaKernels:
     ) -> list[tuple[Array, Array]] | None:
         """Return the parameters in new arrays or in their own, and the masked momenta in their buffers."""
         moved = [p if donate and is_mutable(p) else _empty(p) for p in params]
-        rows = _rows(params, momenta, variances, moved, momenta)
-        if rows is None or not all(map(is_mutable, momenta)):
+        table = _table(params, momenta, variances, moved, momenta)
+        if table is None or not all(map(is_mutable, momenta)):
             return None
-        frozen_steps(rows, _sizes(params), numbers)
+        frozen_steps(table, _sizes(params), numbers)
         _tell_torch([*momenta, *(params if donate else ())])
         return list(zip(moved, momenta, strict=True))
 
@@ -344,10 +343,10 @@ class NumbaKernels:
             else (_empty(tensor[0]), _empty(tensor[0]), _empty(tensor[0]))
             for tensor in zip(params, momenta, variances, strict=True)
         ]
-        rows = _rows(params, momenta, variances, gradients, *zip(*moved, strict=True))
-        if rows is None:
+        table = _table(params, momenta, variances, gradients, *zip(*moved, strict=True))
+        if table is None:
             return None
-        adam_steps(rows, _sizes(params), numbers)
+        adam_steps(table, _sizes(params), numbers)
         if donate:
             _tell_torch([*params, *momenta, *variances])
         return moved
@@ -372,16 +371,14 @@ def _empty(like: Array) -> Array:
     return _as_array_of(like, empty(tuple(like.shape)))
 
 
-def _rows(*arrays: Sequence[Array]) -> list[tuple[int, ...]] | None:
-    """Return the addresses of the arrays of each tensor, None if the kernels do not reach them all."""
-    count = len(arrays[0])
-    together = list(chain.from_iterable(arrays))
+def _table(*arrays: Sequence[Array]) -> Longs | None:
+    """Return the addresses of the arrays of each tensor, a row for each; None if the kernels do not reach them all."""
+    together = [x for of_kind in arrays for x in of_kind]
+    shapes = [x.shape for x in together]
     found = _addresses(together)
-    if found is None or any(
-        [x.shape for x in arrays[0]] != [x.shape for x in others] for others in arrays[1:]
-    ):
+    if found is None or shapes != shapes[: len(arrays[0])] * len(arrays):
         return None
-    return list(zip(*(found[i : i + count] for i in range(0, len(found), count)), strict=True))
+    return np.asarray(found, dtype=np.int64).reshape(len(arrays), -1).T
 
 
 def _addresses(arrays: Sequence[Array], *, written: bool = False) -> list[int] | None:

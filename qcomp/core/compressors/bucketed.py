@@ -90,16 +90,14 @@ class BucketedCompressor(Compressor):
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return the flat vector of the packed codes and scales."""
         xp = array_namespace(parts["codes"])
-        values, offset = [], 0
+        values, offset, bits = [], 0, self.bits
         for block in blocks(size, self.traits.bucket_size, self.length_of):
-            nbytes = block.rows * block.length * self.bits // 8
+            nbytes = block.rows * block.length * bits // 8
             packed = xp.reshape(parts["codes"][offset : offset + nbytes], (block.rows, -1))
             offset += nbytes
             buckets = slice(block.first_bucket, block.first_bucket + block.rows)
-            scales = tuple(
-                xp.astype(parts[name][buckets][:, None], dtype, copy=False) for name in self.scales
-            )
-            values.append(block.flat(self.decode_block(bitplanes.unpack(packed, self.bits), scales)))
+            scales = [xp.astype(parts[name][buckets][:, None], dtype, copy=False) for name in self.scales]
+            values.append(block.flat(self.decode_block(bitplanes.unpack(packed, bits), tuple(scales))))
         return join_blocks(values, dtype=dtype, like=parts["codes"])
 
 

@@ -202,6 +202,8 @@ def bitcast(x: Array, dtype: Any) -> Array:
     The Array API standard has no bit-cast. NumPy, CuPy, torch and JAX arrays have ``view``; an array of a
     library without it is read through NumPy's protocol.
     """
+    if x.dtype == dtype:
+        return x
     xp = array_namespace(x)
     view = getattr(x, "view", None)
     if view is None:
@@ -221,8 +223,7 @@ def _is_dense(x: Array, alignment: int) -> bool:
 
 def bytes_of(x: Array) -> Array:
     """Return the bytes of an array as a one-dimensional uint8 array, little-endian."""
-    xp = array_namespace(x)
-    return bitcast(xp.reshape(x, (-1,)), xp.uint8)
+    return bitcast(flat(x), array_namespace(x).uint8)
 
 
 def from_bytes_of(data: Array, name: str) -> Array:

@@ -7,7 +7,7 @@ residual. A compressor whose bucket sizes are not powers of two has its own rule
 every bucket.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -71,16 +71,16 @@ def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = t
     return sum(block.rows * block.length for block in blocks(size, bucket_size, length_of))
 
 
-def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> Iterator[Block]:
-    """Yield the full buckets as one block, then the tail as another, if they exist.
+@lru_cache(1024)  # every pure call needs them
+def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> tuple[Block, ...]:
+    """Return the full buckets as one block, then the tail as another, if they exist.
 
     ``length_of`` gives the length of a bucket from its element count.
     """
     full, rest = divmod(size, bucket_size)
-    if full:
-        yield Block(0, full, length_of(bucket_size), bucket_size, 0)
-    if rest:
-        yield Block(full * bucket_size, 1, length_of(rest), rest, full)
+    whole = (Block(0, full, length_of(bucket_size), bucket_size, 0),) if full else ()
+    tail = (Block(full * bucket_size, 1, length_of(rest), rest, full),) if rest else ()
+    return whole + tail
 
 
 def join_blocks(parts: Sequence[Array], *, dtype: Any, like: Array) -> Array:
