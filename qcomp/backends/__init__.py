@@ -1,7 +1,7 @@
 """Kernel sets: faster versions of the primitives, which return the same bytes as the pure version.
 
-Nothing needs to be done: a set is chosen for every array, by its library and device. A context (`use`) overrules
-the setting (`set_default`, or the environment variable ``QCOMP_KERNELS``), and that the automatic choice.
+Kernels are selected automatically for every array, by its library and device. A setting (`set_default`, or the
+environment variable ``QCOMP_KERNELS``) overrides the automatic choice, and a context (`use`) overrides the setting.
 
 >>> import numpy as np, qcomp
 >>> with qcomp.backends.use("pure"):

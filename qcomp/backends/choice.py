@@ -1,4 +1,4 @@
-"""Which set of kernels works on an array: by context, else by setting, else the best there is, else none."""
+"""Selects the kernel set for an array: by context, else by setting, else the best available one, else none."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _log = logging.getLogger("qcomp")
 
 
 class Choice(NamedTuple):
-    """What works on an array, and why."""
+    """The kernel set that is used for an array, and the reason."""
 
     kernels: str
-    """Name of the set, or ``"pure"``."""
+    """Name of the kernel set, or ``"pure"``."""
     reason: str
 
 
 def use(name: str) -> AbstractContextManager[None]:
-    """Use a set of kernels inside the context, on all ranks that `qcomp.comm.run_local` starts there too.
+    """Use a kernel set inside the context, and on all ranks that `qcomp.comm.run_local` starts there.
 
     Parameters
     ----------
     name : str
         ``"auto"``, ``"pure"``, ``"numba"`` (NumPy arrays and torch tensors on the CPU), ``"triton"`` (torch tensors
-        on a CUDA or ROCm device), ``"cupy"``, ``"jax"``, or what another package has announced. Whatever a set has
-        no kernel for is done by the pure version.
+        on a CUDA or ROCm device), ``"cupy"``, ``"jax"``, or the name of another package's kernel set. Operations
+        without a kernel in the set use the pure version.
 
     Raises
     ------
     ValueError
-        If there is no such set.
+        If there is no such kernel set.
     ImportError
-        If what it needs is not installed; the message says how to install it.
+        If its dependencies are not installed; the message says how to install them.
 
     Examples
     --------
@@ -56,12 +56,12 @@ def use(name: str) -> AbstractContextManager[None]:
 
 
 def set_default(name: str) -> None:
-    """Use a set of kernels wherever no context says otherwise, in this process.
+    """Use a kernel set in this process, except inside contexts that select another.
 
     Parameters
     ----------
     name : str
-        As for `use`. At the start it is what the environment variable ``QCOMP_KERNELS`` says, else ``"auto"``.
+        As for `use`. The initial value is the environment variable ``QCOMP_KERNELS``, else ``"auto"``.
 
     Raises
     ------
@@ -74,11 +74,11 @@ def set_default(name: str) -> None:
 
 
 _default: tuple[str, KernelSet | None] | None = None
-"""The name of the setting and its set; None until the environment was looked at."""
+"""The name in the setting and its kernel set; None until the environment has been read."""
 
 
 def _setting() -> tuple[str, KernelSet | None]:
-    """Return the name of the setting and its set."""
+    """Return the name in the setting and its kernel set."""
     if _default is None:
         set_default(os.environ.get("QCOMP_KERNELS", "auto"))
     assert _default is not None
@@ -86,7 +86,7 @@ def _setting() -> tuple[str, KernelSet | None]:
 
 
 def choose(x: Array) -> KernelSet | None:
-    """Return the set for an array by the setting."""
+    """Return the kernel set that the setting selects for an array."""
     name, kernels = _default or _setting()
     if name == "auto":
         return automatic(x)
@@ -94,7 +94,7 @@ def choose(x: Array) -> KernelSet | None:
 
 
 def choose_coders(by_setting: bool) -> Coders | None:
-    """Return the compiled loops for host bytes, None for the pure ones: if nothing compiles, or the setting is pure."""
+    """Return the compiled coders; None for the pure ones, without numba or if the setting is ``"pure"``."""
     if by_setting and _setting()[0] == "pure":
         return None
     try:
@@ -108,7 +108,7 @@ _choices: dict[tuple[type, object, object], KernelSet | None] = {}
 
 
 def automatic(x: Array) -> KernelSet | None:
-    """Return the best set that is available for an array; the choice is kept for its library, device and dtype."""
+    """Return the best available kernel set for an array; the choice is cached by library, device and dtype."""
     kind = (type(x), getattr(x, "device", None), x.dtype)
     try:
         return _choices[kind]
@@ -118,7 +118,7 @@ def automatic(x: Array) -> KernelSet | None:
 
 
 def explain(x: Array) -> Choice:
-    """Return which set works on an array here and now, and why.
+    """Return which kernel set is used for an array in the current context, and why.
 
     Examples
     --------
@@ -156,7 +156,7 @@ def kind_of(x: Array) -> tuple[str, str]:
 
 
 def _set_named(name: str) -> KernelSet | None:
-    """Return the set of a name, None for the pure version."""
+    """Return the kernel set with a name; None for the pure version."""
     if name == "pure":
         return None
     if name not in names():
@@ -180,7 +180,7 @@ _told: set[str] = set()
 
 
 def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
-    """Return a set if what it needs is installed; else say so, once."""
+    """Return a kernel set if its dependencies are installed; else warn once."""
     try:
         return load(name)
     except UnavailableError as error:
@@ -189,7 +189,7 @@ def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
 
 
 def _warn_once(name: str, what: str, error: UnavailableError) -> None:
-    """Say that something is done slowly, once for each name."""
+    """Warn that something is slow, once for each name."""
     if name not in _told:
         _told.add(name)
         _log.warning("%s by the pure version, which is many times slower: %s", what, error)

@@ -1,4 +1,4 @@
-"""The kernel sets that there are: where they are, what they need, and for which arrays they are the best."""
+"""The table of kernel sets: their modules, what they need, and the arrays for which they are selected."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["BUILT_IN", "Entry", "UnavailableError", "load", "load_coders", "name
 
 
 class Entry(NamedTuple):
-    """A set of this package."""
+    """A kernel set of this package."""
 
     module: str
-    """Has the set as ``KERNELS``."""
+    """The module that defines it as ``KERNELS``."""
     extra: str
-    """Installs what the set needs."""
+    """The extra of this package that installs its dependencies."""
     arrays: frozenset[tuple[str, str]]
-    """The libraries and kinds of device of the arrays for which it is chosen automatically."""
+    """The libraries and kinds of device for which it is selected automatically."""
 
 
 BUILT_IN = {
@@ -33,30 +33,30 @@ BUILT_IN = {
         "qcomp.backends.jax_xla", "jax", frozenset({("jax", "cpu"), ("jax", "cuda"), ("jax", "tpu")})
     ),
 }
-"""The sets of this package. Others come in by the entry point group ``qcomp.kernels``, and are used when asked for."""
+"""This package's kernel sets. Those of other packages, from the entry points ``qcomp.kernels``, are used on request."""
 
 
 CODERS = "qcomp.backends.numba_cpu.coding_set"
-"""Has the compiled loops for host bytes as ``CODERS``."""
+"""The module that defines the compiled coders as ``CODERS``."""
 
 
 class UnavailableError(ImportError):
-    """A set is there, but what it needs is not installed."""
+    """A kernel set exists, but its dependencies are not installed."""
 
 
 def names() -> list[str]:
-    """Return the names of all sets, the pure version first."""
+    """Return the names of all kernel sets, the pure version first."""
     return ["pure", *BUILT_IN, *sorted(_foreign())]
 
 
 @functools.cache
 def load(name: str) -> KernelSet:
-    """Return the set of a name.
+    """Return the kernel set with a name.
 
     Raises
     ------
     UnavailableError
-        If what it needs is not installed; the message says how to install it.
+        If its dependencies are not installed; the message says how to install them.
     """
     if name in BUILT_IN:
         kernels: KernelSet = _imported(name, BUILT_IN[name].module).KERNELS
@@ -66,7 +66,7 @@ def load(name: str) -> KernelSet:
 
 
 def load_coders() -> Coders:
-    """Return the compiled loops for host bytes.
+    """Return the compiled coders.
 
     Raises
     ------
@@ -86,5 +86,5 @@ def _imported(name: str, module: str) -> Any:
 
 
 def _foreign() -> dict[str, EntryPoint]:
-    """Return the sets that other packages have announced."""
+    """Return the entry points of other packages' kernel sets."""
     return {entry.name: entry for entry in entry_points(group="qcomp.kernels")}

@@ -1,7 +1,6 @@
-// The operations that make every result, as instructions of their own: rounded to nearest, subnormals kept, never
-// joined to a fused multiply-add, whatever the compiler was told. CuPy compiles everything with -ftz=true, also what
-// asks for --ftz=false, and __fadd_rn and its kind follow that option; so do comparisons of floats, which is why the
-// kernels compare bits.
+// All arithmetic, as PTX instructions: they round to nearest, keep subnormals and are never fused into a
+// multiply-add, whatever the compiler options. CuPy compiles everything with -ftz=true, even if asked for --ftz=false.
+// Intrinsics such as __fadd_rn follow that option. So do comparisons of floats, which is why the kernels compare bits.
 
 __device__ inline float add(float a, float b) {
     float result;
@@ -33,14 +32,14 @@ __device__ inline float square_root(float a) {
     return result;
 }
 
-// To the nearest integer, ties to even; the nearest there is for what no int holds, 0 for NaN.
+// Round to the nearest integer, ties to even. Values beyond the range of int saturate; NaN becomes 0.
 __device__ inline int round_to_int(float a) {
     int result;
     asm("cvt.rni.s32.f32 %0, %1;" : "=r"(result) : "f"(a));
     return result;
 }
 
-// Towards zero, otherwise as above.
+// Round towards zero; otherwise as above.
 __device__ inline int truncate_to_int(float a) {
     int result;
     asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(result) : "f"(a));

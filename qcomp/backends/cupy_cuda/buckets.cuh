@@ -1,10 +1,10 @@
-// How threads share buckets, and what they compute together.
+// How threads divide buckets among them, and the reductions over a bucket.
 //
-// In a bucket of B elements, padding included, W = B / 8, and byte j of a plane of bits belongs to the elements
-// d * W + j. A group is four neighbouring bytes j and their 32 elements: a lane, which is a thread of those on one
-// bucket, works on one group at a time, with eight loads of 16 bytes, and crosses no lane to pack its codes. Buckets of
-// 8 and 16 elements are a part of a group. A block has one bucket, or several small ones; LARGE buckets have more
-// groups than a block has lanes, and are read again in every pass.
+// In a bucket of B elements, padding included, W = B / 8, and byte j of a bit plane belongs to the elements d * W + j.
+// A group is four neighbouring bytes j and their 32 elements. A lane is one of the threads that share a bucket. It
+// works on one group at a time, with eight loads of 16 bytes, and packs its codes without other lanes. Buckets of 8 and
+// 16 elements fill only a part of a group. A block handles one bucket or several small ones. LARGE buckets have more
+// groups than a block has lanes, and every pass reads them again.
 
 constexpr int PLANES = 8;
 constexpr int MOST_LANES = 512;
@@ -15,10 +15,10 @@ constexpr int WARP = 32;
 struct Bucket {
     long long index;
     long long start;
-    int filled;  // elements without padding; 0 behind the end of the vector
+    int filled;  // elements without padding; 0 past the end of the vector
     int width;
     int groups;
-    int bytes;  // of a group in a plane
+    int bytes;  // bytes of a group in one plane
 };
 
 __device__ inline Bucket bucket_at(long long index, long long size, int bucket_size) {
@@ -40,7 +40,7 @@ __device__ inline bool is_filled(const Bucket& bucket, int group, int plane, int
     return group < bucket.groups && v < bucket.bytes && plane * bucket.width + 4 * group + v < bucket.filled;
 }
 
-// Whether a bucket has no padding and its groups lie so that four neighbours are read at once.
+// Whether a bucket has no padding and its groups are aligned for reading four neighbours at once.
 template <class X>
 __device__ inline bool in_fours(const Bucket& bucket, const X* x) {
     return bucket.bytes == 4 && bucket.filled == 8 * bucket.width && is_aligned(x);
@@ -77,7 +77,7 @@ __device__ inline void store_group(X* x, const Bucket& bucket, int group, const 
             if (is_filled(bucket, group, d, v)) round_to(values[d][v], to[d * bucket.width + v]);
 }
 
-// Write what was decoded, or add it to what is there, in the dtype of that.
+// Store decoded values in the dtype of the output, or add them to it.
 template <class X>
 __device__ inline void put_group(X* out, const Bucket& bucket, int group, float (&values)[PLANES][4], int accumulate) {
     if (accumulate) {
@@ -95,7 +95,7 @@ __device__ inline void put_group(X* out, const Bucket& bucket, int group, float 
     store_group(out, bucket, group, values);
 }
 
-// Which bucket this thread works on, and on which of its groups: one, or as many as there are steps.
+// The bucket that this thread works on, and its groups in there: one for each step.
 template <bool LARGE>
 struct Share {
     int lanes;
@@ -110,13 +110,13 @@ struct Share {
         steps = LARGE ? groups_of(bucket_size) / lanes : 1;
     }
 
-    // In the order of reversed bits, in which a halving tree adds neighbours.
+    // Groups come in bit-reversed order, so that a halving tree adds consecutive ones.
     __device__ int group(int step) const {
         return LARGE ? (int)(__brev(step) >> (__clz(steps) + 1)) * lanes + lane : lane;
     }
 };
 
-// The halving tree over the groups of a lane, added one after the other: `levels[k]` waits for its other half.
+// The halving tree over the groups of a lane, which arrive one by one: `levels[k]` waits for its other half.
 template <bool LARGE>
 struct LaneSum {
     float4 levels[LARGE ? 7 : 1];
@@ -135,14 +135,14 @@ struct LaneSum {
     }
 };
 
-// What the lanes of a bucket have, joined by halves; all threads of a block must come here. A value must not be reduced
-// in memory that was used before without a barrier in between.
+// Combine the values of a bucket's lanes in a halving tree. All threads of a block must call this, with a barrier
+// between two uses of the same memory.
 template <class T, class Join>
 __device__ inline T reduce(T own, T* memory, int lane, int lanes, Join join) {
     T* mine = memory + threadIdx.x;
     *mine = own;
     for (int half = lanes / 2; half > 0; half /= 2) {
-        // The lanes of one warp, of one bucket or of several, need not wait for the others.
+        // Within a warp, which may hold several buckets, lanes need not wait for other warps.
         if (half > WARP / 2)
             __syncthreads();
         else
@@ -165,7 +165,7 @@ __device__ inline float reduce_sum(float4 own, float4* memory, int lane, int lan
     return add(add(four.x, four.z), add(four.y, four.w));
 }
 
-// The first three levels of the halving tree over f of the elements.
+// The first three levels of the halving tree over f of each element.
 template <class F>
 __device__ inline float4 fold(const float (&p)[PLANES][4], F f) {
     float sums[4];
@@ -182,8 +182,8 @@ __device__ inline float4 fold_magnitudes(const float (&p)[PLANES][4]) {
     return fold(p, [](float x) { return magnitude(x); });
 }
 
-// Squares after division by a power of two, given its reciprocal, which rounds alike. Below 2^-63 they count as zero,
-// and their last bit is cleared.
+// Squares of the values over a power of two; multiplying by its reciprocal rounds as the division does. Values below
+// 2^-63 count as zero, and the last bit of each square is cleared.
 __device__ inline float4 fold_squares(const float (&p)[PLANES][4], float inverse) {
     return fold(p, [inverse](float x) {
         const float scaled = multiply(magnitude(x), inverse);
@@ -203,12 +203,12 @@ __device__ inline unsigned largest_bits(const float (&p)[PLANES][4]) {
     return largest;
 }
 
-// The largest power of two at or below the value with these bits, and 1 for zero.
+// The largest power of two up to the value with these bits; 1 for zero.
 __device__ inline float power_of_two_below(unsigned bits) {
     return (bits & INFINITE) == 0 ? 1.0f : float_of(bits & INFINITE);
 }
 
-// norm / levels with its low bits rounded up to zero, at least 2^-126; 0 for 0.
+// norm / levels, rounded up until the low bits are zero, at least 2^-126; 0 for 0.
 __device__ inline float round_up_step(float norm, int levels, unsigned low) {
     if (bits_of(norm) == 0) return 0.0f;
     const unsigned bits = (bits_of(divide(norm, (float)levels)) + low) & ~low;
@@ -219,7 +219,7 @@ __device__ inline void refuse_too_large(unsigned largest, unsigned char* refused
     if (largest >= TOO_LARGE) *refused = 1;
 }
 
-// What a thread of a decoder works on; there is nothing to do for it where the group is not one of the bucket's.
+// The bucket and group of a decoder's thread. A thread whose group is beyond its bucket has nothing to do.
 struct Place {
     Bucket bucket;
     int group;
@@ -232,10 +232,10 @@ struct Place {
     }
 };
 
-// Where the scales start, which are aligned to four bytes of the payload.
+// The offset of the scales, aligned to four bytes within the payload.
 __device__ inline long long scales_at(long long codes_end) { return (codes_end + 3) / 4 * 4; }
 
-// Fill the gap before the scales; the block of the last bucket does it.
+// Zero the gap between codes and scales; called for the last bucket.
 __device__ inline void close_codes(unsigned char* data, long long codes_end) {
     for (long long i = codes_end; i < scales_at(codes_end); i++) data[i] = 0;
 }

@@ -1,16 +1,16 @@
-// Elements of a vector: their bits, their dtypes, and four neighbours at a time.
+// Elements of a vector: their bits, their dtypes, and access to four neighbours at a time.
 
 constexpr unsigned MAGNITUDE = 0x7fffffffu;
 constexpr unsigned SIGN = 0x80000000u;
 constexpr unsigned INFINITE = 0x7f800000u;
 constexpr unsigned TINY = 0x00800000u;       // the bits of 2^-126
-constexpr unsigned TOO_LARGE = 0x71800000u;  // the bits of 2^100: what is refused, and NaN above it
+constexpr unsigned TOO_LARGE = 0x71800000u;  // the bits of 2^100: refused from here on; NaN has larger ones
 
 __device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
 
 __device__ inline float float_of(unsigned bits) { return __uint_as_float(bits); }
 
-// x, or +0 for what is below 2^-126 in magnitude; NaN stays NaN.
+// x, or +0 if |x| is below 2^-126; NaN stays NaN.
 __device__ inline float flush(float x) { return float_of((bits_of(x) & MAGNITUDE) < TINY ? 0u : bits_of(x)); }
 
 __device__ inline float magnitude(float x) { return float_of(bits_of(x) & MAGNITUDE); }
@@ -52,7 +52,7 @@ __device__ inline void round_to(float x, Half& result) {
     } else if (bits < 0x38800000u) {  // below 2^-14: adding 1/2 leaves the rounded multiple of 2^-24 in the low bits
         half = bits_of(add(float_of(bits), 0.5f)) - 0x3f000000u;
     } else {
-        half = (bits + 0xfffu + (bits >> 13 & 1u) - 0x38000000u) >> 13;  // the carry may reach infinity, rightly
+        half = (bits + 0xfffu + (bits >> 13 & 1u) - 0x38000000u) >> 13;  // a carry to infinity is correct
     }
     result.bits = (unsigned short)(half | sign);
 }
@@ -64,7 +64,7 @@ __device__ inline void round_to(float x, BFloat16& result) {
     result.bits = (unsigned short)(rounded >> 16);
 }
 
-// Whether four neighbours can be read at once wherever they lie a multiple of four elements from here.
+// Whether four neighbours can be read at once at any multiple of four elements from here.
 template <class X>
 __device__ inline bool is_aligned(const X* x) {
     return (unsigned long long)x % (4 * sizeof(X)) == 0;
@@ -90,7 +90,7 @@ __device__ inline void load_four(const X* x, float (&values)[4]) {
     }
 }
 
-// __stwb, because the compiler takes an assignment of four apart, and does not always find together what it was.
+// __stwb, because the compiler splits an assignment of four elements and does not always merge the parts again.
 __device__ inline void store_four(float* x, const float (&values)[4]) {
     __stwb(reinterpret_cast<float4*>(x), make_float4(values[0], values[1], values[2], values[3]));
 }

@@ -1,4 +1,4 @@
-// What an encoder reads: the values, which are x or a momentum that x is blended into, and a residual.
+// The input of an encoder: the values, which are x or a momentum that x is blended into, and a residual.
 
 template <class X>
 struct Plain {
@@ -9,8 +9,8 @@ struct Plain {
     }
 };
 
-// keep * m + fresh * x. A type of its own, because with a pointer that may be null the encoders of x alone would take
-// more registers.
+// keep * m + fresh * x. A separate type, because a pointer that may be null would cost the encoders of plain x
+// registers.
 template <class X>
 struct Blended {
     const X* x;
@@ -28,13 +28,13 @@ struct Blended {
     }
 };
 
-// The parameters of an encoder for either, and what is made of them.
+// The kernel parameters of each type of values, and the object that they make.
 #define PLAIN_PARAMETERS(X) const X* x
 #define PLAIN_VALUES(X) Plain<X>{x}
 #define BLENDED_PARAMETERS(X) const X *x, const float *m, float keep, float fresh
 #define BLENDED_VALUES(X) Blended<X>{x, m, keep, fresh}
 
-// The values, a residual or null, and where the new residual goes, or null; it may be x.
+// The values, the residual or null, and the buffer for the new residual or null. That buffer may be x.
 template <class Values>
 struct Vector {
     Values values;

@@ -1,4 +1,4 @@
-"""The kernels on CuPy arrays, as the set that the core calls."""
+"""The kernel set for CuPy arrays."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["KERNELS", "OPTIONS", "CupyKernels", "CupyRuntime"]
 Array = Any
 
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""What the compiler is told; the results do not depend on it, nor on what CuPy adds, see ``arithmetic.cuh``."""
+"""Compiler options. Results depend neither on them nor on those that CuPy adds; see ``arithmetic.cuh``."""
 
 
 class CupyRuntime:
-    """CuPy; it is imported by whoever made the first of its arrays, and needs a GPU from then on."""
+    """CuPy, imported only once an array of it exists; it needs a GPU from then on."""
 
     def owns(self, x: Array) -> bool:
-        """Return whether x is an array of CuPy."""
+        """Return whether x is a CuPy array."""
         return bool(is_cupy_array(x))
 
     def address(self, x: Array) -> int:
-        """Return where the first element of an array is in the memory of its device."""
+        """Return the address of an array's first element in device memory."""
         return int(x.data.ptr)
 
     def empty(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
@@ -48,7 +48,7 @@ class CupyRuntime:
 
 
 class CupyKernels(CudaKernels):
-    """Kernels for CuPy arrays: C-contiguous, of float32, float16 or bfloat16."""
+    """Kernels for C-contiguous CuPy arrays of float32, float16 or bfloat16."""
 
     def __init__(self) -> None:
         super().__init__("cupy", CupyRuntime())
@@ -62,10 +62,10 @@ def _cupy() -> Any:
 
 
 def _dtype(name: str, like: Array) -> Any:
-    """Return a dtype; the name "bfloat16" alone means something to NumPy only once ml_dtypes is imported."""
+    """Return a dtype; NumPy knows the name "bfloat16" only after ml_dtypes is imported."""
     return like.dtype if like.dtype.name == name else name
 
 
 @functools.cache
-def _kernel(name: str, device: int) -> Any:  # noqa: ARG001 - a module for each device
+def _kernel(name: str, device: int) -> Any:  # noqa: ARG001 - one module per device
     return _cupy().RawModule(code=source(name), options=OPTIONS, backend="nvrtc").get_function(name)

@@ -1,4 +1,4 @@
-"""Which kernel runs on which arguments, with how many threads: all of a kernel set but the library of its arrays."""
+"""Chooses kernels, their arguments and their threads: a kernel set without the array library."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ Array = Any
 Scalars = tuple[np.generic, ...]
 
 _GROUP = 32
-"""Elements of a bucket that a thread works on at a time."""
+"""Elements of a bucket that a thread works on at once."""
 _MOST_LANES = 512
-"""Threads that share a bucket at most; both numbers are those of ``buckets.cuh``."""
+"""The most threads that share a bucket; both numbers must equal those in ``buckets.cuh``."""
 _BLOCK = 128
-"""Threads of a block where one bucket does not take more."""
+"""Threads of a block, unless one bucket needs more."""
 _WORD = 0xFFFFFFFF
 
 
 class Launch(NamedTuple):
-    """A kernel and how it is started."""
+    """A kernel with its grid, block and arguments."""
 
     name: str
     grid: int
     block: int
     arguments: Scalars
-    """Of the exact types of the parameters; a pointer is a uint64, and 0 for none."""
+    """They have the exact types of the parameters. A pointer is a uint64, 0 if it is null."""
 
 
 class Runtime(Protocol):
-    """A library of arrays, and a machine that runs kernels on them."""
+    """An array library, and a device that runs kernels on its arrays."""
 
     def owns(self, x: Array) -> bool:
-        """Return whether kernels reach the memory of an array."""
+        """Return whether kernels can access the memory of an array."""
         ...
 
     def address(self, x: Array) -> int:
-        """Return where the first element of an array is."""
+        """Return the address of an array's first element."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
@@ -61,23 +61,23 @@ class Runtime(Protocol):
         ...
 
     def run(self, launch: Launch, *, like: Array) -> None:
-        """Start a kernel on the device of ``like``, behind all that was started before."""
+        """Queue a kernel on the device of ``like``, after all earlier ones."""
         ...
 
 
 class CudaKernels(Partial):
-    """The kernels of this package on C-contiguous arrays of float32, float16 or bfloat16 of a runtime.
+    """The kernels of this package, for a runtime's C-contiguous arrays of float32, float16 or bfloat16.
 
     Parameters
     ----------
     name : str
-        What the set is called.
+        The name of the kernel set.
     runtime : Runtime
 
     Notes
     -----
-    Nothing waits for the device. Whether x is refused is not known when an encoder returns; so it never overwrites the
-    old residual: where ``out`` is the old residual, the new one is in a new array.
+    Nothing waits for the device. When an encoder returns, it is not known whether x is refused, so an encoder never
+    overwrites the old residual: if ``out`` is the old residual, the new one is a new array.
     """
 
     def __init__(self, name: str, runtime: Runtime) -> None:
@@ -98,10 +98,7 @@ class CudaKernels(Partial):
         out: Array | None,
         blend: Blend | None,
     ) -> Encoded | None:
-        """Compress x, or the momentum that it is blended into, plus the residual if there is one, in one pass.
-
-        The same pass finds what is out of range.
-        """
+        """Compress x, or the momentum that x is blended into, plus the residual; the same pass checks the range."""
         codec = _codec(compressor)
         stream = () if codec is None else _stream(codec, compressor, key, x)
         if codec is None or stream is None:
@@ -142,7 +139,7 @@ class CudaKernels(Partial):
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return what a payload decompresses to; a payload may start at any address."""
+        """Return the decompressed payload, which may start at any address."""
         codec = _codec(compressor)
         dtype = dtype_name(like.dtype)
         if codec is None or not self._suit((out,), like, dtype) or not self._reaches(data, like):
@@ -180,7 +177,7 @@ class CudaKernels(Partial):
         return out
 
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
-        """Return the new parameters in a new array, and the momentum, masked in place."""
+        """Return the new parameters in a new array, and the momentum masked in place."""
         if not self._suit((p, m, v), m, "float32"):
             return None
         out = self.runtime.empty(tuple(p.shape), "float32", like=p)
@@ -198,7 +195,7 @@ class CudaKernels(Partial):
         return np.uint64(0 if array is None else self.runtime.address(array))
 
     def _suit(self, arrays: tuple[Array | None, ...], like: Array, dtype: str) -> bool:
-        """Return whether those arrays that there are have this dtype and the size and device of another one."""
+        """Return whether each array is None, or has this dtype and the size and device of ``like``."""
         return all(
             array is None
             or (
@@ -210,23 +207,23 @@ class CudaKernels(Partial):
         )
 
     def _reaches(self, array: Array, like: Array) -> bool:
-        """Return whether kernels on the device of ``like`` can take an array by its address alone."""
+        """Return whether kernels on the device of ``like`` need only an array's address: it is contiguous and there."""
         return self.runtime.owns(array) and bool(array.flags.c_contiguous) and device(array) == device(like)
 
 
 def _weights(beta1: float, scale: float) -> Scalars:
-    """Return the factors of the old momentum and of what is new."""
+    """Return the factors of the old momentum and of the gradient."""
     return np.float32(beta1), np.float32((1 - beta1) * scale)
 
 
 class _Codec(NamedTuple):
-    """How the kernels know a compressor."""
+    """A compressor as kernel family and arguments."""
 
     family: str
     inner: BucketedCompressor
-    """The compressor itself, or the one that it scales."""
+    """The compressor itself, or the one inside `Scaled`."""
     encoder: Scalars
-    """Its own arguments of the encoder, but for the stream of draws."""
+    """Arguments of the encoder that are specific to the family, without those that name the draws."""
     decoder: Scalars
 
     def code_bytes(self, size: int) -> int:
@@ -235,8 +232,8 @@ class _Codec(NamedTuple):
 
 
 def _codec(compressor: AnyCompressor) -> _Codec | None:
-    """Return how the kernels know a compressor, None if they do not: a subclass may do something else."""
-    inner, factor = compressor, np.float32(0)  # 0 for no factor
+    """Return a compressor as family and arguments; None without a kernel. A subclass has none: it may differ."""
+    inner, factor = compressor, np.float32(0)  # 0: none
     if type(compressor) is Scaled:
         inner, factor = compressor.compressor, np.float32(compressor.factor)
     if type(inner) is QSGD:
@@ -251,12 +248,12 @@ def _codec(compressor: AnyCompressor) -> _Codec | None:
 
 
 def _stream(codec: _Codec, compressor: AnyCompressor, key: Key | None, like: Array) -> Scalars | None:
-    """Return the arguments that name the draws of an encoder, None if these are not the generator's or not known."""
+    """Return the arguments that name an encoder's draws; None if draws are replaced, or the key is not on the host."""
     if not compressor.traits.random:
         return ()
     if key is None or draws_are_replaced():
         return None
     words = (*fold_key(key, like=like), key.hop, key.bucket * (codec.inner.traits.bucket_size // 8))
     if not all(isinstance(word, Integral) for word in words):
-        return None  # reading an array of a device would wait for it
+        return None  # reading a key from the device would wait for it
     return tuple(np.uint32(int(word) & _WORD) for word in words)

@@ -1,14 +1,14 @@
 // Eight bits between the extremes of every bucket: qcomp.core.compressors.minmax.
 //
-// step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps where the bucket spans zero, else
-// min; code = rint(flush(p - base) / step) within 0 to 255; residual' = flush(p - (base + code * step)).
+// step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps if the bucket spans zero, else min;
+// code = rint(flush(p - base) / step), clamped to 0 to 255; residual' = flush(p - (base + code * step)).
 
 struct Extremes {
     int low;
     int high;
 };
 
-// An integer that is ordered as the float with these bits; its own inverse.
+// Map the bits of floats to integers in the same order; its own inverse.
 __device__ inline int ordered(unsigned bits) { return (int)(bits ^ ((bits & SIGN) != 0 ? MAGNITUDE : 0u)); }
 
 __device__ inline Extremes join_extremes(Extremes a, Extremes b) {
@@ -37,7 +37,7 @@ __device__ inline void minmax_encode(Vector<Values> vector, unsigned char* data,
         for (int d = 0; d < PLANES; d++)
 #pragma unroll
             for (int v = 0; v < 4; v++)
-                if (is_filled(bucket, group, d, v)) {  // padding has no part in the extremes
+                if (is_filled(bucket, group, d, v)) {  // padding does not count
                     const int value = ordered(bits_of(p[d][v]));
                     extremes = join_extremes(extremes, {value, value});
                 }

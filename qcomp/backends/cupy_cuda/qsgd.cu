@@ -1,8 +1,8 @@
-// Stochastic rounding to evenly spaced levels: qcomp.core.compressors.qsgd, and scaled around it.
+// Stochastic rounding to evenly spaced levels: qcomp.core.compressors.qsgd, and qcomp.Scaled around it.
 //
-// step = norm of the bucket over the levels, rounded up to 17 bits; position = min(|p| / step, levels); level =
-// floor(position), one more if draw < rint(fraction * 65536); code = level, with the sign on top; residual' = flush(p -
-// decoded).
+// step = norm of the bucket / levels, rounded up to 17 bits; position = min(|p| / step, levels); level =
+// floor(position), plus 1 if draw < rint(fraction * 65536); code = level, with the sign in the top bit; residual' =
+// flush(p - decoded).
 
 struct Draws {
     unsigned words[4];
@@ -30,8 +30,8 @@ struct Draws {
     __device__ int operator[](int d) const { return (int)(words[d / 2] >> 16 * (d % 2) & 0xffffu); }
 };
 
-// The codes of a group, four to a word, to the words of its packed bytes, and back: planes of codes where the bits
-// divide 8, else planes of bits.
+// Pack the codes of a group, four to a word, into the words of its bytes, and back: as code planes if the bits divide
+// 8, else as bit planes.
 template <int BITS>
 __device__ inline void pack(const unsigned (&codes)[PLANES], unsigned (&words)[8]) {
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ inline void unpack_codes(const unsigned (&words)[8], int bits, unsign
     }
 }
 
-// A signed level times the step, exactly; and times the factor of qcomp.Scaled, unless that is 0.
+// A signed level times the step, which is exact; then times the factor of qcomp.Scaled, unless that is 0.
 __device__ inline float value_of(int level, bool negative, float step, float factor) {
     const float product = multiply((float)level, step);
     const float value = float_of(negative ? bits_of(product) ^ SIGN : bits_of(product));

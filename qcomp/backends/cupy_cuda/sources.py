@@ -1,7 +1,7 @@
 """The CUDA C++ sources of the kernels.
 
-Those that depend on a dtype are templates, and a macro names an instance. Each instance is compiled when it is first
-called: all of them together would take the compiler a minute.
+Sources that depend on a dtype are templates, and a macro makes a named instance. Each instance is compiled at its first
+call, since compiling all of them takes a minute.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 __all__ = ["DTYPES", "HEADERS", "KERNELS", "kernel_name", "read", "source"]
 
 HEADERS = ("arithmetic.cuh", "elements.cuh", "buckets.cuh", "inputs.cuh")
-"""What stands before every kernel, in this order."""
+"""Included before every kernel, in this order."""
 
 _TYPES = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}
 DTYPES = tuple(_TYPES)
-"""Of the vectors for which there are kernels."""
+"""Supported dtypes of vectors, and their C++ types."""
 _ROLES = {
     "encode": "ENCODE({}, {}, false, PLAIN)",
     "encode_large": "ENCODE({}, {}, true, PLAIN)",
@@ -27,7 +27,7 @@ _ROLES = {
 
 
 def kernel_name(family: str, role: str, dtype: str) -> str:
-    """Return the name of the kernel of a family of compressors that has a role for vectors of a dtype."""
+    """Return the name of a family's kernel for a role and a dtype."""
     return f"{family}_{role}_{dtype}"
 
 
@@ -43,19 +43,16 @@ KERNELS: dict[str, tuple[str, str]] = {
         for dtype, element in _TYPES.items()
     },
 }
-"""The file of each kernel, and the line that makes it of a template in there."""
+"""The file of each kernel, and the line that instantiates it from a template in that file."""
 
 
 def source(name: str) -> str:
-    """Return the whole source of a kernel.
-
-    In one piece: CuPy's cache on disk would not notice a change of a file that another one includes.
-    """
+    """Return the complete source of a kernel, since CuPy's cache on disk would miss changes of included files."""
     file, instance = KERNELS[name]
     return "\n".join([*(read(header) for header in HEADERS), read(file), instance, ""])
 
 
 @functools.cache
 def read(file: str) -> str:
-    """Return what is in a file of this package."""
+    """Return the contents of a file of this package."""
     return (Path(__file__).parent / file).read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-// Passes over whole vectors of float32: the end of a mean over ranks, the momentum, the step with a frozen variance. A
-// thread has four neighbours.
+// Passes over whole float32 vectors: the division of a sum over ranks, the momentum, the step with a frozen variance. A
+// thread handles four neighbours.
 
 struct Mine {
     long long first;
-    int count;  // none or less behind the end
+    int count;  // 0 or less past the end
 
     __device__ explicit Mine(long long size) {
         first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);

@@ -1,4 +1,4 @@
-"""The primitives of means and optimizers as compiled programs, with the roundings of the pure version."""
+"""The primitives of means and optimizers as compiled programs that round as the pure version does."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Array = Any
 
 @jax.jit
 def finish_mean(total: Array, count: Array) -> Array:
-    """Return a sum over ranks divided by their number, see `qcomp.core.primitives.finish_mean`."""
+    """Return a sum over ranks divided by their number; see `qcomp.core.primitives.finish_mean`."""
     return flush(divide(total, count))
 
 
 @jax.jit
 def momentum(m: Array, g: Array, numbers: Mapping[str, Array]) -> Array:
-    """Return ``beta1 * m + weight * g``, of two rounded products."""
+    """Return ``beta1 * m + weight * g``, with each product rounded."""
     return _rounded(numbers["beta1"] * m, numbers) + _rounded(numbers["weight"] * g, numbers)
 
 
 @jax.jit
 def frozen_step(p: Array, m: Array, v: Array, numbers: Mapping[str, Array]) -> tuple[Array, Array]:
-    """Return the parameters after a step and the masked momentum, see `qcomp.core.primitives.frozen_step`."""
+    """Return the new parameters and the masked momentum; see `qcomp.core.primitives.frozen_step`."""
     masked = jnp.where(v > 0, m, jnp.zeros_like(m))
     corrected = _rounded(divide(masked, numbers["correction"]), numbers)
     direction = divide(corrected, sqrt(v) + numbers["eps"])
@@ -40,18 +40,17 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: Mapping[str, Array]) -> t
 
 
 def _rounded(x: Array, numbers: Mapping[str, Array]) -> Array:
-    """Return x as it is, in a way that makes the compiler round it first.
+    """Return x unchanged, but force the compiler to round it first.
 
-    XLA contracts a product and a sum into one fused operation with one rounding, and two divisions in a row into one by
-    a product. It cannot look through an integer operation on the bits with a number that is known only at run
-    time, even though that is always 0.
+    XLA fuses a product and a sum into one operation with one rounding, and turns two divisions into one by a product.
+    An integer operation on the bits prevents this: its operand is always 0, but known only at run time.
     """
     nothing = numbers["nothing"]
     return bitcast(jnp.bitwise_or(bitcast(x, nothing.dtype), nothing), x.dtype)
 
 
 def scalars(like: Array, **values: float) -> dict[str, Array]:
-    """Return numbers in the dtype of an array, as arguments that need no new compilation when they change."""
+    """Return numbers as arguments in the dtype of an array, so that new values need no new compilation."""
     integer = np.int64 if like.dtype == np.float64 else np.int32
     return {"nothing": np.zeros((), integer)} | {
         name: np.asarray(value, like.dtype) for name, value in values.items()

@@ -1,4 +1,4 @@
-"""The compiled programs as the set that the core calls."""
+"""The kernel set for JAX arrays."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class JaxKernels(Partial):
-    """Compiled primitives for concrete JAX arrays, on the device that they are on.
+    """Compiled primitives for concrete JAX arrays, on their device.
 
-    What is being traced is left to the pure version, which becomes a part of the caller's program. JAX arrays cannot
-    be written to, so whatever wants to write into a buffer is left to the pure version too, which says so.
+    Traced arrays are left to the pure version, which becomes a part of the caller's program. So are calls with an
+    output buffer, for which it raises, since JAX arrays cannot be written to.
     """
 
     name = "jax"
 
     def takes(self, x: Array) -> bool:
-        """Return whether x is a JAX array with values, of floating-point numbers, on one device."""
+        """Return whether x is a concrete JAX array of a floating-point dtype, on one device."""
         if not isinstance(x, jax.Array) or is_traced(x):
             return False
         return dtype_name(x.dtype) in _DTYPES and len(x.devices()) == 1
@@ -48,9 +48,9 @@ class JaxKernels(Partial):
         out: Array | None,
         blend: Blend | None,
     ) -> Encoded | None:
-        """Compress x, plus the residual if there is one; what is out of range is told without waiting for it.
+        """Compress x plus the residual, without waiting for the check of the range.
 
-        A momentum is blended by a program of its own, which is the answer to None.
+        Returns None for a blend: the caller then computes the momentum with `momentum`, a separate program.
         """
         if out is not None or blend is not None or not _has_program(compressor):
             return None
@@ -67,11 +67,11 @@ class JaxKernels(Partial):
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return what a payload decompresses to, with ``accumulate`` added to ``out``."""
+        """Return the decompressed payload, or with ``accumulate`` its sum with ``out``."""
         name = dtype_name(like.dtype)
         if not _has_program(compressor) or accumulate != (out is not None):
             return None
-        # XLA is free to leave out a rounding to half precision that is followed by an addition.
+        # XLA may omit a rounding to half precision before an addition.
         if accumulate and name != compute_dtype_name(name):
             return None
         return decoder(compressor, (tuple(like.shape), name, accumulate))(data, out)
@@ -103,14 +103,14 @@ KERNELS = JaxKernels()
 
 
 def _has_program(compressor: AnyCompressor) -> bool:
-    """Return whether the pure version of a compressor is known to give the same bytes when it is compiled."""
+    """Return whether a compressor's pure version is known to give the same bytes when compiled."""
     if type(compressor) is Scaled:
         return type(compressor.compressor) is QSGD
     return type(compressor) in (ScaledSign, QSGD, MinMaxUInt8)
 
 
 def _are_alike(first: Array, *others: Array) -> bool:
-    """Return whether arrays have one shape and one dtype, that of a computation."""
+    """Return whether arrays have the same shape, and all are float32 or all float64."""
     if dtype_name(first.dtype) not in ("float32", "float64"):
         return False
     return all(x.shape == first.shape and x.dtype == first.dtype for x in others)

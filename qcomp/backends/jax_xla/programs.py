@@ -1,4 +1,4 @@
-"""The pure version of compressing and decompressing as compiled programs, kept for the next call."""
+"""The pure encoder and decoder as compiled programs, which are cached."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Array = Any
 Program = Callable[..., Any]
 
 PROGRAMS = 512
-"""How many programs of a kind are kept, the most recently used: one for each compressor, shape and dtype."""
+"""The most programs of a kind that are cached, one for each compressor, shape and dtype; the least recently used go."""
 
 
 def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array]] | None:
-    """Return the parts of a key that a program is compiled for, and those that it takes as arguments.
+    """Return the parts of a key that are compiled into a program, and those that it takes as arguments.
 
-    An argument has 32 bits. What needs more, such as a large seed, is compiled in. None where the pure version has to
-    say what is wrong with the key.
+    An argument has 32 bits; larger numbers, such as a large seed, are compiled in. Returns None for an invalid key, for
+    which the pure version raises.
     """
     constant, traced = [], {}
     for name, value in key._asdict().items():
@@ -53,7 +53,7 @@ def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array
 def drawer(size: int, bucket_size: int, constant: tuple[tuple[str, int], ...]) -> Program:
     """Return the program that makes the draws of each block, on the device of x.
 
-    A program of its own, because XLA fuses the generator into every place where a draw is used, and runs it there anew.
+    It is separate from the encoder because XLA would fuse the generator into every use of a draw, and run it each time.
     """
 
     def draw(x: Array, traced: Mapping[str, Array]) -> tuple[Array, ...]:
@@ -68,7 +68,7 @@ def drawer(size: int, bucket_size: int, constant: tuple[tuple[str, int], ...]) -
 
 @lru_cache(PROGRAMS)
 def encoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
-    """Return the program that compresses arrays of one shape and dtype, with a residual or without."""
+    """Return the program that compresses arrays of one shape and dtype, with or without a residual."""
     size = math.prod(layout[0])
 
     def encode(
@@ -78,7 +78,7 @@ def encoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]
         with use_kernels(None), replace_draws(lambda _, block: drawn[block]):
             data, new, _ = primitives.encode(compressor, x, residual, Key())
         p = to_compute_dtype(x) if residual is None else flush(flush(to_compute_dtype(x)) + residual)
-        # Not below is more than at or above: a NaN is neither.
+        # "Not below" includes NaN, "at or above" would not.
         refused = jnp.any(~(jnp.abs(p) < LIMIT))
         return data, new, jnp.reshape(refused, (1,)).astype(jnp.uint8)
 
@@ -87,7 +87,7 @@ def encoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]
 
 @lru_cache(PROGRAMS)
 def decoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
-    """Return the program that decompresses to arrays of one shape and dtype, and adds to another if asked."""
+    """Return the program that decompresses to arrays of one shape and dtype, or adds to one."""
     shape, name, accumulate = layout
     size = math.prod(shape)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels as the set that the core calls."""
+"""The kernel set for torch tensors on GPUs, in Triton."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Array = Any
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
-"""ROCm's devices are called cuda too. Triton's interpreter runs on the CPU."""
+"""torch also calls ROCm devices cuda. Triton's interpreter runs on the CPU."""
 
 
 class TritonKernels(Partial):
-    """Kernels for contiguous torch tensors on CUDA and ROCm devices, of a dtype that is computed in float32.
+    """Kernels for contiguous torch tensors on CUDA and ROCm devices, of dtypes that are computed in float32.
 
-    For `ScaledSign`, `QSGD`, `MinMaxUInt8` and a scaled `QSGD`, with buckets of up to 32768 elements. One launch each,
-    on the current stream; no call waits for the device.
+    They serve `ScaledSign`, `QSGD`, `MinMaxUInt8` and a `Scaled` `QSGD`, with buckets of up to 32768 elements. Each
+    call launches one kernel on the current stream, and does not wait for the device.
     """
 
     name = "triton"
 
     def takes(self, x: Array) -> bool:
-        """Return whether x is a tensor on such a device, or on the CPU under Triton's interpreter."""
+        """Return whether x is a tensor on a CUDA or ROCm device, or on the CPU under Triton's interpreter."""
         return isinstance(x, torch.Tensor) and x.device.type in _DEVICES and x.dtype in _DTYPES
 
     def encode(
@@ -52,8 +52,8 @@ class TritonKernels(Partial):
     ) -> Encoded | None:
         """Compress x, or the momentum that x is blended into, plus the residual.
 
-        If ``out`` is the residual, the new residual has a buffer of its own: only the device knows whether the old one
-        will still be needed.
+        If ``out`` is the old residual, the new residual gets a new buffer: whether x is refused, and the old residual
+        is still needed, is known only on the device.
         """
         inner, factor = _unwrapped(compressor)
         if not _has_kernel(inner) or x.numel() == 0 or not _matches(x, x, x.dtype):
@@ -66,7 +66,7 @@ class TritonKernels(Partial):
                 return None
             words = fold_key(key, like=x)
             if not all(isinstance(word, int) for word in words):
-                return None  # of an array, whose value only the device knows
+                return None  # the key holds arrays, whose values are only on the device
         new = None
         if residual is not None:
             if not (_matches(residual, x) and (out is None or _matches(out, x))):
@@ -92,7 +92,7 @@ class TritonKernels(Partial):
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return what a payload decompresses to, in ``out`` if that is given."""
+        """Return the decompressed payload, in ``out`` if given."""
         inner, factor = _unwrapped(compressor)
         target = torch.empty_like(like) if out is None else out
         if not _has_kernel(inner) or like.numel() == 0 or not _matches(target, like, like.dtype):
@@ -116,7 +116,7 @@ class TritonKernels(Partial):
         return total
 
     def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
-        """Return the momentum in a new tensor."""
+        """Return the new momentum in a new tensor."""
         if not (_matches(m, m) and _matches(g, m)):
             return None
         mixed = torch.empty_like(m)
@@ -125,7 +125,7 @@ class TritonKernels(Partial):
         return mixed
 
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
-        """Return the parameters in a new tensor, and the masked momentum in the buffer of m."""
+        """Return the new parameters in a new tensor, and the masked momentum in the buffer of m."""
         if not all(_matches(x, m) for x in (p, m, v)):
             return None
         moved = torch.empty_like(p)
@@ -138,17 +138,17 @@ KERNELS = TritonKernels()
 
 
 def _unwrapped(c: AnyCompressor) -> tuple[AnyCompressor, float | None]:
-    """Return a compressor, or the one that is scaled and the factor of its values."""
+    """Return a compressor and no factor, or the one inside `Scaled` and its factor."""
     return (c.compressor, c.factor) if type(c) is Scaled and type(c.compressor) is QSGD else (c, None)
 
 
 def _has_kernel(c: AnyCompressor) -> bool:
-    """Return whether there are kernels, by exact type: a subclass may compress in another way."""
+    """Return whether there are kernels for a compressor, by exact type: a subclass may compress differently."""
     return type(c) in (ScaledSign, QSGD, MinMaxUInt8) and c.traits.bucket_size <= MAX_BUCKET_SIZE
 
 
 def _matches(x: Array, like: Array, dtype: torch.dtype = torch.float32) -> bool:
-    """Return whether x is a plain tensor of a dtype, on the device of another one and with as many elements."""
+    """Return whether x is a plain tensor of a dtype, with the device and number of elements of ``like``."""
     return (
         isinstance(x, torch.Tensor)
         and x.dtype == dtype
@@ -165,5 +165,5 @@ def _same_memory(x: Array, y: Array) -> bool:
 
 
 def _on_device_of(x: Array) -> AbstractContextManager[Any]:
-    """Return a context in which kernels are launched on the device of x."""
+    """Return a context that launches kernels on the device of x."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,12 +1,11 @@
 """Eight bits between the extremes of every bucket, with feedback: `qcomp.core.compressors.minmax`.
 
-p = flush(flush(x) + residual); step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps where
-the bucket spans zero, else min; code = rint(flush(p - base) / step) within 0 to 255; residual' = flush(p - (base +
-code * step)).
+p = flush(flush(x) + residual); step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps if the
+bucket spans zero, else min; code = rint(flush(p - base) / step), clamped to 0 to 255;
+residual' = flush(p - (base + code * step)).
 
-Bytes read and written per float32 element: encode with feedback 8 and 5, without 4 and 1; decode 1 and 4, and
-4 more are read to accumulate. An access to an element of 16 bits takes 2 of them less, a blend 4 more. The
-bound is the memory.
+Bytes read and written per float32 element: encode with feedback 8 and 5, without 4 and 1; decode 1 and 4, plus 4 read
+to accumulate. A 16-bit element takes 2 bytes less per access; a blend reads 4 more. Memory bandwidth is the limit.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def minmax_encode(
     out: Array | None,
     refused: Array,
 ) -> None:
-    """Compress x plus the residual to bytes, bases and steps, and put what that lost into the new residual.
+    """Compress x plus the residual to bytes, bases and steps, and store what is lost as the new residual.
 
     Parameters
     ----------
@@ -109,9 +108,9 @@ def minmax_decode(c: MinMaxUInt8, parts: Mapping[str, Array], out: Array, *, acc
 
 @triton.jit
 def _extremes(p: tl.tensor, inside: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the smallest and the largest value of each bucket.
+    """Return the smallest and the largest value of each bucket, without padding.
 
-    As integers, because comparisons with NaN are false; padding has no part in it.
+    Values are compared as integers, since float comparisons with NaN are false.
     """
     places = ordered(as_bits(p))
     low = tl.min(tl.min(tl.where(inside, places, LARGEST_INT), axis=2), axis=1)

@@ -1,7 +1,7 @@
-"""Packing of the codes of a tile into bytes, by planes: `qcomp.core.numeric.bitplanes`.
+"""Packs the codes of a tile into bytes, by planes: `qcomp.core.numeric.bitplanes`.
 
-With the elements of a bucket in eight planes of W, and b bits a code: where b divides 8, code q of byte (r, j) is at
-plane q*b + r, lane j. Else bit p of byte (q, j) is bit q of the code at (p, j). So packing adds up planes.
+The elements of a bucket form eight planes of W, and a code has b bits. If b divides 8, code q of byte (r, j) is at
+plane q*b + r, lane j. Otherwise bit p of byte (q, j) is bit q of the code at (p, j). So packing is a sum of planes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _places(
     BUCKETS: tl.constexpr,
     LENGTH: tl.constexpr,
 ) -> tl.tensor:
-    """Return where the bytes of the first PLANES planes of a tile's codes are, of shape (buckets, PLANES, W)."""
+    """Return the offsets of the bytes in the first PLANES planes of a tile's codes, of shape (buckets, PLANES, W)."""
     bucket = tl.arange(0, BUCKETS)[:, None, None]
     plane = tl.arange(0, PLANES)[None, :, None]
     lane = tl.arange(0, LENGTH // 8)[None, None, :]
@@ -33,7 +33,7 @@ def _places(
 def _inside(
     count: tl.tensor, width: tl.tensor, BUCKETS: tl.constexpr, LENGTH: tl.constexpr, TAIL: tl.constexpr
 ) -> tl.tensor:
-    """Return which of a tile's bytes there are."""
+    """Return the mask of a tile's bytes that exist."""
     if TAIL:
         inside = (tl.arange(0, LENGTH // 8) < width)[None, None, :]
     else:
@@ -53,7 +53,7 @@ def pack(
     LENGTH: tl.constexpr,
     TAIL: tl.constexpr,
 ) -> None:
-    """Store the codes of a tile, integers below 2**BITS, as bytes; those of padding must be 0."""
+    """Store the codes of a tile, integers below 2**BITS, as bytes; padding must have code 0."""
     inside = _inside(count, width, BUCKETS, LENGTH, TAIL)
     codes += first * (LENGTH // 8 * BITS)
     if 8 % BITS == 0:
@@ -101,7 +101,7 @@ def unpack(
 
 @triton.jit
 def clear_gap(codes: tl.tensor, end: tl.tensor) -> None:
-    """Zero the bytes between the codes, which end there, and the scales, which are aligned."""
+    """Zero the bytes between ``end``, the end of the codes, and the scales, which are aligned."""
     if tl.program_id(0) == 0:
         gap = tl.arange(0, 4)
         tl.store(codes + end + gap, 0, mask=gap < (-end & 3))

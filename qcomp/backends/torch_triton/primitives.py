@@ -1,4 +1,4 @@
-"""What the kernels are made of: IEEE arithmetic, operation by operation that of `qcomp.core`."""
+"""Building blocks of the kernels: IEEE arithmetic, the same operations in the same order as in `qcomp.core`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = [
 ]
 
 STRICT = {"enable_fp_fusion": False}
-"""Options of every launch: no multiplication is contracted with an addition."""
+"""Options of every launch: do not fuse multiplications with additions."""
 
 TINY = tl.constexpr(2.0**-126)
 NEGLIGIBLE = tl.constexpr(2.0**-63)
-"""What is smaller than this part of a bucket's maximum has a subnormal square, and counts as zero in a norm."""
+"""Values below this fraction of a bucket's maximum have subnormal squares, and count as zero in a norm."""
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 TOO_LARGE = tl.constexpr(0x71800000)
-"""The bits of 2**100, the magnitude that is refused; larger values and NaN have larger ones."""
+"""The bits of 2**100, the smallest magnitude that is refused; larger values and NaN have larger bits."""
 NO_FRACTION = tl.constexpr(1.5 * 2**23)
 """Float32 numbers of this size are integers."""
 MAX_HALVINGS = tl.constexpr(15)
-"""The halvings that take the longest bucket to one element."""
+"""The halvings that reduce the longest bucket to one element."""
 
 
 @triton.jit
@@ -50,25 +50,25 @@ def as_float(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def magnitude_bits(x: tl.tensor) -> tl.tensor:
-    """Return the bits of |x|, integers in the order of the magnitudes, with NaN above infinity."""
+    """Return the bits of |x|: integers ordered as the magnitudes, with NaN above infinity."""
     return as_bits(x) & MAGNITUDE
 
 
 @triton.jit
 def ordered(bits: tl.tensor) -> tl.tensor:
-    """Return integers in the order of the numbers with these bits, NaN outside the infinities; its own inverse."""
+    """Return integers ordered as the numbers with these bits, NaN beyond the infinities; its own inverse."""
     return bits ^ ((bits >> 31) & MAGNITUDE)
 
 
 @triton.jit
 def flush(x: tl.tensor) -> tl.tensor:
-    """Return x, or +0 for what is below 2**-126 in magnitude; NaN stays NaN."""
+    """Return x, or +0 if |x| is below 2**-126; NaN stays NaN."""
     return tl.where(tl.abs(x) < TINY, 0.0, x)
 
 
 @triton.jit
 def rint(x: tl.tensor) -> tl.tensor:
-    """Return x, below 2**22 in magnitude, rounded to an integer, half to even; no zero comes out negative."""
+    """Return x rounded to an integer, half to even, for |x| below 2**22; zeros come out positive."""
     return (x + NO_FRACTION) - NO_FRACTION
 
 
@@ -80,25 +80,25 @@ def times_factor(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def tree_sum(tile: tl.tensor) -> tl.tensor:
-    """Return the sum of each bucket of a tile (`tiles`): halves are added until one is left.
+    """Return the sum of each bucket of a tile (`tiles`), by adding halves until one element is left.
 
-    Lanes beyond the width of a tail hold zeros. They are added first, and change nothing.
+    Lanes beyond the width of a tail hold zeros, which are added first and change nothing.
     """
     BUCKETS: tl.constexpr = tile.shape[0]
     sums = tl.reshape(tile, (BUCKETS, tile.shape[1] * tile.shape[2]))
     for _ in tl.static_range(MAX_HALVINGS):
         if sums.shape[1] > 1:
-            # The sum of two is one addition: Triton has no order to choose.
+            # A sum of two is one addition, so its order cannot differ.
             sums = tl.sum(tl.reshape(sums, (BUCKETS, 2, sums.shape[1] // 2)), axis=1)
     return tl.reshape(sums, (BUCKETS,))
 
 
 @triton.jit
 def scaled_squares(p: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the sum of the squares of each bucket over the square of a power of two, and that power.
+    """Return each bucket's sum of squares divided by the square of a power of two, and that power.
 
-    ``largest`` has the bits of each bucket's largest magnitude. Multiplying by the reciprocal of a power of two is
-    exact where dividing by the power is, and rounds alike where it is not.
+    ``largest`` has the bits of each bucket's largest magnitude. Multiplying by the reciprocal of a power of two rounds
+    exactly as dividing by the power does.
     """
     power = as_float(largest & EXPONENT)
     power = tl.where(power > 0.0, power, 1.0)
@@ -110,7 +110,7 @@ def scaled_squares(p: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, tl.tens
 
 @triton.jit
 def round_up_step(norm: tl.tensor, levels: tl.constexpr, low: tl.constexpr) -> tl.tensor:
-    """Return norm / levels with the bits of ``low`` rounded up to zero; see `qcomp.core.compressors.qsgd`."""
+    """Return norm / levels, rounded up until the bits of ``low`` are 0; see `qcomp.core.compressors.qsgd`."""
     exact = tl.div_rn(norm, tl.full(norm.shape, levels, tl.float32))
     step = as_float((as_bits(exact) + low) & ~low)
     step = tl.where(step < TINY, TINY, step)

@@ -1,13 +1,13 @@
 """Stochastic rounding to evenly spaced levels, with feedback: `qcomp.core.compressors.qsgd`.
 
-p = flush(flush(x) + residual); step = norm of the bucket over the levels, rounded up to 17 bits;
-position = min(|p| / step, levels); level = floor(position), one more if draw < rint(fraction * 65536);
-code = level, with the sign on top; residual' = flush(p - signed level * step).
+p = flush(flush(x) + residual); step = norm of the bucket / levels, rounded up to 17 bits;
+position = min(|p| / step, levels); level = floor(position), plus 1 if draw < rint(fraction * 65536);
+code = level, with the sign in the top bit; residual' = flush(p - signed level * step).
 
-Bytes read and written per float32 element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and
-b/8; decode b/8 and 4, and 4 more are read to accumulate. An access to an element of 16 bits takes 2 of them
-less, a blend 4 more. The encoder's arithmetic, ten rounds of Philox for eight elements and a division for
-each, comes close to the bound of the memory.
+Bytes read and written per float32 element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8; decode
+b/8 and 4, plus 4 read to accumulate. A 16-bit element takes 2 bytes less per access; a blend reads 4 more. The
+encoder's arithmetic, ten rounds of Philox for eight elements and a division for each, takes almost as long as its
+memory accesses.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def qsgd_encode(
     out: Array | None,
     refused: Array,
 ) -> None:
-    """Compress x plus the residual to levels and steps, and put what that lost into the new residual.
+    """Compress x plus the residual to levels and steps, and store what is lost as the new residual.
 
     Parameters
     ----------
     c : QSGD
     factor : float, optional
-        What the decoder multiplies with, for `qcomp.Scaled`; the payload does not depend on it.
+        The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it.
     x, blend, residual, parts, out, refused
         See `qcomp.backends.torch_triton.sign.sign_encode`.
     key : tuple of two int

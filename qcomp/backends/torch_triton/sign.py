@@ -3,9 +3,9 @@
 p = flush(flush(x) + residual); scale = mean |p| or root mean p^2 of the bucket; code = 1 where p < 0;
 residual' = flush(p - (scale or -scale)).
 
-Bytes read and written per float32 element: encode with feedback 8 and 4.125, without 4 and 0.125; decode
-0.125 and 4, and 4 more are read to accumulate. An access to an element of 16 bits takes 2 of them less, a
-blend 4 more. The bound is the memory.
+Bytes read and written per float32 element: encode with feedback 8 and 4.125, without 4 and 0.125; decode 0.125 and 4,
+plus 4 read to accumulate. A 16-bit element takes 2 bytes less per access; a blend reads 4 more. Memory bandwidth is
+the limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["sign_decode", "sign_encode"]
 Array = Any
 
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
-"""The rare tail would take more, and then fewer warps would keep the memory busy; next to nothing is spilled."""
+"""Code for the rare tail would take more registers, so that fewer warps keep memory busy; almost nothing is spilled."""
 
 
 def sign_encode(
@@ -56,7 +56,7 @@ def sign_encode(
     out: Array | None,
     refused: Array,
 ) -> None:
-    """Compress x plus the residual to signs and scales, and put what that lost into the new residual.
+    """Compress x plus the residual to signs and scales, and store what is lost as the new residual.
 
     Parameters
     ----------
@@ -67,10 +67,10 @@ def sign_encode(
     residual : tensor of float32, or None
         None compresses x alone.
     parts : mapping of tensors
-        For the fields of the payload; what lies between them is written too.
+        The fields of the payload, to be filled; the gap between them is filled too.
     out : tensor of float32, or None
-        For the new residual: a tensor that shares memory with nothing, or exactly with x or the residual. None if there
-        is no residual.
+        The buffer for the new residual: x, the old residual, or a tensor that overlaps with neither. None without a
+        residual.
     refused : tensor of uint8, shape (1,)
         Becomes 1 if a value is out of range.
     """
@@ -102,9 +102,9 @@ def sign_decode(c: ScaledSign, parts: Mapping[str, Array], out: Array, *, accumu
     parts : mapping of tensors
         The fields of the payload.
     out : tensor of float32, float16 or bfloat16
-        Gets the values, or is added to.
+        Receives the values.
     accumulate : bool
-        Whether to add.
+        Whether to add the values to it.
     """
     tiles = cut(out.numel(), c.bucket_size)
     _decode[tiles.grid](
@@ -150,7 +150,7 @@ def _encode_tile(
         scale = tl.sqrt_rn(tl.div_rn(total, tl.full((BUCKETS,), filled, tl.float32))) * power
     else:
         total = tree_sum(tl.abs(p))
-        # No magnitude is larger than their sum; only if that is too large is there more to look at.
+        # No magnitude exceeds the sum, so the elements are checked only if the sum is too large.
         if tl.max(magnitude_bits(total), axis=0) >= TOO_LARGE:
             refuse(refused, magnitude_bits(p))
         scale = tl.div_rn(total, tl.full((BUCKETS,), filled, tl.float32))

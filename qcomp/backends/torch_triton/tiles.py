@@ -1,9 +1,9 @@
-"""How a vector is cut into tiles, the share of one program, and how tiles are read and written.
+"""Cuts a vector into tiles, one for each program, and reads and writes tiles.
 
 A tile has the shape (buckets, 8, W), where W is the length of a bucket over 8: element p*W + j of a bucket is at
-(p, j). The eight elements of a column share a byte of every bit plane and a block of random words. A program has some
-full buckets or, the last one, the tail. The tail's tile is as wide as the others, but only the first ``width`` lanes
-of each plane count.
+(p, j). The eight elements of a column share a byte of every bit plane and a block of random words. Each program works
+on some full buckets; the last one works on the tail. The tail's tile is as wide as the others, but only the first
+``width`` lanes of each plane count.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 MAX_BUCKET_SIZE = 1 << 15
-"""A program keeps its tile in registers, and there are no more."""
+"""A program keeps its tile in registers, which hold no more."""
 _TILE = 512
-"""Elements of a tile of small buckets, and of a warp: four 16-byte loads for each of its threads."""
+"""Elements of a tile of small buckets, and of a warp: four 16-byte loads per thread."""
 _MAX_WARPS = 16 if torch.version.hip else 32
-"""1024 threads: a warp of AMD's may have 64."""
+"""1024 threads; a warp of an AMD GPU may have 64."""
 
 
 class Cut(NamedTuple):
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     rest: int
     """Elements of the tail."""
     width: int
-    """Lanes of the tail: its length over 8."""
+    """Lanes of the tail: its padded length over 8."""
     buckets: int
     """Buckets of a tile."""
     warps: int
@@ -55,12 +55,12 @@ class Cut(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """What the kernels must know of the vector."""
+        """The sizes that kernels take as arguments."""
         return self.full, self.rest, self.width
 
     @property
     def grid(self) -> tuple[int]:
-        """The number of tiles, as Triton takes it."""
+        """The number of tiles, as Triton's grid."""
         return (-(-self.full // self.buckets) + (self.rest > 0),)
 
 
@@ -78,7 +78,7 @@ def cut(size: int, bucket_size: int) -> Cut:
 
 
 def mix(blend: Blend | None) -> tuple[Any, float, float]:
-    """Return the momentum that x is blended into and the factors of both, None for a momentum that there is not."""
+    """Return the momentum that x is blended into, or None, and the factors of momentum and x."""
     if blend is None:
         return None, 0.0, 0.0
     return blend.m, float(blend.beta1), float((1 - blend.beta1) * blend.scale)
@@ -86,7 +86,7 @@ def mix(blend: Blend | None) -> tuple[Any, float, float]:
 
 @triton.jit
 def offsets_in_tile(width: tl.tensor, BUCKETS: tl.constexpr, LENGTH: tl.constexpr) -> tl.tensor:
-    """Return where the elements of a tile are, counted from its first."""
+    """Return the offsets of a tile's elements from its first."""
     bucket = tl.arange(0, BUCKETS)[:, None, None]
     plane = tl.arange(0, 8)[None, :, None]
     lane = tl.arange(0, LENGTH // 8)[None, None, :]
@@ -95,7 +95,7 @@ def offsets_in_tile(width: tl.tensor, BUCKETS: tl.constexpr, LENGTH: tl.constexp
 
 @triton.jit
 def buckets_inside(count: tl.tensor, BUCKETS: tl.constexpr) -> tl.tensor:
-    """Return which buckets of a tile there are: the first ``count``."""
+    """Return the mask of a tile's buckets that exist: the first ``count``."""
     return tl.arange(0, BUCKETS) < count
 
 
@@ -109,7 +109,7 @@ def elements_inside(
     LENGTH: tl.constexpr,
     TAIL: tl.constexpr,
 ) -> tl.tensor:
-    """Return which elements of a tile there are: those of ``count`` buckets, or ``filled`` ones of the tail."""
+    """Return the mask of a tile's elements that exist: those of ``count`` buckets, or the tail's first ``filled``."""
     if TAIL:
         inside = (tl.arange(0, LENGTH // 8)[None, None, :] < width) & (offsets < filled)
     else:
@@ -128,9 +128,9 @@ def compensated(
     offsets: tl.tensor,
     inside: tl.tensor,
 ) -> tl.tensor:
-    """Return p = flush(flush(x) + residual) of the tile that starts there, 0 where there is no element.
+    """Return p = flush(flush(x) + residual) of the tile at ``start``, with 0 for padding.
 
-    With m it is of the momentum keep * m + new * x instead of x; without a residual, nothing is added.
+    With m, the momentum keep * m + new * x takes the place of x. Without a residual, nothing is added.
     """
     p = tl.load(x + start + offsets, mask=inside, other=0.0).to(tl.float32)
     if m is not None:
@@ -143,7 +143,7 @@ def compensated(
 
 @triton.jit
 def refuse(refused: tl.tensor, largest: tl.tensor) -> None:
-    """Set the flag if one of these is the bits of a magnitude from 2**100 on, of an infinity or of a NaN."""
+    """Set the flag if any of these bits are of a magnitude from 2**100 on, an infinity or NaN."""
     if tl.max(tl.ravel(largest), axis=0) >= TOO_LARGE:
         tl.store(refused, 1)
 
@@ -152,7 +152,7 @@ def refuse(refused: tl.tensor, largest: tl.tensor) -> None:
 def write(
     out: tl.tensor, offsets: tl.tensor, inside: tl.tensor, values: tl.tensor, ADD: tl.constexpr
 ) -> None:
-    """Store values in the dtype of a buffer, to which each of the two operations rounds, or add them to it."""
+    """Store values in a buffer, or add them to it; both conversion and addition round to the buffer's dtype."""
     rounded = values.to(out.dtype.element_ty)
     if ADD:
         old = tl.load(out + offsets, mask=inside, other=0.0)

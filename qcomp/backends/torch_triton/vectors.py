@@ -1,7 +1,7 @@
-"""Passes over whole vectors: the end of a mean over ranks, the momentum, the step with a frozen variance.
+"""Passes over whole vectors: the division of a sum over ranks, the momentum, the step with a frozen variance.
 
-Bytes read and written per element: `finish_mean` 4 and 4, `momentum` 8 and 4, `frozen_step` 12 and 8. All of them are
-bound by the memory.
+Bytes read and written per element: `finish_mean` 4 and 4, `momentum` 8 and 4, `frozen_step` 12 and 8. Memory bandwidth
+limits all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["finish_mean", "frozen_step", "momentum"]
 Array = Any
 
 _RUN = 2048
-"""Elements of a program: four 16-byte loads for each of its threads."""
+"""Elements of a program: four 16-byte loads per thread."""
 _OPTIONS = {"RUN": _RUN, "num_warps": 4, **STRICT}
 
 
 def finish_mean(total: Array, count: int) -> None:
-    """Divide a sum over ranks by their number, in place; below 2**-126 it is +0.
+    """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0.
 
     Parameters
     ----------
@@ -37,14 +37,14 @@ def finish_mean(total: Array, count: int) -> None:
 
 
 def momentum(m: Array, g: Array, beta1: float, scale: float, out: Array) -> None:
-    """Let out = beta1 * m + (1 - beta1) * scale * g.
+    """Store beta1 * m + (1 - beta1) * scale * g in ``out``.
 
     Parameters
     ----------
     m, g : tensor of float32
         The common momentum, and this rank's gradient.
     beta1, scale : float
-        Decay, and the factor of the gradient that clipping demands.
+        The decay, and the factor by which clipping scales the gradient.
     out : tensor of float32
         May be m.
     """
@@ -57,10 +57,10 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers, *, out: Arra
     Parameters
     ----------
     p, m, v : tensor of float32
-        Parameters, averaged momentum, variance; the masked momentum takes the place of m.
+        Parameters, averaged momentum, variance. The masked momentum overwrites m.
     numbers : StepNumbers
     out : tensor of float32
-        For the new parameters; may be p.
+        Receives the new parameters; may be p.
     """
     decays = numbers.weight_decay != 0
     _frozen_step[_grid(p)](p, m, v, out, p.numel(), *map(float, numbers), DECAY=decays, **_OPTIONS)
@@ -79,7 +79,7 @@ def _finish_run(total: tl.tensor, places: tl.tensor, inside: tl.tensor, count: t
 @triton.jit(do_not_specialize=["size"])
 def _finish_mean(total: tl.tensor, size: tl.int64, count: tl.float32, RUN: tl.constexpr) -> None:
     places = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
-    # Without a mask wherever possible: one that may end anywhere is for loads of single elements.
+    # Avoid the mask where possible: with it, elements are loaded one by one.
     if (tl.program_id(0) + 1).to(tl.int64) * RUN <= size:
         _finish_run(total, places, None, count)
     else:
