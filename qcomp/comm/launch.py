@@ -46,9 +46,10 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
     Raises
     ------
     ImportError
-        If an MPI launcher started this process and mpi4py is missing, or torchrun and torch is missing.
+        If an MPI launcher started this process and mpi4py is missing, or torchrun did and torch is missing.
     CommunicatorError
-        If the mpirun of another MPI than mpi4py's started this process, or the other ranks do not arrive in time.
+        If the mpirun of an MPI library other than mpi4py's started this process, or the other ranks do not arrive in
+        time.
 
     Warns
     -----

@@ -30,7 +30,7 @@ _let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class _Ranks(Protocol):
-    """What an exchange needs of its communicator."""
+    """The part of the communicator that an exchange uses."""
 
     rank: int
     size: int
@@ -85,8 +85,8 @@ class MPIExchange:
         self._result: list[Array] | None = None
 
     def post(self, ranks: MPI.Intracomm) -> None:
-        """Send every peer's share; also an empty one, since the peer must learn its size."""
-        # Also for receive buffers: pools reuse memory before the work queued on it is done.
+        """Send every peer its share, even an empty one, since the peer must learn its size."""
+        # Receive buffers need this too: memory pools hand out memory on which earlier work is still queued.
         finish_queued(self._buffers)
         for peer in self.peers:
             self._sending[peer] = ranks.Isend(
@@ -105,7 +105,7 @@ class MPIExchange:
         self._receiving = _incomplete(self._receiving)
         self._sending = _incomplete(self._sending)
         for peer in self._sending:
-            # This peer's message arrived, but a failed peer never receives what was sent to it.
+            # This peer's own message has arrived, but if the peer has failed it will never receive ours.
             message = ranks.Improbe(source=peer, tag=FAILED_TAG, status=status)
             if message is not None:
                 self._check(peer, message, status)
@@ -154,7 +154,7 @@ class MPIExchange:
         if self._result is None:
             self._comm.complete(self)
             own = self._comm.rank
-            # The own share is a copy too, since received data never shares memory with sent data.
+            # A rank's own share is copied too, since received data never shares memory with sent data.
             self._received[own] = copy_of(self._buffers[own])
             self._result = [
                 to_library(x, like=like) for x, like in zip(self._received, self._like, strict=True)
@@ -170,7 +170,7 @@ def _incomplete(requests: dict[int, MPI.Request]) -> dict[int, MPI.Request]:
 def poll(done: Callable[[], bool], timeout: float, *, flowing: Callable[[], bool] = lambda: False) -> bool:
     """Call `done` until it returns true, at most for `timeout` seconds; return what it returned last.
 
-    While `flowing` returns true MPI moves bytes, which it does only inside its calls: then there is no pause.
+    There is no pause while `flowing` returns true: MPI moves bytes only inside its calls.
     """
     start = time.monotonic()
     while not done():

@@ -103,7 +103,7 @@ class NCCLCommunicator(Verbs):
             self._close(f"{verb} was interrupted by {type(error).__name__}")
             raise
         self.bytes_sent += sum(buffers[peer].shape[0] for peer in peers)
-        # The own share is a copy too, since received data never shares memory with sent data.
+        # A rank's own share is copied too, since received data never shares memory with sent data.
         received[self.rank] = buffers[self.rank].copy()
         return [self._to_library(received[peer], like=like) for peer, like in enumerate(send)]
 

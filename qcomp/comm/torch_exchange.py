@@ -28,7 +28,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class _Connections(Protocol):
-    """What an exchange needs of its communicator."""
+    """The part of the communicator that an exchange uses."""
 
     rank: int
     timeout: float
@@ -105,7 +105,7 @@ class TorchExchange:
         in_turn : bool
             Whether `wait` sends long payloads to one peer after the other, for callers that wait at once. In every turn
             each rank sends to one peer and receives from one. Concurrent streams to several peers would share the link
-            unevenly: the last one has it for itself, while other links are idle. Other ranks need not do the same.
+            unevenly: the last one has it to itself while other links are idle. The ranks may differ in this choice.
         """
         comm, peers = self._comm, self.peers
         on_host = not self._moves_on_device
@@ -161,11 +161,11 @@ class TorchExchange:
 
     def _complete(self) -> list[Array]:
         self._deadline = time.monotonic() + self._comm.timeout
-        # The own share is a copy too, since received data never shares memory with sent data. It is made
-        # while the others' data travels.
+        # A rank's own share is copied too, since received data never shares memory with sent data. The copy
+        # is made while the other data travels.
         own = {self._comm.rank: self._tensors[self._comm.rank].clone()}
         self._read_headers()
-        # While this rank sends to the k-th of its peers, the k-th from their end sends to it.
+        # While this rank sends to its k-th peer, its k-th last peer sends to it.
         for peer, sender in zip(self._in_turn, reversed(self.peers), strict=False):
             self._finish_sending()
             if sender in self._receiving:
