@@ -108,7 +108,7 @@ class BucketedStep:
         Returns
         -------
         torch.futures.Future
-            Of the buffer of the bucket.
+            Resolves to the bucket's buffer.
         """
         gradients = self.params.gradients_in(bucket)
         if not self.running.expects([number for number, _ in gradients]):
@@ -121,8 +121,8 @@ class BucketedStep:
         running.add(record)
         end = partial(self._end, running)
         try:
-            # DistributedDataParallel sets p.grad in a callback that it queues later. A callback queued while
-            # callbacks run comes after that one.
+            # DistributedDataParallel queues the callback that sets p.grad later. A callback that is queued while
+            # callbacks run comes after it.
             _engine.queue_callback(lambda: _engine.queue_callback(end))
         except RuntimeError:
             running.in_backward = False  # Join runs the hook on a rank without inputs
@@ -144,7 +144,7 @@ class BucketedStep:
         for part in parts:
             means = part.means
             assert means is not None
-            # Further averages have numbers after those of the parameters, in the same order.
+            # Further averages are numbered after the parameters, in the same order.
             places = [i + rest for rest in range(0, 2 * count, count) for i in part.numbers]
             values.update(zip(places, means.values, strict=False))
             own.update(zip(part.numbers, means.own, strict=False))
@@ -173,7 +173,7 @@ class BucketedStep:
 
     def _part_of(self, pairs: Sequence[tuple[int, Any]]) -> Part:
         numbers, gradients = zip(*pairs, strict=True)
-        # Means may take the place of what is sent. But nobody's gradient must stay as it is.
+        # Means may overwrite what is sent, but not the gradient of a parameter that nobody used.
         sent = tuple(
             gradient if self.params.used(number) or not self._leaves_out_unused else gradient.clone()
             for number, gradient in pairs
@@ -233,8 +233,7 @@ class BucketedStep:
             running.error = error
         if running.is_complete and all(b.over for b in running.buckets):
             self._settle(running)
-        # Errors are raised at the end of the backward pass, since a future's error would arrive as another
-        # one.
+        # Errors are raised at the end of the backward pass, since torch changes the type of a future's error.
         bucket.future.set_result(bucket.buffer)
 
     def _settle(self, running: BackwardPass) -> None:
@@ -341,14 +340,14 @@ class BucketedStep:
     def _residuals(self) -> Sequence[MeanState]:
         """Return the residuals of each tensor that is compressed."""
         exchange, residuals = self._known
-        if exchange is not self.state.exchange:  # not those of the last step
+        if exchange is not self.state.exchange:  # the cache is not of this state
             exchange = self.state.exchange
             residuals = self._mean_of(self.state).split(exchange, len(self._draws))
             self._known = exchange, residuals
         return residuals
 
     def _split(self, exchange: MeanState, part: Part) -> dict[int, MeanState]:
-        """Return the new residuals of each tensor of a part, if there are any; as many as before."""
+        """Return the new residuals of each tensor of a part, if any, cut as the old ones are."""
         if not exchange.worker:
             return {}
         worker, server, residuals = iter(exchange.worker), iter(exchange.server), self._residuals()

@@ -80,7 +80,7 @@ class HookState:
     def load_state_dict(
         self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
+        """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._running
         step.state = step.optimizer.load_state_dict(
             saved, step.values(), step.comm, step.params.names, strict=strict

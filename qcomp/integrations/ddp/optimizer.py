@@ -81,7 +81,7 @@ class OverlappedOptimizer(Joinable):
 
     @property
     def state(self) -> OptimizerState:
-        """The optimizer's state after the last step; the next step writes over its arrays."""
+        """The optimizer's state after the last step; the next step overwrites its arrays."""
         return self._step.state
 
     def step(self) -> None:
@@ -139,7 +139,7 @@ class OverlappedOptimizer(Joinable):
     def load_state_dict(
         self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Go on from a saved state, also of another number of ranks; see `Optimizer.load_state_dict`."""
+        """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._step
         loaded = step.optimizer.load_state_dict(
             saved, step.values(), step.comm, step.params.names, strict=strict
@@ -216,7 +216,7 @@ class OverlappedOptimizer(Joinable):
             If a gradient was changed to a non-finite value.
         """
         if self._witness is None:
-            return {}  # nobody has seen gradients made from other ranks' inputs
+            return {}  # gradients come only from other ranks' inputs, and this rank cannot have changed them
         params = self._step.params
         changed = self._witness.changed([p.grad for p in params.tensors])
         gone = [number for number in changed if params.tensors[number].grad is None]
@@ -258,7 +258,7 @@ class _StepsOfOthers(JoinHook):
 
 
 def _with_own_moments(state: OptimizerState) -> OptimizerState:
-    """Return a state whose moments share no memory with what others have: a step writes over them."""
+    """Return a state with its own copies of the moments, since a step overwrites them."""
     return state._replace(
         momentum=tuple(m.clone() for m in state.momentum), variance=tuple(v.clone() for v in state.variance)
     )

@@ -102,8 +102,8 @@ class AveragedParameters:
 
 
 def is_dense(x: Any) -> bool:
-    """Return whether the elements of a tensor fill its memory in any order, without gaps and overlaps."""
-    # A new tensor takes over the strides of exactly these tensors.
+    """Return whether the elements of a tensor fill its memory, in any order, without gaps or overlaps."""
+    # empty_like keeps the strides of exactly these tensors.
     return bool(torch.empty_like(x, device="meta").stride() == x.stride())
 
 
@@ -111,7 +111,7 @@ def _gradient_view(buffer: Any, parameter: Any, rows: Any) -> Any:
     """Return the view of a parameter's gradient in its bucket.
 
     ``GradBucket.gradients()`` returns ``rows``, which reads the buffer in the C order of the shape. But
-    DistributedDataParallel gives a gradient the strides of its parameter if that is dense, and C order only if not.
+    DistributedDataParallel gives a gradient the strides of its parameter if that is dense, else C order.
     """
     if parameter.is_contiguous() or not is_dense(parameter):
         return rows
