@@ -37,7 +37,7 @@ class Job:
         Number of parameters in exact tensors (small ones, norms and biases), which are sent with the compressed ones,
         as float32.
     tensors : int
-        Number of compressed tensors. It counts if the fixed time of a tensor was measured.
+        Number of compressed tensors. It matters only if the fixed time per tensor was measured.
     """
 
     params: int

@@ -112,8 +112,8 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     codec, wire, sent = (buckets * value for value in one)
     if method.compressor is not None:
         codec += job.tensors * machine.tensor
-    # Pieces become ready at equal distances; the last one, or all of them if sending is slower, follow the
-    # computation.
+    # Pieces become ready at equal intervals. Either the last one is sent after the overlap, or, if sending is
+    # slower, all follow the first one without a pause.
     hidden = overlap * job.compute
     sending = max(hidden / buckets + wire, hidden + wire / buckets)
     return StepTime(method, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)

@@ -127,8 +127,8 @@ class _Probe:
         if peers > 1:
             together = self._slowest(self._exchanges(teams, _SMALL))
             further = max(0.0, (together.median - latency.median) / (peers - 1))
-        # Small messages carry some bytes too, which count neither in the large exchange nor, finally, in the
-        # latencies.
+        # Small messages take some transfer time too. Their bytes do not count in the large exchange, and their
+        # transfer time is subtracted from the latencies at the end.
         share = self._share(size, peers)
         waiting = latency.median + (peers - 1) * further
         moved = self._moving(teams, share, waiting, size / ((share - _SMALL) * peers))
@@ -153,7 +153,7 @@ class _Probe:
     def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
         """Return ``factor`` times the transfer seconds of the shares, without waiting."""
         taken = self._slowest(self._exchanges(teams, share))
-        # Whatever the measured latency, the bytes took some of the time.
+        # The bytes took some of the time, however large the measured latency.
         middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))
         return _Spread(middle, (low, high))
 

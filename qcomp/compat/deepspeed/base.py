@@ -98,7 +98,7 @@ class DeepSpeedOptimizer(Optimizer):
         *,
         donate: bool = False,  # noqa: ARG002 - these steps make new arrays
     ) -> Stages[tuple[Any, OptimizerState]]:
-        """Make one step as a generator of pure stages, for those who move the buffers themselves."""
+        """Make one step as a generator of pure stages, for callers that move the buffers themselves."""
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
         if state.step == 0:

@@ -179,7 +179,7 @@ def zero_one_adam(
     betas, eps, weight_decay, exp_avg_mask, groups
         See `DeepSpeedOptimizer`.
     var_freeze_step : int
-        The variance is constant from two calls after this one.
+        The variance is constant from the second call after this one.
     var_update_scaler : int
         Number of variance updates after which the interval between them doubles.
     local_step_scaler : int
