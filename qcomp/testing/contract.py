@@ -50,8 +50,8 @@ def check_compressor(
     Raises
     ------
     ContractError
-        If laws are broken. It names those of the first group with a broken law. The groups are what is announced, what
-        results depend on, what becomes of values, and what holds on average; later groups rely on earlier ones.
+        If laws are broken; it names those of the first group with a broken law. The groups are laws about
+        announcements, about what results depend on, about values, and about averages, each relying on earlier ones.
     TypeError
         If ``compressor`` is not an instance of a compressor.
 

@@ -52,7 +52,7 @@ def double_precision(case: Case) -> None:
             assert np.array_equal(got.residual, flushed(expected)), (
                 f"the residual is not fl(p - q) in float64, of {size} {family} values"
             )
-            # Compressing float64 means the same values with finer arithmetic, so the results are as close.
+            # float64 only makes the arithmetic finer, so the loss is about the same.
             near = (
                 case.decoded(x.astype(np.float32), Key(seed=1))
                 if np.any(x) and not case.compressor.traits.random
@@ -67,7 +67,7 @@ def double_precision(case: Case) -> None:
 
 
 def one_way(case: Case) -> None:
-    """`compress` makes the same payload as `qcomp.feedback.compress` with a zero residual, which means use."""
+    """`compress` makes the same payload as `qcomp.feedback.compress` with a zero residual; means use the latter."""
     if case.jit:
         return
     bucket = min(case.compressor.traits.bucket_size, 4096)

@@ -1,4 +1,4 @@
-"""Checks of the arithmetic of optimizers: momenta, ends of means, and steps of Adam."""
+"""Checks of the arithmetic of optimizers: momenta, division of sums over ranks, and steps of Adam."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -70,11 +70,11 @@ def check_updates(kernels: KernelSet, xp: Namespace) -> None:
 
 
 _SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
-"""Of tensors that are moved at once: one, small ones and none, and enough for several threads."""
+"""Sizes of tensors that are updated together: one, small and empty ones, and enough elements for several threads."""
 
 
 def check_steps(kernels: KernelSet, xp: Namespace) -> None:
-    """Check the steps of several tensors, in new arrays and in donated ones, each with numbers of its own."""
+    """Check the steps of several tensors, each with its own numbers, in new arrays and in donated ones."""
     for round_, tensors in enumerate(_SIZES_OF_TENSORS):
         for layout, donate, coupled in product(("dense", "strided", "offset"), (False, True), (0.0, 0.1)):
             numbers = [
@@ -106,7 +106,7 @@ class _Tensors:
             self.memory[name] = [memory for _, memory in pairs]
 
     def keep(self, *names: str) -> Untouched:
-        """Return a watch over arrays that nothing may write to."""
+        """Return the record of arrays that must not change."""
         untouched = Untouched()
         for name in names:
             for memory in self.memory[name]:
@@ -182,7 +182,7 @@ def _compare_updates(
 
 
 def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> None:
-    """Compare the end of a mean over ``count`` ranks."""
+    """Compare the division of a sum over ``count`` ranks."""
     for family in ("wide", "subnormal", "ties"):
         results = []
         for chosen in (None, kernels):

@@ -44,8 +44,8 @@ COMPRESSORS: tuple[Compressor, ...] = (
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
 )
-"""One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not; the
-narrowest, the widest and one other of the widths that exist only with a coder, also with a factor that rounds to 1; and
+"""One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not. Of the
+widths that exist only with a coder: the narrowest, the widest and one other, also with a factor that rounds to 1. Also
 buckets that are not full."""
 
 
@@ -106,12 +106,12 @@ def check_kernels(
 ) -> None:
     """Check that a kernel set returns the same bytes as the pure version.
 
-    Payload, residual (in a buffer of its own, in the donated one, in that of x, in a given one), decompressed vector,
-    and the sum with another one; the mean of two and of three payloads, compressed or not; the end of a mean over
-    ranks, the momentum, and the steps of Adam, also of several tensors at once and in donated buffers; the messages of
-    chunks of several tensors, and what they decompress to: equal to the last bit, for sizes at which tails and padding
-    show, for values with zeros, subnormals, ties and huge magnitudes, in every dtype that is computed in float32. A
-    vector that the pure version refuses is refused, and a donated residual is then as it was.
+    Equal to the last bit must be: the payload; the residual (in a new buffer, the donated one, that of x, and a given
+    one); the decompressed vector, and its sum with another one; the mean of two and of three payloads, compressed or
+    not; the division of a sum over ranks; the momentum; and the steps of Adam, also of several tensors at once and in
+    donated buffers; the messages of chunks of several tensors, and what they decompress to. Sizes are chosen so that tails and padding matter, values include zeros, subnormals, ties and huge
+    magnitudes, and dtypes are all that are computed in float32. A vector that the pure version refuses must be refused,
+    and a donated residual is then unchanged.
 
     Parameters
     ----------
@@ -427,7 +427,7 @@ def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor,
     calls: tuple[tuple[str, Callable[[Any, Any], object]], ...] = (
         ("compressed", lambda x, _: compressor.compress(x, key=Key())),
         ("with feedback", lambda x, r: feedback.compress(compressor, x, r, key=Key(), donate=True)),
-        ("owed by a server", lambda x, r: _compress_mean_of(compressor, r, x)),
+        ("taken in a server's residual", lambda x, r: _compress_mean_of(compressor, r, x)),
     )
     places = sorted({0, 1, 7, 8, 13, size // 2, size - 9, size - 2, size - 1})
     for position, (what, call) in product(places, calls):

@@ -48,11 +48,13 @@ def _sizes(case: Case) -> tuple[int, ...]:
 
 
 def same_when_flat(case: Case) -> None:
-    """The compressor for a tensor gives the same result for the tensor as a vector, which means average."""
+    """The compressor for a tensor gives the same result for the flattened tensor, since means flatten tensors."""
     for shape in ((), (5,), (4, 3, 2), (0, 3), (3, 1), (1, 40), (16, 8, 3, 3), (64, 100), (2, 2, 1, 3, 2, 5)):
         own = case.compressor.for_shape(shape)
         flat = own.for_shape((math.prod(shape),))
-        assert flat == own, f"for the shape {shape} it is {own.spec}, and that is {flat.spec} for a vector"
+        assert flat == own, (
+            f"for_shape({shape}) is {own.spec}; for a vector of its size that becomes {flat.spec}"
+        )
         if case.jit:
             continue
         x = vector("gaussian", math.prod(shape), 31)
@@ -61,7 +63,7 @@ def same_when_flat(case: Case) -> None:
             to_numpy(own.compress(array, key=Key(seed=1)).data).tobytes() for array in (tensor, vector_of)
         ]
         assert data[0] == data[1], (
-            f"a tensor of shape {shape} gives another payload than its elements in a row"
+            f"a tensor of shape {shape} gives another payload than the flattened tensor"
         )
         whole = case.compressor.compress(tensor, key=Key(seed=1))
         assert whole.compressor == own.spec, (
@@ -97,7 +99,7 @@ def cut_at_buckets(case: Case) -> None:
 def padding_never_leaks(case: Case) -> None:
     """Padding does not matter: a tail is compressed no worse than full buckets of such values.
 
-    Checked with equal values, and with positive ones far from zero, where padding zeros taken for elements do harm.
+    Checked with equal values, and with positive ones far from zero, which suffer if padding counts as elements.
     """
     bucket = case.compressor.traits.bucket_size
     if bucket < 2 or bucket > 4096:
@@ -123,7 +125,7 @@ def padding_never_leaks(case: Case) -> None:
                     lost = _loss(case, x, calls=200, last=size)
                 assert lost <= 4 * full + slack, (
                     f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values "
-                    f"{full:.3g}: what fills it up shows"
+                    f"{full:.3g}: padding affects the result"
                 )
 
 

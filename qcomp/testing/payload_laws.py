@@ -47,7 +47,7 @@ def announced_length(case: Case, x: Vector) -> None:
 
 
 def coder_loses_nothing(case: Case, x: Vector) -> None:
-    """A coder restores the payload that it has shortened, which is that of the plain compressor."""
+    """A coder restores the payload that it has shortened: the payload of the compressor without coder."""
     coder = case.compressor.coder
     if coder is None:
         return
@@ -55,11 +55,13 @@ def coder_loses_nothing(case: Case, x: Vector) -> None:
     residual = flushed(np.roll(x, 2) * np.float32(0.5))
     got, expected = (each.compress_with_feedback(x, residual) for each in (case, plain))
     restored = coder.restore(case.array(np.frombuffer(got.data, np.uint8)), x.size)
-    assert to_numpy(restored).tobytes() == expected.data, "the coder does not give back what it has shortened"
+    assert to_numpy(restored).tobytes() == expected.data, "the coder does not restore what it has shortened"
     assert got.decoded.tobytes() == expected.decoded.tobytes(), (
-        "coded and not coded, it decompresses to two vectors"
+        "with and without the coder, it decompresses to different vectors"
     )
-    assert got.residual.tobytes() == expected.residual.tobytes(), "coded and not coded, it has two residuals"
+    assert got.residual.tobytes() == expected.residual.tobytes(), (
+        "with and without the coder, residuals differ"
+    )
 
 
 def damaged_payload_is_an_error(case: Case) -> None:
