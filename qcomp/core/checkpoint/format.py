@@ -226,7 +226,7 @@ def _like(value: Any, like: Array, key: str) -> Array:
 
 
 def _own_copy(x: Array) -> Array:
-    """Return a contiguous copy: for a view, a file would hold the whole array, and safetensors refuses it."""
+    """Return a contiguous copy, since a file may hold the whole array behind a view, and safetensors refuses views."""
     xp = array_namespace(x)
     return xp.reshape(xp.asarray(xp.reshape(x, (-1,)), copy=True), tuple(x.shape))
 

@@ -47,7 +47,7 @@ class Manifest(NamedTuple):
 
 
 def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
-    """Return the facts of a rank's dicts, or a text that says what is wrong with them.
+    """Return the facts of a rank's dicts, or a text that describes what is wrong with them.
 
     ``accept`` raises for a dict that is not acceptable.
     """

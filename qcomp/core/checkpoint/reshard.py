@@ -134,7 +134,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
 
 def _with_all_skips(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the combined description: an optimizer may let a single rank skip a step."""
+    """Return the combined description of dicts that may differ in skipped steps, which one rank may skip alone."""
     skipped = max(manifest.scalars["skipped"] for manifest in manifests)
     return manifests[0]._replace(scalars={**manifests[0].scalars, "skipped": skipped})
 

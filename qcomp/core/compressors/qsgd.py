@@ -115,8 +115,8 @@ class QSGD(BucketedCompressor):
         else:
             omega = min(n / (4 * s**2), sqrt(n) / s)
         if self.bits > 8:
-            # A draw shifts p by 2^-17, rounding a position of up to s by 2^-24 of it; the step may be larger
-            # too.
+            # A draw shifts p by 2^-17, rounding shifts a position of up to s by 2^-24 of it, and the step may
+            # be rounded up.
             omega += n * 2**-17 / s**2 + sqrt(n) * 2**-24 / s
             omega *= (1 + 2 ** (1 - self._step_bits)) ** 2
         else:

@@ -85,7 +85,7 @@ class TopK(Compressor):
         return {"low": low, "high": high, "values": flush(kept)}
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return zeros with the values at their indices: each element looks for itself among these."""
+        """Return zeros with the values at their indices; each element searches for its index among them."""
         values = parts["values"]
         xp = array_namespace(values)
         count = values.shape[0]

@@ -1,4 +1,4 @@
-"""How the tensors of a compressed mean are cut into one chunk for every rank: pure integers."""
+"""Cuts the tensors of a compressed mean into one chunk for every server: pure integers."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -19,7 +19,7 @@ class Segment(NamedTuple):
     stop: int
     """Element after the last."""
     bucket: int
-    """Number of the first bucket, such that no two tensors share the draws of a bucket."""
+    """Number of the first bucket in keys; no two tensors share the draws of a bucket."""
 
     @property
     def size(self) -> int:
@@ -28,19 +28,20 @@ class Segment(NamedTuple):
 
 
 Chunk = tuple[Segment, ...]
-"""What one server averages: its segments, in the order of the tensors."""
+"""The segments that one server averages, in the order of the tensors."""
 Chunks = tuple[Chunk, ...]
 """All chunks of the tensors, in the order of their servers."""
 Cutter = Callable[[Sequence[int], Sequence[int], int], Chunks]
-"""What `cut` is: from the sizes of tensors, their bucket sizes and the number of chunks."""
+"""A function such as `cut`, of the sizes of tensors, their bucket sizes and the number of chunks."""
 
 
 def cut(sizes: Sequence[int], bucket_size: int | Sequence[int], count: int) -> Chunks:
     """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
 
-    A bucket never crosses a tensor's boundary; the last chunks are shorter or empty where it does not divide. The
-    tensors have buckets of one size, or each of its own; buckets are numbered in the elements before them then, where a
-    bucket counts as a power of two: a compressor may fill it up to that, and draw for what it fills in.
+    A bucket never crosses a tensor's boundary. The last chunks are shorter or empty if the count does not divide the
+    buckets. The bucket size is the same for all tensors, or given for each. A tensor's first bucket is numbered by the
+    elements before it, in units of its bucket size. There every bucket size is rounded up to a power of two, since a
+    compressor may pad a bucket to that and draw for the padding.
 
     Examples
     --------
@@ -57,7 +58,7 @@ def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> Chunks
     counts = [bucket_count(size, length) for size, length in zip(sizes, lengths, strict=True)]
     per_chunk = max(1, -(-sum(counts) // count))
     chunks: list[list[Segment]] = [[] for _ in range(count)]
-    before = elements = 0  # whole buckets, and the elements that they stand for
+    before = elements = 0  # whole buckets, and their elements with sizes rounded up
     for tensor, (size, length, buckets) in enumerate(zip(sizes, lengths, counts, strict=True)):
         drawn = 1 << (length - 1).bit_length()
         first = -(-elements // drawn)
@@ -76,9 +77,9 @@ def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> Chunks
 def cut_each(
     sizes: Sequence[int], bucket_sizes: Sequence[int], count: int, *, numbers: Sequence[int]
 ) -> Chunks:
-    """Cut every tensor by itself into ``count`` chunks, as `cut` would if there were no other.
+    """Cut every tensor separately into ``count`` chunks, as `cut` does with a single tensor.
 
-    ``numbers`` has the number of the first bucket of each tensor.
+    ``numbers`` holds the number of each tensor's first bucket.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What the cost of a mean is made of: links, clusters, loads and messages; see docs/planning/README.md."""
+"""The cost of a mean, from links, clusters and loads; see docs/planning/README.md."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 __all__ = ["INSIDE", "Cluster", "Cost", "Link", "Load", "announcements", "around", "inside", "to_all"]
 
 _LENGTH = 16
-"""Bytes that tell a rank the length of a message."""
+"""Bytes that announce the length of a message to a rank."""
 
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
@@ -17,22 +17,22 @@ def _require(name: str, value: object, holds: bool, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages between ranks.
+    """A connection that carries messages between ranks.
 
     Parameters
     ----------
     bandwidth : float
-        Bytes a second that one rank sends, in each direction.
+        Bytes per second that one rank sends, in each direction.
     latency : float
-        Seconds that a message of no bytes takes.
+        Seconds that an empty message takes.
     duplex : bool
-        Whether both directions have the bandwidth at once; otherwise they share it.
+        Whether both directions have the full bandwidth at once; otherwise they share it.
     streams : float
-        How many ranks of a node have this bandwidth at once. 1 where one rank can fill what the node has; more where a
-        single connection cannot, as with TCP on fast Ethernet; infinite for lanes of each rank's own.
+        Number of ranks of a node that reach this bandwidth at once. 1 if one rank can use the node's whole bandwidth;
+        more if a single connection cannot, as with TCP on fast Ethernet; infinite if each rank has its own link.
     per_message : float, optional
-        Seconds that each further message of the same exchange takes; by default the latency, as if they went out one
-        after the other.
+        Seconds that each further message of the same exchange takes. The default is the latency, as if messages were
+        sent one after the other.
 
     Examples
     --------
@@ -54,16 +54,16 @@ class Link:
             _require("per_message", self.per_message, 0 <= self.per_message < math.inf, "seconds, at least 0")
 
     def seconds(self, sent: float, *, ranks: int, messages: int) -> float:
-        """Return how long an exchange takes in which each rank of a node sends and receives so many bytes.
+        """Return the seconds of an exchange in which ranks of a node each send and receive this many bytes.
 
         Parameters
         ----------
         sent : float
-            Bytes that each of these ranks sends, and receives.
+            Bytes that each of these ranks sends and receives.
         ranks : int
-            How many of the node take part at once.
+            Number of the node's ranks that take part at once.
         messages : int
-            How many messages the bytes are in; none take no time.
+            Number of messages that carry the bytes; with 0 the exchange takes no time.
         """
         if messages == 0:
             return 0.0
@@ -71,26 +71,26 @@ class Link:
         return self.latency + (messages - 1) * further + self.transfer(sent, ranks=ranks)
 
     def transfer(self, sent: float, *, ranks: int) -> float:
-        """Return how long the bytes alone take."""
+        """Return the seconds of the bytes alone, without latencies."""
         each_way = 1 if self.duplex else 2
         return each_way * sent * max(1.0, ranks / self.streams) / self.bandwidth
 
 
 INSIDE = Link(bandwidth=10e9, latency=10e-6, streams=math.inf)
-"""Between ranks of a node, where nothing better is known: 10 GB/s each, as over PCIe or through memory."""
+"""The default link between ranks of a node: 10 GB/s each, as over PCIe or through memory."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks, and what is between them.
+    """The ranks and the links between them.
 
     Parameters
     ----------
     ranks : int
     link : Link
-        Between nodes; between all ranks if there is one rank on each node.
+        Between nodes; between all ranks if each node has one.
     ranks_per_node : int
-        Divides the number of ranks.
+        A divisor of the number of ranks.
     inside : Link
         Between the ranks of a node.
     """
@@ -112,26 +112,26 @@ class Cluster:
 
 
 class Load(NamedTuple):
-    """What is averaged, and how fast a rank compresses it."""
+    """The size of what is averaged, and the speed at which a rank compresses it."""
 
     size: int
     """Number of elements."""
     payload: int
-    """Bytes that they are compressed to, at most."""
+    """Bytes of the longest payload."""
     variable_length: bool
-    """Whether the lengths of messages are told before these are sent."""
+    """Whether message lengths vary, and are announced before the messages."""
     encode: float
-    """Seconds an element: compress with a residual."""
+    """Seconds per element to compress with a residual."""
     decode: float
-    """Seconds an element: decompress."""
+    """Seconds per element to decompress."""
     add: float
-    """Seconds an element: decompress and add to a sum."""
+    """Seconds per element to decompress and add to a sum."""
     copy: float
-    """Seconds an element: copy float32."""
+    """Seconds per element to copy float32."""
     exact: int = 0
-    """How many of the elements are not compressed; they take no time but on the wire."""
+    """Number of elements that are not compressed; they only cost time on the wire."""
     call: float = 0.0
-    """Seconds an exchange: what starting it and putting its messages together takes, whatever is in them."""
+    """Fixed seconds per exchange, to start it and assemble its messages."""
 
     @property
     def packed(self) -> int:
@@ -140,24 +140,24 @@ class Load(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a rank spends on a mean."""
+    """The time and bytes that a mean costs a rank."""
 
     codec: float
-    """Seconds of encoding and decoding, and of calls."""
+    """Seconds of encoding, decoding and calls."""
     wire: float
     """Seconds of sending."""
     sent: float
-    """Bytes."""
+    """Bytes that the rank sends."""
 
     @property
     def seconds(self) -> float:
-        """All of it, one after the other."""
+        """Total seconds, without overlap."""
         return self.codec + self.wire
 
 
 def around(sent: float, cluster: Cluster) -> float:
-    """Return how long it takes that each rank sends so many bytes to its neighbour, in 2 (N - 1) steps."""
-    # One rank of each node sends to the next node, the others to their neighbours, all in step.
+    """Return the seconds in which each rank sends this many bytes to its neighbour, in 2 (N - 1) steps."""
+    # One rank of each node sends to the next node, the others to ranks of their node, all in the same steps.
     links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
     if not links:
         return 0.0
@@ -166,18 +166,18 @@ def around(sent: float, cluster: Cluster) -> float:
 
 
 def to_all(share: float, cluster: Cluster) -> float:
-    """Return how long it takes that each rank sends so many bytes to each other rank."""
+    """Return the seconds in which each rank sends this many bytes to every other rank."""
     lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
     between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
     return max(between, inside(share, cluster))
 
 
 def inside(share: float, cluster: Cluster) -> float:
-    """Return how long it takes that each rank sends so many bytes to each other rank of its node."""
+    """Return the seconds in which each rank sends this many bytes to every other rank of its node."""
     lanes = cluster.ranks_per_node
     return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
 
 
 def announcements(load: Load, exchanges: int, cluster: Cluster) -> float:
-    """Return how long telling the lengths of messages takes, where they vary."""
+    """Return the seconds to announce the lengths of messages; 0 if these do not vary."""
     return exchanges * to_all(_LENGTH * cluster.ranks, cluster) if load.variable_length else 0.0

@@ -1,4 +1,4 @@
-"""EF21: ranks send how their vectors have changed, and add up what was sent."""
+"""EF21: ranks send compressed changes of their vectors, and add up all changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ class EF21Mean(CompressedMean):
     |x_i - g_i'|^2 <= (1 - delta) |x_i - g_i|^2; top-k of d elements is exact after ceil(d / k) steps. All ranks decode
     the same bytes and add in rank order, so they hold the same g bit for bit. The additions to g and to the estimates
     are rounded separately: after T steps g differs from the mean of the estimates by up to about T roundings of the
-    largest values (6e-8 of them each in float32), and that error stays. Where it matters, use float64 or start again.
+    largest values (6e-8 of them each in float32), and that error stays. If it matters, use float64 or restart.
 
     Every rank sends its payload to every other, (N - 1) * b bytes. There is no server, because ranks would not know
     what a server's compression had lost. A state holds g_i as ``worker`` and g as ``server``. Source: Richtarik,
@@ -78,7 +78,7 @@ class EF21Mean(CompressedMean):
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether there are estimates: not if what is sent is exact."""
+        """Whether the state holds estimates: False if the compressor is exact."""
         return not self.lossless
 
     @property
@@ -88,17 +88,17 @@ class EF21Mean(CompressedMean):
 
 
 class _Tracking(AllGather):
-    """All-gather of how the vectors have changed: ``worker`` has the estimates, ``server`` their means."""
+    """All-gather of changes: ``worker`` holds this rank's estimates, ``server`` the mean of all estimates."""
 
     blends = False
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Take all tensors as one chunk, and keep both estimates of whole tensors."""
+        """Take all tensors as one chunk; both kinds of residuals are whole tensors."""
         layout = super().lay_out(operands, chunks)
         return replace(layout, residuals=Residuals(operands.whole, operands.whole))
 
     def stages(self, call: Call) -> Stages[Averaged]:
-        """Send the changes to all, and add them to the estimates."""
+        """Send this rank's changes to all ranks, and add all changes to the estimates."""
         layout = call.layout
         changes = [flush(flush(x) - g) for x, g in zip(call.values, call.worker, strict=True)]
         codec, verdicts = Codec(changes), Verdicts(at_once=layout.operands.variable_length)
@@ -122,6 +122,6 @@ _TRACKING = _Tracking()
 
 
 def _put(values: Sequence[Array], places: Sequence[Array | None]) -> tuple[Array, ...]:
-    """Return values in the places that there are for them."""
+    """Return values, written into their buffers where given."""
     pairs = zip(values, places or [None] * len(values), strict=True)
     return tuple(x if place is None else write_into(place, x) for x, place in pairs)

@@ -1,4 +1,4 @@
-"""Which ranks share a node: pure integers, and the one exchange in which the ranks learn it."""
+"""Which ranks share a node: pure integers, and the exchange from which ranks learn it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Nodes:
     Parameters
     ----------
     of_rank : tuple of int
-        The node of each rank, numbered from 0 without a gap.
+        The node of each rank, numbered from 0 without gaps.
 
     Examples
     --------
@@ -38,7 +38,7 @@ class Nodes:
     def __post_init__(self) -> None:
         if set(self.of_rank) != set(range(self.count)) or not self.of_rank:
             raise ValueError(
-                f"nodes is {self.of_rank}; expected a node for each rank, numbered from 0 without a gap"
+                f"nodes is {self.of_rank}; expected a node for each rank, numbered from 0 without gaps"
             )
 
     @classmethod
@@ -62,11 +62,11 @@ class Nodes:
 
     @property
     def lanes(self) -> int:
-        """Number of ranks of the smallest node: so many can work side by side in every node."""
+        """Number of ranks of the smallest node, which is the number that can work in parallel in every node."""
         return min(map(len, self.members))
 
     def lane(self, rank: int) -> int | None:
-        """Return the number of a rank within its node; None for one that the smallest node has no partner for."""
+        """Return the number of a rank within its node; None if the smallest node has no partner for it."""
         number = self.members[self.of_rank[rank]].index(rank)
         return number if number < self.lanes else None
 
@@ -76,18 +76,18 @@ class Nodes:
 
 
 def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical") -> tuple[int, ...]:
-    """Return the node of each rank, the same on all ranks: ranks whose communicator names the same host share one.
+    """Return the node of each rank, the same on all ranks: ranks with equal ``comm.host`` share a node.
 
-    Sends 16 bytes to every other rank. Nodes are numbered in the order of their first ranks.
+    Every rank sends 16 bytes to every other. Nodes are numbered in the order of their first ranks.
 
     Parameters
     ----------
     comm : Communicator
         With an attribute ``host``, the name of the machine.
     like : array
-        Gives the library and the device of the buffers that are exchanged.
+        Gives the library and the device of the exchanged buffers.
     topology : str
-        What asks for nodes, for the text of the error.
+        The topology that needs nodes, for the text of the error.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical")
     if unnamed:
         raise TypeError(
             f"comm has no attribute host on {name_ranks(unnamed)}; topology={topology!r} expects the name of the "
-            "machine there, to tell which ranks share a node"
+            "machine in it, to know which ranks share a node"
         )
     return _numbered(digests)
 

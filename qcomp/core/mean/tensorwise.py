@@ -1,4 +1,4 @@
-"""A compressed mean that treats each tensor by itself, so that any of them can be exchanged together."""
+"""A compressed mean that treats each tensor separately, so that any group of them can be exchanged together."""
 
 import math
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ __all__ = ["TensorwiseMean"]
 
 @dataclass(frozen=True)
 class TensorwiseMean(CompressedMean):
-    """A `CompressedMean` that cuts every tensor into chunks for the ranks by itself.
+    """A `CompressedMean` that cuts every tensor separately into chunks.
 
-    A tensor's residuals and mean then do not depend on which tensors it is exchanged with. So tensors can be exchanged
-    in groups that change from step to step, as a backward pass delivers them.
+    A tensor's residuals and mean then do not depend on the tensors that are exchanged with it. So the groups of tensors
+    may change from step to step, as a backward pass delivers them.
 
     Parameters
     ----------
     compressor, topology, feedback, link
         See `CompressedMean`.
     numbers : sequence of int
-        The number of the first bucket of each tensor, from which compressors draw; see `bucket_numbers`. By default
-        that of a model made of these tensors alone.
+        The number of each tensor's first bucket, which is part of the key of its draws; see `bucket_numbers`. By
+        default the numbers in a model of these tensors alone.
 
     Notes
     -----
-    The means are those of a `CompressedMean` of all tensors, bit for bit: compression of a bucket does not depend on
-    its chunk. Two things differ: which rank serves a bucket, and so which draws it gets, and the order of sums in a
-    ring.
+    Compression of a bucket does not depend on its chunk, so the means equal those of a `CompressedMean` of all tensors
+    bit for bit, with two exceptions: another rank may serve a bucket, with other draws, and the order of sums in a ring
+    differs.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class TensorwiseMean(CompressedMean):
         return tuple(first.get(i, 0) for i in range(len(shapes)))
 
     def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:
-        """Return what cuts tensors of these shapes into chunks: each by itself."""
+        """Return the function that cuts tensors of these shapes into chunks, each separately."""
         return partial(cut_each, numbers=self.numbers or self.bucket_numbers(shapes))
 
     def split(self, state: MeanState, count: int) -> list[MeanState]:
@@ -81,7 +81,7 @@ class TensorwiseMean(CompressedMean):
         )
 
     def numbered(self, numbers: tuple[int, ...]) -> "TensorwiseMean":
-        """Return this mean with these numbers of first buckets: the same object for the same numbers."""
+        """Return this mean with these bucket numbers: the same object for the same numbers."""
         known = self._numbered.get(numbers)
         return known or self._numbered.setdefault(numbers, replace(self, numbers=numbers))
 

@@ -192,7 +192,7 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
 
 
 def detached(tensors: Sequence[Array]) -> list[Array]:
-    """Return tensors outside any automatic differentiation, which torch otherwise records."""
+    """Return tensors detached from automatic differentiation, which torch would record."""
     return [x.detach() if hasattr(x, "detach") else x for x in tensors]
 
 
@@ -258,7 +258,7 @@ def concat(parts: list[Array]) -> Array:
 
 
 def cut_like(joined: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the parts of a flat vector that has tensors of these sizes one after the other."""
+    """Return the parts of a flat vector that consists of tensors of these sizes."""
     return [joined[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 

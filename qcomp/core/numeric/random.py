@@ -238,7 +238,7 @@ def replace_draws(source: Callable[[Key, Block], Any]) -> Iterator[None]:
 
 
 def draws_are_replaced() -> bool:
-    """Return whether `replace_draws` is in force, which kernels know nothing of."""
+    """Return whether `replace_draws` is in effect; kernels do not support it."""
     return _replacement.get() is not None
 
 
