@@ -1,10 +1,10 @@
-"""Time of the arithmetic of a step, exact and with a frozen variance, over that of torch's AdamW.
+"""Time of the arithmetic of a step, exact and with a frozen variance, relative to torch's AdamW.
 
     python benchmarks/arithmetic.py
 
-What is timed is `Optimizer.apply`, all of a step but the exchange, under 1-bit Adam: before the freeze it is that of
-AdamW. It is compared with ``step`` of torch.optim.AdamW, fused and foreach, which writes in place, in the same round.
-Writes arithmetic.json, and the table of README.md.
+It times `Optimizer.apply` of 1-bit Adam, which is all of a step except the exchange, and before the freeze equals
+AdamW. In the same round it times ``step`` of torch.optim.AdamW, fused and foreach, which writes in place. Writes
+arithmetic.json, and the table of README.md.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def measure(rounds: int, numbers_of_threads: Sequence[int]) -> list[dict[str, An
 
 
 def torch_timer(count: int, size: int, **way: Any) -> Timer:
-    """Return what times a step of torch's AdamW."""
+    """Return a timer of a step of torch's AdamW."""
     drawn = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(size, generator=drawn)) for _ in range(count)]
     for p in params:
@@ -80,7 +80,7 @@ def torch_timer(count: int, size: int, **way: Any) -> Timer:
 
 
 def qcomp_timer(library: str, stage: str, count: int, size: int, *, donate: bool) -> Timer:
-    """Return what times the arithmetic of a step of 1-bit Adam; the mean is that of the step before again."""
+    """Return a timer of the arithmetic of a step of 1-bit Adam, which reuses the mean of the previous step."""
     rng, as_array = np.random.default_rng(0), LIBRARIES[library]
 
     def draw() -> list[Any]:
@@ -130,7 +130,7 @@ def rows(samples: dict[str, list[float]], title: str, threads: int) -> list[dict
 
 
 def blocks(document: dict[str, Any]) -> dict[str, str]:
-    """Return the part of the page that comes from these results."""
+    """Return the part of the page made from these results."""
     found = {(row["by"], row["tensors"], row["threads"]): row for row in document["results"]}
     kinds = dict.fromkeys((tensors, threads) for _, tensors, threads in found)
     cells = [

@@ -1,6 +1,6 @@
-"""What the kernels are compared with: the straightforward NumPy version, and what others ran or offer.
+"""Baselines for the kernels: a straightforward NumPy version, and code of other projects.
 
-All compress a vector plus a residual to signs and scales, except `block_quantizer`.
+All except `block_quantizer` compress a vector plus a residual to signs and scales.
 """
 
 import importlib
@@ -29,7 +29,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def numpy_sign_encode(x: Floats, residual: Floats, bucket_size: int) -> tuple[Bytes, Floats, Floats]:
-    """Compress x plus the residual as one would write it in NumPy: a mean magnitude for each bucket, and signs.
+    """Compress x plus the residual in straightforward NumPy, to signs and the mean magnitude of each bucket.
 
     Parameters
     ----------
@@ -41,10 +41,10 @@ def numpy_sign_encode(x: Floats, residual: Floats, bucket_size: int) -> tuple[By
     Returns
     -------
     codes : array of uint8, shape (n / 8,)
-        As `numpy.packbits` packs them: 1 for negative, the first element in the highest bit.
+        Packed as by `numpy.packbits`: 1 for negative, the first element in the highest bit.
     scales : array of float32, shape (n / bucket_size,)
     residual : array of float32, shape (n,)
-        What that lost.
+        What compression has lost.
     """
     p = (x + residual).reshape(-1, bucket_size)
     scales = np.abs(p).mean(axis=1)
@@ -54,7 +54,7 @@ def numpy_sign_encode(x: Floats, residual: Floats, bucket_size: int) -> tuple[By
 
 
 def numpy_sign_decode(codes: Bytes, scales: Floats, bucket_size: int) -> Floats:
-    """Return what `numpy_sign_encode` stands for."""
+    """Return the values that the result of `numpy_sign_encode` stands for."""
     negative = np.unpackbits(codes).reshape(-1, bucket_size)
     result: Floats = np.where(negative, -scales[:, None], scales[:, None]).reshape(-1)
     return result
@@ -63,21 +63,21 @@ def numpy_sign_decode(codes: Bytes, scales: Floats, bucket_size: int) -> Floats:
 def deepspeed_encode(
     buffer_m: torch.Tensor, worker_error: torch.Tensor, packbits: Callable[[torch.Tensor], Any]
 ) -> tuple[Any, torch.Tensor]:
-    """Run the operations of DeepSpeed 0.19.6 up to its first exchange: one rank, and nothing to pad.
+    """Run the operations of DeepSpeed 0.19.6 up to its first exchange, for one rank without padding.
 
     Parameters
     ----------
     buffer_m : tensor of float32, shape (n,)
-        The momentum; used up, as it was there.
+        The momentum; used up, as in DeepSpeed.
     worker_error : tensor of float32, shape (n,)
-        The residual; becomes the new one.
+        The residual; overwritten by the new one.
     packbits : callable
         Packs a tensor of bool, the first element into the highest bit.
 
     Returns
     -------
     codes
-        What ``packbits`` returned: 1 for what is not negative.
+        The result of ``packbits``: 1 for elements that are not negative.
     scale : tensor of float32, shape ()
         The root mean square of all elements.
 
@@ -94,7 +94,7 @@ def deepspeed_encode(
 def deepspeed_decode(
     codes: Any, scale: torch.Tensor, unpackbits: Callable[[Any], torch.Tensor]
 ) -> torch.Tensor:
-    """Run the operations of DeepSpeed 0.19.6 on what one rank received from one rank."""
+    """Run the operations of DeepSpeed 0.19.6 on the data that one rank received from another."""
     return unpackbits(codes).float().add_(-0.5).mul_(2.0).mul_(scale)
 
 

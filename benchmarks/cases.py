@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels time: every primitive, by every set of kernels, on arrays of every library."""
+"""The cases that the kernel benchmarks time: every primitive, kernel set and array library."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ COMPRESSORS: dict[str, qcomp.Compressor] = {
     "QSGD 8-bit": qcomp.QSGD(levels=127, bucket_size=512),
     "min-max 8-bit": qcomp.MinMaxUInt8(bucket_size=2048),
 }
-"""QSGD with 2 bits is scaled: without that its residual grows without bound, and the benchmark feeds it back."""
+"""QSGD with 2 bits is scaled, since the benchmark feeds back its residual, which would otherwise grow without bound."""
 
 VECTORS = "vectors"
-"""Stands for a compressor where there is none."""
+"""Replaces the name of a compressor for primitives without one."""
 
 KINDS = [("pure", "numpy"), ("numba", "numpy"), ("numba", "torch")]
 """Kernels and arrays that are timed together."""
 
 PURE_LIMIT = 1 << 22
-"""Elements above which the pure version is not timed: it takes some twenty copies, or hundreds with draws."""
+"""Elements above which the pure version is not timed: it takes as long as 20 copies, or as hundreds with draws."""
 
 ENCODES = [
     "encode, no feedback",
@@ -57,10 +57,10 @@ ENCODES = [
     "encode in a step, blended",
     "encode, residual donated",
 ]
-"""In a step the new residual has a buffer of its own, and 1-bit Adam blends the gradient into its momentum."""
+"""In a step the new residual has its own buffer, and 1-bit Adam blends the gradient into its momentum."""
 DECODES = ["decode, fresh", "decode into a buffer", "decode and add"]
 FRESH = ["encode in a step", "encode in a step, blended", "decode, fresh", "momentum", "frozen_step"]
-"""What returns a new array as large as the input; it is compared with ``x.copy()`` as well."""
+"""Cases that return a new array as large as the input; they are also compared with ``x.copy()``."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ def candidates(vectors: Vectors) -> list[Candidate]:
 
 
 def under(kernels: str) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes a context in which these kernels are used."""
+    """Return a function that makes a context in which these kernels are used."""
     return lambda: qcomp.backends.use(kernels)
 
 
 def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
-    """Return whether a set has kernels for a compressor and such arrays, or is the pure version."""
+    """Return whether a kernel set supports a compressor and such arrays, or is the pure version."""
     with qcomp.backends.use(kernels):
         found = chosen(x)
         if found is None:
@@ -129,7 +129,7 @@ def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
 
 
 def calls_of(compressor: qcomp.Compressor | None, arrays: Vectors) -> Calls:
-    """Return what is timed of a compressor, or without one of the primitives that need none, by name."""
+    """Return the timed calls of a compressor by name; without one, those of primitives that need none."""
     if compressor is None:
         return vector_calls(arrays)
     return encode_calls(compressor, arrays) | decode_calls(compressor, arrays)
@@ -141,7 +141,7 @@ def encode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
     blend = Blend(arrays.m, 0.9, 1.0)
 
     def step(blend: Blend | None) -> Encoded:
-        """Do what `qcomp.core.mean.codec.SegmentCodec` does with a tensor that it may not write to."""
+        """Do the same as `qcomp.core.mean.codec.SegmentCodec` with a tensor that it must not write to."""
         return primitives.encode(compressor, x, residual, key, out=empty_like(residual), blend=blend)
 
     calls: list[Callable[[], object]] = [
@@ -171,7 +171,7 @@ def vector_calls(arrays: Vectors) -> Calls:
     x, residual, out, variance = arrays.x, arrays.residual, arrays.out, arrays.variance
     step = StepNumbers(1e-3, 0.9, 1e-8, 0.01)
     return {
-        # By one, so that the values stay what they are however often it is done.
+        # Dividing by 1 keeps the values the same in every repetition.
         "finish_mean": lambda: primitives.finish_mean(out, 1),
         "momentum": lambda: primitives.momentum(residual, x, 0.9, 1.0),
         "frozen_step": lambda: primitives.frozen_step(x, residual, variance, step),

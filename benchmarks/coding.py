@@ -1,4 +1,4 @@
-"""How fast vectors are coded and decoded, in MB of their float32 elements a second, and how short the codes are.
+"""How fast vectors are coded and decoded, in MB of their float32 elements per second, and how short the codes are.
 
     python benchmarks/coding.py
 
@@ -27,9 +27,9 @@ VECTORS = {
     "s = sqrt(512), l2": (22, "l2"),
     "s = 1, l2": (1, "l2"),
 }
-"""The levels above zero, and the norm that the largest stands for."""
+"""The number of levels above zero, and the norm that the largest level represents."""
 DEFAULT, PURE = 24, 14
-"""The log2 of the elements of a vector, and of those for the pure version, which needs a microsecond for each."""
+"""The log2 of the number of elements; fewer for the pure version, which takes a microsecond for each."""
 WHATS = ("encode", "decode")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure(largest: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each vector, code, direction and set of loops."""
+    """Return a row for each vector, code, direction and kernels."""
     rows = []
     for kernels, exponent in (("numba", largest), ("pure", min(largest, PURE))):
         candidates = [
@@ -98,21 +98,21 @@ def draw(subject: str, size: int) -> tuple[bytes, bytes, int]:
 
 
 def entropy(levels: bytes) -> float:
-    """Return the bits an element of the distribution of levels, with a bit for each sign."""
+    """Return the entropy of the levels in bits per element, plus a bit for each sign."""
     counts = np.bincount(np.frombuffer(levels, "<u2"))
     share = counts[counts > 0] / counts.sum()
     return rounded(float(-np.sum(share * np.log2(share)) + 1 - counts[0] / counts.sum()))
 
 
 def rate(row: dict[str, Any]) -> dict[str, Any]:
-    """Return how many MB of float32 a second a row's seconds are."""
+    """Return the speed of a row, in MB of float32 per second."""
     low, high = row["seconds"]["quartiles"]
     median, least, most = (rounded(4e-6 * row["elements"] / s) for s in (row["seconds"]["median"], high, low))
     return {"median": median, "quartiles": [least, most]}
 
 
 def blocks(document: dict[str, Any]) -> dict[str, str]:
-    """Return the part of the page that comes from these results."""
+    """Return the part of the page made from these results."""
     found = {(r["subject"], r["code"], r["kernels"], r["what"]): r for r in document["results"]}
     rows = []
     for subject, name in dict.fromkeys((r["subject"], r["code"]) for r in document["results"]):

@@ -1,4 +1,4 @@
-"""The kernels beside the straightforward NumPy version, and beside what others ran or offer, on the CPU."""
+"""Comparison of the kernels with straightforward NumPy and with code of other projects, on the CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def comparisons(vectors: Vectors) -> list[Candidate]:
 
 
 def qcomp_calls(vectors: Vectors) -> Calls:
-    """Return the kernels' own."""
+    """Return the calls of the kernels."""
     calls: Calls = {}
     for subject, (encode, decode, what) in {
         "sign l1": (ENCODE_SIGNS, DECODE_SIGNS, "encode in a step"),
@@ -60,7 +60,7 @@ def qcomp_calls(vectors: Vectors) -> Calls:
 
 
 def numpy_calls(vectors: Vectors) -> Calls:
-    """Return the straightforward NumPy version."""
+    """Return the calls of the straightforward NumPy version."""
     x, residual = vectors.x, np.zeros_like(vectors.x)
     bucket = min(BUCKET, x.size)
     codes, scales, _ = baselines.numpy_sign_encode(x, residual, bucket)
@@ -72,7 +72,7 @@ def numpy_calls(vectors: Vectors) -> Calls:
 
 
 def deepspeed_calls(vectors: Vectors) -> Calls:
-    """Return DeepSpeed's operations; they use up the momentum, so every call goes on from what the last one left."""
+    """Return DeepSpeed's operations; every call continues from the momentum that the previous one has overwritten."""
     pack, unpack = baselines.packbits_numpy, baselines.unpackbits_numpy
     momentum, error = torch.from_numpy(vectors.x.copy()), torch.zeros(vectors.x.size)
     codes, scale = baselines.deepspeed_encode(momentum, error, pack)
@@ -84,7 +84,7 @@ def deepspeed_calls(vectors: Vectors) -> Calls:
 
 
 def bitsandbytes_calls(vectors: Vectors) -> Calls:
-    """Return the 8-bit quantizer of bitsandbytes where it is installed."""
+    """Return the 8-bit quantizer of bitsandbytes, if installed."""
     quantizer: Any = baselines.block_quantizer()
     if quantizer is None:
         return {}

@@ -1,9 +1,9 @@
-"""What each optimizer costs: memory for each parameter, bits sent for each, and collectives in a step.
+"""The costs of each optimizer: memory per parameter, bits sent per parameter, and collectives per step.
 
     python benchmarks/costs.py
 
-Counted, not timed: from the arrays of a state, from the bytes that a communicator counts, and from the exchanges that a
-step asks for. Writes the table of docs/costs/README.md.
+They are counted, not timed: from the arrays of a state, from the bytes that a communicator counts, and from the
+exchanges that a step requests. Writes the table of docs/costs/README.md.
 """
 
 import argparse
@@ -21,35 +21,35 @@ from qcomp.core.state import OptimizerState
 
 RANKS = 4
 SHAPE = (256, 256)
-"""Of the one tensor, of which all is compressed."""
+"""Elements of the only tensor, which is compressed as a whole."""
 SIZE = SHAPE[0] * SHAPE[1]
 
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and the steps after which the next one is looked at."""
+    """An optimizer, and the number of steps before the one that is measured."""
 
     label: str
     optimizer: qcomp.Optimizer
     steps: int = 0
     hosts: tuple[str, ...] = ()
-    """Of each rank; by default each has one of its own."""
+    """The node of each rank; by default each rank is a node of its own."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of a rank costs; the largest of all ranks."""
+    """The cost of a step: the largest over all ranks."""
 
     memory: float
-    """Bytes that the state holds for each parameter."""
+    """Bytes of the state per parameter."""
     bits: float
-    """Sent in a step for each parameter, over the 2 (N - 1) / N that a ring all-reduce sends of a bit."""
+    """Bits sent per step and parameter, divided by the 2 (N - 1) / N bits that a ring all-reduce sends of one bit."""
     exchanges: int
     """Collectives in a step, one after the other."""
 
 
 def cases() -> list[Case]:
-    """Return what the table has, in its order."""
+    """Return the rows of the table, in order."""
     plain: Mapping[str, Any] = {"learning_rate": 1e-3, "exact": None}
     frozen: Mapping[str, Any] = {**plain, "betas": (0.9, 0.9), "freeze": 1}
     zero_one: Mapping[str, Any] = {**frozen, "sync_steps": qcomp.LocalSteps(1, 2)}
@@ -75,12 +75,12 @@ def cases() -> list[Case]:
 
 
 def coded() -> Mapping[str, Any]:
-    """Return settings whose messages have no fixed length, which costs an exchange of the lengths before each."""
+    """Return settings with messages of variable length, which need an exchange of lengths before each."""
     return {"compressor": qcomp.QSGD(levels=7, norm="l2", coding="range"), "feedback": False}
 
 
 def measure(case: Case) -> Cost:
-    """Return what a step of the compressed stage costs."""
+    """Return the cost of a step of the compressed stage."""
 
     def rank_main(comm: Communicator) -> tuple[int, int, int]:
         counting = _Counting(comm)

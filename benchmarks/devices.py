@@ -1,4 +1,4 @@
-"""Where the GPU benchmark runs: a CUDA device, or for a dry run the CPU in its place."""
+"""The device of the GPU benchmark: a CUDA device, or the CPU for a dry run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Context = AbstractContextManager[object]
 
 
 class Device(Protocol):
-    """What the benchmark asks of the place it runs on."""
+    """The operations that the benchmark needs from a device."""
 
     libraries: dict[str, str]
-    """The set of kernels for the arrays of each library, "torch" or "cupy"."""
+    """The kernel set for the arrays of each library, "torch" or "cupy"."""
     packs: bool
     """Whether `packbits` is possible."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what goes into the results."""
+        """Return the description for the results."""
         ...
 
     def array(self, library: str, values: torch.Tensor) -> Array:
@@ -40,7 +40,7 @@ class Device(Protocol):
         ...
 
     def timer(self, call: Callable[[], object], context: Callable[[], Context]) -> Timer:
-        """Return a `timing.timer` by this device's clock."""
+        """Return a `timing.timer` that uses this device's clock."""
         ...
 
     def packbits(self, bits: torch.Tensor) -> Any:
@@ -48,7 +48,7 @@ class Device(Protocol):
         ...
 
     def unpackbits(self, codes: Any) -> torch.Tensor:
-        """Unpack what `packbits` returned."""
+        """Unpack the result of `packbits`."""
         ...
 
 
@@ -90,9 +90,9 @@ class Cuda:
 
 
 class Cpu:
-    """The CPU with the pure version and the wall clock: it proves that the program runs, and its figures mean nothing.
+    """The CPU with the pure version and the wall clock, to check that the program runs; its figures mean nothing.
 
-    NumPy stands for CuPy.
+    NumPy takes the place of CuPy.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Cpu:
         self.packs = True
 
     def describe(self) -> dict[str, Any]:
-        """Say that this is no result."""
+        """Return a description that marks the results as a dry run."""
         return machine() | {"device": "none: a dry run on the CPU"}
 
     def array(self, library: str, values: torch.Tensor) -> Array:
@@ -125,7 +125,7 @@ class Cpu:
 
 
 def event_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Return the device's seconds of one call, averaged over repeats."""
+    """Return the seconds of one call on the device, averaged over repeats."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()

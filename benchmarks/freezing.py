@@ -1,11 +1,10 @@
-"""When the default rule freezes the variance, what that costs, and what the watch does where it was wrong.
+"""When the default rule freezes the variance, what that costs, and what the watch does if the freeze was wrong.
 
     python benchmarks/freezing.py
 
-Writes docs/freezing/README.md's tables and freezing.json. Three parts: sizes of gradients that follow a known course;
-three small trainings, with the rule, with the best of several fixed steps, and with exact Adam; and four in which a
-variance that was frozen at a fixed step no longer fits, with the watch that only warns, and with one that measures it
-again.
+Writes freezing.json and the tables of docs/freezing/README.md. There are three parts: gradients whose size follows a
+known course; three small trainings, with the rule, the best of several fixed steps, and exact Adam; and four trainings
+in which a variance that was frozen at a fixed step no longer fits, with a watch that only warns and one that re-warms.
 """
 
 import argparse
@@ -49,11 +48,11 @@ COURSES: dict[str, Callable[[float], float]] = {
 
 
 class Followed(NamedTuple):
-    """What a rule did on a course of gradients; steps in windows of 1 / (1 - b2)."""
+    """When a rule froze on a course of gradients; steps in windows of 1 / (1 - b2)."""
 
     freeze: float | None
     before: float
-    """By what the bias-corrected variance changed in the window before the freeze."""
+    """The factor by which the bias-corrected variance changed in the window before the freeze."""
     after: float
 
 
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def follow(name: str) -> Followed:
-    """Give gradients of a known size to the default rule until it freezes."""
+    """Run the default rule on gradients of a known size until it freezes."""
     rise = 5 * WINDOW if "rises" in name else 0
     opt = qcomp.OneBitAdam(
         learning_rate=lambda step: min(1.0, (step + 1) / rise) if rise else 1.0, betas=BETAS, exact=None
@@ -112,7 +111,7 @@ class Trained(NamedTuple):
     loss: float
     first_warning: int | None = None
     exact: int = 0
-    """Steps that were exact."""
+    """The number of exact steps."""
 
 
 def train(opt: qcomp.Adam, task: Task, steps: int, seed: int, ranks: int = 2) -> Trained:
@@ -140,7 +139,7 @@ def train(opt: qcomp.Adam, task: Task, steps: int, seed: int, ranks: int = 2) ->
 
 
 def rate(step: int, rise: int, steps: int) -> float:
-    """Up in a line, then down in a cosine to a tenth; without a rise, constant."""
+    """Return the rate: it rises linearly, then falls as a cosine to a tenth; constant without a rise."""
     if not rise:
         return RATE
     if step < rise:
@@ -149,7 +148,7 @@ def rate(step: int, rise: int, steps: int) -> float:
 
 
 def trainings(steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Train every task with the rule, with fixed steps, and exactly."""
+    """Train every task with the rule, with fixed steps, and with exact Adam."""
     results = []
     for (name, task), rise in tqdm([(t, r) for t in TASKS.items() for r in (0, RISE)], desc="trainings"):
         shared: dict[str, Any] = {
@@ -171,7 +170,7 @@ def trainings(steps: int, seeds: int) -> list[dict[str, Any]]:
 
 
 def drifting() -> list[dict[str, Any]]:
-    """Train what changes after the freeze: watched by default, with a watch that measures again, and exactly."""
+    """Train tasks that change after the freeze: with the default watch, one that re-warms, and exact Adam."""
     results = []
     for name, (task, settings, freeze, steps) in tqdm(drifts().items(), desc="drifts"):
         again = qcomp.VarianceWatch(rewarm_steps=3 * WINDOW)

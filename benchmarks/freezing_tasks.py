@@ -18,7 +18,7 @@ DIMENSIONS = 2000
 
 
 class Task(NamedTuple):
-    """Something to train."""
+    """A training task."""
 
     start: Callable[[int], Arrays]
     """Returns the first parameters for a seed."""
@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
 @cache
 def digits() -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return handwritten digits of scikit-learn's package, and what they are."""
+    """Return the handwritten digits of scikit-learn, and their labels."""
     inputs, labels = load_digits(return_X_y=True)
     return (inputs / 16).astype(np.float32), labels
 
@@ -59,7 +59,7 @@ def _matrices(seed: int, *shapes: tuple[int, int]) -> Arrays:
 
 
 def _softmax(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[float, NDArray[Any]]:
-    """Return the mean cross-entropy and its derivative by the scores."""
+    """Return the mean cross-entropy and its derivative with respect to the scores."""
     shifted = scores - scores.max(axis=1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     derivative = np.exp(logs)
@@ -69,7 +69,7 @@ def _softmax(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[float, NDArray
 
 
 def _classifier(params: Arrays, inputs: NDArray[Any], labels: NDArray[Any]) -> tuple[float, Arrays]:
-    """Return loss and gradients of a network with one hidden layer, or with none."""
+    """Return loss and gradients of a network with at most one hidden layer."""
     *hidden, last = params
     inside = np.tanh(inputs @ hidden[0]) if hidden else inputs
     loss, derivative = _softmax(inside @ last, labels)
@@ -80,7 +80,7 @@ def _classifier(params: Arrays, inputs: NDArray[Any], labels: NDArray[Any]) -> t
 
 
 def _language_model(params: Arrays, inputs: NDArray[Any], labels: NDArray[Any]) -> tuple[float, Arrays]:
-    """Return loss and gradients: an embedding of each of eight bytes, a hidden layer, the next byte."""
+    """Return loss and gradients of a model that predicts the next byte from eight embedded ones, by a hidden layer."""
     embedding, hidden, last = params
     joined = embedding[inputs].reshape(len(inputs), -1)
     loss, gradients = _classifier([hidden, last], joined, labels)
@@ -93,7 +93,7 @@ def _language_model(params: Arrays, inputs: NDArray[Any], labels: NDArray[Any]) 
 
 
 def _regression(params: Arrays, inputs: NDArray[Any], outputs: NDArray[Any]) -> tuple[float, Arrays]:
-    """Return half the mean square of the errors of a linear function, and its gradient."""
+    """Return half the mean squared error of a linear function, and its gradient."""
     errors = inputs @ params[0] - outputs
     return float((errors**2).mean() / 2), [(inputs.T @ errors / errors.size).astype(np.float32)]
 
@@ -121,7 +121,7 @@ Drift = tuple[Task, Mapping[str, Any], int, int]
 
 
 def drifts() -> dict[str, Drift]:
-    """Return trainings that change after a freeze, with settings, the step of the freeze and all steps."""
+    """Return tasks that change after a freeze, with settings, the step of the freeze and the number of steps."""
     target = np.random.default_rng(9).standard_normal(DIMENSIONS).astype(np.float32)
     late = np.arange(DIMENSIONS) % 10 == 0
 

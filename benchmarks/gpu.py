@@ -1,9 +1,9 @@
-"""Bytes a second of the kernels for CUDA devices, over a copy on the device that moves the same bytes.
+"""Bytes per second of the kernels for CUDA devices, relative to a copy on the device that moves as many bytes.
 
     python benchmarks/gpu.py
 
-Times of the device, by CUDA events. Writes gpu.json and gpu.png, and the tables of README.md. Without a CUDA
-device it ends with status 2; ``--dry-run`` runs the whole program at tiny sizes on the CPU.
+Times are measured on the device, by CUDA events. Writes gpu.json and gpu.png, and the tables of README.md. Without a
+CUDA device it exits with status 2; ``--dry-run`` runs the whole program at tiny sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WHATS = ["encode with feedback", "encode, no feedback", "decode", "decode and ad
 WITH_FEEDBACK, NO_FEEDBACK, DECODE, ADD = WHATS
 PUBLIC = "encode with feedback, waiting"
 FLOATS = {WITH_FEEDBACK: 3, PUBLIC: 3, NO_FEEDBACK: 1, DECODE: 1, ADD: 2}
-"""Floats that must be read or written for an element, besides the payload."""
+"""Float32 values read or written per element, besides the payload."""
 
 SMALLEST, LARGEST, STRIDE = 20, 28, 2
 DRY_SMALLEST, DRY_LARGEST, DRY_ROUNDS = 10, 12, 2
 
 Case = tuple[dict[str, Any], int, Callable[[], object], str]
-"""Names of a row, bytes that must be moved, what to call, and with which kernels."""
+"""The names of a row, the bytes to move, the call, and its kernels."""
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def measure(device: Device, exponents: range, rounds: int) -> dict[str, Any]:
 
 
 def without_kernels(device: Device) -> list[str]:
-    """Take away the libraries whose kernels are not there, and say so; return their kernels' names."""
+    """Remove and report libraries whose kernels are not available; return the names of these kernels."""
     missing = []
     for library, kernels in list(device.libraries.items()):
         try:
@@ -124,7 +124,7 @@ def candidates(device: Device, size: int) -> list[Candidate]:
 
 
 def cases(device: Device, size: int) -> Iterator[Case]:
-    """Yield everything that is timed at one size."""
+    """Yield all candidates of one size."""
     x, residual, out = device.tensor(size), device.tensor(size).zero_(), device.tensor(size).zero_()
     for subject in SUBJECTS:
         compressor = COMPRESSORS[subject]
@@ -144,7 +144,7 @@ def cases(device: Device, size: int) -> Iterator[Case]:
 def calls_of(
     compressor: qcomp.Compressor, kernels: str, x: Any, residual: Any, out: Any
 ) -> dict[str, Callable[[], object]]:
-    """Return what is timed of a compressor; the primitives do not wait for the device, the public call does."""
+    """Return the timed calls of a compressor; primitives do not wait for the device, the public call does."""
     key = qcomp.Key()
     with qcomp.backends.use(kernels):
         payload = compressor.compress(x, key=key)
@@ -159,7 +159,7 @@ def calls_of(
 
 
 def deepspeed_cases(device: Device, x: torch.Tensor, residual: torch.Tensor) -> Iterator[Case]:
-    """Yield DeepSpeed's operations, with the bytes that the same step must move."""
+    """Yield DeepSpeed's operations, with the bytes that a sign step must move."""
     momentum, error, size = x.clone(), torch.zeros_like(residual), x.numel()
     codes, scale = baselines.deepspeed_encode(momentum, error, device.packbits)
     calls: dict[str, Callable[[], object]] = {
@@ -172,7 +172,7 @@ def deepspeed_cases(device: Device, x: torch.Tensor, residual: torch.Tensor) -> 
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw time over a copy of the same bytes against size, a panel for each of the things timed."""
+    """Draw the time relative to a copy of the same bytes against size, with a panel for each call."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     panels = figure.subplots(1, len(WHATS), sharex=True, sharey=True)
     colours = dict(zip([*SUBJECTS, DEEPSPEED], ["#d1495b", "#2e86ab", "#3d9970", "0.4"], strict=True))
@@ -193,7 +193,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def blocks(document: dict[str, Any]) -> dict[str, str]:
-    """Return the part of the page that comes from these results."""
+    """Return the part of the page made from these results."""
     largest = max(row["elements"] for row in document["results"])
     rows = [
         [

@@ -1,10 +1,10 @@
-"""How short the codes of a trained model's gradients are, beside their entropy.
+"""The length of coded gradients of a trained model, compared with their entropy.
 
     python benchmarks/gradients.py
 
-Trains the language model of the demo with exact Adam in one process, and takes its gradient early and late. All of it
-is rounded by QSGD as one vector, and so are some of its tensors, each alone and all together: these are kept in
-sample.npz, from which a test computes their lengths anew. Writes gradients.json, gradients.png and the tables of
+Trains the language model of the demo with exact Adam in one process, and takes an early and a late gradient. QSGD
+rounds each gradient as one vector, and some of its tensors, each alone and all together. These tensors are saved in
+sample.npz, from which a test recomputes their lengths. Writes gradients.json, gradients.png and the tables of
 README.md.
 """
 
@@ -45,7 +45,7 @@ SAMPLE = {
     "head.weight": slice(64, 128),
     "final_norm.weight": slice(None),
 }
-"""The tensors that are kept, and which of their rows."""
+"""The saved tensors, and which of their rows are saved."""
 WHOLE, ALL = "the whole gradient", "the sample as one vector"
 CODES = {
     "fixed": "fixed width",
@@ -56,7 +56,7 @@ CODES = {
 }
 STYLES = {"fixed": "black", "sparse": "#e0962b", "dense": "#3d9970", "range": "#d1495b", "entropy": "#2e86ab"}
 MOST_OVER = 0.02
-"""How far above the entropy the range coder may be."""
+"""The accepted excess of the range coder over the entropy."""
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def train(moments: Mapping[str, int]) -> dict[str, dict[str, Floats]]:
-    """Return all tensors of the gradient at some moments, by the steps before each."""
+    """Return all tensors of the gradient after some numbers of steps, by these numbers."""
     task, last = LanguageModelTask(seed=0, rank=0), max(moments.values())
     ((name, network),) = task.networks.items()
     own, comm = list(network.parameters()), qcomp.comm.LocalCommunicator.alone()
@@ -106,7 +106,7 @@ def train(moments: Mapping[str, int]) -> dict[str, dict[str, Floats]]:
 
 
 def sample(gradients: Mapping[str, Mapping[str, Floats]]) -> dict[str, Any]:
-    """Return the rows that are kept, each named by its moment and its tensor."""
+    """Return the saved rows, named by moment and tensor."""
     return {
         f"{moment}/{name}": tensors[name][rows]
         for moment, tensors in gradients.items()
@@ -121,7 +121,7 @@ def measure(gradients: Mapping[str, Mapping[str, Floats]]) -> list[dict[str, Any
 
 
 def vectors(kept: Mapping[str, Floats]) -> list[tuple[str, str, Floats]]:
-    """Return the vectors of a sample with their moments and names: at each moment all together, then each tensor."""
+    """Return the vectors of a sample with moments and names: for each moment all tensors together, then each."""
     moments: dict[str, dict[str, Floats]] = {}
     for key, tensor in kept.items():
         moment, _, name = key.partition("/")
@@ -152,7 +152,7 @@ def lengths(cases: list[tuple[str, str, Floats]]) -> list[dict[str, Any]]:
 
 
 def measured(x: Floats, norm: str, count: int) -> dict[str, Any]:
-    """Return the bytes of each code of a vector, those that the entropy would need, and those of whole payloads."""
+    """Return the bytes of each code of a vector, the bytes of its entropy, and the bytes of whole payloads."""
     coded = {code: compressor(norm, count, code) for code in coding.CODINGS}
     sent = {code: c.compress(x, key=KEY) for code, c in coded.items()}
     signed = levels_of(x, coded["range"], sent["range"])
@@ -171,7 +171,7 @@ def compressor(norm: str, count: int, code: str) -> qcomp.Compressor:
 
 
 def plain(c: qcomp.Compressor) -> qcomp.Compressor:
-    """Return what has the same values in fixed width."""
+    """Return the compressor with the same values in codes of fixed width."""
     assert c.coder is not None
     assert isinstance(c.coder.plain, qcomp.Compressor)
     return c.coder.plain
@@ -209,24 +209,24 @@ def omega_bits(numbers: Integers) -> int:
 
 
 def entropy(signed: Integers) -> float:
-    """Return the bits an element of the distribution of magnitudes, with a bit for each sign."""
+    """Return the entropy of the magnitudes in bits per element, plus a bit for each sign."""
     counts = np.bincount(np.abs(signed))
     share = counts[counts > 0] / signed.size
     return float(-np.sum(share * np.log2(share)) + np.mean(signed != 0))
 
 
 def over(row: Mapping[str, Any]) -> float:
-    """Return by how much the range coder exceeds the entropy, as a share of it."""
+    """Return the relative excess of the range coder over the entropy."""
     return float(row["codes"]["range"] / row["codes"]["entropy"] - 1)
 
 
 def bits(row: Mapping[str, Any], code: str) -> float:
-    """Return the bits an element of a code."""
+    """Return the bits per element of a code."""
     return float(8 * row["codes"][code] / row["elements"])
 
 
 def blocks(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parts of the page that come from these results."""
+    """Return the parts of the page made from these results."""
     rows = document["results"]
     return {
         "whole": all_codes([row for row in rows if row["vector"] == WHOLE]),
@@ -266,7 +266,7 @@ def each_tensor(rows: list[dict[str, Any]]) -> str:
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """Return the bits of the range coder, in how many bytes it is too far above the entropy, and what is shorter."""
+    """Return the bits of the range coder, its excess in bytes if too large, and any shorter code."""
     codes, remarks = row["codes"], [percent(row)]
     if over(row) > MOST_OVER:
         remarks.append(f"{codes['range'] - codes['entropy']:.0f} bytes")
@@ -279,13 +279,13 @@ def cell(row: Mapping[str, Any]) -> str:
 
 
 def percent(row: Mapping[str, Any]) -> str:
-    """Return how far the range coder is above the entropy, bold where that is too far."""
+    """Return the excess of the range coder over the entropy, in bold if too large."""
     text = f"{over(row):+.2%}"
     return text if over(row) <= MOST_OVER else f"**{text}**"
 
 
 def picture(document: Mapping[str, Any]) -> Figure:
-    """Return bits an element over the levels, of the whole gradient when training is over."""
+    """Return bits per element against levels, for the whole gradient at the end of training."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     panels = figure.subplots(1, len(NORMS), sharey=True)
     for panel, norm in zip(panels, NORMS, strict=True):

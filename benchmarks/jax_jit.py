@@ -1,8 +1,8 @@
-"""Time of compression on JAX over the time of a copy there: the pure version operation by operation, and compiled.
+"""Time of compression in JAX relative to a copy in JAX, for the pure version eagerly and compiled.
 
     python benchmarks/jax_jit.py
 
-One process, all threads that XLA takes. Writes jax.json and jax.png.
+Runs in one process with all threads that XLA uses. Writes jax.json and jax.png.
 """
 
 import argparse
@@ -30,7 +30,7 @@ COMPRESSORS: dict[str, qcomp.Compressor] = {
 }
 EXPONENTS = (12, 16, 20, 24)
 EAGER_LIMIT = 1 << 20
-"""Elements above which the pure version is not timed operation by operation: it takes seconds."""
+"""Elements above which the eager pure version is not timed, since it takes seconds."""
 STYLES = {"pure": ":", "jax": "-"}
 COLOURS = {"encode with feedback": "#d1495b", "decode": "#2e86ab"}
 
@@ -57,7 +57,7 @@ def measure(largest: int, rounds: int) -> dict[str, Any]:
     results = []
     for exponent in (e for e in EXPONENTS if e <= largest):
         for row in interleaved(candidates(1 << exponent), rounds, f"2^{exponent} elements"):
-            # What the bytes alone would take, at the speed of the copy: it reads 4 bytes an element and writes 4.
+            # The time of the bytes alone, at the speed of the copy, which reads and writes 4 bytes per element.
             least = row["bytes"] / (8 * row["elements"])
             over_bytes = {
                 "median": rounded(row["over_copy"]["median"] / least),
@@ -98,7 +98,7 @@ def candidates(size: int) -> list[Candidate]:
 def calls_of(
     compressor: qcomp.Compressor, x: Array, residual: Array
 ) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return what is timed of a compressor, and the bytes that must be read and written for it."""
+    """Return the timed calls of a compressor, and the bytes that each must read and write."""
     key = qcomp.Key()
     with qcomp.backends.use("jax"):
         payload = compressor.compress(x, key=key)
@@ -114,13 +114,13 @@ def calls_of(
 
 
 def waiting(call: Callable[[], object]) -> Callable[[], object]:
-    """Return a call that waits until its results are there."""
+    """Return a call that waits for its results."""
     wait: Callable[[object], object] = jax.block_until_ready
     return lambda: wait(call())
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw time over a copy against size, a panel for each compressor."""
+    """Draw the time relative to a copy against size, with a panel for each compressor."""
     figure = Figure(figsize=(15, 5), layout="constrained")
     panels = figure.subplots(1, len(COMPRESSORS), sharex=True, sharey=True)
     for panel, subject in zip(panels, COMPRESSORS, strict=True):

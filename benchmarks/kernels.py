@@ -1,9 +1,9 @@
-"""Time of each primitive over the time of a copy of its input, pure and with each set of kernels for the CPU.
+"""Time of each primitive relative to a copy of its input, for the pure version and each kernel set for the CPU.
 
     python benchmarks/kernels.py
 
-One process, one thread, except where two are compared with one. Writes kernels.json and kernels.png, and beside them
-comparisons.png and the tables of README.md.
+Runs in one process with one thread, except for the comparison of two threads with one. Writes kernels.json,
+kernels.png, comparisons.png, and the tables of README.md.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from qcomp.backends import numba_cpu
 SMALLEST, STRIDE = 10, 3
 DEFAULT, FULL = 25, 28
 COMPARED = 25
-"""The log2 of the most elements at which others are timed too: some need ten times the memory of their input."""
+"""The log2 of the most elements for the baselines, some of which need ten times the memory of their input."""
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def measure(largest: int, rounds: int) -> dict[str, Any]:
 
 
 def one_thread_over_two(vectors: Vectors) -> list[Candidate]:
-    """Return the kernels that use threads, with one thread, compared with themselves with two."""
+    """Return the kernels that use threads as candidates with one thread, compared with two."""
 
     def with_threads(threads: int, timing: Timer) -> Timer:
         def run() -> float:
@@ -107,7 +107,7 @@ def largest_only(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def blocks(document: dict[str, Any]) -> dict[str, str]:
-    """Return the parts of the page that come from these results."""
+    """Return the parts of the page made from these results."""
     return {
         "kernels": ratio_table(document),
         "threads": threads_table(document["threads"]),
@@ -116,7 +116,7 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
 
 
 def ratio_table(document: dict[str, Any]) -> str:
-    """Return the ratios at the largest size; those of the pure version at the largest that it was timed at."""
+    """Return the ratios at the largest size, and for the pure version at the largest size that was timed."""
     columns = {
         key: largest_only([r for r in document["results"] if (r["kernels"], r["arrays"]) == key])
         for key in [("numba", "numpy"), ("numba", "torch"), ("pure", "numpy")]
@@ -140,7 +140,7 @@ def ratio_table(document: dict[str, Any]) -> str:
 
 
 def threads_table(rows: list[dict[str, Any]]) -> str:
-    """Return how much faster two threads are."""
+    """Return the speed-ups by a second thread."""
     cells = [[row["subject"], row["what"], page.cell(row["over_two_threads"])] for row in rows]
     head = ["", "", "ratio"]
     return f"Time with one thread over time with two, {rows[0]['elements']:,} elements.\n\n{page.table(head, cells)}"

@@ -2,8 +2,8 @@
 
     sudo make bench-network
 
-Needs root and iproute2. Writes a file for each run into docs/benchmarks/network, and leaves out the runs that are there
-already: stop it and start it again as you like. Then it draws the pictures and writes the tables of that folder's
+Needs root and iproute2. Writes a file for each run into docs/benchmarks/network, and skips runs whose files exist, so
+it can be stopped and restarted at any time. Then it draws the pictures and writes the tables of that folder's
 README.md.
 """
 
@@ -26,11 +26,11 @@ from tqdm import tqdm
 PARTS = ("matrix", "links", "exchange", "loss")
 ROUNDS = {"100mbit": 5, "1gbit": 20, "10gbit": 30, "loopback": 30}
 TIMED = {"100mbit": 4, "1gbit": 8}
-"""Rounds of the steps that losses are made of."""
+"""Rounds of the steps of which loss curves consist."""
 ALONE = ("powersgd1", "powersgd2", "sign", "onebit_adam")
-"""With what every rank trains for itself too, because the cost model does not know what these compute themselves."""
+"""Methods with which every rank also trains alone, since the cost model does not know their own computation."""
 FAST_WITH_FOUR = "mlp"
-"""The model that four ranks train on fast links too, where the processor decides and two cores say little."""
+"""The model that four ranks also train on fast links, where the processor is the limit and two cores tell little."""
 LINK_ROUNDS, EXCHANGE_ROUNDS = 7, 9
 CHECKED = ("adam", "onebit_adam")
 CHECK_STEPS = 40
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def run(tasks: Sequence[Task]) -> bool:
-    """Run one after the other, and return whether one failed; the others run all the same."""
+    """Run the tasks one after the other, all of them even if some fail; return whether any failed."""
     failed = False
     for task in tqdm(tasks, desc="runs", unit="run"):
         tqdm.write(task.name)
@@ -103,7 +103,7 @@ def parse() -> argparse.Namespace:
 
 
 def matrix(options: argparse.Namespace, results: Results) -> Iterator[Task]:
-    """Return the steps of all methods; those that the cost model is judged by are in one process."""
+    """Return the tasks for steps of all methods; those that test the cost model share a process."""
     for ranks in options.ranks:
         for model in options.models:
             usual = [link for link in options.links if ranks == 2 or model == FAST_WITH_FOUR or link in TIMED]
@@ -121,7 +121,7 @@ def matrix(options: argparse.Namespace, results: Results) -> Iterator[Task]:
 
 
 def links(options: argparse.Namespace, results: Results) -> Iterator[Task]:
-    """Return what the cost model is fed with."""
+    """Return the tasks for the inputs of the cost model."""
     for ranks in options.ranks:
         for group in ([link for link in options.links if link != "loopback"], ["loopback"]):
             wanted = [x for x in group if x in options.links and not results.link_path(ranks, x).exists()]
@@ -134,7 +134,7 @@ def links(options: argparse.Namespace, results: Results) -> Iterator[Task]:
 
 
 def exchange(options: argparse.Namespace, results: Results) -> Iterator[Task]:
-    """Return the exchanges of 1-bit payloads."""
+    """Return the tasks for exchanges of 1-bit payloads."""
     wanted = [link for link in options.links if link in TIMED]
     for transport in ("gloo", "mpi"):
         for ranks in options.ranks:
@@ -147,7 +147,7 @@ def exchange(options: argparse.Namespace, results: Results) -> Iterator[Task]:
 
 
 def loss(options: argparse.Namespace, results: Results) -> Iterator[Task]:
-    """Return the curves, the times of their steps, and what checks that the two may be multiplied."""
+    """Return the tasks for curves, for times of their steps, and to check that the two may be multiplied."""
     for name in RECIPES:
         path = results.loss_path(name)
         if not path.exists():
@@ -168,7 +168,7 @@ def loss(options: argparse.Namespace, results: Results) -> Iterator[Task]:
 
 
 def _alone(wanted: Sequence[str]) -> str | None:
-    """Return the loopback if that is wanted; without a link the ranks set the limits themselves."""
+    """Return the loopback if it is requested; without a link the ranks set the limits themselves."""
     return "loopback" if wanted == ["loopback"] else None
 
 

@@ -1,11 +1,11 @@
-"""What averaging buys: the error at which SGD on noisy, quantized gradients stays, over the number of ranks.
+"""The gain from averaging: the stationary error of SGD on noisy, quantized gradients against the number of ranks.
 
     python benchmarks/noise_floor.py
 
 f(x) = |x|^2 / 2; every rank's gradient is x plus normal noise, quantized by QSGD without feedback. The stationary error
-E |x|^2 is proportional to 1 / N where every rank's message goes to all ranks, since their errors are independent. In
-two phases each server quantizes the average once more; that error is in proportion to the average, so it too becomes
-less with more ranks, but from two ranks on the floor is higher.
+E |x|^2 is proportional to 1 / N if every rank sends its message to all ranks, since their errors are independent. In
+two phases each server also quantizes the average. That error is proportional to the average, so it also decreases with
+more ranks, but from two ranks on the floor is higher.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SIZE = 512
 RATE = 0.1
 COMPRESSOR = qcomp.QSGD(levels=1, bucket_size=64)
 SETTLED = 100
-"""Steps until the start is forgotten: (1 - rate)^100 is 3e-5."""
+"""Steps until the initial value no longer matters: (1 - rate)^100 is 3e-5."""
 Topology = Literal["all_gather", "two_phase"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 STYLES = {"all_gather": ("o", "#d1495b"), "two_phase": ("s", "#2e86ab")}
@@ -61,7 +61,7 @@ def measure(steps: int, seeds: int) -> list[dict[str, Any]]:
 
 
 def floor(topology: Topology, ranks: int, steps: int, seed: int) -> float:
-    """Return the mean of |x|^2 over the steps after the start is forgotten."""
+    """Return the mean of |x|^2 over the steps after the first `SETTLED` ones."""
     optimizer = qcomp.CompressedSGD(
         learning_rate=RATE,
         momentum=0.0,
@@ -87,7 +87,7 @@ def floor(topology: Topology, ranks: int, steps: int, seed: int) -> float:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return the errors as a table in Markdown, each times the ranks, over that of one rank."""
+    """Return the errors as a table in Markdown, also multiplied by the ranks and relative to one rank."""
     rows = []
     for topology in TOPOLOGIES:
         of_topology = [row for row in results if row["topology"] == topology]
@@ -107,7 +107,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def picture(results: list[dict[str, Any]]) -> Figure:
-    """Return the errors over the ranks, beside the line of 1 / N."""
+    """Return a plot of the errors against the ranks, with the line of 1 / N."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for topology, (marker, colour) in STYLES.items():

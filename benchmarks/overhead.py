@@ -1,11 +1,11 @@
-"""What a call costs besides its arithmetic, and what the first call costs.
+"""The cost of a call besides its arithmetic, and the cost of the first call.
 
     python benchmarks/overhead.py
 
-Calls on arrays that stay in the cache, one thread. A call's time is taken as overhead + n * arithmetic, and the
-arithmetic of an element as what the calls with 65 536 elements take longer than those with 16 384, over the
-difference; so the overhead of small arrays is what does not grow with the array. Writes overhead.json and
-overhead.png, and the tables of README.md.
+Calls use arrays that stay in the cache, and one thread. The time of a call is modelled as overhead + n * arithmetic.
+The arithmetic per element is the time difference between 65 536 and 16 384 elements over the difference in elements.
+So the overhead of small arrays is the time that does not grow with the array. Writes overhead.json and overhead.png,
+and the tables of README.md.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """Return what calls cost beside their arithmetic, in microseconds, for all compressors and sizes."""
+    """Return the overhead of calls in microseconds, for all compressors and sizes."""
     numba_cpu.set_num_threads(1)
     timers = {
         (subject, what, size): timer(call, under("numba"), least=LEAST_SECONDS)
@@ -100,7 +100,7 @@ def sampled(
 
 
 def result(samples: dict[tuple[str, str, int], list[float]], key: tuple[str, str, int]) -> dict[str, Any]:
-    """Return the row of one call and size; the arithmetic is that of the same round."""
+    """Return the row of one call and size; the arithmetic is measured in the same round."""
     subject, what, size = key
     small, large = ANCHORS
     pairs = zip(samples[subject, what, small], samples[subject, what, large], strict=True)
@@ -139,7 +139,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def blocks(document: dict[str, Any]) -> dict[str, str]:
-    """Return the parts of the page that come from these results."""
+    """Return the parts of the page made from these results."""
     found = {(r["subject"], r["what"], r["elements"]): r["overhead_us"] for r in document["results"]}
     names = dict.fromkeys(key[:2] for key in found)
     rows = [[*name, *(page.cell(found[*name, size]) for size in SIZES)] for name in names]

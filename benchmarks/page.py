@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/README.md, written from the JSON files, so that the page cannot disagree with them."""
+"""Writes the tables of docs/benchmarks/README.md from the JSON files, so that the page cannot disagree with them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,19 +25,19 @@ def cell(spread: Mapping[str, Any] | None) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number in three digits, without an exponent."""
+    """Return a number with three digits and no exponent."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def made(document: Mapping[str, Any]) -> str:
-    """Return a sentence on the machine of a document and its number of rounds."""
+    """Return a sentence about the machine and the number of rounds of a document."""
     words = ", ".join(f"{name} {value}" for name, value in document["machine"].items())
     trial = "" if document["rounds"] >= FEWEST_ROUNDS else "**A trial: too few rounds to mean anything.** "
     return f"{trial}Medians (quartiles) of {document['rounds']} rounds; {words}."
 
 
 def rewrite(folder: Path, blocks: Mapping[str, str]) -> None:
-    """Replace what is between the markers of each block on the folder's page; a folder may have none."""
+    """Replace the text between the markers of each block on the folder's page, if the folder has a page."""
     path = folder / PAGE
     if path.exists():
         path.write_text(replaced(path.read_text(), blocks))

@@ -1,8 +1,8 @@
-"""The cost model beside published and measured step times.
+"""Comparison of the cost model with published and measured step times.
 
     python benchmarks/planning.py
 
-Computed, not timed: from the hardware that a publication names. Writes the tables and the picture of
+Step times are computed from the hardware that a publication names, not timed. Writes the tables and the picture of
 docs/planning/README.md.
 """
 
@@ -19,7 +19,7 @@ from qcomp.planning.picture import draw
 MS = 1e-3
 BERT_LARGE = 340_000_000
 EFFECTIVE = 4.1e9 / 8
-"""What one TCP connection reached on the 40 Gbit Ethernet of the publication, bytes a second."""
+"""Bytes per second that one TCP connection reached on the publication's 40 Gbit Ethernet."""
 WARMUP = 0.15
 RING = Method("ring")
 SIGNS = Method("two_phase", qcomp.ScaledSign())
@@ -32,7 +32,7 @@ class Profile:
     nodes: int
     samples: str
     compute: float
-    """Forward, backward and update, seconds."""
+    """Seconds of forward pass, backward pass and update."""
     allreduce: float
     """Seconds."""
 
@@ -48,26 +48,26 @@ PROFILES = [
 
 
 def ethernet(nodes: int, *, streams: float = 40 / 4.1) -> Cluster:
-    """Return the cluster: a connection has 4.1 Gbit/s, and a node's 40 Gbit/s are enough for several."""
+    """Return the cluster: one connection reaches 4.1 Gbit/s of a node's 40 Gbit/s."""
     return Cluster(4 * nodes, Link(EFFECTIVE, streams=streams), ranks_per_node=4)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is predicted of a profile."""
+    """The predictions for a profile."""
 
     allreduce: float
-    """Seconds of the ring."""
+    """Seconds of the ring all-reduce."""
     speedup: float
-    """Of the compressed stage, over the predicted plain step."""
+    """Speed-up of the compressed stage over the predicted plain step."""
     over_measured: float
-    """The same, over the measured plain step."""
+    """Speed-up of the compressed stage over the measured plain step."""
     run: float
-    """Of a run with the warm-up, over the predicted plain step."""
+    """Speed-up of a run, including the warm-up, over the predicted plain step."""
 
 
 def stage(profile: Profile, *, streams: float = 40 / 4.1) -> Stage:
-    """Return what the model says of a profile."""
+    """Return the predictions for a profile."""
     job = Job(BERT_LARGE, profile.compute, gradient_bytes=2)
     cluster = ethernet(profile.nodes, streams=streams)
     plain, signs = (step_time(job, cluster, gpu(), method) for method in (RING, SIGNS))
@@ -81,28 +81,28 @@ def stage(profile: Profile, *, streams: float = 40 / 4.1) -> Stage:
 
 
 def needed_share(speedup: float, compressor: qcomp.Compressor, size: int) -> float:
-    """Return the share of a plain step that sending must have had, if that was all that got faster."""
+    """Return the share of a plain step that sending must have taken, if only sending became faster."""
     ratio = 4 * size / compressor.payload_spec(size).nbytes
     return (1 - 1 / speedup) / (1 - 1 / ratio)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step time of stock DistributedDataParallel over gloo, on links that were limited to a rate."""
+    """A step time of stock DistributedDataParallel over gloo, on rate-limited links."""
 
     model: str
     ranks: int
     link: str
     half: bool
     compute: float
-    """Seconds of a step without communication, the middle of what was measured."""
+    """Seconds of a step without communication, the middle of the measured range."""
     seconds: float
     """The mean of the runs."""
 
 
 MLP, TRANSFORMER = 10_512_394, 10_300_000
 PAYLOAD = {"100 Mbit/s": 0.096e9 / 8, "1 Gbit/s": 0.957e9 / 8}
-"""What of a rate carries payload, bytes a second."""
+"""Bytes of TCP payload per second at each rate."""
 STEPS = [
     Measured("MLP", 2, "100 Mbit/s", False, 0.1045, 3.658),
     Measured("MLP", 2, "100 Mbit/s", True, 0.1045, 1.858),
@@ -116,7 +116,7 @@ STEPS = [
 
 
 def predicted(step: Measured, machine: Machine) -> float:
-    """Return what the model says of a measured step."""
+    """Return the prediction for a measured step."""
     size = MLP if step.model == "MLP" else TRANSFORMER
     cluster = Cluster(step.ranks, Link(PAYLOAD[step.link], latency=0.2e-3))
     return step_time(Job(size, step.compute), cluster, machine, Method("ring", half=step.half)).seconds

@@ -8,7 +8,7 @@ __all__ = ["Cosine"]
 
 @dataclass(frozen=True)
 class Cosine:
-    """Learning rate of a step: up in a line over the first tenth, then down in a cosine to a tenth."""
+    """Learning rate of a step: rises linearly over the first tenth, then falls as a cosine to a tenth."""
 
     peak: float
     steps: int

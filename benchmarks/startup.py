@@ -1,4 +1,4 @@
-"""What a process pays before the kernels run: imports, and compiling or reading from numba's cache."""
+"""Startup costs of a process with kernels: imports, and compiling them or reading them from numba's cache."""
 
 import json
 import os
@@ -51,7 +51,7 @@ print(json.dumps(found))
 
 
 def measure(starts: int) -> dict[str, dict[str, Any]]:
-    """Return seconds by what was done: imports from all processes, first calls apart for cold and warm caches."""
+    """Return seconds by action: imports in all processes, first calls separately for cold and warm caches."""
     samples: dict[str, list[float]] = {}
     for _ in tqdm(range(starts), desc="starting processes", unit="pair"):
         with tempfile.TemporaryDirectory() as cache:
@@ -63,7 +63,7 @@ def measure(starts: int) -> dict[str, dict[str, Any]]:
 
 
 def one_process(**environment: str) -> dict[str, float]:
-    """Run the program in a process of its own, with these additions to its environment."""
+    """Run the program in a new process, with these additions to its environment."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | environment,

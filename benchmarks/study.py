@@ -2,8 +2,8 @@
 
     mpirun -n 2 python -m mpi4py benchmarks/study.py
 
-Writes a file for each run into docs/benchmarks/convergence/runs, and leaves out the runs that are there already: stop
-it and start it again as you like. Then it draws the curves and writes the tables of that folder's README.md.
+Writes a file for each run into docs/benchmarks/convergence/runs, and skips runs whose files exist, so it can be stopped
+and restarted at any time. Then it draws the curves and writes the tables of that folder's README.md.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def path_of(runs: Path, task: str, method: str, seed: int) -> Path:
 def missing(
     wanted: list[tuple[str, str, int]], runs: Path, comm: qcomp.comm.Communicator
 ) -> list[tuple[str, str, int]]:
-    """Return the runs whose files are not there, as rank 0 sees it, so that all ranks run the same."""
+    """Return the runs whose files are missing on rank 0, so that all ranks run the same ones."""
     there = np.array([path_of(runs, *run).exists() for run in wanted], dtype=np.uint8)
     (seen, *_) = comm.all_gather(there, [len(wanted)] * comm.size)
     return [run for run, done in zip(wanted, seen, strict=True) if not done]

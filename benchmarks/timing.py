@@ -1,6 +1,6 @@
-"""Interleaved timing: every round times every candidate once, each beside what it is compared with.
+"""Interleaved timing: every round times every candidate once, next to its baselines.
 
-So what disturbs the machine disturbs both alike. A figure is the median over the rounds, its spread the quartiles.
+So a disturbance of the machine affects both alike. A figure is the median over the rounds, its spread the quartiles.
 """
 
 import math
@@ -28,17 +28,17 @@ MOST_REPEATS = 1000
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed, and what it is compared with."""
+    """A timed call and its baselines."""
 
     row: dict[str, Any]
-    """What names it in the results."""
+    """The entries that identify it in the results."""
     time: Timer
     over: dict[str, Timer] = field(default_factory=dict)
-    """By the name of the ratio: what the candidate's time is divided by."""
+    """The timers whose time divides the candidate's, by the name of the ratio."""
 
 
 def interleaved(candidates: Sequence[Candidate], rounds: int, title: str) -> list[dict[str, Any]]:
-    """Return a row for each candidate: its seconds, and its ratios, as `spread` gives them."""
+    """Return a row for each candidate: the `spread` of its seconds and of its ratios."""
     for candidate in candidates:  # compiles, and touches all memory
         candidate.time()
         for baseline in candidate.over.values():
@@ -76,14 +76,14 @@ def timer(
     Parameters
     ----------
     call : callable
-        What is timed.
+        The timed call.
     context : callable
-        Makes the context in which it is called, whose beginning and end are not timed.
+        Makes the context of the call; entering and leaving it is not timed.
     seconds : callable
-        Returns the seconds of one of some calls.
+        Returns the mean seconds of some calls.
     least : float
-        Seconds that a timing takes at least: short calls are repeated. How often is settled at the first timing,
-        after a call that compiles what must be compiled.
+        The least seconds of a timing; short calls are repeated. The number of repetitions is determined in the first
+        timing, after a call that compiles.
     """
     repeats = 0
 

@@ -1,10 +1,10 @@
-"""What the watch over the frozen variance costs: time and bytes of steps with it, over those without.
+"""The cost of the watch over the frozen variance: time and bytes of steps with it, relative to steps without.
 
     python benchmarks/watch_cost.py
 
-Both take turns in one process, after the freeze, eight steps of each at a time, so that each turn has one step that
-sends a sample. The time is that of the processor: in the optimizer's step alone, exchange in memory included, and in
-training steps of small transformers on one core, to which a network would only add.
+Both take turns in one process after the freeze, for eight steps each, so that each turn has one step that sends a
+sample. It measures processor time: of the optimizer's step alone, including the exchange in memory, and of training
+steps of small transformers on one core. A network would only add to these.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def gradients(model: str) -> list[np.ndarray]:
 
 
 def measure(model: str, method: str, rounds: int) -> dict[str, Any]:
-    """Return the seconds of each turn, and the bytes of one."""
+    """Return the seconds of each turn, and the bytes of one turn."""
     grads, comm = gradients(model), LocalCommunicator.alone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ def measure_training(width: int, method: str, rounds: int) -> dict[str, Any]:
 
 
 def bytes_sent(opt: qcomp.Adam, grads: list[np.ndarray]) -> int:
-    """Return what a rank of two sends in a turn of compressed steps."""
+    """Return the bytes that each of two ranks sends in a turn of compressed steps."""
 
     def rank_main(comm: Any) -> int:
         params = [np.zeros_like(g) for g in grads]
@@ -163,7 +163,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def training_table(trainings: list[dict[str, Any]]) -> str:
-    """Return what the watch adds to the optimizer's part of a training step, over the whole step."""
+    """Return the time that the watch adds to the optimizer's part, relative to the whole training step."""
     rows = []
     for each in trainings:
         passes, (without, watched) = each["passes"][0], each["updates"]

@@ -1,1 +1,1 @@
-"""Three training tasks, and the optimizers that are compared on them at equal steps."""
+"""Three training tasks, and the optimizers compared on them at equal steps."""

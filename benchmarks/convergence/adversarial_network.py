@@ -18,14 +18,14 @@ LATENT = 32
 WIDTH = 64
 BATCH = 32
 JUDGED = 2000
-"""Pictures that are drawn to be judged."""
+"""Number of pictures that are drawn for the metric."""
 
 
 class AdversarialNetworkTask(Task):
-    """A generator and a discriminator take turns; 0.2 million parameters, 32 pictures a rank and step.
+    """A generator and a discriminator take turns; 0.2 million parameters, 32 pictures per rank and step.
 
-    Judged by the Fréchet distance between the pixels of drawn and of real digits, both taken as Gaussian: 0 for the
-    same mean and covariance.
+    The metric is the Fréchet distance between the pixels of drawn and real digits, both taken as Gaussian: 0 for equal
+    means and covariances.
     """
 
     name: ClassVar[str] = "adversarial_network"
@@ -73,7 +73,7 @@ class AdversarialNetworkTask(Task):
         return functional.softplus(-of_real).mean() + functional.softplus(of_drawn).mean()
 
     def judge(self) -> float:
-        """Return the distance of drawn digits, normalized by their own batch, from all real ones."""
+        """Return the distance between drawn digits, normalized by their own batch, and all real ones."""
         train, _, held_out, _ = digits()
         with torch.no_grad():
             drawn = self.generator(latent(JUDGED, (0,)))
@@ -81,12 +81,12 @@ class AdversarialNetworkTask(Task):
 
 
 def norm(features: int) -> nn.Module:
-    """Return a norm over the batch that remembers nothing: every rank's networks are the same in each step."""
+    """Return a batch norm without running statistics, so that every rank's networks are the same in each step."""
     return nn.BatchNorm2d(features, track_running_stats=False)
 
 
 def latent(count: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Return what a generator draws from, from a key alone."""
+    """Return a generator's random input, which depends on a key alone."""
     return torch.from_numpy(np.random.default_rng(key).standard_normal((count, LATENT), dtype=np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Handwritten digits of scikit-learn's package: 1797 pictures of 8 by 8, split once and for all."""
+"""The handwritten digits of scikit-learn: 1797 pictures of 8 by 8, always split in the same way."""
 
 from functools import cache
 
@@ -9,12 +9,12 @@ from sklearn.datasets import load_digits
 __all__ = ["digits", "draw"]
 
 HELD_OUT = 360
-"""Pictures to be judged on."""
+"""Number of held-out pictures."""
 
 
 @cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return pictures, float32 of shape (n, 1, 8, 8) from -1 to 1, and labels: to train on, and held out."""
+    """Return pictures, float32 of shape (n, 1, 8, 8) from -1 to 1, with labels, for training and held out."""
     bunch = load_digits()
     pictures = torch.from_numpy(bunch.images.astype(np.float32)).unsqueeze(1) / 8 - 1
     labels = torch.from_numpy(bunch.target.astype(np.int64))
@@ -24,5 +24,5 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def draw(count: int, batch: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Return the indices of ``batch`` of ``count`` pictures, from a key alone."""
+    """Return the indices of ``batch`` of ``count`` pictures, which depend on a key alone."""
     return torch.from_numpy(np.random.default_rng(key).integers(0, count, size=batch))

@@ -20,11 +20,11 @@ __all__ = ["LanguageModelTask"]
 CONTEXT = 128
 BATCH = 8
 WINDOWS = 256
-"""Of the validation set, always the same ones."""
+"""Number of windows of the validation set, always the same ones."""
 
 
 class LanguageModelTask(Task):
-    """Predict the next byte; 0.87 million parameters, 8 windows of 128 bytes a rank and step."""
+    """Predict the next byte; 0.87 million parameters, 8 windows of 128 bytes per rank and step."""
 
     name: ClassVar[str] = "language_model"
     title: ClassVar[str] = "byte-level transformer on the standard library"
@@ -34,7 +34,7 @@ class LanguageModelTask(Task):
     clip_norm: ClassVar[float | None] = 1.0
 
     corpus: ClassVar[Corpus | None] = None
-    """Read once; every run of a process learns from the same."""
+    """The corpus, read once and shared by all runs of a process."""
 
     def build(self) -> Mapping[str, nn.Module]:
         """Return the transformer."""

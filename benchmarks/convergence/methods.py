@@ -1,4 +1,4 @@
-"""The optimizers that are compared."""
+"""The compared optimizers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ BASELINE = "adam"
 
 @dataclass(frozen=True)
 class Method:
-    """A name for people, a colour, and the optimizer for a task of so many steps."""
+    """A label, a colour, and the optimizer for a task and its number of steps."""
 
     label: str
     colour: str
     make: Callable[[dict[str, Any], int], qcomp.Optimizer]
     tried: bool = False
-    """Whether it was tried because another did not keep up; it only runs when it is asked for."""
+    """Whether it was added because another method fell behind; it runs only on request."""
 
     def optimizer(self, task: Task, steps: int) -> qcomp.Optimizer:
         """Return the optimizer of one of the task's networks."""

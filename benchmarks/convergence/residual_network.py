@@ -1,4 +1,4 @@
-"""A small residual network that tells digits apart."""
+"""A small residual network that classifies digits."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -16,11 +16,11 @@ __all__ = ["ResidualNetworkTask"]
 WIDTH = 48
 BATCH = 32
 NOISE = 0.5
-"""Standard deviation of what is added to training pictures, whose pixels go from -1 to 1."""
+"""Standard deviation of the noise added to pictures, whose pixels are from -1 to 1."""
 
 
 class Block(nn.Module):
-    """Two convolutions beside the identity, each after a norm."""
+    """Two convolutions, each after a norm, added to the identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class ResidualNetworkTask(Task):
-    """Classify digits under noise; three residual blocks, 0.13 million parameters, 32 pictures a rank and step."""
+    """Classify digits under noise; three residual blocks, 0.13 million parameters, 32 pictures per rank and step."""
 
     name: ClassVar[str] = "residual_network"
     title: ClassVar[str] = "small ResNet on digits"
@@ -76,5 +76,5 @@ class ResidualNetworkTask(Task):
 
 
 def noise(shape: tuple[int, ...], key: tuple[int, ...]) -> torch.Tensor:
-    """Return normal noise that follows from a key alone."""
+    """Return normal noise that depends on a key alone."""
     return NOISE * torch.from_numpy(np.random.default_rng(key).standard_normal(shape, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""What a training task is to the study: networks to train, gradients of each, and one number to judge them by."""
+"""The interface of a training task: networks to train, their losses, and a number that measures their quality."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ __all__ = ["Task"]
 
 
 class Task(ABC):
-    """A task that all ranks train together, each on draws of its own.
+    """A task that all ranks train together, each on its own draws.
 
-    Everything follows from the seed: the first parameters, which are the same on all ranks, and the draws, which
-    follow from (seed, rank, step) alone.
+    The seed determines everything: the initial parameters, which are the same on all ranks, and the draws, which depend
+    on (seed, rank, step) alone.
 
     Parameters
     ----------
     seed : int
     rank : int
-        Of this process.
+        The rank of this process.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     metric: ClassVar[str]
-    """What `judge` returns, in words; less is better."""
+    """A description of the number that `judge` returns; less is better."""
     steps: ClassVar[int]
     learning_rate: ClassVar[float]
     betas: ClassVar[tuple[float, float]] = (0.9, 0.99)
@@ -40,7 +40,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> Mapping[str, nn.Module]:
-        """Return the networks by name; each has an optimizer of its own, and they take turns in every step."""
+        """Return the networks by name; each has its own optimizer, and they take turns in every step."""
 
     @abstractmethod
     def loss(self, network: str, step: int) -> torch.Tensor:
@@ -48,4 +48,4 @@ class Task(ABC):
 
     @abstractmethod
     def judge(self) -> float:
-        """Return how good the networks are; the same on all ranks, which hold the same parameters."""
+        """Return the metric of the networks; the same on all ranks, since these hold the same parameters."""

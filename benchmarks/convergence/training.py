@@ -14,12 +14,12 @@ from qcomp.comm import Communicator
 __all__ = ["Run", "train"]
 
 JUDGEMENTS = 10
-"""Times that a run is judged, its end included."""
+"""Number of times that the metric is computed in a run, including its end."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run came to."""
+    """The result of a run."""
 
     task: str
     method: str
@@ -30,7 +30,7 @@ class Run:
     curve: list[tuple[int, float]]
     """(completed steps, the task's metric)"""
     bytes_sent: int
-    """By rank 0 in all steps together, as the communicator counted them."""
+    """Bytes sent by rank 0 in all steps, as the communicator counted them."""
 
     @property
     def final(self) -> float:
@@ -39,17 +39,17 @@ class Run:
 
     @property
     def volume_ratio(self) -> float:
-        """How many times more a ring all-reduce of float32 gradients would have sent; infinite where nothing was."""
+        """Bytes of a ring all-reduce of float32 gradients relative to the bytes sent; infinite if nothing was sent."""
         ring = 2 * (self.ranks - 1) / self.ranks * 4 * self.parameters * self.steps
         return ring / self.bytes_sent if self.bytes_sent else float("inf")
 
     def document(self) -> dict[str, Any]:
-        """Return what goes into a JSON file."""
+        """Return the contents of a JSON file."""
         return asdict(self)
 
 
 def train(task: Task, method: str, steps: int, comm: Communicator) -> Run:
-    """Train a task's networks in turn and judge them on the way; all ranks end with the same parameters."""
+    """Train a task's networks in turn, and compute the metric at times; all ranks end with the same parameters."""
     trainers = [
         _Trainer(task, name, network, METHODS[method].optimizer(task, steps), comm)
         for name, network in task.networks.items()

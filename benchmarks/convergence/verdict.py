@@ -1,4 +1,4 @@
-"""The tables and pictures of the study, from the files of its runs."""
+"""Makes the tables and pictures of the study from the files of its runs."""
 
 import json
 import math
@@ -18,12 +18,12 @@ __all__ = ["Paired", "read", "write"]
 
 
 class Paired:
-    """How a method ends beside the baseline, seed by seed.
+    """Comparison of a method's final metric with the baseline, seed by seed.
 
     Parameters
     ----------
     method, baseline : mapping of int to Run
-        By seed; seeds that both have are compared.
+        Runs by seed; only seeds of both are compared.
     """
 
     def __init__(self, method: Mapping[int, Run], baseline: Mapping[int, Run]) -> None:
@@ -39,7 +39,7 @@ class Paired:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the mean difference is no more than one standard deviation of the baseline over seeds."""
+        """Whether the mean difference is at most one standard deviation of the baseline over seeds."""
         return self.difference <= self.baseline_spread
 
 
@@ -82,7 +82,7 @@ def table(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> str:
         if name not in of_task:
             continue
         result = Paired(of_task[name], baseline)
-        several = result.seeds > 1  # one seed has no spread to judge by
+        several = result.seeds > 1  # one seed has no standard deviation
         verdict = "" if name == BASELINE or not several else "yes" if result.keeps_up else "**no**"
         difference = (
             "" if name == BASELINE else _with_spread(result.difference, result.difference_spread, sign="+")
@@ -115,7 +115,7 @@ def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figur
     axes = figure.subplots()
     for name, method in METHODS.items():
         runs = list(of_task.get(name, {}).values())
-        if len(runs) < (2 if method.tried else 1):  # one run of what was tried is for the table
+        if len(runs) < (2 if method.tried else 1):  # one run of an added method is only for the table
             continue
         steps = [step for step, _ in runs[0].curve]
         values = [[value for _, value in run.curve] for run in runs]

@@ -1,4 +1,4 @@
-"""What a run sends by arithmetic: how many steps are exact, compressed and silent, and what a compressed one sends."""
+"""Computes the volume of a run: the numbers of exact, compressed and silent steps, and the bytes of each kind."""
 
 from collections.abc import Mapping
 
@@ -11,12 +11,12 @@ from convergence.training import Run
 __all__ = ["compressed_ratio", "table", "volume"]
 
 LONG = 150_000
-"""Steps of a pre-training such as those of the papers."""
+"""Steps of a pre-training as in the papers."""
 WARMUP = 0.15
 
 
 def compressed_ratio(onebit_adam: Run) -> float:
-    """Return how many times more than a compressed step an exact one sends, from a run of 1-bit Adam with both."""
+    """Return the bytes of an exact step relative to a compressed one, from a run of 1-bit Adam with both."""
     exact = first(onebit_adam.steps, WARMUP)
     bytes_exact = 2 * (onebit_adam.ranks - 1) / onebit_adam.ranks * 4 * onebit_adam.parameters
     compressed = (onebit_adam.bytes_sent - exact * bytes_exact) / (onebit_adam.steps - exact)
@@ -24,12 +24,12 @@ def compressed_ratio(onebit_adam: Run) -> float:
 
 
 def volume(steps: int, exact: int, compressed: int, ratio: float) -> float:
-    """Return how many times more so many exact steps would send; a step may be exact and compressed at once."""
+    """Return the volume of exact steps alone relative to a run's; a step may be both exact and compressed."""
     return steps / (exact + compressed / ratio)
 
 
 def table(runs: Mapping[str, Mapping[int, Run]]) -> str:
-    """Return the arithmetic of 1-bit Adam and 0/1 Adam, beside what was sent, in Markdown."""
+    """Return the computed and the measured volumes of 1-bit Adam and 0/1 Adam as a table in Markdown."""
     onebit, zero_one = (next(iter(runs[name].values())) for name in ("onebit_adam", "zero_one_adam"))
     ratio = compressed_ratio(onebit)
     short = onebit.steps

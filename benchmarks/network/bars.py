@@ -1,4 +1,4 @@
-"""The picture of the matrix: a step of each method over compute alone, by link."""
+"""Draws the matrix: a step of each method relative to computation alone, by link."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ __all__ = ["picture"]
 
 
 def picture(runs: Sequence[Run]) -> Figure | None:
-    """Return a panel for each link, and in it bars for each model and number of ranks; None if there are no runs."""
+    """Return a figure with a panel for each link, model and number of ranks; None if there are no runs."""
     if not runs:
         return None
     links = [link for link in LINKS if any(run.link == link for run in runs)]

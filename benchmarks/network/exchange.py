@@ -1,7 +1,7 @@
 """One process of the exchange benchmark: the 1-bit payloads of a gradient of 100 MB, over gloo or MPI.
 
-Started on every rank by network_times.py. Timed are the exchanges of the payloads alone, and the whole mean, which
-encodes and decodes too, in turn; both in the topology that the mean chooses.
+network_times.py starts it on every rank. It alternately times the exchanges of the payloads alone and the whole mean,
+which also encodes and decodes; both in the topology that the mean selects.
 """
 
 import argparse
@@ -28,13 +28,13 @@ WARM = 2
 
 
 class Exchanges:
-    """What is timed on this rank."""
+    """The timed calls on this rank."""
 
     def __init__(self, comm: Any, elements: int, arrays: str) -> None:
         values = np.random.default_rng(comm.rank).standard_normal(elements, dtype=np.float32)
         self.comm = comm
         self.source: Any = import_module("torch").from_numpy(values) if arrays == "torch" else values
-        # A gradient that is given away holds the residual afterwards: the next one needs a buffer of its own.
+        # A donated gradient holds the residual afterwards, so the next one needs another buffer.
         self.buffers_of_gradients: list[Any] = [self.source + 0, self.source + 0]
         self.mean = qcomp.CompressedMean(COMPRESSOR, "auto")
         self.state = self.mean.init(self.source, comm)
@@ -46,7 +46,7 @@ class Exchanges:
         self.step = 0
 
     def exchange(self) -> Callable[[], object]:
-        """Return what sends payloads of the right lengths."""
+        """Return a call that sends payloads of the right lengths."""
         comm = self.comm
 
         def two_phases() -> None:
@@ -59,7 +59,7 @@ class Exchanges:
         return two_phases if self.in_two_phases else gather
 
     def whole(self) -> Callable[[], object]:
-        """Return what averages a gradient, which is there anew."""
+        """Return a call that averages a new gradient."""
         self.step += 1
         own = self.buffers_of_gradients[self.step % 2]
         own[:] = self.source
@@ -71,7 +71,7 @@ class Exchanges:
         return run
 
     def timed(self, run: Callable[[], object]) -> tuple[float, int]:
-        """Return the seconds of the slowest rank, and the bytes that this one sent."""
+        """Return the seconds of the slowest rank, and the bytes that this rank sent."""
         self.comm.all_gather(self.buffers[0][:1], [1] * self.comm.size)
         before, start = self.comm.bytes_sent, time.perf_counter()
         run()

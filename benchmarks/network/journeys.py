@@ -1,4 +1,4 @@
-"""Loss against seconds: curves over steps, and the measured seconds of the stages that they go through."""
+"""Loss against seconds, from the loss at each step and the measured seconds of each step's stage."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from network.tables import NAMES, NOTHING
 __all__ = ["Journey", "blocks", "picture", "target"]
 
 NEAR = (1.05, 1.02)
-"""How many times exact Adam's lowest loss a method's may be; one that ends higher is no way to that loss."""
+"""Largest ratios of a method's lowest loss to exact Adam's; methods above it do not set the target loss."""
 
 TIMES, CHECK = "times", "check-"
 
 
 @dataclass(frozen=True)
 class Journey:
-    """A method's losses, and the stages of its steps."""
+    """The losses of a method, and the stages of its steps."""
 
     method: str
     steps: int
@@ -33,7 +33,7 @@ class Journey:
     losses: list[tuple[int, float]]
     stages: list[tuple[str, int]]
     seconds: float
-    """Of all steps, on the link on which they were done."""
+    """Seconds of all steps, on the link where they ran."""
     link: str
     machine: dict[str, Any]
 
@@ -43,13 +43,13 @@ class Journey:
         return min(loss for _, loss in self.losses)
 
     def clock(self, times: Mapping[str, float]) -> list[float]:
-        """Return the seconds after 0, 1, 2, ... steps, where each takes what `SETTLED` has of its stage."""
+        """Return the seconds after 0, 1, 2, ... steps, each of which takes the time of its stage in `SETTLED`."""
         recipe = RECIPES[self.method]
         each = [times[recipe.stage(stage)] for stage, count in self.stages for _ in range(count)]
         return [0.0, *accumulate(each)]
 
     def seconds_to(self, loss: float, times: Mapping[str, float]) -> float | None:
-        """Return the seconds after which the loss is reached, in a line between two judgements; None if it never is."""
+        """Return the seconds until a loss is reached, interpolated between measured losses; None if never reached."""
         clock = self.clock(times)
         for (before, high), (after, low) in pairwise(self.losses):
             if low <= loss:
@@ -59,7 +59,7 @@ class Journey:
 
 
 def target(journeys: Sequence[Journey], near: float) -> float:
-    """Return the loss that is waited for: the lowest that every method reaches which comes near exact Adam."""
+    """Return the target: the lowest loss that is reached by every method within ``near`` of exact Adam's lowest."""
     exact = min(journey.lowest for journey in journeys if journey.method == "adam")
     return max(journey.lowest for journey in journeys if journey.lowest <= near * exact)
 
@@ -69,7 +69,7 @@ def blocks(results: Results) -> dict[str, str]:
     journeys, times = _journeys(results), _times(results)
     if not journeys or not times:
         return {"loss": NOTHING, "check": NOTHING}
-    stricter = {target(journeys, near): near for near in NEAR}  # of two that wait for the same loss
+    stricter = {target(journeys, near): near for near in NEAR}  # of two with the same target
     return {
         "loss": "\n\n".join(_table(journeys, times, near) for near in stricter.values()),
         "check": _checked(results, times) or NOTHING,
@@ -148,7 +148,7 @@ def picture(results: Results) -> Figure | None:
             panel.plot(*zip(*points, strict=True), color=recipe.colour, label=recipe.label)
         for near in NEAR:
             panel.axhline(target(journeys, near), color="0.6", lw=1)
-        # The first second is over before anything is learned.
+        # Nothing is learned in the first second.
         panel.set(xscale="log", xlabel="seconds", title=NAMES[link], xlim=(1, None), ylim=(None, 4.5))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss, nats a byte")

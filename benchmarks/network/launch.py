@@ -1,4 +1,4 @@
-"""Starting a program on every rank: over gloo or MPI, on the nodes of a shaped network or all on one of them."""
+"""Starts a program on every rank, over gloo or MPI, on the nodes of a shaped network or all on one node."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ __all__ = ["LINKS", "RATES", "RankError", "launch"]
 
 LINKS = ("100mbit", "1gbit", "10gbit", "loopback")
 RATES = {"100mbit": 1e8 / 8, "1gbit": 1e9 / 8, "10gbit": 1e10 / 8}
-"""Bytes a second. On the loopback of one node there is no limit."""
+"""Bytes per second; the loopback of one node has no limit."""
 FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[2], Path(__file__).parents[2] / "examples"]
-"""Where ranks import from."""
+"""The folder from which ranks import."""
 PORT = 29511
 
 
@@ -33,24 +33,24 @@ def launch(
     link: str | None = None,
     limit_seconds: float = 1500,
 ) -> None:
-    """Run ``python *program`` on every rank of a network of its own, and wait.
+    """Run ``python *program`` on every rank of a new network, and wait.
 
     Parameters
     ----------
     transport : {"gloo", "mpi"}
-        What starts the ranks, and carries their messages: over TCP in both.
+        Starts the ranks and carries their messages; both use TCP.
     ranks : int
     program : sequence of str
         Arguments of Python.
     link : str, optional
-        One of `LINKS`; without one there is a node for each rank, and no limit until a rank sets one by `limit`.
+        One of `LINKS`. Without it each rank has a node, and no limit until a rank sets one by `limit`.
     limit_seconds : float
-        After which the ranks are ended.
+        Seconds after which the ranks are ended.
 
     Raises
     ------
     NetworkError
-        If there can be no network here.
+        If no network can be made here.
     RankError
         If a rank fails, or the ranks take too long.
     """
@@ -75,7 +75,7 @@ def _gloo(name: str, ranks: int, command: Sequence[str], *, alone: bool) -> list
 
 
 def _mpi(name: str, ranks: int, command: Sequence[str], *, alone: bool) -> list[subprocess.Popen[bytes]]:
-    # MPICH: libfabric's TCP comes nearer to the rate of the wire than the default, UCX.
+    # MPICH: libfabric's TCP comes closer to the wire rate than the default, UCX.
     own = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo" if alone else "eth0"}
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)]
     if not alone:
@@ -93,7 +93,7 @@ def _environment(name: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
-        "THP_MEM_ALLOC_ENABLE": "1",  # torch's large tensors on large pages, as NumPy's are
+        "THP_MEM_ALLOC_ENABLE": "1",  # large pages for torch's large tensors, as NumPy uses
     }
 
 
@@ -102,12 +102,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait for all, and end all if one fails or they take too long."""
+    """Wait for all ranks, and end all if one fails or they take too long."""
     deadline = time.monotonic() + seconds
     try:
         while any(process.poll() is None for process in processes):
             if any(process.returncode for process in processes):
-                time.sleep(2)  # the others may find that out, and say more
+                time.sleep(2)  # the other ranks may notice and report more
                 break
             if time.monotonic() > deadline:
                 raise RankError(f"the ranks did not end within {seconds:g} s")

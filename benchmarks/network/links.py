@@ -1,7 +1,7 @@
-"""One process that measures what the cost model wants to know: each link, and the speed of each compressor.
+"""One process that measures the inputs of the cost model: each link, and the speed of each compressor.
 
-Started on every rank by network_times.py. The same as ``qcomp plan --measure``, in whose format it writes, for one link
-after the other.
+network_times.py starts it on every rank. It does the same as ``qcomp plan --measure``, and writes the same format, for
+one link after the other.
 """
 
 import argparse

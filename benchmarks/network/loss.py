@@ -1,7 +1,7 @@
-"""One process of the time to a loss: a language model's curve, or the times of the steps that curves are made of.
+"""One process of the time to a loss: a language model's loss curve, or the times of the steps of such curves.
 
-Started on every rank by network_times.py. A curve over steps is the same on every link, so it is trained once, where
-nothing limits the link; the times of its steps are measured on the limited ones.
+network_times.py starts it on every rank. A curve over steps is the same on every link, so it is trained once, on an
+unlimited link; the times of its steps are measured on the limited ones.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WARM = 2
 
 
 class Learner:
-    """A model, its optimizer and its way to average, on a process group of its own."""
+    """A model, its optimizer and its method of averaging, with its own process group."""
 
     def __init__(self, recipe: Recipe, rate: Cosine, exact: int, corpus: Corpus) -> None:
         torch.manual_seed(0)
@@ -74,17 +74,17 @@ class Learner:
         self.done += 1
         if not self.comm:
             return self._stage, seconds
-        # Exact means take four bytes an element, the longest payloads one.
+        # Exact means take four bytes per element, the longest payloads one.
         each = (self.comm.bytes_sent - sent) / self.parameters / (2 - 2 / self.comm.size)
         return "exact" if each > 2 else "compressed", seconds
 
     def turn(self) -> float:
-        """Return the seconds of the second of two steps on this rank: in training, too, one comes after the other."""
+        """Return the seconds of the second of two steps on this rank, since steps follow each other in training."""
         self.step()
         return self.step()[1]
 
     def judge(self) -> float:
-        """Return the validation loss in nats a byte, for which each rank takes its share of the windows."""
+        """Return the validation loss in nats per byte; each rank evaluates a share of the windows."""
         windows = validation_windows(self.corpus.validation, WINDOWS, CONTEXT)
         parts = torch.split(windows, AT_ONCE)[dist.get_rank() :: dist.get_world_size()]
         with torch.inference_mode():
@@ -95,7 +95,7 @@ class Learner:
 
 
 def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
-    """Train, and return the loss at some steps, the stages of the steps, and how long they took here."""
+    """Train, and return the loss at some steps, and the stages and seconds of all steps."""
     learner = Learner(RECIPES[name], Cosine(PEAK, steps), max(1, round(WARMUP * steps)), corpus)
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(1, JUDGEMENTS + 1)}
     losses, stages, seconds = [(0, rounded(learner.judge()))], [], 0.0
@@ -119,7 +119,7 @@ def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
 
 
 def times(links: list[str], rounds: list[int], corpus: Corpus) -> dict[str, Any]:
-    """Return the seconds of the slowest rank's steps on each link, by what is timed in turn."""
+    """Return the seconds of the slowest rank's steps on each link, by the timed recipe."""
     rate = Cosine(SLOW, 1000)
     learners = {name: Learner(recipe, rate, exact, corpus) for name, (recipe, exact) in SETTLED.items()}
     results = {}

@@ -1,7 +1,7 @@
 """One process of the matrix: all methods in turn, step by step, on one link after the other.
 
-Started on every rank by network_times.py. A turn of every method follows on a turn of the one before, so that each is
-compared with what the same machine did in the same seconds.
+network_times.py starts it on every rank. The methods take turns, so that all are measured in the same seconds on the
+same machine.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from network.timeline import readiness
 from network.volume import volume
 
 READY_ROUNDS = 10
-"""Steps in which it is measured when gradients are ready."""
+"""Steps that measure when gradients are ready."""
 WARM = 2
-"""Turns of each method that are not counted: DDP makes its buckets anew, some methods begin with exact steps."""
+"""Turns of each method that are not counted: DDP rebuilds its buckets, and some methods start with exact steps."""
 ALONE = " alone"
-"""After the name of a method with which every rank trains for itself."""
+"""Suffix of the name of a method with which every rank trains alone."""
 PATIENCE = timedelta(seconds=120)
-"""After which a method whose ranks have lost each other has failed."""
+"""Time after which a method fails if its ranks no longer hear from each other."""
 
 
 class Field:
@@ -46,9 +46,9 @@ class Field:
     model : str
     methods : sequence of str
     interface : str
-        Whose counter has the bytes.
+        The network interface whose counter has the bytes.
     alone : sequence of str
-        Methods with which every rank trains for itself too.
+        Methods with which every rank also trains alone.
     """
 
     def __init__(self, model: str, methods: Sequence[str], interface: str, alone: Sequence[str] = ()) -> None:
@@ -64,7 +64,7 @@ class Field:
 
     @contextmanager
     def _recorded(self, method: str) -> Iterator[None]:
-        """Leave a method out on all ranks if it fails on one."""
+        """Drop a method on all ranks if it fails on one."""
         error = ""
         try:
             yield
@@ -93,18 +93,19 @@ class Field:
     def turn(self, method: str) -> tuple[float, float]:
         """Return the seconds and the bytes of the second of two steps on this rank.
 
-        In training, too, the step before is of the same method. After seconds of others' steps, one that frees and
-        takes memory finds that the system has taken it back meanwhile, and pays for that.
+        In training the previous step is of the same method. After seconds of other methods' steps, the system has
+        reclaimed the memory that a method frees and allocates in each step, and its first step pays for that.
         """
         self.step(method)
         return self.step(method) if method in self.trainees else (0.0, 0.0)
 
     def rounds(self, count: int, title: str) -> dict[str, list[tuple[float, float]]]:
-        """Return what each turn of each method took on this rank."""
+        """Return the seconds and bytes of each turn of each method on this rank."""
         samples: dict[str, list[tuple[float, float]]] = {method: [] for method in self.trainees}
         for number in tqdm(range(count), desc=title, unit="round", disable=dist.get_rank() != 0):
             order = list(self.trainees)
-            # Alike on all ranks, and none always after the same one, which leaves it the memory in the same disorder.
+            # The order is the same on all ranks. It changes, so that no method always follows the same one, which
+            # would always leave memory in the same state.
             random.Random(number).shuffle(order)
             for method in order:
                 samples[method].append(self.turn(method))
@@ -120,12 +121,12 @@ def _group(*, solo: bool) -> Any:
 
 
 def summary(samples: dict[str, list[tuple[float, float]]], shared: int) -> dict[str, Any]:
-    """Return the seconds of the slowest rank, and the bytes of a rank without those of the bookkeeping.
+    """Return the seconds of the slowest rank, and the bytes of a rank without the benchmark's own messages.
 
     Parameters
     ----------
     samples : dict of str to list of (float, float)
-        Of this rank; all ranks have the same methods. Collective.
+        The samples of this rank; all ranks have the same methods. Collective.
     shared : int
         The ranks that share the interface.
     """
@@ -143,7 +144,7 @@ def summary(samples: dict[str, list[tuple[float, float]]], shared: int) -> dict[
 
 
 def main() -> None:
-    """Run the links that were asked for, and write a file for each."""
+    """Run the requested links, and write a file for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), required=True)

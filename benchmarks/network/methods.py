@@ -1,4 +1,4 @@
-"""The ways to average that are compared: stock DistributedDataParallel, its hooks, and those of qcomp."""
+"""The compared methods of averaging: stock DistributedDataParallel, its hooks, and those of qcomp."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,34 +19,34 @@ from qcomp.integrations import ddp
 __all__ = ["COMPUTE", "METHODS", "Method", "Trainee"]
 
 COMPUTE = "compute"
-"""The method in which nothing is averaged."""
+"""The method that averages nothing."""
 BUCKET_MB, ONE_BUCKET_MB = 25, 1000
 FREEZE = 2
-"""The exact steps of 1-bit Adam; what is timed is the stage after them."""
+"""The exact steps of 1-bit Adam; the stage after them is timed."""
 SLOW = 1e-7
-"""A rate at which nothing diverges, although the variance is frozen far too early: only the time counts."""
+"""A rate at which nothing diverges, although the variance is frozen far too early; only the time matters."""
 SMALLEST_GAIN = 2
-"""Of PowerSGD, as stock: a matrix whose factors have more than half of its elements is sent as it is."""
+"""PowerSGD's default: a matrix whose factors have more than half of its elements is sent uncompressed."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to average."""
+    """A method of averaging."""
 
     label: str
     colour: str
     register: Callable[[DistributedDataParallel, Any], None] | None = None
-    """Gives a model on a process group its hook; None for none."""
+    """Registers the hook of a model on a process group; None for no hook."""
     compressor: str | None = None
-    """The spec of what qcomp compresses with, in the topology that it chooses itself."""
+    """The spec of qcomp's compressor, in the automatically selected topology."""
     rank: int | None = None
-    """Of PowerSGD."""
+    """The rank of PowerSGD's approximation."""
     adam: CompressingOptimizer | None = None
-    """What updates the parameters, and averages, in place of stock SGD with momentum."""
+    """The optimizer that averages and updates the parameters, instead of stock SGD with momentum."""
 
     @property
     def ours(self) -> bool:
-        """Whether this is one of qcomp's."""
+        """Whether this is a method of qcomp."""
         return self.compressor is not None
 
 
@@ -97,16 +97,16 @@ METHODS = {
 
 
 class Trainee:
-    """A model, its optimizer and its way to average, on a process group of its own.
+    """A model, its optimizer and its method of averaging, with its own process group.
 
-    So a method that fails takes no other with it.
+    So a method that fails does not break others.
     """
 
     def __init__(self, method: str, model: Model, group: Any) -> None:
         chosen = METHODS[method]
         torch.manual_seed(0)
-        # PowerSGD starts its second all-reduce from a callback. Over gloo the callbacks of two buckets run in
-        # either order, which differs between ranks and aborts the job: it has one bucket.
+        # PowerSGD starts its second all-reduce from a callback. Over gloo the callbacks of two buckets run in an
+        # order that differs between ranks, which aborts the job. So it has one bucket.
         self.model = DistributedDataParallel(
             model.make(),
             process_group=group,
@@ -133,5 +133,5 @@ class Trainee:
 
 
 def parameter_shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of what is averaged."""
+    """Return the shapes of the averaged tensors."""
     return [tuple(p.shape) for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""What is trained: a perceptron and a transformer of some ten million parameters, and random batches."""
+"""The trained models: a perceptron and a transformer of about ten million parameters, with random batches."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +15,7 @@ WINDOW = 32
 
 
 class Transformer(nn.Module):
-    """An encoder that predicts a token at every place; 10.2 million parameters."""
+    """An encoder that predicts a token at every position; 10.2 million parameters."""
 
     def __init__(self, width: int = 384, layers: int = 4, heads: int = 6) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def sentences() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Model(NamedTuple):
-    """How to make it, and what it is trained on."""
+    """The functions that make a model and its batches."""
 
     label: str
     make: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""The cost model beside the measured steps, and what it recommends."""
+"""Comparison of the cost model and its recommendations with the measured steps."""
 
 from typing import NamedTuple
 
@@ -12,28 +12,28 @@ from qcomp.planning import Job, Measured, Method, advise, step_time
 __all__ = ["Choice", "choice", "predicted"]
 
 NEIGHBOURS = {"powersgd1": COMPUTE, "powersgd2": COMPUTE, "onebit_adam": "sign"}
-"""What a method is like but for computation of its own, which the model does not know.
+"""The method that a method resembles except for its own computation, which the cost model does not know.
 
-Steps in which every rank trains for itself show it.
+Steps in which every rank trains alone measure that computation.
 """
 PLAIN = {"none": Method("ring"), "fp16": Method("ring", half=True)}
 HOOKS = ("sign", "qsgd4", "minmax8")
-"""With `PLAIN`, what the advisor chooses from."""
+"""The methods that the advisor compares with each other and with `PLAIN`."""
 
 
 def predicted(method: str, run: Run, measured: Measured, *, overlapped: bool = False) -> float | None:
-    """Return the seconds of a step by the cost model; None if something it needs was not measured.
+    """Return the predicted seconds of a step; None if an input of the cost model was not measured.
 
     Parameters
     ----------
     method : str
     run : Run
-        Its steps without messages and its shapes count, nothing else.
+        Only its steps without messages and its shapes are used.
     measured : Measured
-        Of the same ranks and link.
+        Measured with the same ranks and link.
     overlapped : bool
-        Whether what is sent while gradients are still computed takes no time of its own, as if nothing that sends
-        needed the processor that computes. PowerSGD, in one bucket, never does that.
+        Whether sending overlaps with the computation of gradients for free, as if it did not need the processor.
+        PowerSGD, with one bucket, never overlaps.
     """
     assert measured.cluster is not None  # there are ranks
     own = 0.0
@@ -64,24 +64,24 @@ def predicted(method: str, run: Run, measured: Measured, *, overlapped: bool = F
 
 
 def _compressed(spec: str, run: Run) -> Method:
-    """Return how a compressor averages the tensors of a model, which the hook chooses."""
+    """Return the planner's method for a compressor, with the topology that the hook selects for a model."""
     compressor = qcomp.compressor(spec)
     mean = qcomp.CompressedMean(compressor, "auto", feedback=False).chosen(run.shapes, run.ranks)
     return Method(mean.topology, compressor)
 
 
 class Choice(NamedTuple):
-    """What the advisor recommends for a run, beside what was measured."""
+    """The advisor's recommendation for a run, and the measured times."""
 
     method: str
     best: str
-    """The fastest of the others."""
+    """The fastest other method."""
     ratio: float
-    """The measured step of the recommended method over that of the best of the others."""
+    """The measured step of the recommended method relative to that of the fastest other method."""
 
 
 def choice(run: Run, measured: Measured) -> Choice:
-    """Return what the advisor recommends, given compute alone, the link and the speeds."""
+    """Return the advisor's recommendation, given computation time, link and speeds."""
     assert measured.cluster is not None  # there are ranks
     size = volume("sign", run.shapes)
     job = Job(size.exact + size.compressed, run.compute, exact=size.exact, tensors=size.tensors)

@@ -1,4 +1,4 @@
-"""The optimizers whose time to a loss is compared, and the stages that their steps go through."""
+"""The optimizers whose time to a loss is compared, and the stages of their steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["PEAK", "RECIPES", "SETTLED", "Recipe"]
 BETAS = (0.9, 0.99)
 PEAK = 1e-3
 WARMUP = 0.15
-"""The share of exact steps of what freezes its variance."""
+"""The share of exact steps of optimizers that freeze the variance."""
 NEVER = 10**9
 
 Rate = Callable[[int], float]
@@ -20,19 +20,19 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What trains, and which of `SETTLED` has the time of its steps."""
+    """An optimizer, and the entry of `SETTLED` with the times of its steps."""
 
     label: str
     colour: str
     make: Callable[[Rate, int], CompressingOptimizer] | None = None
-    """An optimizer of qcomp, of a rate and of the exact steps; else torch's Adam updates the parameters."""
+    """Makes an optimizer of qcomp from a rate and the exact steps; None for torch's Adam."""
     hook: str | None = None
-    """The spec of a compressor of gradients; else they are averaged exactly."""
+    """The spec of the compressor of gradients; None to average them exactly."""
     exact: str = "warmup"
     compressed: str = ""
 
     def stage(self, name: str) -> str:
-        """Return which of `SETTLED` has the time of a step."""
+        """Return the entry of `SETTLED` with the time of a step."""
         return {"exact": self.exact, "compressed": self.compressed}[name]
 
 
@@ -70,4 +70,4 @@ SETTLED = {
     "sign_hook": (RECIPES["sign_hook"], NEVER),
     "qsgd4_hook": (RECIPES["qsgd4_hook"], NEVER),
 }
-"""What is timed: a recipe and its exact steps, after which it stays in one stage."""
+"""The timed recipes with their exact steps, after which each stays in one stage."""

@@ -1,4 +1,4 @@
-"""What the programs of the ranks wrote, read back."""
+"""Reads the results that the programs of the ranks have written."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ __all__ = ["Results", "Run"]
 
 @dataclass(frozen=True)
 class Run:
-    """All methods on one link."""
+    """The times of all methods on one link."""
 
     model: str
     ranks: int
@@ -26,12 +26,12 @@ class Run:
     methods: dict[str, dict[str, Any]]
     failures: dict[str, str]
     alone: dict[str, dict[str, Any]]
-    """What some of them take when every rank trains for itself, in the same rounds; empty where no model needs it."""
+    """The times of some methods when every rank trains alone, in the same rounds; empty if no model needs them."""
     ready: list[float]
-    """When each bucket of gradients is there, as shares of a step without messages; with `alone` only."""
+    """When each bucket of gradients is ready, as shares of a step without messages; only with `alone`."""
 
     def seconds(self, method: str, *, alone: bool = False) -> float:
-        """Return the median of a step, or of one in which every rank trains for itself."""
+        """Return the median of a step, or of one in which every rank trains alone."""
         if method == COMPUTE or not alone:
             return float(self.methods[method]["seconds"]["median"])
         return float(self.alone[method]["seconds"]["median"])
@@ -53,7 +53,7 @@ class Results:
     Parameters
     ----------
     folder : Path
-        With ``runs``, ``links``, ``exchange`` and ``loss``, as far as there are any.
+        Contains ``runs``, ``links``, ``exchange`` and ``loss``, any of which may be missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Results:
         return self.folder / "runs" / f"{model}-{ranks}-{link}.json"
 
     def link_path(self, ranks: int, link: str) -> Path:
-        """Return the file of what was measured for the cost model."""
+        """Return the file of the measured inputs of the cost model."""
         return self.folder / "links" / f"{ranks}-{link}.json"
 
     def exchange_path(self, transport: str, ranks: int) -> Path:
@@ -82,7 +82,7 @@ class Results:
         return sorted(chosen, key=lambda run: (run.ranks, run.model, links.index(run.link)))
 
     def measured(self, run: Run) -> Measured | None:
-        """Return what was measured of a run's link for the cost model, if that was done."""
+        """Return the measured inputs of the cost model for a run's link, if any."""
         path = self.link_path(run.ranks, run.link)
         return Measured.load(path) if path.exists() else None
 

@@ -1,4 +1,4 @@
-"""A star of network namespaces on one machine, in which every cable is limited to a rate, in both directions at once.
+"""A star of network namespaces on one machine, with a rate limit on every cable, separately in each direction.
 
     python benchmarks/network/shaped.py 2 1gbit -- ping -c 3 10.77.0.2
 
@@ -28,26 +28,26 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)-(?:\d+|switch)")
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 
 BUFFER = "4mb"
-"""What a switch holds back."""
+"""The queue limit of a switch."""
 
 
 class NetworkError(Exception):
-    """Why there can be no network here."""
+    """The shaped network cannot be made here."""
 
 
 @contextmanager
 def shaped_network(nodes: int, rate: str | None) -> Iterator[str]:
-    """Bring a network up, and take it down whatever happens; the value is its name.
+    """Bring a network up, yield its name, and take it down whatever happens.
 
-    Node i has the address 10.77.0.<i + 1> on an interface ``eth0``. No node has a route to anywhere else, the switch
-    between them is in a namespace of its own, and the names have this process's number in them, so that
-    networks never touch. What processes left that ended without cleaning up is removed first.
+    Node i has the address 10.77.0.<i + 1> on an interface ``eth0``. Networks never touch: no node has a route to
+    anywhere else, the switch has its own namespace, and names contain the process id. Remains of processes that ended
+    without cleaning up are removed first.
 
     Parameters
     ----------
     nodes : int
     rate : str or None
-        Of each cable in each direction, as ``tc`` writes it, such as ``"1gbit"``; None for no limit.
+        The rate of each cable in each direction in the notation of ``tc``, such as ``"1gbit"``; None for no limit.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def require_rights() -> None:
 
 
 def leftovers(namespaces: Sequence[str]) -> list[str]:
-    """Return the namespaces of networks whose processes are gone."""
+    """Return the namespaces of networks whose processes have ended."""
     found = [(namespace, _NAME.fullmatch(namespace)) for namespace in namespaces]
     return [namespace for namespace, match in found if match and not _is_alive(int(match[1]))]
 
@@ -92,12 +92,12 @@ def address(node: int) -> str:
 
 
 def enter(node: int, command: Sequence[str]) -> list[str]:
-    """Return a command that runs a command on a node, where `VARIABLE` has the network's name."""
+    """Return a command that runs a command on a node, with the network's name in `VARIABLE`."""
     return [str(ENTER), address(node), shlex.join(command)]
 
 
 def limit(name: str, nodes: int, rate: str | None) -> None:
-    """Limit every cable of a network that is up to another rate; a node may do that too."""
+    """Limit every cable of a running network to another rate; nodes may call this too."""
     for node in range(nodes):
         for namespace, device in ((f"{name}-{node}", "eth0"), (f"{name}-switch", f"port{node}")):
             inside = ["nsenter", f"--net=/run/netns/{namespace}", "tc", "qdisc"]
@@ -108,10 +108,10 @@ def limit(name: str, nodes: int, rate: str | None) -> None:
 
 
 def burst(rate: str) -> str:
-    """Return the size of the token bucket: what goes out at once after a pause.
+    """Return the size of the token bucket: the bytes that may be sent at once after a pause.
 
-    Large enough for the segments that the kernel hands on and for late timers. On slow links it is small, where those
-    bytes would be a gift of some milliseconds to short messages.
+    It is large enough for the kernel's segments and for late timers. On slow links it is small, where these bytes would
+    save short messages some milliseconds.
 
     Examples
     --------
@@ -143,17 +143,17 @@ def _bring_up(name: str, nodes: int) -> None:
         _do("ip", "-n", own, "address", "add", f"{at}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _do("ip", "-n", own, "link", "set", device, "up")
-        # As on most clusters. A namespace may not set the default, but a route may.
+        # As on most clusters. A namespace cannot set the default, but a route can.
         route = ["10.77.0.0/24", "dev", "eth0", "src", at, "congctl", "cubic"]
         _do("ip", "-n", own, "route", "replace", *route)
-        # While other methods have their turn, a connection is idle for longer than it would be in a run of one method,
-        # and TCP would forget the rate of the link, which it does after 200 ms.
+        # While other methods take their turns, a connection is idle for longer than in a run of one method. TCP would
+        # forget the rate of the link after 200 ms.
         setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
         _do("nsenter", f"--net=/run/netns/{own}", "sh", "-c", f"echo 0 > {setting}")
 
 
 def _remove(namespace: str) -> None:
-    """End what runs in a namespace of our own, and delete it."""
+    """End the processes in a namespace of this process, and delete it."""
     inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
     for process in inside.stdout.split():
         with suppress(ProcessLookupError):
@@ -200,7 +200,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold back signals, for a second Ctrl-C must not keep what the first one began from being done."""
+    """Hold back signals, so that a second Ctrl-C does not interrupt the cleanup that the first one started."""
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     former = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/network/README.md, from the files of the runs."""
+"""Makes the tables of docs/benchmarks/network/README.md from the files of the runs."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,15 +16,15 @@ __all__ = ["NAMES", "blocks"]
 
 NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "loopback": "loopback"}
 JUDGED = ("100mbit", "1gbit")
-"""The links of which the model's error is shown: the others are bound by the processor."""
+"""The links for which the model's error is shown; the others are limited by the processor."""
 TOLERANCE = 0.20
 PAYLOAD = 0.957
-"""What of a rate is left for the payload of TCP: 1448 bytes of each 1514, with what the hardware adds."""
+"""The share of a rate that carries TCP payload: 1448 bytes of each 1514 plus the hardware's overhead."""
 NOTHING = "Not measured yet."
 
 
 def blocks(results: Results) -> dict[str, str]:
-    """Return every table whose files are there, by the name of its block; the others say that there are none."""
+    """Return every table by the name of its block; tables without files say so."""
     runs = results.runs()
     made = {
         "steps": steps(runs),
@@ -38,7 +38,7 @@ def blocks(results: Results) -> dict[str, str]:
 
 
 def steps(runs: Sequence[Run]) -> str:
-    """Return a table for each model and number of ranks: milliseconds, and how many times compute alone."""
+    """Return a table for each model and number of ranks: milliseconds, and the ratio to computation alone."""
     parts = []
     for (ranks, name), of_both in groupby(runs, key=lambda run: (run.ranks, run.model)):
         columns = list(of_both)
@@ -70,7 +70,7 @@ def _step(run: Run, method: str) -> str:
 
 
 def speedups(runs: Sequence[Run]) -> str:
-    """Return how many times faster than stock DDP each method is."""
+    """Return the speed-up of each method over stock DDP."""
     compared = [run for run in runs if "none" in run.methods]
     if not compared:
         return ""
@@ -84,7 +84,7 @@ def speedups(runs: Sequence[Run]) -> str:
 
 
 def sent(runs: Sequence[Run]) -> str:
-    """Return the bytes on the interface beside those that follow from the payloads."""
+    """Return the bytes on the interface, and those predicted from the payloads."""
     rows = [
         [
             f"{run.model}, {run.ranks} ranks, {NAMES[run.link]}",
@@ -102,12 +102,12 @@ def sent(runs: Sequence[Run]) -> str:
 
 
 def ideal(sent_bytes: float, link: str) -> float:
-    """Return the seconds in which a link carries so many bytes of payload."""
+    """Return the seconds in which a link carries this many bytes of payload."""
     return sent_bytes / (RATES[link] * PAYLOAD)
 
 
 def exchanges(documents: Sequence[dict[str, Any]]) -> str:
-    """Return the exchanges of 1-bit payloads over what the wire must take."""
+    """Return the times of exchanges of 1-bit payloads, and their ratio to the least time on the wire."""
     rows = []
     for document in documents:
         for link, found in document["links"].items():
@@ -139,7 +139,7 @@ def exchanges(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def model(results: Results, runs: Sequence[Run]) -> str:
-    """Return the measured steps beside those that the cost model predicts, without overlap and with it."""
+    """Return the measured steps, and the predicted ones without and with overlap."""
     rows: list[list[str]] = []
     errors: dict[bool, list[float]] = {False: [], True: []}
     for run in runs:
@@ -175,7 +175,7 @@ def model(results: Results, runs: Sequence[Run]) -> str:
 
 
 def advice(results: Results, runs: Sequence[Run]) -> str:
-    """Return what the advisor recommends beside what was the fastest."""
+    """Return the advisor's recommendations, and the fastest methods."""
     rows = []
     for run in runs:
         measured = results.measured(run)

@@ -1,4 +1,4 @@
-"""When the gradients of a step are ready, of which the cost model wants to know how much may overlap."""
+"""Measures when the gradients of a step are ready, from which the cost model derives the possible overlap."""
 
 import time
 from statistics import median
@@ -17,13 +17,13 @@ WARM = 3
 
 
 def readiness(model: Model, group: Any, rounds: int) -> list[float]:
-    """Return when each bucket of gradients is ready, as a share of a step in which nothing is sent; medians.
+    """Return when each bucket of gradients is ready, as the median share of a step that sends nothing.
 
     Parameters
     ----------
     model : Model
     group : ProcessGroup
-        Of this rank alone.
+        A group of this rank alone.
     rounds : int
     """
     marks: list[float] = []
@@ -52,10 +52,10 @@ def _mark(marks: list[float], bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def overlap(ready: list[float]) -> tuple[float, int]:
-    """Return the share of a step behind which messages may be sent, and in how many pieces, as `Job` has them.
+    """Return the share of a step that sending may overlap with, and the number of pieces, as in `Job`.
 
-    In the model m pieces become ready at equal distances, the last one at the end of that share: between the first and
-    the last are 1 - 1 / m of it.
+    In the model m pieces become ready at equal intervals, the last one at the end of that share. So 1 - 1 / m of it
+    lies between the first and the last.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The bytes that a step sends, from the shapes of the parameters and the lengths of payloads; nothing measured."""
+"""The bytes that a step sends, computed from the shapes of the parameters and the lengths of payloads."""
 
 import math
 from collections.abc import Sequence
@@ -13,26 +13,26 @@ Shape = tuple[int, ...]
 
 
 class Volume(NamedTuple):
-    """What is averaged in a step."""
+    """The sizes of what a step averages."""
 
     exact: int
     """Elements that are sent as float32."""
     compressed: int
     """Elements that are compressed."""
     payload: int
-    """Bytes of both as a rank's payload."""
+    """Bytes of a rank's payload for both."""
     tensors: int
     """Tensors that are compressed."""
     exchanges: int
-    """All-reduces that PowerSGD makes one after the other; 1 for others."""
+    """Consecutive all-reduces: more than 1 only for PowerSGD."""
 
     def sent(self, ranks: int) -> float:
-        """Return the bytes that a rank sends, by a ring or in two phases; between two ranks also by all-gather."""
+        """Return the bytes that a rank sends in a ring or in two phases, and with two ranks also by all-gather."""
         return 2 * (ranks - 1) / ranks * self.payload
 
 
 def volume(method: str, shapes: Sequence[Shape]) -> Volume:
-    """Return what a step of a method averages."""
+    """Return the sizes of what a step of a method averages."""
     chosen, total = METHODS[method], sum(map(math.prod, shapes))
     if method == COMPUTE:
         return Volume(0, 0, 0, 0, 0)
@@ -53,7 +53,7 @@ def volume(method: str, shapes: Sequence[Shape]) -> Volume:
 
 
 def _factors(shape: Shape, rank: int) -> int:
-    """Return the elements of PowerSGD's two factors of a tensor, or of the tensor if that is not worth it."""
+    """Return the elements of PowerSGD's two factors of a tensor, or of the tensor if they do not save enough."""
     size = math.prod(shape)
     if len(shape) <= 1:
         return size
