@@ -12,13 +12,13 @@ NO_CUPY, NO_GPU, TOO_FEW_GPUS, NO_NCCL = 1, 2, 3, 4
 MISSING = {
     NO_CUPY: "CuPy: pip install 'qcomp[cuda]'",
     NO_GPU: "a CUDA device that CuPy can use",
-    TOO_FEW_GPUS: "a GPU of its own, which NCCL wants for every rank",
+    TOO_FEW_GPUS: "a GPU of its own, which NCCL requires for every rank",
     NO_NCCL: "CuPy with NCCL: NVIDIA's nccl for it",
 }
 
 
 def start(*, nccl: bool) -> qcomp.comm.Communicator:
-    """Return the world once each rank has its GPU; end all ranks with status 2 if any of them lacks something."""
+    """Return the world once each rank has its GPU; exit all ranks with status 2 if any rank lacks something."""
     comm = qcomp.comm.world()
     missing = take_gpu(local_rank(comm), nccl=nccl)
     # All ranks share the result, so that none waits for a rank that has exited.
@@ -56,7 +56,7 @@ def take_gpu(number: int, *, nccl: bool) -> int:
 
 
 def local_rank(comm: qcomp.comm.Communicator) -> int:
-    """Return the number of this rank within its machine."""
+    """Return the number of this rank on its machine."""
     if comm.size == 1:
         return 0
     from mpi4py import MPI  # noqa: PLC0415  (starts MPI)

@@ -4,11 +4,11 @@ A byte-level transformer learns Python's own standard library, data-parallel ove
 
     mpirun -n 2 python -m mpi4py examples/train_lm.py
 
-Without options it trains four times with the same seed and steps: under exact Adam, 1-bit Adam, QAdam with 8
-bits and SGD with 4-bit QSGD and error feedback, and compares what each reached and what it sent.
+Without options it trains four times with the same seed and steps: with exact Adam, 1-bit Adam, 8-bit QAdam, and SGD
+with 4-bit QSGD and error feedback. It compares their losses and the bytes that they sent.
 
 Ctrl-C stops all ranks after the same step. With ``--checkpoint-dir``, ``--resume`` continues from there, and ends
-with the same ``parameters_sha256`` in summary.json as a run that was never stopped.
+with the same ``parameters_sha256`` in summary.json as a run without a stop.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--kernels",
         choices=["auto", *qcomp.backends.names()],
         default="auto",
-        help=f"what compresses {default}",
+        help=f"the kernel set {default}",
     )
     freeze = parser.add_mutually_exclusive_group()
     freeze.add_argument(

@@ -15,23 +15,23 @@ from .gather import gather
 __all__ = ["CheckpointError", "Checkpoints"]
 
 KEPT = 2
-"""A rank may die between its write and another's: the previous step is still complete on all ranks."""
+"""Two, since a rank may die before others have written: then the previous step is still complete on all ranks."""
 
 
 class CheckpointError(Exception):
-    """The checkpoints found belong to another job."""
+    """The existing checkpoints belong to another job."""
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder, which may be shared between the nodes or not.
+    """The checkpoints of one run, in a folder that nodes may share.
 
     Parameters
     ----------
     folder
-        Made if it is missing.
+        Created if missing.
     comm
-        Each of its ranks writes ``step-<step>.rank-<rank>-of-<size>.pt``: compression leaves other
-        residuals on each rank, so that a checkpoint is whole only with all of them.
+        Each of its ranks writes ``step-<step>.rank-<rank>-of-<size>.pt``. Residuals differ between ranks, so a
+        checkpoint is complete only with the files of all ranks.
     """
 
     def __init__(self, folder: Path, comm: Communicator) -> None:
@@ -59,7 +59,7 @@ class Checkpoints:
         Raises
         ------
         CheckpointError
-            On all ranks, if there are only checkpoints of another number of ranks.
+            On all ranks, if all checkpoints are of another number of ranks.
         """
         own = self._own_steps()[-KEPT:]
         sizes = {size for _, _, size in self._found()} - {self._comm.size}

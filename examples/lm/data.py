@@ -12,10 +12,10 @@ import torch
 __all__ = ["Corpus", "training_batch", "validation_windows"]
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders outside the library proper, or missing in some installations."""
+"""Folders that are not part of the library proper, or are missing in some installations."""
 
 VALIDATION_SHARE = 16
-"""One file in this many is kept for validation."""
+"""One file in this many is used for validation."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Corpus:
     def of_standard_library(cls) -> "Corpus":
         """Read the library's ``*.py`` files in the order of their relative paths.
 
-        Which part a file belongs to follows from a hash of its relative path alone, so that every rank
-        (and every machine with the same Python) makes the same split.
+        A hash of a file's relative path alone decides to which part it belongs, so every rank (and every machine
+        with the same Python) makes the same split.
         """
         root = Path(sysconfig.get_path("stdlib"))
         parts: dict[bool, list[bytes]] = {False: [], True: []}
@@ -51,8 +51,8 @@ def training_batch(
 ) -> torch.Tensor:
     """Draw ``batch`` random windows of ``context + 1`` bytes, as int64 of shape (batch, context + 1).
 
-    ``key`` (seed, rank, step) is all that the draw depends on: a resumed run sees the batches that it
-    would have seen.
+    The draw depends only on ``key`` (seed, rank, step), so a resumed run sees the same batches as a run without a
+    stop.
     """
     starts = np.random.default_rng(key).integers(0, data.size - context, size=batch)
     return windows(data, starts, context)

@@ -1,4 +1,4 @@
-"""Small values that the ranks exchange outside the training: losses, flags, counts, digests."""
+"""Gathers small values from all ranks, outside of training steps: losses, flags, counts, digests."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["gather"]
 def gather(comm: Communicator, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the arrays of all ranks, stacked in rank order.
 
-    All ranks must call it, with arrays of one shape and dtype.
+    All ranks must call it, with arrays of the same shape and dtype.
     """
     sent = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     received = comm.all_gather(sent, [sent.size] * comm.size)

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request to stop, which all ranks obey at the same step."""
+"""Turns Ctrl-C into a request that stops all ranks after the same step."""
 
 import signal
 from types import FrameType
@@ -9,9 +9,9 @@ __all__ = ["StopRequest"]
 class StopRequest:
     """Whether this rank was asked to stop, by Ctrl-C or by a batch system's SIGTERM.
 
-    An exception in the middle of a step would leave the other ranks waiting in a collective, and one rank
-    may hear of it a step later than another. So the handler only takes a note; the training loop tells the
-    other ranks after every step, and all leave together. A second Ctrl-C ends the process at once.
+    An exception in the middle of a step would leave the other ranks waiting in a collective, and the signal may reach
+    ranks at different steps. So the handler only sets a flag. The training loop exchanges it after every step, and all
+    ranks leave together. A second Ctrl-C ends the process at once.
     """
 
     def __init__(self) -> None:

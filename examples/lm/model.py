@@ -8,14 +8,14 @@ __all__ = ["LanguageModel"]
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each on a normalized copy of its input.
+    """Causal self-attention, then a two-layer perceptron, each applied to a normalized copy of its input.
 
     Parameters
     ----------
     width
-        Features of a position; a multiple of ``heads``.
+        Features per position; a multiple of ``heads``.
     heads
-        Attention heads.
+        Number of attention heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -41,8 +41,8 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predict every next byte of a window.
 
-    Only the norms' scales stay exact under qcomp's default policy: there are no biases, and each matrix
-    has more than 10 000 elements.
+    Under qcomp's default policy only the scales of the norms stay exact: there are no biases, and each matrix has more
+    than 10 000 elements.
     """
 
     def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 128) -> None:

@@ -1,4 +1,4 @@
-"""The optimizers that the job can use, and the settings of each."""
+"""The optimizers that the job can use, and their settings."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ __all__ = ["RECIPES", "Recipe", "Settings", "WarmupCosine", "make_optimizer"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that decide the result of a run; a checkpoint resumes only with the same settings."""
+    """The settings that determine the result of a run; a checkpoint resumes only with the same settings."""
 
     optimizer: str
     steps: int

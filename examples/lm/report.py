@@ -31,7 +31,7 @@ def report(runs: Sequence[Run], folder: Path) -> None:
 
 
 def ring_bytes(run: Run) -> float:
-    """Bytes that a rank sends in a step if all parameters are averaged as float32 by a ring all-reduce."""
+    """Bytes that a rank sends per step if a ring all-reduce averages all parameters as float32."""
     return 2 * (run.ranks - 1) / run.ranks * 4 * run.parameters
 
 
@@ -72,7 +72,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return the data of the pictures: losses, bytes sent so far and diagnostics, by completed steps."""
+    """Return the data of the pictures: losses, bytes sent so far and diagnostics, by number of completed steps."""
     sent = list(accumulate(run.history.bytes_sent))
     return {
         "optimizer": run.settings.optimizer,
@@ -87,7 +87,7 @@ def curves(run: Run) -> dict[str, Any]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return the figures that matter most as aligned text, with each loss compared to the first."""
+    """Return the most important figures as aligned text, with each loss compared to the first."""
     rows = [summary(run) for run in runs]
     reference = rows[0]["validation_loss"]
     columns = {
@@ -113,7 +113,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def times(value: float | None) -> str:
-    """Write a ratio for the table."""
+    """Return a ratio as text for the table."""
     return "-" if value is None else f"{value:.2f}x"
 
 
@@ -163,7 +163,7 @@ PANELS = {
     ),
     "bits_per_element": ("Bits sent", "bits an element, mean of the ranks"),
 }
-"""What `qcomp.Diagnostics` reports: title and label."""
+"""The title and label of each value that `qcomp.Diagnostics` reports."""
 
 
 def diagnostics_picture(runs: Sequence[Run]) -> Figure:
@@ -201,7 +201,7 @@ def diagnostics_picture(runs: Sequence[Run]) -> Figure:
 
 
 def frame(axes: Axes, title: str, horizontal: str) -> None:
-    """Give a plot its title, its label and a light grid."""
+    """Set a plot's title and label, and draw a light grid."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(horizontal)
     axes.grid(color="#e5e5e5", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""The training loop: the same model on every rank, each rank's own batches, one optimizer for all."""
+"""The training loop: every rank has the same model and optimizer, and its own batches."""
 
 import hashlib
 import os
@@ -28,13 +28,13 @@ CONTEXT = 128
 VALIDATION_WINDOWS = 256
 VALIDATION_BATCH = 32
 VALIDATIONS = 12
-"""Times that the validation loss is measured during a run, the end included."""
+"""Number of times that the validation loss is measured during a run, including its end."""
 
 
 DIAGNOSED_EVERY = 10
-"""Steps from one report of `qcomp.Diagnostics` to the next."""
+"""Steps between reports of `qcomp.Diagnostics`."""
 COMPARED_EVERY = 50
-"""Steps from one comparison of the ranks' parameters to the next."""
+"""Steps between comparisons of the ranks' parameters."""
 
 
 @dataclass
@@ -44,20 +44,20 @@ class History:
     losses: list[float] = field(default_factory=list)
     """Training loss of each step, the mean of all ranks."""
     bytes_sent: list[int] = field(default_factory=list)
-    """Bytes that the rank that sent most sent in each step of the optimizer, without what the report sent."""
+    """Bytes sent in each optimizer step by the rank that sent most, without those of the reports."""
     warmup_steps: int = 0
-    """Steps before the first in which momentum or gradient travelled compressed."""
+    """Steps before the first one that sent a compressed momentum or gradient."""
     validation: list[tuple[int, float]] = field(default_factory=list)
     """(completed steps, validation loss)"""
     diagnostics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """(completed steps, report)"""
     seconds: float = 0.0
-    """Time in training steps, validation not included."""
+    """Seconds in training steps, without validation."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run; equal on all ranks but for the seconds."""
+    """The results of a finished run, equal on all ranks except for the seconds."""
 
     settings: Settings
     ranks: int
@@ -87,7 +87,7 @@ class Trainer:
 
     @property
     def completed(self) -> int:
-        """Steps done so far."""
+        """Number of completed steps."""
         return len(self.history.losses)
 
     def step(self) -> float:
@@ -98,7 +98,7 @@ class Trainer:
         windows = training_batch(self.corpus.train, self.settings.batch, CONTEXT, key)
         loss = self.model.loss(windows)
         gradients = list(torch.autograd.grad(loss, list(self.model.parameters())))
-        # Every step is diagnosed, since the direction is that of several in a row; some reports are kept.
+        # Every step is diagnosed, since the direction covers several steps in a row; only some reports are kept.
         parameters, self.state, report = self.watched.step(self.parameters, gradients, self.state, self.comm)
         self.history.bytes_sent.append(round(report["bytes_sent"]))  # without what the report sent
         if self.completed % DIAGNOSED_EVERY == 0:
@@ -113,9 +113,9 @@ class Trainer:
             own.copy_(new)
 
     def validate(self) -> float:
-        """Measure the mean loss over the validation windows, each rank its share of the batches.
+        """Measure the mean loss over the validation windows; each rank evaluates a share of the batches.
 
-        Every batch is computed whole and added up in the same order whatever the number of ranks.
+        Batches are never split, and losses are added in the same order for any number of ranks.
         """
         batches = torch.split(self.validation, VALIDATION_BATCH)
         losses = np.zeros(len(batches))
@@ -125,7 +125,7 @@ class Trainer:
         return float(gather(self.comm, losses).sum(axis=0).mean())
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return all that this rank needs to go on from here."""
+        """Return everything that this rank needs to resume from here."""
         return {
             "settings": asdict(self.settings),
             "parameters": self.parameters,
@@ -134,12 +134,12 @@ class Trainer:
         }
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Go back to where a checkpoint was taken.
+        """Restore the state of a checkpoint.
 
         Raises
         ------
         CheckpointError
-            If it was taken under other settings: the message names them.
+            If it was written under other settings, which the message names.
         """
         settings = asdict(self.settings)
         differing = [
@@ -156,7 +156,7 @@ class Trainer:
         self.history = History(**checkpoint["history"])
 
     def digest(self) -> str:
-        """Return the SHA-256 of all parameters, after making sure that it is the same on all ranks."""
+        """Return the SHA-256 of all parameters, after checking that it is the same on all ranks."""
         data = b"".join(parameter.numpy().tobytes() for parameter in self.parameters)
         digest = hashlib.sha256(data).digest()
         if any(bytes(other) != digest for other in gather(self.comm, np.frombuffer(digest, np.uint8))):
@@ -164,7 +164,7 @@ class Trainer:
         return digest.hex()
 
     def finished(self) -> Run:
-        """Return the result, with the bytes of the rank that sent most."""
+        """Return the result, with the bytes of the rank that sent the most."""
         sent = gather(self.comm, np.array(self.history.bytes_sent))
         busiest = sent[sent.sum(axis=1).argmax()].tolist()
         return Run(
@@ -197,20 +197,20 @@ def train(
     Parameters
     ----------
     settings, corpus, comm
-        What to train, on what, with whom.
+        The training job, its data, and the ranks.
     stop
-        Looked at after every step: if it was made on any rank, all leave together.
+        Checked after every step: if any rank was asked to stop, all leave together.
     checkpoints
         Where to write checkpoints: every ``checkpoint_every`` steps, at the end, and before leaving early.
     resume
-        Go on from the last of the ``checkpoints``, if there is one.
+        Whether to continue from the last of the ``checkpoints``, if any.
     stop_after
-        Leave after this many steps, as if asked to.
+        Leave after this many steps, as if asked to stop.
 
     Returns
     -------
     Run or None
-        Nothing, on all ranks, if they left early.
+        None, on all ranks, if they left early.
 
     Raises
     ------
@@ -255,7 +255,7 @@ def agree(comm: Communicator, loss: float, stop: bool) -> tuple[float, bool]:
 
 
 def share_the_cores(comm: Communicator) -> None:
-    """Give this rank's torch its share of the cores of the computer that it runs on."""
+    """Limit torch on this rank to its share of the machine's cores."""
     own = np.array([zlib.crc32(socket.gethostname().encode())])
     here = int((gather(comm, own) == own).sum())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -107,7 +107,7 @@ def test_one_rank_that_lacks_a_gpu_ends_all(mpirun, stand_in, tmp_path):
     (tmp_path / "cupy.py").write_text(CUPY.replace("available = False", "available = True"))
     job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "cupy_nccl.py"], timeout=60, check=False)
     assert refusal(job) == (
-        "1 of 2 ranks cannot start: rank 1 lacks a GPU of its own, which NCCL wants for every rank"
+        "1 of 2 ranks cannot start: rank 1 lacks a GPU of its own, which NCCL requires for every rank"
     )
 
 
