@@ -1,6 +1,6 @@
 """Kernels for NumPy arrays on the CPU, compiled by numba; they return the bytes of the pure versions in `qcomp.core`.
 
-All take flat, C-contiguous, aligned float32 arrays, and uint8 payloads at any address; they check none of this. Needs
+They take flat, C-contiguous, aligned float32 arrays and uint8 payloads at any address, without checks. They need
 ``pip install qcomp[numba]``. The first call of a kernel compiles it, or reads it from numba's cache on disk.
 """
 

@@ -1,12 +1,12 @@
-"""The steps of Adam of several tensors at once: `adam_steps` and `frozen_steps` of `qcomp.core.primitives`.
+"""Steps of Adam for several tensors at once: `adam_steps` and `frozen_steps` of `qcomp.core.primitives`.
 
 Adam: m' = b1 * m + (1 - b1) * g; v' = b2 * v + (1 - b2) * (g * g); with a frozen variance: m' = m where v > 0, else 0.
 p' = p - rate * ((m' / correction) / (sqrt(v') + eps) [+ decay * p]), each operation rounded as in NumPy's expression.
 
-A kernel takes addresses, so that one call and all threads work on all tensors, however many and small they are.
+A kernel takes addresses, so one call and all threads work on all tensors, however many and small.
 
-Bytes read and written per element, in place: 16 and 12, with a frozen variance 12 and 8. The bound is the memory; up to
-three divisions and a root come close.
+Bytes read and written per element, in place: 16 and 12, with a frozen variance 12 and 8. Memory bandwidth is the limit;
+up to three divisions and a root take almost as long.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qcomp.core.kernels import AdamNumbers, StepNumbers
 __all__ = ["adam_steps", "frozen_adam_step", "frozen_steps"]
 
 _RUN = 1 << 10
-"""Elements that are worked on between two looks at memory: those of all arrays stay in the first-level cache."""
+"""Elements per pass, so few that those of all arrays stay in the first-level cache."""
 
 Table = Longs | Sequence[Sequence[int]]
-"""The addresses of the arrays of each tensor: float32, contiguous, of one size."""
+"""A row for each tensor: the addresses of its arrays, which are float32, contiguous and of one size."""
 
 
 def frozen_adam_step(
@@ -49,19 +49,19 @@ def frozen_adam_step(
         Parameters, averaged momentum, variance.
     numbers : StepNumbers
     p_out, m_out : array of float32, shape (n,)
-        For the new parameters and the masked momentum; may be p and m.
+        Receive the new parameters and the masked momentum; may be p and m.
     """
     arrays = (p, m, v, p_out, m_out)
     frozen_steps([list(map(address, arrays))], [p.size], [numbers])
 
 
 def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNumbers]) -> None:
-    """Make a step with a frozen variance with each of several tensors.
+    """Make a step with a frozen variance for each of several tensors.
 
     Parameters
     ----------
     tensors : Table
-        Of p, m, v and of what gets the new p and m, which may be the old ones.
+        Of p, m and v, then of the arrays for the new p and m, which may be the old ones.
     sizes : sequence of int
         Their elements.
     numbers : sequence of StepNumbers
@@ -70,12 +70,12 @@ def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNum
 
 
 def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbers]) -> None:
-    """Make a step of Adam with each of several tensors.
+    """Make a step of Adam for each of several tensors.
 
     Parameters
     ----------
     tensors : Table
-        Of p, m, v, the mean gradient, and of what gets the new p, m and v: the old ones, or three others.
+        Of p, m, v and the mean gradient, then of the arrays for the new p, m and v: the old ones, or three others.
     sizes : sequence of int
         Their elements.
     numbers : sequence of AdamNumbers
@@ -94,7 +94,7 @@ def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbe
 
 
 def _row(step: StepNumbers) -> tuple[float, ...]:
-    """Return the numbers of a step, and whether there is decay, which rounding could not tell from none."""
+    """Return the numbers of a step, and whether there is decay, since a decay may round to zero."""
     return (*step, step.weight_decay != 0)
 
 
@@ -104,7 +104,7 @@ def _run(
     sizes: Sequence[int],
     numbers: Sequence[Sequence[float]],
 ) -> None:
-    """Call a kernel on runs of elements; each is a part of one tensor."""
+    """Call a kernel on runs of elements, each of which is part of one tensor."""
     table = np.asarray(tensors, dtype=np.int64).reshape(-1)
     lengths = np.asarray(sizes, dtype=np.int64)
     ends = np.cumsum(-(-lengths // _RUN))
@@ -116,8 +116,8 @@ def _run(
     threads.run(work, int(ends[-1]), _RUN)
 
 
-# LLVM takes what is read under one name and written under another for an overlap, and does not vectorise; and it gives
-# up where there are many arrays. So what is in place is one loop, and what goes into new arrays has several.
+# LLVM treats an array that is read and written under two names as an overlap, and does not vectorise. It also gives up
+# on loops over many arrays. So a step in place is one loop, and a step into new arrays has several.
 
 
 @inline

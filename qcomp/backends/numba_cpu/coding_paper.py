@@ -1,4 +1,4 @@
-"""The loops of the QSGD paper's codes, those of `qcomp.core.coding.paper`, with tables of the short codewords."""
+"""Compiled loops of the QSGD paper's codes, as in `qcomp.core.coding.paper`, with tables of short codewords."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from qcomp.core.errors import PayloadError
 __all__ = ["decode", "encode"]
 
 TABULATED = 1 << 10
-"""Numbers from 1 to below this have their codeword in a table, its length in the lowest bits."""
+"""Codewords of smaller numbers are in a table, with their lengths in the lowest bits."""
 LENGTH_BITS = 6
 PEEK = 12
-"""Bits by which a decoder finds a codeword in a table, if it is no longer."""
+"""Bits with which a decoder looks up a codeword in a table, if it is not longer."""
 LONGEST = 40
-"""Bits of the largest number that a decoder takes: no vector has as many elements."""
+"""Bits of the largest number that a decoder accepts: no vector has as many elements."""
 PADDING = 8
-"""Words, or bytes of an encoder, beyond the last: a codeword that starts before the end is not followed further."""
+"""Words, or an encoder's bytes, beyond the end: enough for a codeword that starts before it."""
 
 
 def encode(levels: memoryview, negative: memoryview) -> bytes:
@@ -52,10 +52,10 @@ def decode(data: memoryview, size: int, largest: int) -> tuple[bytearray, bytear
     work = _decode_dense if data[0] == DENSE else _decode_sparse
     end = work(words, 8 * coded, _tables()[1], largest, k, signs)
     if end < 0:
-        raise PayloadError(f"the code is not that of {size} levels up to {largest}")
+        raise PayloadError(f"the code does not match {size} levels up to {largest}")
     if -(-end // 8) != coded or (end % 8 and data[-1] & (1 << -end % 8) - 1):
         raise PayloadError(
-            f"the coded bits end after {end}, of {coded} bytes, or are not filled up with zeros"
+            f"the coded bits end after {end} bits of {coded} bytes, or are not padded with zeros"
         )
     if not np.little_endian:
         k.byteswap(inplace=True)
@@ -64,7 +64,7 @@ def decode(data: memoryview, size: int, largest: int) -> tuple[bytearray, bytear
 
 @functools.cache
 def _tables() -> tuple[Longs, Longs]:
-    """Return codewords by number, and numbers by the first bits; 0 where there is none."""
+    """Return a table of codewords by number, and one of numbers by their first bits; 0 marks empty entries."""
     codewords = np.zeros(TABULATED, dtype=np.int64)
     numbers = np.zeros(1 << PEEK, dtype=np.int64)
     for number in range(1, TABULATED):
@@ -78,7 +78,7 @@ def _tables() -> tuple[Longs, Longs]:
 
 @inline
 def _codeword(number: int, codewords: Longs) -> int:
-    """Return the codeword of a number and its length, as a table has them."""
+    """Return the codeword of a number and its length, as a table entry."""
     if number < TABULATED:
         return as_int(codewords[number])
     bits, count = 0, 1
@@ -94,7 +94,7 @@ def _codeword(number: int, codewords: Longs) -> int:
 
 @kernel("triple(u16_in, i64)")
 def _lengths(levels: Halves, codewords: Longs) -> tuple[int, int, int]:
-    """Return the bits of the dense and of the sparse code, and how many levels are not 0."""
+    """Return the lengths in bits of the dense and the sparse code, and the number of nonzero levels."""
     levels, codewords = borrow(levels), borrow(codewords)
     mask = (1 << LENGTH_BITS) - 1
     dense, sparse, count, last = 0, 0, 0, -1
@@ -112,7 +112,7 @@ def _lengths(levels: Halves, codewords: Longs) -> tuple[int, int, int]:
 
 @inline
 def _put(entry: int, data: Bytes, at: int, bits: int, count: int) -> tuple[int, int, int]:
-    """Append a codeword to fewer than 16 bits that wait, and write what is whole."""
+    """Append a codeword to fewer than 16 pending bits, and write whole 16-bit words."""
     size = entry & (1 << LENGTH_BITS) - 1
     bits = bits << size | entry >> LENGTH_BITS
     count += size
@@ -126,7 +126,7 @@ def _put(entry: int, data: Bytes, at: int, bits: int, count: int) -> tuple[int, 
 
 @kernel("int64(u16_in, u8_in, i64, int64, u8)")
 def _encode(levels: Halves, negative: Bytes, codewords: Longs, nonzero: int, data: Bytes) -> int:
-    """Write the code after the first byte, sparse if there is a count, and return where it ends."""
+    """Write the code after the first byte, sparse if ``nonzero`` is not negative, and return its end."""
     levels, negative, codewords, data = borrow(levels), borrow(negative), borrow(codewords), borrow(data)
     at, bits, count, last = 1, 0, 0, -1
     if nonzero >= 0:
@@ -135,7 +135,7 @@ def _encode(levels: Halves, negative: Bytes, codewords: Longs, nonzero: int, dat
             level = as_int(levels[i])
             if level > 0:
                 at, bits, count = _put(_codeword(i - last, codewords), data, at, bits, count)
-                # With a sign in front: one bit more, above its own.
+                # The sign goes in front: one more bit, above the codeword.
                 entry = _codeword(level, codewords)
                 entry += (as_int(negative[i]) << (entry & (1 << LENGTH_BITS) - 1) + LENGTH_BITS) + 1
                 at, bits, count = _put(entry, data, at, bits, count)
@@ -145,7 +145,7 @@ def _encode(levels: Halves, negative: Bytes, codewords: Longs, nonzero: int, dat
             level = as_int(levels[i])
             entry = _codeword(level + 1, codewords)
             if level > 0:
-                # With a sign behind: one bit more, below its own.
+                # The sign goes behind: one more bit, below the codeword.
                 size = entry & (1 << LENGTH_BITS) - 1
                 entry = (entry >> LENGTH_BITS << 1 | as_int(negative[i])) << LENGTH_BITS | size + 1
             at, bits, count = _put(entry, data, at, bits, count)
@@ -158,14 +158,14 @@ def _encode(levels: Halves, negative: Bytes, codewords: Longs, nonzero: int, dat
 
 @inline
 def _peek(words: Words, at: int, count: int) -> int:
-    """Return the bits, 1 to 33, from a position on."""
+    """Return 1 to 33 bits from a position on."""
     pair = np.uint64(words[at >> 5]) << np.uint64(32) | np.uint64(words[(at >> 5) + 1])
     return as_int(np.uint64(pair << np.uint64(at & 31)) >> np.uint64(64 - count))
 
 
 @inline
 def _take(words: Words, at: int, numbers: Longs) -> tuple[int, int]:
-    """Return the number of the omega codeword at a position, and where it ends; 0 if no number is so large."""
+    """Return the number of the omega codeword at a position, and the end of it; 0 if the number is too large."""
     entry = as_int(numbers[_peek(words, at, PEEK)])
     if entry > 0:
         return entry >> LENGTH_BITS, at + (entry & (1 << LENGTH_BITS) - 1)
@@ -186,7 +186,7 @@ def _take(words: Words, at: int, numbers: Longs) -> tuple[int, int]:
 def _decode_dense(
     words: Words, end: int, numbers: Longs, largest: int, levels: Halves, negative: Bytes
 ) -> int:
-    """Fill levels and signs, and return where the code ends, or -1 if it is none."""
+    """Fill levels and signs, and return the end of the code, or -1 if it is invalid."""
     words, numbers, levels, negative = borrow(words), borrow(numbers), borrow(levels), borrow(negative)
     at = 0
     for i in range(levels.size):
@@ -205,7 +205,7 @@ def _decode_dense(
 def _decode_sparse(
     words: Words, end: int, numbers: Longs, largest: int, levels: Halves, negative: Bytes
 ) -> int:
-    """Fill levels and signs, which come in as zeros, and return where the code ends, or -1 if it is none."""
+    """Fill levels and signs, which are initially zero, and return the end of the code, or -1 if it is invalid."""
     words, numbers, levels, negative = borrow(words), borrow(numbers), borrow(levels), borrow(negative)
     number, at = _take(words, 0, numbers)
     count = number - 1

@@ -1,4 +1,4 @@
-"""The loops of `qcomp.core.coding.planes`: packed codes to levels and signs, and back."""
+"""Compiled loops of `qcomp.core.coding.planes`: packed codes to levels and signs, and back."""
 
 from __future__ import annotations
 

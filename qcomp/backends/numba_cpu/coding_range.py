@@ -1,6 +1,6 @@
-"""The loops of the range coder, those of `qcomp.core.coding.rans`: as many states at once as a vector has lanes.
+"""Compiled loops of the range coder, as in `qcomp.core.coding.rans`, with one state for each lane of a vector.
 
-No branch depends on the data but at the ends: whether a state gives or takes a word is as hard to foresee as the
+Except at the ends, no branch depends on the data: whether a state emits or takes a word is as unpredictable as the
 vector itself.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["as_int", "count_classes", "first_invalid", "pop", "push"]
 UNITS = 1 << UNITS_BITS
 LIMIT_SHIFT = 32 - UNITS_BITS
 BEFORE, PLAIN, LEVEL = UNITS_BITS + 1, 2 * UNITS_BITS + 1, 2 * UNITS_BITS + 6
-"""Where a row of a table has the units before those of a class, its plain bits, and a level; its units are lowest."""
+"""Bit positions in a table's row: units of earlier classes, plain bits, and a level. The class's units are at bit 0."""
 PADDING = 16
-"""Words that are read beyond the last, at most."""
+"""The most words that are read beyond the last one."""
 
 
 def first_invalid(levels: memoryview, negative: memoryview, largest: int) -> int:
-    """See `qcomp.core.coding.PURE`, as for the others."""
+    """See `qcomp.core.coding.PURE`; so do the other functions."""
     k, signs = _halves(levels), np.frombuffer(negative, dtype=np.uint8)
     if _are_valid(k, signs, largest):
         return -1
@@ -35,7 +35,7 @@ def first_invalid(levels: memoryview, negative: memoryview, largest: int) -> int
 
 
 def count_classes(levels: memoryview, largest: int, fine: int) -> list[int]:
-    """Count levels, and add them up where they are of one class."""
+    """Return the number of levels in each class."""
     counts = np.zeros((4, largest + 1), dtype=np.int64)
     _count(_halves(levels), *counts)
     classes = np.zeros(class_of(largest, fine) + 1, dtype=np.int64)
@@ -45,7 +45,7 @@ def count_classes(levels: memoryview, largest: int, fine: int) -> list[int]:
 
 
 def push(levels: memoryview, negative: memoryview, model: Model, lanes: int) -> bytes:
-    """Return states and words."""
+    """Return the states and words of a vector."""
     k, signs = _halves(levels), np.frombuffer(negative, dtype=np.uint8)
     rows = np.ones(max(model.smallest[-1] + (1 << max(0, model.plain[-1] - 1)), 1), dtype=np.int64)
     _tabulate_levels(*_columns(model), rows)
@@ -56,7 +56,7 @@ def push(levels: memoryview, negative: memoryview, model: Model, lanes: int) -> 
 
 
 def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> tuple[bytearray, bytearray]:
-    """Return levels and signs."""
+    """Return the levels and signs of a vector."""
     if len(data) < 4 * lanes or len(data) & 1:
         raise PayloadError(
             f"the code has {len(data)} bytes of states and words; {lanes} states need {4 * lanes}"
@@ -70,7 +70,7 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
     class_at = np.repeat(np.arange(units.size, dtype=np.uint16), units)
     k = np.frombuffer(levels, dtype=np.uint16)
     if not _pop(words, states, rows, class_at, k, np.frombuffer(negative, dtype=np.uint8), largest):
-        raise PayloadError("the code is damaged: its states and words are not those of such a vector")
+        raise PayloadError("the code is damaged: its states and words do not match such a vector")
     if not np.little_endian:
         k.byteswap(inplace=True)
     return levels, negative
@@ -81,14 +81,14 @@ def _halves(data: memoryview) -> Halves:
 
 
 def _columns(model: Model) -> tuple[Longs, Longs, Longs, Longs]:
-    """Return units, units before, plain bits and smallest level of each class."""
+    """Return the units of each class, those of earlier classes, its plain bits and its smallest level."""
     units = np.array(model.units, dtype=np.int64)
     return units, np.cumsum(units) - units, np.array(model.plain, dtype=np.int64), np.array(model.smallest)
 
 
 @inline
 def as_int(x: Any) -> int:
-    """Return any integer as a signed one of 64 bits, with which no other is mixed: numba makes floats of that."""
+    """Return any integer as a signed 64-bit one, since numba turns mixed integers into floats."""
     return int(np.int64(x))
 
 
@@ -104,7 +104,7 @@ def _are_valid(levels: Halves, negative: Bytes, largest: int) -> bool:
 
 @kernel("void(u16_in, i64, i64, i64, i64)")
 def _count(levels: Halves, a: Longs, b: Longs, c: Longs, d: Longs) -> None:
-    """Count levels in four tables: in one, equal neighbours would wait for each other."""
+    """Count levels in four tables, since in one table equal neighbours would wait for each other."""
     whole = levels.size // 4 * 4
     for i in range(0, whole, 4):
         a[levels[i]] += 1
@@ -126,7 +126,7 @@ def _classify(counts: Longs, fine: int, classes: Longs) -> None:
 
 @kernel("void(i64, i64, i64, i64, i64)")
 def _tabulate_levels(units: Longs, before: Longs, plain: Longs, smallest: Longs, rows: Longs) -> None:
-    """Fill the row of each level of the classes that occur; in the place of the level are its spare bits."""
+    """Fill the row of each level of the classes that occur, with the level's spare bits in its place."""
     for c in range(units.size):
         for spare in range(1 << max(plain[c] - 1, 0) if units[c] > 0 else 0):
             rows[smallest[c] + spare] = units[c] | before[c] << BEFORE | plain[c] << PLAIN | spare << LEVEL
@@ -134,7 +134,7 @@ def _tabulate_levels(units: Longs, before: Longs, plain: Longs, smallest: Longs,
 
 @inline
 def _push_one(x: int, row: int, sign: int, words: Halves, at: int) -> tuple[int, int]:
-    """Return the state after an element, and where the last word is."""
+    """Return the state after an element, and the position of the last word."""
     units = row & 2 * UNITS - 1
     plain = row >> PLAIN & 31
     words[at - 1] = x & 0xFFFF
@@ -145,14 +145,14 @@ def _push_one(x: int, row: int, sign: int, words: Halves, at: int) -> tuple[int,
     full = int(x >= units << LIMIT_SHIFT)
     at -= full
     x >>= 16 * full
-    # In 32 bits, which divide in half the time.
+    # In 32 bits, division takes half the time.
     ratio = as_int(np.uint32(x) // np.uint32(units))
     return (ratio << UNITS_BITS) + (x - ratio * units) + (row >> BEFORE & UNITS - 1), at
 
 
 @kernel("int64(u16_in, u8_in, i64, i64, u16)")
 def _push(levels: Halves, negative: Bytes, rows: Longs, states: Longs, words: Halves) -> int:
-    """Fill words from the end, and return the index of the first."""
+    """Fill words from the end, and return the index of the first one."""
     levels, negative, rows, words = borrow(levels), borrow(negative), borrow(rows), borrow(words)
     at, whole = words.size, levels.size
     if states.size == 4:
@@ -176,7 +176,7 @@ def _push(levels: Halves, negative: Bytes, rows: Longs, states: Longs, words: Ha
 
 @inline
 def _pop_one(x: int, row: int, words: Halves, at: int) -> tuple[int, int, int]:
-    """Return the state after an element, where the next word is, and the level with its sign below it."""
+    """Return the state after an element, the position of the next word, and the level with its sign below it."""
     x = (row & 2 * UNITS - 1) * (x >> UNITS_BITS) + (x & UNITS - 1) - (row >> BEFORE & UNITS - 1)
     empty = int(x < LOW)
     x = x << 16 | as_int(words[at]) if empty else x
@@ -193,7 +193,7 @@ def _pop_one(x: int, row: int, words: Halves, at: int) -> tuple[int, int, int]:
 def _pop(
     words: Halves, states: Longs, rows: Longs, class_at: Halves, levels: Halves, negative: Bytes, largest: int
 ) -> bool:
-    """Fill levels and signs, and return whether all was right."""
+    """Fill levels and signs, and return whether the code is valid."""
     words, rows, class_at = borrow(words), borrow(rows), borrow(class_at)
     levels, negative = borrow(levels), borrow(negative)
     at, end, most, wrong = 0, words.size - PADDING, 0, 0
@@ -209,7 +209,7 @@ def _pop(
             c, at, r = _pop_one(c, rows[class_at[c & mask]], words, at)
             d, at, s = _pop_one(d, rows[class_at[d & mask]], words, at)
             most = max(most, p, q, r, s)
-            # 1 is a zero with a sign.
+            # 1 means a zero with a sign.
             wrong |= int(p == 1) | int(q == 1) | int(r == 1) | int(s == 1)
             levels[i], levels[i + 1], levels[i + 2], levels[i + 3] = p >> 1, q >> 1, r >> 1, s >> 1
             negative[i], negative[i + 1], negative[i + 2], negative[i + 3] = p & 1, q & 1, r & 1, s & 1

@@ -1,4 +1,4 @@
-"""The numba loops of `qcomp.core.coding` as the core calls them."""
+"""The coders of `qcomp.core.coding`, compiled by numba."""
 
 from qcomp.backends.numba_cpu import coding_paper, coding_planes, coding_range
 from qcomp.core.kernels import Coders

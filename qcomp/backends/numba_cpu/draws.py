@@ -14,10 +14,10 @@ L = np.uint64
 
 @inline
 def philox(counter: int, hop: int, k0: np.uint32, k1: np.uint32, words: Words) -> None:
-    """Fill four runs of words with the four outputs of Philox4x32-10 for counters that follow each other.
+    """Fill four runs of words with the four outputs of Philox4x32-10 for consecutive counters.
 
-    Words are kept in 64-bit lanes, of which only the lower half counts: a lane then multiplies 32 by 32 bits in
-    one instruction, and nothing is shuffled.
+    Words are kept in the lower halves of 64-bit lanes. So a lane multiplies 32 by 32 bits in one instruction, without
+    shuffles.
     """
     width = words.size // 4
     out0, out1, out2, out3 = (
@@ -44,7 +44,7 @@ def philox(counter: int, hop: int, k0: np.uint32, k1: np.uint32, words: Words) -
 
 @inline
 def spread(words: Words, count: int, width: int, draws: Halves) -> None:
-    """Put the halves of the words of ``count`` buckets into the order of their elements."""
+    """Store the halves of the words of ``count`` buckets in the order of their elements."""
     for bucket in range(count):
         for i in range(4):
             at = (bucket * 8 + 2 * i) * width
@@ -61,7 +61,7 @@ def _split(words: Words, low: Halves, high: Halves) -> None:
 
 @inline
 def spread_64(words: Words, count: int, draws: Halves) -> None:
-    """Do what `spread` does for buckets of 512 elements, three times as fast: the inner loop unrolls completely."""
+    """Do the same as `spread` for buckets of 512 elements, three times as fast, since the inner loop is unrolled."""
     for bucket in range(count):
         for i in range(4):
             source = words[(i * count + bucket) * 64 : (i * count + bucket + 1) * 64]

@@ -1,4 +1,4 @@
-"""How the kernels are compiled: strict IEEE arithmetic, without the GIL, cached on disk, at their first call."""
+"""Compiles kernels at their first call, with strict IEEE arithmetic, without the GIL, and cached on disk."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Words = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 Codes = Bytes | Halves
-"""One to an element: bytes where a code has up to 8 bits."""
+"""One code per element; bytes for codes of up to 8 bits."""
 Longs = NDArray[np.int64]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# No fastmath: it would contract, reassociate and flush. "numpy": a division by zero is not an exception.
+# No fastmath, which would contract, reassociate and flush. With "numpy" a division by zero does not raise.
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 _compiling = threading.RLock()
@@ -36,10 +36,10 @@ _log = logging.getLogger("qcomp")
 
 
 def inline(function: _Function) -> _Function:
-    """Compile a function that kernels call; it becomes a part of each of them.
+    """Compile a function that becomes a part of each kernel that calls it.
 
-    Most are one loop: LLVM vectorises a loop whose arrays are its own arguments, and gives up where it must
-    prove for a whole bucket's worth of code that they do not overlap.
+    Most contain one loop. LLVM vectorises a loop whose arrays are arguments of the function, but gives up if it must
+    prove for all code of a bucket that they do not overlap.
     """
     compiled: _Function = numba.njit(**_OPTIONS)(function)
     return compiled
@@ -47,10 +47,10 @@ def inline(function: _Function) -> _Function:
 
 @extending.intrinsic
 def borrow(typing_context: Any, array: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Return an argument of a kernel as an array that counts no references.
+    """Return an argument of a kernel as an array without reference counting.
 
-    Every slice of an array costs two atomic operations to keep its owner alive, in all a tenth of an encoder's
-    time. The arguments of a kernel are kept alive by its caller; what a kernel allocates itself must not be borrowed.
+    Every slice of an array costs two atomic operations to keep its owner alive, in total a tenth of an encoder's time.
+    The caller keeps a kernel's arguments alive. Arrays that a kernel allocates itself must not be borrowed.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -65,22 +65,22 @@ def borrow(typing_context: Any, array: Any) -> Any:  # noqa: ARG001 - numba's pr
 class Kernel:
     """A function with one fixed signature, compiled or read from the cache at its first call.
 
-    One signature, whose input arrays are declared read-only, serves read-only and writable arrays alike; numba
-    by itself would compile a version for every combination.
+    The signature declares input arrays as read-only, and accepts both read-only and writable ones. numba by itself
+    would compile a version for every combination.
 
     Parameters
     ----------
     function : callable
-        In the subset of Python that numba compiles.
+        Written in the subset of Python that numba compiles.
     signature : str
         In numba's notation, with ``f32_in``, ``f32``, ``u8_in``, ``u8`` and the like for one-dimensional arrays.
 
     Notes
     -----
-    Compiled code goes where numba puts it: ``NUMBA_CACHE_DIR``, else ``__pycache__`` beside the source, else, where
-    that cannot be written, the user's cache directory. Where none of them can be written, every process
-    compiles anew. numba alone would not notice a change of a function that a kernel inlines from another file; so
-    the names of its cache files, which it takes from ``__qualname__``, have a digest of all files of this package.
+    numba stores compiled code in ``NUMBA_CACHE_DIR``, else in ``__pycache__`` beside the source, else in the user's
+    cache directory. If none of them is writable, every process compiles again. numba would miss a change of a function
+    that a kernel inlines from another file. So the names of its cache files, taken from ``__qualname__``, contain a
+    digest of all files of this package.
     """
 
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
@@ -116,7 +116,7 @@ class Kernel:
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a function a `Kernel` of this signature."""
+    """Turn a function into a `Kernel` with this signature."""
     return lambda function: Kernel(function, signature)
 
 
@@ -124,11 +124,11 @@ _told = False
 
 
 def _tell_once(cache: str, name: str) -> None:
-    """Say, once in a process, that kernels are being compiled, if this one is not in the cache."""
+    """Log once per process that kernels are being compiled, if this one is not in the cache."""
     global _told  # noqa: PLW0603
     if not _told and not any(Path(cache).glob(f"*{name}-*.nbi")):
         _told = True
-        _log.warning("compiling kernels, which takes some seconds for each, once: they are kept in %s", cache)
+        _log.warning("compiling kernels, which takes some seconds for each; they are cached in %s", cache)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Large buffers that are used again: a page that the system hands out costs more than writing to it.
+"""Reuses large buffers, since getting a new page from the system costs more than writing to it.
 
-Half of the time of a decoder is such pages, and a step of training needs the same buffers as the step before. So what
-nobody refers to any more is kept for the next one who asks for as much, up to as many bytes as are in use, and
-256 MiB in any case. It is what torch does with the memory of a GPU.
+New pages take half of a decoder's time, and a training step needs the same buffers as the step before. So unused
+buffers are kept for the next request of the same size: as many bytes as are in use, and always up to 256 MiB. torch
+does the same with GPU memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 __all__ = ["empty", "release_memory"]
 
 _LARGE = 1 << 20
-"""Bytes from which on buffers are used again; for less the allocator of the C library does."""
+"""Bytes of the smallest buffers that are reused; smaller ones are left to the allocator of the C library."""
 _KEPT = 256 << 20
-"""Bytes that may lie idle even if nothing is in use."""
+"""Bytes that may be idle even if nothing is in use."""
 
 Block = NDArray[np.uint8]
 
 
 class _Lease:
-    """Owns a block for the arrays on it; the last of them to go hands it back."""
+    """Owns a block for the arrays on it; returns it when the last of them is freed."""
 
     __slots__ = ("_block", "_returned")
 
@@ -40,25 +40,25 @@ class _Lease:
         return self._block.__array_interface__
 
     def __del__(self) -> None:
-        # Whatever thread this is in, and whatever lock it holds: appending to a deque is atomic.
+        # This may run in any thread that holds any lock, but appending to a deque is atomic.
         self._returned.append(self._block)
 
 
 class _Stock:
-    """The blocks that are idle, those that were handed back last at the end."""
+    """The idle blocks, in the order of their return."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Start with nothing, also in a forked child, where another thread may have held the lock."""
+        """Start empty; also called in a forked child, where another thread may have held the lock."""
         self._lock = Lock()
         self._returned: deque[Block] = deque()
         self._idle: list[Block] = []
         self._in_use = 0
 
     def take(self, nbytes: int) -> Block:
-        """Return a block of so many bytes, with anything in it."""
+        """Return an uninitialised block of this many bytes."""
         with self._lock:
             self._collect()
             self._in_use += nbytes
@@ -70,7 +70,7 @@ class _Stock:
         return np.asarray(_Lease(block, self._returned))
 
     def release(self) -> None:
-        """Give all that is idle back to the system."""
+        """Return all idle blocks to the system."""
         with self._lock:
             self._collect()
             self._shrink(0)
@@ -93,7 +93,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return an array of float32 of this shape with anything in it, on memory that was used before if there is some."""
+    """Return an uninitialised float32 array of this shape, in reused memory if available."""
     nbytes = 4 * math.prod(shape)
     if nbytes < _LARGE:
         return np.empty(shape, dtype=np.float32)
@@ -101,5 +101,5 @@ def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def release_memory() -> None:
-    """Give the memory that is kept for the next call back to the system."""
+    """Return the memory that is kept for later calls to the system."""
     _stock.release()

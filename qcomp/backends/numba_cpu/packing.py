@@ -1,4 +1,4 @@
-"""Codes of 2 to 16 bits to bytes and back, for one bucket: the planes of `qcomp.core.numeric.bitplanes`."""
+"""Packs the codes of one bucket, of 2 to 16 bits, into bytes and back: planes as in `qcomp.core.numeric.bitplanes`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ B = np.uint8
 
 
 def empty_codes(count: int, bits: int) -> Codes:
-    """Return room for codes of so many bits, one to a byte or to two."""
+    """Return a buffer for codes of this many bits, with one or two bytes per code."""
     return np.empty(count, dtype=np.uint8) if bits <= 8 else np.empty(count, dtype=np.uint16)
 
 
 @inline
 def pack(codes: Codes, bits: int, data: Bytes) -> None:
-    """Pack codes, one to a byte or to two, into len(codes) * bits / 8 bytes."""
+    """Pack codes, of one or two bytes each, into len(codes) * bits / 8 bytes."""
     if bits == 8:
         _copy(codes, data)
     elif bits == 4:
@@ -36,7 +36,7 @@ def pack(codes: Codes, bits: int, data: Bytes) -> None:
 
 @inline
 def unpack(data: Bytes, bits: int, codes: Codes) -> None:
-    """Unpack bytes into codes, one to a byte or to two, the inverse of `pack`."""
+    """Unpack bytes into codes of one or two bytes each, the inverse of `pack`."""
     if bits == 8:
         _copy(data, codes)
     elif bits == 4:
@@ -96,9 +96,9 @@ def _split4(data: Bytes, codes: Codes) -> None:
 
 @inline
 def _collect(source: Codes, come: int, go: int, target: Codes) -> None:
-    """Put bit ``come`` of every source element into bit ``go`` of the target.
+    """Copy bit ``come`` of every source element to bit ``go`` of the target.
 
-    By masks: numba shifts by a variable in 64 bits, an eighth of the lanes.
+    It uses masks, since numba shifts by a variable in 64 bits, which uses only an eighth of the lanes.
     """
     from_bit, to_bit, none = source.dtype.type(1 << come), target.dtype.type(1 << go), target.dtype.type(0)
     for j in range(target.size):

@@ -1,7 +1,7 @@
-"""What the kernels are made of: loops over one bucket, which stays in the first-level cache between them.
+"""Building blocks of the kernels: loops over one bucket, which stays in the first-level cache between them.
 
-The arithmetic is that of `qcomp.core`, operation by operation. Loops that read a vector from memory
-run straight through it, because that is what prefetchers follow.
+The arithmetic equals that of `qcomp.core`, operation by operation. Loops that read a vector from memory run straight
+through it, in the order that prefetchers expect.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ U = np.uint32
 TINY = F(2.0**-126)
 ZERO = F(0)
 NEGLIGIBLE = F(2.0**-63)
-"""What is smaller than this part of a bucket's maximum has a subnormal square, and counts as zero in a norm."""
+"""Values below this fraction of a bucket's maximum have subnormal squares, and count as zero in a norm."""
 INFINITE = 0x7F800000
 """The bits of infinity."""
 TOO_LARGE = 0x71800000
-"""The bits of 2**100, the magnitude that is refused; larger values and NaN have larger ones."""
+"""The bits of 2**100, the smallest magnitude that is refused; larger values and NaN have larger bits."""
 MAGNITUDE = U(0x7FFFFFFF)
 SIGN = U(0x80000000)
 
 ROUND = F(1.5 * 2.0**23)
-"""Added to a magnitude up to 2**22, it leaves the integer that is nearest, half to even, in the last bits."""
+"""Added to a magnitude of up to 2**22, it leaves the nearest integer, half to even, in the last bits."""
 ROUND_BITS = np.int32(0x4B400000)
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
-"""What an encoder does with residuals: there are none; the new takes the place of the old, or has a buffer of its own,
-or takes the place of x."""
+"""The buffer of an encoder's new residual: none, that of the old residual, a new one, or that of x."""
 
 
 @inline
@@ -72,15 +71,15 @@ def as_float(bits: np.uint32) -> np.float32:
 
 @inline
 def flush(x: np.float32) -> np.float32:
-    """Return x, or +0 for what is below 2**-126 in magnitude; NaN stays NaN."""
+    """Return x, or +0 if |x| is below 2**-126; NaN stays NaN."""
     return ZERO if abs(x) < TINY else x
 
 
 @inline
 def finish(values: Floats, ranks: np.float32) -> None:
-    """Divide sums by the number of ranks; below 2**-126 the mean is +0.
+    """Divide sums by the number of ranks; a mean below 2**-126 becomes +0.
 
-    Multiplying by the inverse of a power of two rounds alike, and is faster.
+    Multiplying by the inverse of a power of two rounds in the same way, and is faster.
     """
     if as_bits(ranks) & U(0x7FFFFF) == U(0):
         inverse = F(1) / ranks
@@ -116,8 +115,8 @@ def load(
 ) -> Floats:
     """Return p = flush(flush(x) + residual) of the elements from start to stop, with zeros up to a length.
 
-    It lies where the new residual will be, or in the scratch ``beside`` where there is none, or padding. If there
-    is an m, keep * m + new * x takes the place of x.
+    It is stored where the new residual will be, or in the scratch ``beside`` without a residual or with padding. If m
+    is not empty, keep * m + new * x takes the place of x.
     """
     filled = stop - start
     if m.size > 0:
@@ -163,14 +162,14 @@ def _add(x: Floats, residual: Floats, p: Floats) -> None:
 
 @inline
 def _add_into(x: Floats, p: Floats) -> None:
-    """Add to p; `_add` with the residual as p would give the same, in scalar code: to LLVM they overlap."""
+    """Add x to p, the old residual; `_add` would do the same in scalar code, since LLVM would assume an overlap."""
     for i in range(p.size):
         p[i] = flush(flush(x[i]) + p[i])
 
 
 @inline
 def _add_over(p: Floats, residual: Floats) -> None:
-    """Add to p, which holds x."""
+    """Add the residual to p, which holds x."""
     for i in range(p.size):
         p[i] = flush(flush(p[i]) + residual[i])
 
@@ -199,7 +198,7 @@ def _blend_and_add(
 def largest_bits(p: Floats) -> np.uint32:
     """Return the bits of the largest magnitude.
 
-    Integers order NaN above infinity, and vectorise; signed ones, because numba compares unsigned ones in 64 bits.
+    Integers order NaN above infinity, and vectorise. They are signed, because numba compares unsigned ones in 64 bits.
     """
     largest = np.int32(0)
     for i in range(p.size):
@@ -209,7 +208,7 @@ def largest_bits(p: Floats) -> np.uint32:
 
 @inline
 def too_large(bits: np.uint32) -> bool:
-    """Return whether these are the bits of a magnitude from 2**100 on, of an infinity or of a NaN, of any sign."""
+    """Return whether these are the bits of a magnitude from 2**100 on, an infinity or NaN, of any sign."""
     return bool(np.int64(bits & MAGNITUDE) >= TOO_LARGE)
 
 
@@ -221,7 +220,7 @@ def _halve(sums: Floats, half: int) -> None:
 
 @inline
 def tree_sum(sums: Floats) -> np.float32:
-    """Return the sum of an array, a power of two long, by halves; the array is used up."""
+    """Return the sum of an array by adding halves; its length is a power of two, and it is overwritten."""
     half = sums.size // 2
     while half >= 1:
         _halve(sums, half)
@@ -232,7 +231,7 @@ def tree_sum(sums: Floats) -> np.float32:
 
 @inline
 def _power_of_two_below(bits: np.uint32) -> np.float32:
-    """Return the largest power of two at or below the finite value with these bits, and 1 for zero."""
+    """Return the largest power of two up to the finite value with these bits; 1 for zero."""
     exponent = np.int64(bits) & INFINITE
     return as_float(U(exponent)) if exponent > 0 else F(1)
 
@@ -247,7 +246,7 @@ def _square(x: np.float32, inverse: np.float32) -> np.float32:
 
 @inline
 def _fold_squares(p: Floats, inverse: np.float32, sums: Floats) -> None:
-    """Let sums hold the first level of the halving tree over the squares."""
+    """Store the first level of the halving tree over the squares in ``sums``."""
     lower = p[: sums.size]
     upper = p[sums.size :]
     for i in range(sums.size):
@@ -256,10 +255,10 @@ def _fold_squares(p: Floats, inverse: np.float32, sums: Floats) -> None:
 
 @inline
 def scaled_squares(p: Floats, largest: np.uint32, sums: Floats) -> tuple[np.float32, np.float32]:
-    """Return the sum of squares of p over the square of a power of two, and that power.
+    """Return the sum of squares of p divided by the square of a power of two, and that power.
 
     ``largest`` has the bits of the largest magnitude, and ``sums`` is scratch of half the length of p. Multiplying by
-    the reciprocal of a power of two is exact where dividing by the power is, and rounds alike where it is not.
+    the reciprocal of a power of two rounds exactly as dividing by the power does.
     """
     power = _power_of_two_below(largest)
     _fold_squares(p, F(1) / power, sums)
@@ -268,14 +267,14 @@ def scaled_squares(p: Floats, largest: np.uint32, sums: Floats) -> tuple[np.floa
 
 @inline
 def load_scale(data: Bytes, at: int) -> np.float32:
-    """Return the float32 at a byte of a payload, which may lie at any address."""
+    """Return the float32 at any byte of a payload."""
     bits = U(data[at]) | U(data[at + 1]) << U(8) | U(data[at + 2]) << U(16) | U(data[at + 3]) << U(24)
     return as_float(U(bits))
 
 
 @inline
 def store_scale(data: Bytes, at: int, scale: np.float32) -> None:
-    """Store a float32 at a byte of a payload."""
+    """Store a float32 at any byte of a payload."""
     bits = as_bits(scale)
     for i in range(4):
         data[at + i] = np.uint8(bits >> U(8 * i) & U(0xFF))

@@ -1,9 +1,9 @@
-"""Stores that go past the caches, for results that are larger than these.
+"""Stores that bypass the caches, for results larger than these.
 
-An ordinary store first reads the line that it will overwrite, which for a decoder doubles the traffic. A memory
-copy of the C library does not either, above some size. Whether that pays depends on the processor: on an Ice Lake Xeon
-it takes a third off the time of a sign decoder, on a Zen 4 EPYC, which writes past its caches at a fifth of the rate at
-which it reads, it adds two thirds.
+An ordinary store first reads the line that it will overwrite, which doubles a decoder's traffic. Stores past the caches
+avoid that, as large copies of the C library do. Whether this pays depends on the processor: on an Ice Lake Xeon a sign
+decoder takes a third less time. On a Zen 4 EPYC, which writes past its caches at a fifth of its read rate, it takes two
+thirds more.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from qcomp.backends.numba_cpu.jit import Floats, inline
 __all__ = ["finish_streams", "pays", "stream"]
 
 _LANES = 8
-"""Of a vector store; one of 32 bytes exists on every x86 with AVX, and elsewhere the compiler splits it."""
+"""Elements of a vector store: 32 bytes, which every x86 with AVX supports; elsewhere the compiler splits it."""
 _LARGE = 1 << 23
-"""The float32 of an array that is too large to be still in a cache when it is needed."""
+"""Elements of an array that is too large to be still cached when it is read."""
 _SLOW = binding.get_host_cpu_name().startswith("znver")
 
 
 def pays(size: int) -> bool:
-    """Return whether to stream so many float32: too many for the caches, on a processor that is fast at it."""
+    """Return whether to stream this many float32: too many for the caches, on a processor that streams fast."""
     return size >= _LARGE and not _SLOW
 
 
 @extending.intrinsic
 def _stream_vectors(typing_context: Any, target: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
-    """Copy ``count`` vectors from ``start`` on; the target is aligned there."""
+    """Copy ``count`` vectors from ``start`` on, where the target is aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = ir.VectorType(ir.FloatType(), _LANES)
@@ -57,7 +57,7 @@ def _stream_vectors(typing_context: Any, target: Any, source: Any, start: Any, c
 
 @extending.intrinsic
 def finish_streams(typing_context: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Wait until everything that was streamed is visible to other threads."""
+    """Wait until all streamed data is visible to other threads."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         builder.fence("seq_cst")
