@@ -72,7 +72,7 @@ def measure_network(
     counts. Streams: how much more a node sends if all its ranks send.
     """
     if comm.size < 2:
-        raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure what is between them")
+        raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure the links between them")
     of_rank = learn_nodes(comm, like=like) if hasattr(comm, "host") else tuple(range(comm.size))
     nodes = Nodes(of_rank)
     lanes = nodes.lanes

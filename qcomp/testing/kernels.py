@@ -79,7 +79,7 @@ class _Case(NamedTuple):
     layout: str = "dense"
 
 
-_WHERE = ("in an array of its own", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
+_WHERE = ("in a new array", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
 """Possible buffers of a new residual."""
 
 _KEYS = (
@@ -412,7 +412,7 @@ def _check_buffers(kernels: KernelSet, xp: Namespace) -> None:
             continue
         one[...], two[...] = 1.0, 2.0
         assert np.all(to_numpy(one) == 1), "two buffers of empty_like share memory"
-        assert not np.any(to_numpy(x)), "empty_like shares memory with what it is like"
+        assert not np.any(to_numpy(x)), "empty_like shares memory with its argument"
 
 
 def _compress_mean_of(compressor: Compressor, x: Any, residual: Any) -> None:

@@ -31,7 +31,7 @@ def _dtypes(case: Case) -> list[str]:
 def _layouts(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield names, arrays with the elements of x in several layouts, and their whole memory."""
     plain = case.array(x, dtype)
-    yield "an array of its own", plain, plain
+    yield "a separate array", plain, plain
     doubled = case.array(np.repeat(x, 2), dtype)
     yield "every other element of an array", doubled[::2], doubled
     padded = case.array(np.pad(x, (3, 5)), dtype)

@@ -43,7 +43,7 @@ class Nodes:
 
     @classmethod
     def of(cls, size: int, nodes: tuple[int, ...]) -> "Nodes":
-        """Return the nodes of a world of ``size`` ranks; by default each rank is a node of its own."""
+        """Return the nodes of a world of ``size`` ranks; by default each rank is a separate node."""
         if nodes and len(nodes) != size:
             raise ValueError(f"nodes is {nodes}; expected the node of each of {size} ranks")
         return cls(nodes or tuple(range(size)))

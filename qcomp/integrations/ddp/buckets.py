@@ -51,8 +51,8 @@ class BucketedStep:
         Called with each bucket once its parts have been averaged or have failed, before DistributedDataParallel reads
         its buffer. Runs in the conveyor's thread.
     finish : callable
-        Called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``. The backward pass
-        raises what it raises.
+        Called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``. Its exceptions
+        propagate from the backward pass.
     leaves_out_unused : bool
         Whether a parameter that no rank used keeps its residuals. Its gradient must then not be delivered.
 
