@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import qcomp
 from qcomp.backends import numba_cpu
-from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import Means
 
 TENSORS = {"100 x 100,000": (100, 100_000), "1 x 10,000,000": (1, 10_000_000), "40 x 1,000": (40, 1000)}
 LIBRARIES: dict[str, Callable[[Any], Any]] = {"numpy": np.asarray, "torch": torch.from_numpy}

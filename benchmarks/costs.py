@@ -57,10 +57,10 @@ def cases() -> list[Case]:
         Case("Adam", qcomp.Adam(learning_rate=1e-3)),
         Case("1-bit Adam", qcomp.OneBitAdam(**frozen), 1),
         Case("QAdam", qcomp.QAdam(**frozen), 1),
-        Case("QAdam without feedback", qcomp.QAdam(**frozen, feedback=False), 1),
+        Case("QAdam without feedback", qcomp.QAdam(**frozen, averaging=qcomp.Averaging(feedback=False)), 1),
         Case(
             "QAdam, two nodes of two ranks, inside them exact",
-            qcomp.QAdam(**frozen, hierarchical=True),
+            qcomp.QAdam(**frozen, averaging=qcomp.Averaging(topology="hierarchical")),
             1,
             ("a", "a", "b", "b"),
         ),
@@ -76,7 +76,10 @@ def cases() -> list[Case]:
 
 def coded() -> Mapping[str, Any]:
     """Return settings with messages of variable length, which need an exchange of lengths before each."""
-    return {"compressor": qcomp.QSGD(levels=7, norm="l2", coding="range"), "feedback": False}
+    return {
+        "compressor": qcomp.QSGD(levels=7, norm="l2", coding="range"),
+        "averaging": qcomp.Averaging(feedback=False),
+    }
 
 
 def measure(case: Case) -> Cost:

@@ -114,7 +114,7 @@ class Trained(NamedTuple):
     """The number of exact steps."""
 
 
-def train(opt: qcomp.Adam, task: Task, steps: int, seed: int, ranks: int = 2) -> Trained:
+def train(opt: qcomp.Optimizer, task: Task, steps: int, seed: int, ranks: int = 2) -> Trained:
     """Train on ranks with different batches, and return the loss on all data at the end."""
 
     def rank_main(comm: Any) -> Trained:
@@ -156,7 +156,7 @@ def trainings(steps: int, seeds: int) -> list[dict[str, Any]]:
             "betas": BETAS,
         }
         compressing: dict[str, Any] = {**shared, "exact": qcomp.ExactBelow(500)}
-        methods: dict[str, qcomp.Adam] = {
+        methods: dict[str, qcomp.Optimizer] = {
             "Adam": qcomp.Adam(**shared),
             "rule": qcomp.OneBitAdam(**compressing),
             **{f"fixed {k}": qcomp.OneBitAdam(**compressing, freeze=k) for k in FIXED if k < steps},
@@ -175,7 +175,7 @@ def drifting() -> list[dict[str, Any]]:
     for name, (task, settings, freeze, steps) in tqdm(drifts().items(), desc="drifts"):
         again = qcomp.VarianceWatch(rewarm_steps=3 * WINDOW)
         shared = {"betas": BETAS, **settings}
-        methods: dict[str, qcomp.Adam] = {
+        methods: dict[str, qcomp.Optimizer] = {
             "Adam": qcomp.Adam(**shared),
             "1-bit Adam": qcomp.OneBitAdam(**shared, exact=None, freeze=freeze),
             "1-bit Adam, measured again": qcomp.OneBitAdam(**shared, exact=None, freeze=freeze, watch=again),

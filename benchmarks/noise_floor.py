@@ -66,8 +66,7 @@ def floor(topology: Topology, ranks: int, steps: int, seed: int) -> float:
         learning_rate=RATE,
         momentum=0.0,
         compressor=COMPRESSOR,
-        feedback=False,
-        topology=topology,
+        averaging=qcomp.Averaging(feedback=False, topology=topology),
         exact=None,
         seed=seed,
     )

@@ -26,6 +26,7 @@ from qcomp.core.compressors import (
 from qcomp.core.diagnostics import Diagnostics
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
 from qcomp.core.mean import topologies
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.ef21 import EF21Mean
 from qcomp.core.numeric.random import Key
@@ -63,6 +64,7 @@ __all__ = [
     "QSGD",
     "QSVRG",
     "Adam",
+    "Averaging",
     "ByName",
     "Cast",
     "CommunicatorError",

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qcomp
 from network.models import Model, loss
-from qcomp.core.optimizers.compression import CompressingOptimizer
 from qcomp.integrations import ddp
 
 __all__ = ["COMPUTE", "METHODS", "Method", "Trainee"]
@@ -41,7 +40,7 @@ class Method:
     """The spec of qcomp's compressor, in the automatically selected topology."""
     rank: int | None = None
     """The rank of PowerSGD's approximation."""
-    adam: CompressingOptimizer | None = None
+    adam: qcomp.Optimizer | None = None
     """The optimizer that averages and updates the parameters, instead of stock SGD with momentum."""
 
     @property
@@ -91,7 +90,7 @@ METHODS = {
         "qcomp 1-bit Adam, after the freeze",
         "#7a4fa3",
         compressor=SIGN,
-        adam=qcomp.OneBitAdam(learning_rate=SLOW, freeze=FREEZE, topology="auto"),
+        adam=qcomp.OneBitAdam(learning_rate=SLOW, freeze=FREEZE, averaging=qcomp.Averaging(topology="auto")),
     ),
 }
 

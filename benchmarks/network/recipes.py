@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import qcomp
 from network.methods import QSGD4, SIGN
-from qcomp.core.optimizers.compression import CompressingOptimizer
 
 __all__ = ["PEAK", "RECIPES", "SETTLED", "Recipe"]
 
@@ -24,7 +23,7 @@ class Recipe:
 
     label: str
     colour: str
-    make: Callable[[Rate, int], CompressingOptimizer] | None = None
+    make: Callable[[Rate, int], qcomp.Optimizer] | None = None
     """Makes an optimizer of qcomp from a rate and the exact steps; None for torch's Adam."""
     hook: str | None = None
     """The spec of the compressor of gradients; None to average them exactly."""
@@ -36,19 +35,19 @@ class Recipe:
         return {"exact": self.exact, "compressed": self.compressed}[name]
 
 
-def _onebit_adam(rate: Rate, exact: int) -> CompressingOptimizer:
+def _onebit_adam(rate: Rate, exact: int) -> qcomp.Optimizer:
     return qcomp.OneBitAdam(learning_rate=rate, betas=BETAS, freeze=exact)
 
 
-def _qadam(rate: Rate, exact: int) -> CompressingOptimizer:
+def _qadam(rate: Rate, exact: int) -> qcomp.Optimizer:
     return qcomp.QAdam(learning_rate=rate, betas=BETAS, freeze=exact)
 
 
-def _zero_one_adam(rate: Rate, _exact: int) -> CompressingOptimizer:
+def _zero_one_adam(rate: Rate, _exact: int) -> qcomp.Optimizer:
     return qcomp.ZeroOneAdam(learning_rate=rate, betas=BETAS, variance_steps=qcomp.DoublingIntervals(2))
 
 
-def _zero_one_settled(rate: Rate, exact: int) -> CompressingOptimizer:
+def _zero_one_settled(rate: Rate, exact: int) -> qcomp.Optimizer:
     return qcomp.ZeroOneAdam(learning_rate=rate, betas=BETAS, variance_steps=lambda step: step <= exact)
 
 

@@ -87,5 +87,5 @@ def make_optimizer(settings: Settings) -> qcomp.Optimizer:
             return qcomp.QAdam(**chosen, betas=(0.9, 0.99), freeze=freeze)
         case "qsgd":
             chosen = {"compressor": qcomp.QSGD(levels=7, bucket_size=128)} | chosen
-            return qcomp.CompressedSGD(**chosen, momentum=0.9, feedback=True)
+            return qcomp.CompressedSGD(**chosen, momentum=0.9)
     raise ValueError(f"no recipe for {settings.optimizer!r}")

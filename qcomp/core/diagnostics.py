@@ -15,8 +15,8 @@ from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
-from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.compression import EXACT, Average, Means, Part
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState

@@ -19,7 +19,7 @@ from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import divide, flush
 from qcomp.core.numeric.random import fold_key
-from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import Means
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 
 pytest.importorskip("numba")

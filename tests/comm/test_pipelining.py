@@ -20,9 +20,9 @@ optimizers = [
     qcomp.Adam(learning_rate=0.01),
     qcomp.OneBitAdam(freeze=1, **common),
     qcomp.QAdam(freeze=1, clip_norm=1.0, **common),
-    qcomp.OneBitLamb(freeze=1, topology="all_gather", **common),
+    qcomp.OneBitLamb(freeze=1, averaging=qcomp.Averaging("all_gather"), **common),
     qcomp.ZeroOneAdam(freeze=2, sync_steps=qcomp.LocalSteps(2, 2), **common),
-    qcomp.CompressedSGD(compressor=elias, feedback=False, **common),
+    qcomp.CompressedSGD(compressor=elias, averaging=qcomp.Averaging(feedback=False), **common),
     qcomp.CompressedSGD(compressor=topk, **common),
     qcomp.EF21SGD(compressor=topk, eta=0.5, **common),
 ]

@@ -35,7 +35,7 @@ class Ranks:
         names = tuple(map(str, range(len(params))))
         self.opt, self.lockstep = opt, lockstep
         self.params = [list(params) for _ in range(size)]
-        self.states = [opt.start(params, names, rank, size) for rank in range(size)]
+        self.states = [opt.initial_state(params, names, rank, size) for rank in range(size)]
 
     def stages(self, grads):
         return [self.opt.stages(*each) for each in zip(self.params, grads, self.states, strict=True)]

@@ -22,7 +22,10 @@ OPTIMIZERS = {
         learning_rate=0.01, exact=None, compressor=qcomp.Scaled(qcomp.RandK(4, 16))
     ),
     "sgd by all-gather": qcomp.CompressedSGD(
-        learning_rate=0.01, exact=None, compressor=qcomp.ScaledSign(16), topology="all_gather"
+        learning_rate=0.01,
+        exact=None,
+        compressor=qcomp.ScaledSign(16),
+        averaging=qcomp.Averaging(topology="all_gather"),
     ),
 }
 

@@ -169,9 +169,12 @@ class TestMean:
             CompressedMean(SIGN, "auto").init(np.zeros(4), Hostless())
 
 
-def optimizer(**chosen: Any) -> qcomp.CompressedSGD:
-    settings = {"learning_rate": 0.1, "compressor": qcomp.ScaledSign(8), "exact": None, "topology": "auto"}
-    return qcomp.CompressedSGD(**settings | chosen)
+def optimizer(topology: str = "auto", compressor: Any = None, **options: Any) -> qcomp.CompressedSGD:
+    settings = {
+        "compressor": compressor or qcomp.ScaledSign(8),
+        "averaging": qcomp.Averaging(topology, **options),
+    }
+    return qcomp.CompressedSGD(learning_rate=0.1, exact=None, **settings)
 
 
 def trained(opt: Any, comm: Any, steps: int = 3) -> tuple[np.ndarray, Any]:

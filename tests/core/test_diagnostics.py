@@ -130,7 +130,7 @@ def assert_reported(found: dict[str, float], expected: dict[str, float]) -> None
 @pytest.mark.parametrize("make", [sgd, one_bit])
 @pytest.mark.parametrize(("sample", "stride"), [(1000, {103: 1, 63: 1}), (10, {103: 11, 63: 7})])
 def test_says_what_numpy_finds(size, topology, make, sample, stride):
-    opt = make(topology=topology)
+    opt = make(averaging=qcomp.Averaging(topology))
     runs = run(opt, size, sample=sample)
     elements = 103 if make is sgd else 63  # the others stay exact
     expected = Found(opt, runs, stride[elements]).report()
@@ -389,9 +389,12 @@ class TestWhatThereIs:
         assert "cosine" in runs[0][2][3]
 
     def test_without_feedback_or_servers(self):
-        (report, *_) = [done[3][3] for done in run(sgd(feedback=False, compressor=qcomp.QSGD(7, 16)), 2)]
+        (report, *_) = [
+            done[3][3]
+            for done in run(sgd(averaging=qcomp.Averaging(feedback=False), compressor=qcomp.QSGD(7, 16)), 2)
+        ]
         assert set(report) == {"bytes_sent", "bits_per_element", "cosine"}
-        (report, *_) = [done[3][3] for done in run(sgd(topology="all_gather"), 2)]
+        (report, *_) = [done[3][3] for done in run(sgd(averaging=qcomp.Averaging(topology="all_gather")), 2)]
         assert not [key for key in report if "server" in key]
 
     def test_the_ratio_of_a_watch(self):
@@ -427,7 +430,7 @@ class TestWhatThereIs:
     @pytest.mark.parametrize("hosts", ["aab", "abab", "aa"])
     def test_hierarchies(self, hosts):
         """With one rank a node it is two phases; otherwise a rank's ratio is over its part of its own signal."""
-        opt = sgd(topology="hierarchical")
+        opt = sgd(averaging=qcomp.Averaging(topology="hierarchical"))
         watched = qcomp.Diagnostics(opt, sample=1000)
 
         def rank_main(comm):

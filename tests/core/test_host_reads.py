@@ -30,7 +30,7 @@ def reads_of_steps(monkeypatch, lockstep, ranks, **options):
     """Return how many values rank 0 reads in each of 6 steps; the variance is frozen after 2."""
     opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=qcomp.ExactBelow(1000), **options)
     params = [torch.zeros(shape) for shape in SHAPES]
-    states = [opt.start(params, tuple(map(str, range(40))), rank, ranks) for rank in range(ranks)]
+    states = [opt.initial_state(params, tuple(map(str, range(40))), rank, ranks) for rank in range(ranks)]
     cpu = torch.Tensor.cpu
     counts = []
 

@@ -363,7 +363,10 @@ class TestState:
         """A rank's own dict fits one topology; a list of all fits any (see the tests of elastic checkpoints)."""
         comm, x = qcomp.comm.LocalCommunicator.alone(), np.ones(40, dtype=np.float32)
         settings = {"learning_rate": 0.1, "compressor": qcomp.ScaledSign(8), "exact": None}
-        ring, other = (qcomp.CompressedSGD(**settings, topology=t) for t in ("ring", "two_phase"))
+        ring, other = (
+            qcomp.CompressedSGD(**settings, averaging=qcomp.Averaging(topology=t))
+            for t in ("ring", "two_phase")
+        )
         saved = ring.state_dict(ring.init(x, comm))
         with pytest.raises(ValueError, match=r"worker_residual.0 of shape \(0,\); expected \(40,\)"):
             other.load_state_dict(saved, x, comm)
@@ -573,12 +576,22 @@ class TestUnbiased:
 
 
 OPTIMIZERS = {
-    "SGD": lambda t: qcomp.CompressedSGD(learning_rate=0.1, compressor=qcomp.ScaledSign(8), topology=t),
-    "1-bit Adam": lambda t: qcomp.OneBitAdam(
-        learning_rate=0.1, freeze=2, betas=(0.9, 0.5), compressor=qcomp.ScaledSign(8), topology=t
+    "SGD": lambda t: qcomp.CompressedSGD(
+        learning_rate=0.1, compressor=qcomp.ScaledSign(8), averaging=qcomp.Averaging(topology=t)
     ),
-    "QAdam": lambda t: qcomp.QAdam(learning_rate=0.1, warmup_steps=2, betas=(0.9, 0.5), topology=t),
-    "0/1 Adam": lambda t: qcomp.ZeroOneAdam(learning_rate=0.1, compressor=qcomp.ScaledSign(8), topology=t),
+    "1-bit Adam": lambda t: qcomp.OneBitAdam(
+        learning_rate=0.1,
+        freeze=2,
+        betas=(0.9, 0.5),
+        compressor=qcomp.ScaledSign(8),
+        averaging=qcomp.Averaging(topology=t),
+    ),
+    "QAdam": lambda t: qcomp.QAdam(
+        learning_rate=0.1, warmup_steps=2, betas=(0.9, 0.5), averaging=qcomp.Averaging(topology=t)
+    ),
+    "0/1 Adam": lambda t: qcomp.ZeroOneAdam(
+        learning_rate=0.1, compressor=qcomp.ScaledSign(8), averaging=qcomp.Averaging(topology=t)
+    ),
 }
 
 

@@ -86,12 +86,18 @@ POLICY = qcomp.ByName({"[13]": COMPRESSORS["topk"], "*": COMPRESSORS["sign"]})
 OPTIMIZERS = {
     "adam": qcomp.Adam(learning_rate=0.01),
     "onebit_adam": qcomp.OneBitAdam(freeze=1, **COMMON),
-    "onebit_adam_all_gather": qcomp.OneBitAdam(freeze=1, topology="all_gather", **COMMON),
-    "onebit_adam_hierarchical": qcomp.OneBitAdam(freeze=1, topology="hierarchical", **COMMON),
+    "onebit_adam_all_gather": qcomp.OneBitAdam(
+        freeze=1, averaging=qcomp.Averaging(topology="all_gather"), **COMMON
+    ),
+    "onebit_adam_hierarchical": qcomp.OneBitAdam(
+        freeze=1, averaging=qcomp.Averaging(topology="hierarchical"), **COMMON
+    ),
     "qadam": qcomp.QAdam(freeze=1, clip_norm=1.0, **COMMON),
     "onebit_lamb": qcomp.OneBitLamb(freeze=1, **COMMON),
     "zero_one_adam": qcomp.ZeroOneAdam(freeze=2, sync_steps=qcomp.LocalSteps(2, 2), **COMMON),
-    "sgd": qcomp.CompressedSGD(compressor=COMPRESSORS["elias"], feedback=False, **COMMON),
+    "sgd": qcomp.CompressedSGD(
+        compressor=COMPRESSORS["elias"], averaging=qcomp.Averaging(feedback=False), **COMMON
+    ),
     "sgd_sign": qcomp.CompressedSGD(compressor=COMPRESSORS["sign"], **COMMON),
     "sgd_by_name": qcomp.CompressedSGD(compressor=COMPRESSORS["sign"], compressors=POLICY, **COMMON),
     "ef21": qcomp.EF21SGD(compressor=COMPRESSORS["scaled"], eta=0.5, **COMMON),
@@ -306,7 +312,7 @@ def test_rounds_that_go_wrong_are_noticed(fault, small_rounds, monkeypatch):
 def requests_of(opt):
     """What a step of the only rank wants to exchange."""
     params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
-    state = opt.start(params, tuple(map(str, range(len(params)))), 0, 1)
+    state = opt.initial_state(params, tuple(map(str, range(len(params)))), 0, 1)
     stages, found, arrived = opt.stages(params, gradient(0, 0), state), [], None
     while True:
         try:
@@ -358,7 +364,7 @@ def test_what_rounds_send_is_what_one_message_holds_but_for_verdicts_and_padding
 def test_the_first_rounds_carry_the_exact_tensors_along(small_rounds):
     opt = OPTIMIZERS["sgd_sign"]
     params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
-    state = opt.start(params, tuple(map(str, range(len(params)))), 0, 1)
+    state = opt.initial_state(params, tuple(map(str, range(len(params)))), 0, 1)
     exact, compressed = opt.prepare(gradient(0, 0), state).parts
     counts = [len(p.mean.begin(p.values, p.state, Terms(p.key)).rounds) for p in (exact, compressed)]
     assert counts[0] == 1 < counts[1]

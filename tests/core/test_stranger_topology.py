@@ -148,7 +148,9 @@ def test_a_value_that_is_not_finite_is_an_error_everywhere():
 
 
 def trained(size, saved, steps):
-    opt = qcomp.CompressedSGD(learning_rate=0.1, compressor=SIGN, exact=None, topology="tree_of_two")
+    opt = qcomp.CompressedSGD(
+        learning_rate=0.1, compressor=SIGN, exact=None, averaging=qcomp.Averaging(topology="tree_of_two")
+    )
 
     def rank_main(comm):
         params = [np.zeros(shape) for shape in SHAPES]

@@ -374,7 +374,7 @@ class TestOptimizer:
     def test_trains_as_with_fixed_width(self, size, topology, clip_norm):
         results = []
         for c in (CODED, CODED.coder.plain):
-            opt = sgd(c, topology=topology, clip_norm=clip_norm)
+            opt = sgd(c, averaging=qcomp.Averaging(topology=topology), clip_norm=clip_norm)
             results.append(run_local(size, lambda comm, opt=opt: train(opt, comm)))
         assert results[0] == results[1]
         assert all(held == results[0][0] for held in results[0])

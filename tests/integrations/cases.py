@@ -18,23 +18,21 @@ OPTIMIZERS = {
     "draws": (
         "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128), exact=policy)"
     ),
-    "rescaled": (
-        "qcomp.CompressedSGD(learning_rate=lambda step: 0.01 / (step + 1), compressor=qcomp.TopK(),"
-        " rescale_feedback=True, exact=None)"
-    ),
     "by name": (
         "qcomp.CompressedSGD(learning_rate=0.01, exact=policy, compressors=qcomp.ByName("
         "{'0.*': qcomp.ScaledSign(), '*': qcomp.QSGD(levels=7, bucket_size=64)}))"
     ),
     "all_gather": (
-        "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128), feedback=False,"
-        " topology='all_gather', exact=policy)"
+        "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128),"
+        " averaging=qcomp.Averaging('all_gather', feedback=False), exact=policy)"
     ),
     "coded": (
         "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128, coding='elias'),"
         " exact=policy)"
     ),
-    "hierarchical": "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, topology='hierarchical')",
+    "hierarchical": (
+        "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, averaging=qcomp.Averaging('hierarchical'))"
+    ),
     "zero_one_adam": (
         "qcomp.ZeroOneAdam(learning_rate=0.01, variance_steps=qcomp.DoublingIntervals(1), exact=policy)"
     ),

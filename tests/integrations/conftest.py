@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import qcomp
-from qcomp.core.optimizers.average import EXACT
+from qcomp.core.optimizers.compression import EXACT
 from qcomp.integrations import ddp
 from qcomp.integrations.ddp import buckets as cut_buckets
 
@@ -43,6 +43,9 @@ def gradients(model):
 
 def same(xs, ys):
     return len(xs) == len(ys) and all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+def tensorwise(optimizer, each):
+    return dataclasses.replace(optimizer, averaging=dataclasses.replace(optimizer.averaging, tensorwise=each))
 
 def say(*words):
     print(*words, flush=True)

@@ -69,7 +69,7 @@ opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=99, exact=None)
 model = small()
 optimizer = ddp.OverlappedOptimizer(model, opt)
 params = [p.detach().clone() for p in model.parameters()]
-state = dataclasses.replace(opt, tensorwise=True).init(params, comm)
+state = dataclasses.replace(opt, averaging=qcomp.Averaging(tensorwise=True)).init(params, comm)
 for step in range(3):
     given = gradient_of(model, step)
     params, state = opt.step(params, given, state, comm)
@@ -173,7 +173,7 @@ for name, make in {{{made}}}.items():
     opt = dataclasses.replace(make(), clip_norm={limit})
     alone, model = network(), wrapped()
     optimizer = ddp.OverlappedOptimizer(model, opt)
-    plain = dataclasses.replace(opt, tensorwise=name in {SERVERS_DRAW!r})
+    plain = tensorwise(opt, name in {SERVERS_DRAW!r})
     params = [p.detach() for p in alone.parameters()]
     state = plain.init(params, comm, [name for name, _ in alone.named_parameters()])
     for step in range(4):

@@ -356,8 +356,8 @@ except RuntimeError as error:
             "ddp.hook(qcomp.ScaledSign(), wrapped(), exact_iterations=-1)",
             "exact_iterations is -1; expected an",
         ),
-        ("ddp.OverlappedOptimizer(wrapped(), qcomp.EF21SGD(learning_rate=0.1))", "optimizer is a EF21SGD"),
-        ("ddp.OverlappedOptimizer(wrapped(), qcomp.Adam(learning_rate=0.1))", "expected one that compresses"),
+        ("ddp.OverlappedOptimizer(wrapped(), qcomp.EF21SGD(learning_rate=0.1))", "optimizer is EF21SGD("),
+        ("ddp.OverlappedOptimizer(wrapped(), qcomp.Adam(learning_rate=0.1))", "expected one that averages"),
         (
             "ddp.hook(qcomp.ScaledSign(), DistributedDataParallel(torch.nn.Embedding(9, 4, sparse=True)))",
             "the layer '' has sparse gradients, which cannot be compressed: make it with sparse=False",

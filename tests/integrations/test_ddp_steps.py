@@ -29,7 +29,7 @@ policy = qcomp.ExactBelow(100)
 make = lambda: {OPTIMIZERS[name]}
 alone, model = network(), wrapped()
 optimizer = ddp.OverlappedOptimizer(model, make())
-plain = dataclasses.replace(make(), tensorwise={name in SERVERS_DRAW})
+plain = tensorwise(make(), {name in SERVERS_DRAW})
 names = [name for name, _ in alone.named_parameters()]
 params = [p.detach() for p in alone.parameters()]
 state = plain.init(params, comm, names)

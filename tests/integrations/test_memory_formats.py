@@ -71,7 +71,7 @@ policy = qcomp.ExactBelow(20)
 for name, make in {{{made}}}.items():
     for formats in (True, False):
         model = averaging(formats, {view})
-        alone = dataclasses.replace(make(), tensorwise=True)
+        alone = tensorwise(make(), True)
         say(name, compare(model, ddp.OverlappedOptimizer(model, make()), alone, steps=4))
 """
     first, second = said(2, body)

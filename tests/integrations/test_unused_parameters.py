@@ -34,7 +34,7 @@ class Account:
         for key, part in saved.items():
             assert not key.startswith("server_residual"), "all-gather has no servers"
         return total.reshape(40, 33)
-top = dict(compressor=qcomp.TopK(k=4, bucket_size=64), topology="all_gather", exact=None)
+top = dict(compressor=qcomp.TopK(k=4, bucket_size=64), averaging=qcomp.Averaging("all_gather"), exact=None)
 """
 
 USES = {

@@ -70,7 +70,7 @@ def job(lockstep: Callable) -> Callable[..., Job]:
 
     def start(opt: Any, params: Sequence[Any], size: int, names: Sequence[str] | None = None) -> Job:
         names = tuple(map(str, range(len(params)))) if names is None else tuple(names)
-        states = [opt.start(params, names, rank, size) for rank in range(size)]
+        states = [opt.initial_state(params, names, rank, size) for rank in range(size)]
         return Job(opt, lockstep, [list(params) for _ in range(size)], states)
 
     return start

@@ -148,7 +148,7 @@ class TestLibraries:
 
         def train(array, seal):
             params = [seal([array(p) for p in grads(shapes, 99, 0)]) for _ in range(2)]
-            states = seal([opt.start(params[0], ("a", "b"), rank, 2) for rank in range(2)])
+            states = seal([opt.initial_state(params[0], ("a", "b"), rank, 2) for rank in range(2)])
             for step in range(4):
                 gradients = [[array(g) for g in grads(shapes, rank, step)] for rank in range(2)]
                 results = seal(
@@ -362,6 +362,6 @@ class TestArguments:
 
     def test_a_state_of_another_rank(self):
         opt = qcomp.Adam(learning_rate=0.1)
-        state = opt.start([np.ones(2)], ("0",), rank=1, size=2)
+        state = opt.initial_state([np.ones(2)], ("0",), rank=1, size=2)
         with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 1 of 2"):
             opt.step(np.ones(2), np.ones(2), state, LocalCommunicator.alone())

@@ -35,10 +35,15 @@ OPTIMIZERS = {
         freeze=3,
         exact=None,
         compressor=qcomp.ScaledSign(16),
-        topology="all_gather",
+        averaging=qcomp.Averaging(topology="all_gather"),
     ),
     "qadam without feedback": qcomp.QAdam(
-        learning_rate=0.1, betas=BETAS, freeze=3, exact=None, compressor=qcomp.QSGD(7, 16), feedback=False
+        learning_rate=0.1,
+        betas=BETAS,
+        freeze=3,
+        exact=None,
+        compressor=qcomp.QSGD(7, 16),
+        averaging=qcomp.Averaging(feedback=False),
     ),
     "sgd": qcomp.CompressedSGD(learning_rate=0.1, exact=None, compressor=qcomp.QSGD(7, 16)),
     "sgd without momentum": qcomp.CompressedSGD(

@@ -14,7 +14,7 @@ import pytest
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import Means
 from qcomp.core.payload import Field
 
 
@@ -202,7 +202,7 @@ def value_of_exact_adam() -> float:
     """What exact Adam reaches."""
     problem = Quadratic()
     opt = qcomp.Adam(learning_rate=problem.rate, betas=problem.BETAS)
-    state = opt.start([problem.x], ("x",), rank=0, size=1)
+    state = opt.initial_state([problem.x], ("x",), rank=0, size=1)
     for _ in range(problem.STEPS):
         mean = problem.gradients().mean(axis=0)
         (problem.x,), state = opt.apply([problem.x], Means((mean,), state.exchange), state)
@@ -245,7 +245,7 @@ class TestOneBitAdam:
             watch=None,
             compressor=problem.COMPRESSOR,
         )
-        state = opt.start([problem.x], ("x",), rank=0, size=problem.WORKERS)
+        state = opt.initial_state([problem.x], ("x",), rank=0, size=problem.WORKERS)
         for _ in range(problem.STEPS):
             asked = [opt.prepare([g], state).parts for g in problem.gradients()]
             assert all(len(parts) == 1 for parts in asked)
@@ -261,7 +261,7 @@ class TestOneBitAdam:
         problem = Quadratic()
         mean = TwoWay(problem)
         opt = qcomp.Adam(learning_rate=problem.rate, betas=problem.BETAS)
-        state = opt.start([problem.x], ("x",), rank=0, size=1)
+        state = opt.initial_state([problem.x], ("x",), rank=0, size=1)
         for _ in range(problem.STEPS):
             average = mean(problem.gradients())
             (problem.x,), state = opt.apply([problem.x], Means((average,), state.exchange), state)

@@ -111,7 +111,7 @@ def assert_total_is_kept(opt: Any, saved: list[dict], states: list, unit: float)
 @pytest.mark.parametrize(("old", "new"), WORLDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_total_residual_is_kept(grads, old, new, topology, how, dtype):  # noqa: PLR0917
-    opt, unit = sgd(topology=topology), np.finfo(dtype).eps / 2
+    opt, unit = sgd(averaging=qcomp.Averaging(topology=topology)), np.finfo(dtype).eps / 2
     saved, params = saved_by(opt, grads, old, dtype=dtype)
     states = load(opt, spread(saved, new, how), params)
     assert_total_is_kept(opt, saved, states, unit)
@@ -144,7 +144,7 @@ def test_in_a_world_of_the_same_size_nothing_changes(grads, how):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_sum_identity_goes_on(grads, old, new, topology):
     """x_0 - x_T = rate (sum of the exact means - E_T), though the world changed on the way."""
-    opt = sgd(topology=topology)
+    opt = sgd(averaging=qcomp.Averaging(topology=topology))
     saved, params = saved_by(opt, grads, old, dtype=np.float64)
     states = load(opt, spread(saved, new, "dealt"), params)
 
@@ -226,15 +226,21 @@ def test_what_a_broken_rule_would_do(grads):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_other_chunks_in_a_world_of_the_same_size(grads, old, new, size):
     """Another topology, or other buckets: the residuals are somewhere else, and their total is kept as well."""
-    saved, params = saved_by(sgd(topology=old), grads, 2)
-    for opt in (sgd(topology=new), sgd(topology=new, compressor=qcomp.ScaledSign(16))):
+    saved, params = saved_by(sgd(averaging=qcomp.Averaging(topology=old)), grads, 2)
+    for opt in (
+        sgd(averaging=qcomp.Averaging(topology=new)),
+        sgd(averaging=qcomp.Averaging(topology=new), compressor=qcomp.ScaledSign(16)),
+    ):
         assert_total_is_kept(opt, saved, load(opt, [saved] * size, params, strict=False), 2.0**-24)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_without_residuals(grads, steps):
     """In the warm-up, and where nothing is fed back."""
-    for opt in (one_bit(), sgd(feedback=False, compressor=qcomp.QSGD(7, 16), momentum=0.9)):
+    for opt in (
+        one_bit(),
+        sgd(averaging=qcomp.Averaging(feedback=False), compressor=qcomp.QSGD(7, 16), momentum=0.9),
+    ):
         saved, params = saved_by(opt, grads, 3, steps=steps)
         for state in load(opt, spread(saved, 2, "dealt"), params):
             assert state.step == steps
@@ -246,7 +252,10 @@ def test_without_residuals(grads, steps):
 
 def test_from_no_residuals_and_to_none(grads):
     """Where nothing is owed residuals begin at zero; what is owed cannot go on where nothing is fed back."""
-    plain, fed_back = (sgd(feedback=feedback, compressor=qcomp.MinMaxUInt8(8)) for feedback in (False, True))
+    plain, fed_back = (
+        sgd(averaging=qcomp.Averaging(feedback=feedback), compressor=qcomp.MinMaxUInt8(8))
+        for feedback in (False, True)
+    )
     saved, params = saved_by(plain, grads, 2)
     for state in load(fed_back, [saved] * 3, params):
         assert not any(np.any(r) for r in (*state.exchange.worker, *state.exchange.server))
@@ -266,7 +275,7 @@ def test_hierarchies(grads, before, after):
     """Ranks of a node share its residuals; they go on with other nodes, and with two phases."""
 
     def opt(topology):
-        return sgd(topology=topology)
+        return sgd(averaging=qcomp.Averaging(topology=topology))
 
     def train(comm):
         params = grads(SHAPES, 99, 0, np.float64)
@@ -375,8 +384,8 @@ class OwnSums(qcomp.CompressedSGD):
     def own_kinds(self, stage):
         return ("gathered",)
 
-    def start(self, params, names, rank, size):
-        state = super().start(params, names, rank, size)
+    def initial_state(self, params, names, rank, size):
+        state = super().initial_state(params, names, rank, size)
         own, common = ([np.zeros_like(p) for p in params] for _ in range(2))
         return state._replace(arrays={"gathered": tuple(own), "common": (*common[:-1], common[-1][:0])})
 

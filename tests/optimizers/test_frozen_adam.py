@@ -49,17 +49,19 @@ def qadam(**changes) -> qcomp.QAdam:
 OPTIMIZERS = [
     one_bit(),
     one_bit(compressor=qcomp.ScaledSign(16, "rms"), weight_decay=0.1, clip_norm=3.0),
-    one_bit(topology="all_gather"),
+    one_bit(averaging=qcomp.Averaging(topology="all_gather")),
     qadam(),
-    qadam(feedback=False),
+    qadam(averaging=qcomp.Averaging(feedback=False)),
     qadam(compressor=qcomp.QSGD(7, 16), seed=5),
     one_bit(exact=qcomp.ExactBelow(20)),
-    qadam(exact=qcomp.ExactBelow(20), topology="all_gather"),
+    qadam(exact=qcomp.ExactBelow(20), averaging=qcomp.Averaging(topology="all_gather")),
 ]
 optimizers = pytest.mark.parametrize(
     "opt",
     OPTIMIZERS,
-    ids=lambda o: f"{type(o).__name__}-{o.compressor.name}-{o.topology}-{o.feedback}-{bool(o.exact)}",
+    ids=lambda o: (
+        f"{type(o).__name__}-{o.compressor.name}-{o.mean.topology}-{o.mean.feedback}-{bool(o.exact)}"
+    ),
 )
 
 
@@ -178,8 +180,8 @@ class TestCompressedStage:
 
     @pytest.mark.parametrize(
         "opt",
-        [o for o in OPTIMIZERS if o.feedback and o.clip_norm is None],
-        ids=lambda o: f"{o.compressor}-{o.topology}",
+        [o for o in OPTIMIZERS if o.mean.feedback and o.clip_norm is None],
+        ids=lambda o: f"{o.compressor}-{o.mean.topology}",
     )
     @pytest.mark.parametrize("size", SIZES)
     def test_identity_of_every_step(self, job, grads, opt, size):
@@ -201,7 +203,9 @@ class TestCompressedStage:
 
     def test_residuals_of_a_mean_without_feedback_break_the_identity(self, job, grads):
         with pytest.raises(AssertionError):
-            self.check_identity(job, grads, replace(OPTIMIZERS[0], feedback=False), 2)
+            self.check_identity(
+                job, grads, replace(OPTIMIZERS[0], averaging=qcomp.Averaging(feedback=False)), 2
+            )
 
     @pytest.mark.parametrize("decay", [0.0, 0.1])
     def test_a_world_of_one_without_compression_is_the_plain_optimizer(self, job, grads, decay):
@@ -235,8 +239,8 @@ class TestCompressedStage:
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_exact_tensors_stay_exact(self, job, grads, topology):
         """Their momentum is the exact mean's, whatever happens to the others; their variance is frozen too."""
-        some = one_bit(exact=qcomp.ExactBelow(20), topology=topology)
-        all_of_them = one_bit(compressor=qcomp.Identity(), topology=topology)
+        some = one_bit(exact=qcomp.ExactBelow(20), averaging=qcomp.Averaging(topology=topology))
+        all_of_them = one_bit(compressor=qcomp.Identity(), averaging=qcomp.Averaging(topology=topology))
         runs = [job(opt, grads(SHAPES, 99, 0), 3) for opt in (some, all_of_them)]
         # A vector among other tensors is a norm or a bias: only the matrix is compressed.
         assert runs[0].state.exact == (True, False, True)
@@ -275,7 +279,11 @@ class TestCompressedStage:
     def test_the_seed_and_the_step_name_the_draws(self, job, grads):
         finals = []
         for seed in (0, 0, 1):
-            run = job(qadam(compressor=qcomp.QSGD(1, 16), feedback=False, seed=seed), grads(SHAPES, 99, 0), 2)
+            run = job(
+                qadam(compressor=qcomp.QSGD(1, 16), averaging=qcomp.Averaging(feedback=False), seed=seed),
+                grads(SHAPES, 99, 0),
+                2,
+            )
             for step in range(FREEZE + 3):
                 run.step(of_ranks(grads, 2, step))
             finals.append(run.fingerprint())
@@ -293,7 +301,7 @@ class TestFreeze:
         assert predicted == expected
         opt = one_bit(betas=(0.9, beta2), freeze=VarianceStable(0.96))
         params, g = [np.zeros(8)], [np.linspace(-1, 2, 8)]
-        state = opt.start(params, ("0",), rank=0, size=1)
+        state = opt.initial_state(params, ("0",), rank=0, size=1)
         while state.stage == "warmup":
             ((params, state),) = lockstep([opt.stages(params, g, state)])
             assert len(state.history) <= delay + 1
@@ -531,7 +539,7 @@ class TestQAdam:
     def test_the_default_is_eight_bits_with_feedback(self):
         opt = qcomp.QAdam(learning_rate=0.1)
         assert opt.compressor == qcomp.MinMaxUInt8()
-        assert opt.feedback
+        assert opt.mean.feedback
 
 
 def settings_of(opt: qcomp.QAdam) -> dict:

@@ -44,8 +44,19 @@ DIFFERENCES = {
     "eps": ({"opt": replace(BASE, eps=1e-6)}, "settings.eps is"),
     "clip": ({"opt": replace(BASE, clip_norm=1.0)}, "settings.clip_norm is 'None' on {}, but '1.0' on {}"),
     "decay": ({"opt": replace(BASE, weight_decay=0.1)}, "settings.weight_decay is"),
-    "topology": ({"opt": replace(BASE, topology="all_gather")}, "settings.topology is"),
-    "feedback": ({"opt": replace(BASE, feedback=False)}, "settings.feedback is"),
+    "topology": (
+        {"opt": replace(BASE, averaging=qcomp.Averaging(topology="all_gather"))},
+        "settings.topology is",
+    ),
+    "feedback": ({"opt": replace(BASE, averaging=qcomp.Averaging(feedback=False))}, "settings.feedback is"),
+    "link": (
+        {"opt": replace(BASE, averaging=qcomp.Averaging(link=qcomp.planning.Link(1e9)))},
+        "settings.link is",
+    ),
+    "tensorwise": (
+        {"opt": replace(BASE, averaging=qcomp.Averaging(tensorwise=True))},
+        "settings.tensorwise is",
+    ),
     "exact": ({"opt": replace(BASE, exact=qcomp.ExactBelow(1))}, "settings.exact is 'None' on {}, but"),
     "nonfinite": ({"opt": replace(BASE, nonfinite="skip")}, "settings.nonfinite is"),
     "optimizer": (

@@ -1,5 +1,6 @@
 """A saved state says what made it, and going on with something else is noticed."""
 
+import json
 import re
 import warnings
 from dataclasses import replace
@@ -87,6 +88,42 @@ def test_a_state_that_does_not_say_is_read():
     saved = saved_by(ONE_BIT)
     del saved["made_by"]
     assert load(replace(ONE_BIT, learning_rate=0.2), saved).step == 3
+
+
+EARLIER = {"feedback": "True", "rescale_feedback": "False"}
+
+
+def made_earlier(opt, **settings):
+    """Return a state as earlier releases saved it, when these settings were the optimizer's own."""
+    saved = saved_by(opt)
+    made = json.loads(saved["made_by"])
+    made["settings"] |= settings
+    return saved | {"made_by": json.dumps(made)}
+
+
+class TestEarlierReleases:
+    @pytest.mark.parametrize("opt", [ONE_BIT, SGD], ids=lambda opt: type(opt).__name__)
+    def test_go_on_without_a_word(self, opt):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert load(opt, made_earlier(opt, **EARLIER)).step == 3
+
+    def test_of_an_optimizer_that_had_one_choice(self):
+        ef21 = qcomp.EF21SGD(learning_rate=0.1, exact=None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load(ef21, made_earlier(ef21, **EARLIER | {"feedback": "False"}))
+
+    def test_feedback_is_compared(self):
+        with pytest.warns(UserWarning, match=r"with feedback=False \(now True\)"):
+            load(ONE_BIT, made_earlier(ONE_BIT, **EARLIER | {"feedback": "False"}))
+
+    def test_residuals_that_were_rescaled_are_refused(self):
+        saved = made_earlier(ONE_BIT, **EARLIER | {"rescale_feedback": "True"})
+        with pytest.raises(
+            ValueError, match="saved with rescale_feedback=True, which this release does not have"
+        ):
+            load(ONE_BIT, saved)
 
 
 def test_every_rank_raises():

@@ -44,7 +44,9 @@ OPTIMIZERS = {
     "plain": one_bit(),
     "decay, clipping": one_bit(weight_decay=0.1, clip_norm=3.0),
     "coupled decay": one_bit(weight_decay=0.1, decoupled_weight_decay=False),
-    "all-gather, rms": one_bit(topology="all_gather", compressor=qcomp.ScaledSign(16, "rms")),
+    "all-gather, rms": one_bit(
+        averaging=qcomp.Averaging(topology="all_gather"), compressor=qcomp.ScaledSign(16, "rms")
+    ),
     "random, some exact": one_bit(compressor=qcomp.QSGD(7, 16), exact=qcomp.ExactBelow(20)),
     "watched": one_bit(
         watch=qcomp.VarianceWatch(largest=1.1, smallest=0.9, rewarm_steps=3, sample=20, every=1)

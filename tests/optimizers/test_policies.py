@@ -66,7 +66,9 @@ class TestSteps:
 
         And with feedback: x = x_0 - rate (sum of exact means - E).
         """
-        run = job(sgd(topology=topology), grads(SHAPES, 99, 0, np.float64), size, NAMES)
+        run = job(
+            sgd(averaging=qcomp.Averaging(topology=topology)), grads(SHAPES, 99, 0, np.float64), size, NAMES
+        )
         assert run.state.exact == (False, False, True, False)
         assert run.state.compressors == CHOSEN
         expected = [np.array(p) for p in run.params[0]]
@@ -87,7 +89,7 @@ class TestSteps:
         assert np.abs(run.params[0][2] - expected[2]) < 1e-15
 
     def test_without_feedback_the_values_are_those_of_the_compressor(self, job, grads):
-        opt = sgd(topology="all_gather", feedback=False, learning_rate=1.0)
+        opt = sgd(averaging=qcomp.Averaging(topology="all_gather", feedback=False), learning_rate=1.0)
         params = [np.zeros(shape) for shape in SHAPES]
         run, (g,) = job(opt, params, 1, NAMES), [grads(SHAPES, 0, 0, np.float64)]
         run.step([g])
@@ -146,7 +148,7 @@ class TestSteps:
 
     def test_hierarchical(self):
         """Two nodes of two ranks: the same parameters on all of them, with residuals of a rank's own part."""
-        opt = sgd(topology="hierarchical")
+        opt = sgd(averaging=qcomp.Averaging(topology="hierarchical"))
 
         class Host:
             """A rank that says on which node it is."""

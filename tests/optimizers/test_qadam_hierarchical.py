@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp import FreezeAt, MismatchError, NonFiniteError
+from qcomp import MismatchError, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
@@ -17,17 +17,18 @@ from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 SHAPES = [(40,), (3, 11), (7,)]
 WORLDS = ["aab", "abab", "aaabb", "abbccc"]
 FREEZE, BETAS, RATE = 4, (0.8, 0.9), 0.01
+HIERARCHICAL = qcomp.Averaging(topology="hierarchical")
 MINMAX = qcomp.MinMaxUInt8(bucket_size=16)
 
 
 def qadam(**changes: Any) -> qcomp.QAdam:
     settings = {"learning_rate": RATE, "betas": BETAS, "freeze": FREEZE, "exact": None, "compressor": MINMAX}
-    return qcomp.QAdam(**{**settings, "hierarchical": True, **changes})
+    return qcomp.QAdam(**{**settings, "averaging": HIERARCHICAL, **changes})
 
 
 OTHERS = {
     "qadam": qadam(),
-    "qadam without feedback": qadam(feedback=False),
+    "qadam without feedback": qadam(averaging=replace(HIERARCHICAL, feedback=False)),
     "qadam with exact tensors": qadam(exact=qcomp.ExactBelow(20), weight_decay=0.1, clip_norm=3.0),
     "1-bit": qcomp.OneBitAdam(
         learning_rate=RATE,
@@ -35,16 +36,20 @@ OTHERS = {
         freeze=FREEZE,
         exact=None,
         compressor=qcomp.ScaledSign(16),
-        topology="hierarchical",
+        averaging=HIERARCHICAL,
     ),
     "sgd": qcomp.CompressedSGD(
         learning_rate=RATE,
         momentum=0.0,
         exact=None,
         compressor=qcomp.QSGD(7, 16),
-        topology="hierarchical",
+        averaging=HIERARCHICAL,
     ),
 }
+
+
+def in_two_phases(opt: Any) -> Any:
+    return replace(opt, averaging=replace(opt.averaging, topology="two_phase"))
 
 
 def begin(job: Callable, opt: Any, params: Sequence[Any], hosts: str) -> Any:
@@ -95,34 +100,17 @@ def reference(
 
 
 class TestName:
-    def test_is_another_one_for_the_topology(self):
-        assert qadam().topology == "hierarchical"
-        assert qadam() == qadam(hierarchical=False, topology="hierarchical") == qadam(topology="hierarchical")
-        assert qadam(hierarchical=False).topology == "two_phase"
-        public = qcomp.QAdam(learning_rate=1e-3, warmup_steps=100, hierarchical=True)
-        assert (public.freeze, public.topology) == (FreezeAt(100), "hierarchical")
-
-    def test_both_are_an_error(self):
+    def test_the_old_name_says_what_to_write(self):
         with pytest.raises(
-            ValueError, match="topology is 'all_gather' and hierarchical is True; expected one"
+            TypeError, match=r"QAdam has no .*averaging=qcomp.Averaging\(topology='hierarchical'\)"
         ):
-            qadam(topology="all_gather")
-
-    def test_can_be_replaced(self):
-        assert replace(qadam(), seed=4).topology == "hierarchical"
-        assert replace(qadam(), topology="two_phase").topology == "two_phase"
-
-    def test_ranks_that_say_it_in_both_ways_are_started_alike(self):
-        def rank_main(comm):
-            opt = qadam() if comm.rank else qadam(hierarchical=False, topology="hierarchical")
-            return opt.init(np.ones(8), comm).exchange.nodes
-
-        assert run_local(3, rank_main, hosts="aba") == [(0, 1, 0)] * 3
+            qcomp.QAdam(learning_rate=RATE, hierarchical=True)
 
     def test_ranks_that_do_not_all_say_it_are_told(self):
         def rank_main(comm):
+            averaging = HIERARCHICAL if comm.rank else qcomp.Averaging()
             with pytest.raises(MismatchError, match=r"settings.topology is .*two_phase.* on rank 0, but"):
-                qadam(hierarchical=bool(comm.rank)).init(np.ones(8), comm)
+                qadam(averaging=averaging).init(np.ones(8), comm)
             return True
 
         assert run_local(2, rank_main, hosts="ab", timeout=20) == [True] * 2
@@ -212,7 +200,7 @@ class TestStages:
         same = [
             qadam(),
             qadam(compressor=qcomp.Identity()),
-            qadam(compressor=qcomp.QSGD(1, 16), feedback=False),
+            qadam(compressor=qcomp.QSGD(1, 16), averaging=replace(HIERARCHICAL, feedback=False)),
         ]
         runs = [begin(job, opt, grads(SHAPES, 99, 0), "aaa") for opt in same]
         for step in range(FREEZE + 4):
@@ -226,7 +214,7 @@ class TestStages:
     def test_on_nodes_of_one_rank_it_is_two_phases(self, job, grads, name, hosts):
         runs = [
             begin(job, opt, grads(SHAPES, 99, 0), hosts)
-            for opt in (OTHERS[name], replace(OTHERS[name], topology="two_phase"))
+            for opt in (OTHERS[name], in_two_phases(OTHERS[name]))
         ]
         for step in range(FREEZE + 3):
             for run in runs:
@@ -392,11 +380,13 @@ class TestConvergence:
         exact = self.final(job, compressor=qcomp.Identity())
         assert exact == pytest.approx(0.116, rel=0.05)
         assert self.final(job) == pytest.approx(exact, rel=1e-3)
-        assert self.final(job, hierarchical=False) == pytest.approx(exact, rel=1e-3)
+        assert self.final(job, averaging=qcomp.Averaging()) == pytest.approx(exact, rel=1e-3)
 
     def test_feedback_is_what_makes_one_bit_converge(self, job):
         """So the residuals between nodes do their work: 0.24 with them, in two phases 0.25, and 0.44 without."""
         sign = qcomp.ScaledSign(8)
         with_feedback = self.final(job, compressor=sign)
         assert with_feedback == pytest.approx(0.244, rel=0.1)
-        assert with_feedback < 0.7 * self.final(job, compressor=sign, feedback=False)
+        assert with_feedback < 0.7 * self.final(
+            job, compressor=sign, averaging=replace(HIERARCHICAL, feedback=False)
+        )

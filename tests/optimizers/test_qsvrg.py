@@ -7,7 +7,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import Means
 from qcomp.testing import replace_draws
 
 SHAPES = [(40,), (3, 11), ()]
@@ -31,7 +31,9 @@ def held(arrays) -> bytes:
 
 def begin(lockstep, opt, params, full_grads, size: int) -> list:
     """The states of all ranks after the beginning of an epoch."""
-    states = [opt.start(params, tuple(map(str, range(len(params)))), rank, size) for rank in range(size)]
+    states = [
+        opt.initial_state(params, tuple(map(str, range(len(params)))), rank, size) for rank in range(size)
+    ]
     stages = [opt.epoch_stages(params, g, s) for g, s in zip(full_grads, states, strict=True)]
     return lockstep(stages)
 
@@ -139,7 +141,10 @@ class TestSteps:
     @pytest.mark.parametrize("topology", ["two_phase", "hierarchical"])
     def test_other_topologies_are_unbiased_too(self, topology):
         """The mean of 120 independent steps is within five standard errors of the exact mean, in every element."""
-        opt, steps = qsvrg(learning_rate=1.0, topology=topology), 120
+        opt, steps = (
+            qsvrg(learning_rate=1.0, averaging=qcomp.Averaging(topology=topology, feedback=False)),
+            120,
+        )
         corrected = [np.random.default_rng(rank).standard_normal(16) for rank in range(4)]
 
         def rank_main(comm):
@@ -314,7 +319,7 @@ def through_numpy(saved: dict) -> dict:
 @pytest.mark.parametrize("topology", ["all_gather", "two_phase"])
 def test_goes_on_bit_for_bit(grads, stop, topology):
     """Stopped before the first epoch, at its beginning, within it, at its end, and in the next one."""
-    opt = qsvrg(topology=topology, exact=qcomp.ExactBelow(20))
+    opt = qsvrg(averaging=qcomp.Averaging(topology=topology, feedback=False), exact=qcomp.ExactBelow(20))
 
     def rank_main(comm):
         def train(params, state, first, last):
@@ -356,8 +361,7 @@ class TestErrors:
         ("arguments", "message"),
         [
             ({"compressor": qcomp.ScaledSign(16)}, "compressor is sign.*; expected an unbiased one"),
-            ({"feedback": True}, "feedback is True; expected False"),
-            ({"topology": "star"}, "topology is 'star'"),
+            ({"averaging": qcomp.Averaging()}, "feedback is True; expected False"),
             ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ],
     )
@@ -389,21 +393,21 @@ class TestErrors:
 
     def test_of_another_rank(self):
         opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
-        state = opt.start([y], ("0",), rank=1, size=2)
+        state = opt.initial_state([y], ("0",), rank=1, size=2)
         with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 1 of 2"):
             opt.begin_epoch(y, y, state, comm)
 
     def test_a_stage_of_another_optimizer(self):
         opt = qsvrg()
         with pytest.raises(ValueError, match="stage is 'warmup'; QSVRG has 'start' and 'epoch'"):
-            opt.enter(opt.start([self.Y], ("0",), rank=0, size=1), "warmup")
+            opt.enter(opt.initial_state([self.Y], ("0",), rank=0, size=1), "warmup")
 
     def test_non_finite_gradients(self, lockstep):
         """A step is skipped by all ranks or raises on all; the beginning of an epoch always raises on all."""
         y, bad = [self.Y], [np.full_like(self.Y, np.nan)]
         for nonfinite in ("raise", "skip"):
             opt = qsvrg(nonfinite=nonfinite)
-            fresh = [opt.start(y, ("0",), rank, 2) for rank in range(2)]
+            fresh = [opt.initial_state(y, ("0",), rank, 2) for rank in range(2)]
             stages = [opt.epoch_stages(y, g, s) for g, s in zip((y, bad), fresh, strict=True)]
             errors = lockstep(stages, catch=qcomp.NonFiniteError)
             assert [type(e) for e in errors] == [qcomp.NonFiniteError] * 2

@@ -123,7 +123,11 @@ def test_two_optimizers_of_one_job_draw_different_numbers():
     """Unless their parameters have the same names and shapes, and they the same seed."""
     x = np.linspace(-1, 1, 64).astype(np.float32)
     opt = qcomp.CompressedSGD(
-        learning_rate=1.0, momentum=0.0, compressor=qcomp.QSGD(1, 64), feedback=False, exact=None
+        learning_rate=1.0,
+        momentum=0.0,
+        compressor=qcomp.QSGD(1, 64),
+        averaging=qcomp.Averaging(feedback=False),
+        exact=None,
     )
 
     def moved(name, shape, seed=0):

@@ -40,7 +40,12 @@ OPTIMIZERS: dict[str, tuple[qcomp.Optimizer, set[str]]] = {
     "1-bit": (qcomp.OneBitAdam(**COMMON, **BETAS, freeze=5, compressor=SIGN), {"warmup", "compressed"}),
     "1-bit, watched": (
         qcomp.OneBitAdam(
-            **COMMON, betas=(0.9, 0.5), freeze=3, compressor=SIGN, watch=WATCH, topology="all_gather"
+            **COMMON,
+            betas=(0.9, 0.5),
+            freeze=3,
+            compressor=SIGN,
+            watch=WATCH,
+            averaging=qcomp.Averaging(topology="all_gather"),
         ),
         {"warmup", "compressed", "rewarm"},
     ),
@@ -50,7 +55,7 @@ OPTIMIZERS: dict[str, tuple[qcomp.Optimizer, set[str]]] = {
             betas=(0.9, 0.7),
             freeze=qcomp.VarianceStable(0.3),
             compressor=qcomp.QSGD(3, 16),
-            feedback=False,
+            averaging=qcomp.Averaging(feedback=False),
         ),
         {"warmup", "compressed"},
     ),

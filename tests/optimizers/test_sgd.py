@@ -1,5 +1,7 @@
 """SGD with momentum on a compressed mean: against torch's where nothing is lost, and the sum identity where it is."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -61,11 +63,11 @@ class TestCompressed:
             sgd(),
             sgd(compressor=qcomp.ScaledSign(16), momentum=0.0),
             sgd(compressor=qcomp.Scaled(qcomp.QSGD(3, 64)), momentum=0.0),
-            sgd(topology="all_gather", feedback=False),
+            sgd(averaging=qcomp.Averaging(topology="all_gather", feedback=False)),
             sgd(exact=qcomp.ExactBelow(20), weight_decay=0.1, clip_norm=2.0),
-            sgd(exact=qcomp.ExactBelow(20), topology="all_gather"),
+            sgd(exact=qcomp.ExactBelow(20), averaging=qcomp.Averaging(topology="all_gather")),
         ],
-        ids=lambda o: f"{o.compressor}-{o.topology}-{bool(o.exact)}",
+        ids=lambda o: f"{o.compressor}-{o.mean.topology}-{bool(o.exact)}",
     )
     @pytest.mark.parametrize("size", [1, 3])
     def test_all_ranks_hold_the_same_and_it_works(self, job, grads, opt, size):
@@ -94,7 +96,7 @@ class TestCompressed:
                 assert np.abs(x - (p + 0.05 * e.reshape(p.shape))).max() < 1e-12
 
     def test_no_momentum_is_kept_without_momentum(self):
-        state = sgd(momentum=0.0).start([np.zeros(4)], ("0",), rank=0, size=1)
+        state = sgd(momentum=0.0).initial_state([np.zeros(4)], ("0",), rank=0, size=1)
         assert state.momentum == state.variance == ()
 
     def test_bytes_from_the_first_step_on(self):
@@ -119,14 +121,37 @@ class TestArguments:
             ({"momentum": -0.1}, "momentum is -0.1"),
             ({"momentum": 0.0, "nesterov": True}, "nesterov is True and momentum is 0"),
             ({"compressor": qcomp.QSGD(1, 128)}, r"feedback=True around qsgd.*qcomp\.Scaled"),
-            ({"topology": "star"}, "topology is 'star'"),
         ],
     )
     def test_out_of_range(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             sgd(**arguments)
 
+    @pytest.mark.parametrize(
+        ("make", "error", "message"),
+        [
+            (lambda: qcomp.Averaging(topology="star"), ValueError, "topology is 'star'"),
+            (
+                lambda: sgd(topology="ring", feedback=False),
+                TypeError,
+                r"CompressedSGD has no argument 'topology'; expected "
+                r"averaging=qcomp.Averaging\(topology='ring', feedback=False\)",
+            ),
+            (
+                lambda: dataclasses.replace(sgd(), tensorwise=True),
+                TypeError,
+                r"qcomp.Averaging\(tensorwise=True\)",
+            ),
+            (lambda: sgd(averaging="ring"), TypeError, r"averaging is 'ring'; expected a qcomp.Averaging"),
+            (lambda: qcomp.Adam(learning_rate=0.1, topology="ring"), TypeError, "unexpected keyword"),
+            (lambda: qcomp.EF21SGD(learning_rate=0.1, feedback=False), TypeError, "unexpected keyword"),
+        ],
+    )
+    def test_what_averages(self, make, error, message):
+        with pytest.raises(error, match=message):
+            make()
+
     def test_the_default_is_a_contraction(self):
         opt = qcomp.CompressedSGD(learning_rate=0.1)
-        assert opt.feedback
+        assert opt.mean.feedback
         assert opt.compressor.traits.omega < 1

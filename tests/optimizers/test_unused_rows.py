@@ -21,7 +21,7 @@ def one_bit(**changes) -> qcomp.OneBitAdam:
 OPTIMIZERS = {
     "1-bit": one_bit(),
     "1-bit rms": one_bit(compressor=qcomp.ScaledSign(16, "rms")),
-    "1-bit all-gather": one_bit(topology="all_gather"),
+    "1-bit all-gather": one_bit(averaging=qcomp.Averaging(topology="all_gather")),
     "qadam": qcomp.QAdam(
         learning_rate=RATE,
         betas=(BETA1, 0.9),
@@ -123,4 +123,4 @@ def test_no_longer_used(embedding, name, size):
 def test_a_drift_without_feedback_is_caught(embedding):
     """Without it one bit repeats the last sign for ever, by the scale of the rows beside it."""
     with pytest.raises(AssertionError):
-        check_no_longer_used(embedding, one_bit(feedback=False), 2)
+        check_no_longer_used(embedding, one_bit(averaging=qcomp.Averaging(feedback=False)), 2)

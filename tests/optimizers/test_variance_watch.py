@@ -31,7 +31,7 @@ def one_bit(**changes: Any) -> qcomp.OneBitAdam:
 
 KINDS = {
     "1-bit": one_bit(),
-    "1-bit all-gather": one_bit(topology="all_gather"),
+    "1-bit all-gather": one_bit(averaging=qcomp.Averaging(topology="all_gather")),
     "1-bit some exact": one_bit(exact=qcomp.ExactBelow(20)),
     "1-bit clipped and decayed": one_bit(clip_norm=3.0, weight_decay=0.1, decoupled_weight_decay=False),
     "qadam": qcomp.QAdam(
@@ -116,7 +116,7 @@ class TestMeasures:
         """Return the numbers of the elements of each tensor that a watch looks at."""
         opt = one_bit(watch=watch, exact=lambda tensors: exact or [False] * len(tensors))
         tensors = [np.arange(float(n)) for n in sizes]
-        state = opt.enter(opt.start(tensors, tuple(map(str, range(len(sizes)))), 0, 1), "compressed")
+        state = opt.enter(opt.initial_state(tensors, tuple(map(str, range(len(sizes)))), 0, 1), "compressed")
         return watch.take(tensors, state)
 
     def test_a_sample_in_equal_odd_steps(self):
@@ -149,7 +149,7 @@ class TestMeasures:
         """So that any tensors can be exchanged together: it follows from what the state keeps of that tensor."""
         opt = one_bit(watch=VarianceWatch(sample=30))
         tensors = [np.arange(100.0), np.arange(77.0)]
-        state = opt.enter(opt.start(tensors, ("a", "b"), 0, 1), "compressed")
+        state = opt.enter(opt.initial_state(tensors, ("a", "b"), 0, 1), "compressed")
         alone = state._replace(arrays={"watched_variance": state.arrays["watched_variance"][1:]})
         together = opt.watch.take(tensors, state)
         assert together[1].tolist() == opt.watch.take(tensors[1:], alone)[0].tolist()
@@ -157,7 +157,7 @@ class TestMeasures:
     def test_weights_of_the_sample(self):
         opt = one_bit(watch=VarianceWatch(sample=4))
         tensors = [np.ones(5), np.ones(3)]
-        state = opt.enter(opt.start(tensors, ("a", "b"), 0, 1), "compressed")
+        state = opt.enter(opt.initial_state(tensors, ("a", "b"), 0, 1), "compressed")
         assert [x.tolist() for x in opt.watch.take(tensors, state, [2.0, 3.0])] == [[2.0, 2.0], [3.0]]
 
     @kinds
@@ -215,7 +215,7 @@ class TestMeasures:
         """Squares of what float16 cannot hold: they are float32, as the variance is."""
         x = libraries["numpy"].array(np.ones(16), np.float16)
         opt = one_bit()
-        params, state = [x], opt.start([x], ("0",), rank=0, size=1)
+        params, state = [x], opt.initial_state([x], ("0",), rank=0, size=1)
         for _ in range(FREEZE + WINDOW):
             ((params, state),) = lockstep([opt.stages(params, [x * np.float16(1e-3)], state)])
         assert state.numbers["variance_ratio"] == pytest.approx(1.0, rel=1e-5)
@@ -227,7 +227,7 @@ class TestMeasures:
 
         def train(convert):
             params = [convert(p) for p in start]
-            state = opt.start(params, ("0",), rank=0, size=1)
+            state = opt.initial_state(params, ("0",), rank=0, size=1)
             for g in steps:
                 ((params, state),) = lockstep([opt.stages(params, [convert(x) for x in g], state)])
             return repr(state.numbers["variance_ratio"])
@@ -279,7 +279,7 @@ class TestWarns:
         """In and out of its limit every 8 steps: reported at doubling intervals, and at once if much worse."""
         watch = replace(ALL, largest=2.0, smallest=0.0)
         opt = one_bit(betas=(0.8, 0.5), watch=watch, freeze=1)
-        state = opt.enter(opt.start([np.ones(8)], ("0",), 0, 1), "compressed")
+        state = opt.enter(opt.initial_state([np.ones(8)], ("0",), 0, 1), "compressed")
         told = []
         for step in range(1000):
             ratio = 3.0 if step % 16 < 8 else 0.5
@@ -297,7 +297,7 @@ class TestWarns:
     def test_around_its_limit_it_is_one_excursion(self):
         watch = replace(ALL, largest=2.0)
         opt = one_bit(watch=watch, freeze=1)
-        state = opt.enter(opt.start([np.ones(8)], ("0",), 0, 1), "compressed")
+        state = opt.enter(opt.initial_state([np.ones(8)], ("0",), 0, 1), "compressed")
         told = 0
         for step in range(1000):
             finding = qcomp.core.optimizers.watch._Finding(1.1 if step % 3 else 0.9, "")
@@ -460,7 +460,9 @@ class TestRewarm:
     @sizes
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_identity_of_every_step(self, job, grads, size, topology):
-        check_identity(job, grads, one_bit(watch=REWARMING, topology=topology), size)
+        check_identity(
+            job, grads, one_bit(watch=REWARMING, averaging=qcomp.Averaging(topology=topology)), size
+        )
 
     def test_residuals_that_are_dropped_are_caught(self, job, grads, monkeypatch):
         rewarmed = FrozenVarianceAdam._rewarmed
@@ -538,7 +540,10 @@ class TestRewarm:
     @pytest.mark.parametrize("hosts", ["aab", "abab"])
     def test_over_nodes(self, grads, hosts):
         """The same measurements, and a re-warm after which every node still owes what it owed."""
-        opts = [one_bit(watch=REWARMING, topology=topology) for topology in ("hierarchical", "two_phase")]
+        opts = [
+            one_bit(watch=REWARMING, averaging=qcomp.Averaging(topology=topology))
+            for topology in ("hierarchical", "two_phase")
+        ]
 
         def rank_main(comm):
             logs = []
@@ -570,7 +575,7 @@ class TestRewarm:
 
     def test_only_with_a_watch(self):
         opt = one_bit(watch=None)
-        state = opt.start([np.zeros(8)], ("0",), 0, 1)
+        state = opt.initial_state([np.zeros(8)], ("0",), 0, 1)
         with pytest.raises(ValueError, match="stage is 'rewarm'; OneBitAdam has only 'warmup'"):
             opt.enter(state, "rewarm")
 

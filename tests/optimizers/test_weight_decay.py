@@ -84,14 +84,14 @@ class TestReference:
 
     @pytest.mark.parametrize("break_it", ["coupled without 1 - b1", "not at all"])
     def test_another_decay_is_caught(self, job, grads, monkeypatch, break_it):
-        decayed = Adam._decayed
+        decayed = Adam.decayed
 
         def broken(self, values, params, state, *, factor=1.0):
             if break_it == "not at all" and state.stage == "compressed":
                 return tuple(values)
             return decayed(self, values, params, state, factor=1.0)
 
-        monkeypatch.setattr(Adam, "_decayed", broken)
+        monkeypatch.setattr(Adam, "decayed", broken)
         with pytest.raises(AssertionError):
             self.test_bit_equal(job, grads, coupled=True, freeze=4, size=1, dtype=np.float64)
 
@@ -167,7 +167,7 @@ def test_in_every_library(library, lockstep, grads):
 
     def train(convert: Any) -> list:
         params = [convert(p) for p in start]
-        state = opt.start(params, ("0",), rank=0, size=1)
+        state = opt.initial_state(params, ("0",), rank=0, size=1)
         for g in steps:
             ((params, state),) = lockstep([opt.stages(params, [convert(x) for x in g], state)])
         return [np.asarray(a) for a in (*params, *state.momentum)]

@@ -55,9 +55,11 @@ OPTIMIZERS = {
     "frozen": zero_one(),
     "never frozen": zero_one(freeze=None, variance_steps=sparse),
     "decay, clipping": zero_one(weight_decay=0.1, clip_norm=3.0),
-    "all-gather": zero_one(topology="all_gather", freeze=None, variance_steps=sparse),
+    "all-gather": zero_one(
+        averaging=qcomp.Averaging(topology="all_gather"), freeze=None, variance_steps=sparse
+    ),
     "random, some exact": zero_one(compressor=qcomp.QSGD(7, 16), exact=qcomp.ExactBelow(20)),
-    "no feedback": zero_one(feedback=False),
+    "no feedback": zero_one(averaging=qcomp.Averaging(feedback=False)),
     "a rule": zero_one(freeze=qcomp.VarianceStable(0.05), betas=(0.8, 0.5)),
 }
 
@@ -76,7 +78,9 @@ class World:
     def __init__(self, opt, params, size, lockstep):
         self.opt, self.lockstep = opt, lockstep
         self.params = [list(params) for _ in range(size)]
-        self.states = [opt.start(params, tuple("abc"[: len(params)]), rank, size) for rank in range(size)]
+        self.states = [
+            opt.initial_state(params, tuple("abc"[: len(params)]), rank, size) for rank in range(size)
+        ]
 
     def stages(self, grads):
         return [self.opt.stages(p, g, s) for p, g, s in zip(self.params, grads, self.states, strict=True)]

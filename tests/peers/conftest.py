@@ -74,7 +74,7 @@ def ours(lockstep: Callable, cases: ModuleType) -> Callable[..., list[Found]]:
     def run(name: str, world: int, opt: Any = None, convert: Callable = list) -> list[Found]:
         opt = make(name, cases) if opt is None else opt
         params = [convert(cases.parameters(world)) for _ in range(world)]
-        states = [opt.start(params[0], NAMES, rank, world) for rank in range(world)]
+        states = [opt.initial_state(params[0], NAMES, rank, world) for rank in range(world)]
         found: list[Found] = [{} for _ in range(world)]
         paths: list[list[np.ndarray]] = [[] for _ in range(world)]
         for step in range(1, cases.STEPS + 1):

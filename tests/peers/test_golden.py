@@ -54,8 +54,8 @@ def test_the_recording_reaches_every_stage_and_every_rank(cases, original, golde
 
 
 class FirstCallCounts(OnebitAdam):
-    def start(self, *args):
-        return super().start(*args)._replace(step=1)
+    def initial_state(self, *args):
+        return super().initial_state(*args)._replace(step=1)
 
 
 class FreshPadding(OnebitLamb):

@@ -13,8 +13,8 @@ from qcomp.core.handshake import handshake
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, Transport, fuse
 from qcomp.core.numeric.arrays import Array, array_namespace, device, sqrt, to_compute_dtype
-from qcomp.core.optimizers.average import EXACT, Average, Means
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import EXACT, Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
@@ -68,7 +68,9 @@ class DeepSpeedOptimizer(Optimizer):
         """Return the errors, which differ between ranks."""
         return (_WORKER, _SERVER)
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero, before the first call."""
         shapes = {name: tuple(p.shape) for name, p in zip(names, params, strict=True)}
         for name, mask in (self.exp_avg_mask or {}).items():

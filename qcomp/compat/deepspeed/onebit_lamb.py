@@ -55,9 +55,11 @@ class OnebitLamb(DeepSpeedOptimizer):
             if not 0 <= least <= most:
                 raise ValueError(f"{low} is {least!r} and {high} is {most!r}; expected 0 <= {low} <= {high}")
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero, before the first call."""
-        state = super().start(params, names, rank, size)
+        state = super().initial_state(params, names, rank, size)
         first = {_COEFF: 0.0, _FACTOR: 1.0, _SCALING: 1.0}
         return state._replace(numbers={f"{kind}.{name}": x for kind, x in first.items() for name in names})
 

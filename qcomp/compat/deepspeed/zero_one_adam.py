@@ -55,9 +55,11 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         """Return whether the ranks make local steps."""
         return stage == "local"
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return zero moments and errors."""
-        state = super().start(params, names, rank, size)
+        state = super().initial_state(params, names, rank, size)
         numbers = {
             "var_interval": 1.0,
             "var_counter": 0.0,

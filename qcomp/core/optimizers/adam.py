@@ -1,18 +1,18 @@
 """Adam on the exact mean gradient: the baseline, and the warm-up of the frozen-variance optimizers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from qcomp.core import primitives
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
-from qcomp.core.optimizers.average import Average, Means
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Adam"]
+__all__ = ["Adam", "corrected", "rate_rises"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,20 @@ class Adam(Optimizer):
                 f"decoupled_weight_decay is {self.decoupled_weight_decay!r}; expected True or False"
             )
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    @classmethod
+    def within(cls, optimizer: Optimizer) -> Self:
+        """Return what makes the exact steps of another optimizer, which has all settings of this one.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            An optimizer with these settings and its own.
+        """
+        return cls(**{f.name: getattr(optimizer, f.name) for f in fields(cls)})
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero."""
         return OptimizerState.first("warmup", names, rank, size)._replace(
             exact=(True,) * len(params), momentum=zeros_like(params), variance=zeros_like(params)
@@ -85,20 +98,32 @@ class Adam(Optimizer):
         """Ask for the exact mean of the gradients."""
         gradients = [to_compute_dtype(g) for g in as_tensors(grads, "grads")]
         scaled = gradients if scale == 1 else [g * scale for g in gradients]
-        part = self._exact_part(range(len(scaled)), scaled, state)
+        part = self.compression.exact_part(range(len(scaled)), scaled, state)
         return Average((part,), state.exchange, of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update both moments with the mean gradient, and the parameters with them."""
-        return self._exact_step(params, means, state, correction=1 - self.betas[1] ** (state.step + 1))
+        return self.exact_step(params, means, state, correction=1 - self.betas[1] ** (state.step + 1))
 
-    def _exact_step(
+    def exact_step(
         self, params: Any, means: Means, state: OptimizerState, *, correction: float
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step of Adam with this bias correction of the variance."""
+        """Make a step with this bias correction of the variance.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters.
+        means : Means
+            The exact means of the gradients.
+        state : OptimizerState
+            The state of the last step.
+        correction : float
+            What the variance is divided by.
+        """
         numbers = [
             AdamNumbers(self.betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
-            for step, decay in zip(self._numbers(state), self.weight_decays(state), strict=True)
+            for step, decay in zip(self.numbers(state), self.weight_decays(state), strict=True)
         ]
         moved = primitives.adam_steps(
             as_tensors(params, "params"),
@@ -112,7 +137,7 @@ class Adam(Optimizer):
         state = state._replace(step=state.step + 1, momentum=momentum, variance=variance)
         return list(new_params), state
 
-    def _decayed(
+    def decayed(
         self,
         values: Sequence[Array],
         params: Sequence[Array],
@@ -120,7 +145,17 @@ class Adam(Optimizer):
         *,
         factor: float = 1.0,
     ) -> tuple[Array, ...]:
-        """Return the values plus factor * weight_decay * params, if weight decay is part of the gradient."""
+        """Return values plus factor * weight_decay * params, if weight decay is part of the gradient.
+
+        Parameters
+        ----------
+        values, params : sequence of arrays
+            Gradients or momenta, and the parameters.
+        state : OptimizerState
+            The state of the last step.
+        factor : float
+            The weight of a gradient in the values.
+        """
         if self.decoupled_weight_decay:
             return tuple(values)
         return tuple(
@@ -128,18 +163,26 @@ class Adam(Optimizer):
             for v, p, decay in zip(values, params, self.weight_decays(state), strict=True)
         )
 
-    def _corrected(self, variance: Sequence[Array], step: int) -> tuple[Array, ...]:
-        """Return the variance divided by 1 - b2^step."""
-        return tuple(v / (1 - self.betas[1] ** step) for v in variance)
+    def numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
+        """Return the numbers of the next step of each tensor.
 
-    def _rate_rises(self, state: OptimizerState) -> bool:
-        """Return whether the next step has a larger learning rate than the last."""
-        return self.rate(state) > self.rate(state._replace(step=state.step - 1))
-
-    def _numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
-        """Return the numbers of the next step of each tensor."""
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
         correction = 1 - self.betas[0] ** (state.step + 1)
         return tuple(
             StepNumbers(rate, correction, self.eps, decay if self.decoupled_weight_decay else 0.0)
             for rate, decay in zip(self.rates(state), self.weight_decays(state), strict=True)
         )
+
+
+def corrected(variance: Sequence[Array], beta2: float, updates: int) -> tuple[Array, ...]:
+    """Return the variance divided by 1 - b2^updates."""
+    return tuple(v / (1 - beta2**updates) for v in variance)
+
+
+def rate_rises(optimizer: Optimizer, state: OptimizerState) -> bool:
+    """Return whether the next step has a larger learning rate than the last."""
+    return optimizer.rate(state) > optimizer.rate(state._replace(step=state.step - 1))

@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from qcomp.core.compressor import Compressor
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, digest, dtype_name
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["choices", "describe", "digests", "explain_values", "facts", "stream_of"]
+__all__ = ["choices", "digests", "explain_values", "facts", "settings_of", "stream_of"]
 
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
@@ -20,12 +21,23 @@ def facts(optimizer: Any, names: Sequence[str], params: Sequence[Array]) -> dict
     """Return what an optimizer, a dataclass, was started with."""
     return {
         "optimizer": type(optimizer).__name__,
-        "settings": {f.name: describe(getattr(optimizer, f.name)) for f in fields(optimizer)},
+        "settings": settings_of(optimizer),
         "rates": _rates(optimizer.learning_rate),
         "names": list(names),
         "shapes": [list(p.shape) for p in params],
         "dtypes": [dtype_name(p.dtype) for p in params],
     }
+
+
+def settings_of(optimizer: Any) -> dict[str, str]:
+    """Return the settings of an optimizer, a dataclass, and those of its averaging beside them, in words."""
+    settings: dict[str, str] = {}
+    for name, value in ((f.name, getattr(optimizer, f.name)) for f in fields(optimizer)):
+        if isinstance(value, Averaging):
+            settings |= settings_of(value)
+        else:
+            settings[name] = _describe(value)
+    return settings
 
 
 def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
@@ -78,7 +90,7 @@ def _rates(learning_rate: Any) -> list[str]:
     return rates
 
 
-def describe(value: object) -> str:
+def _describe(value: object) -> str:
     """Describe a setting in words that are equal on ranks with equal settings."""
     if isinstance(value, Compressor):
         return value.spec

@@ -11,15 +11,15 @@ from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, from_state_dict, named
 from qcomp.core.checkpoint.reshard import World
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import handshake
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.averaging import TakesAveraging
+from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
-from qcomp.core.mean.topologies.registry import names as topology_names
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
-from qcomp.core.optimizers.average import EXACT, Average, Means, Part
 from qcomp.core.optimizers.clipping import clip_scale
+from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
 from qcomp.core.optimizers.makers import maker, require_maker
 from qcomp.core.optimizers.nonfinite import name_gradients
@@ -33,9 +33,11 @@ __all__ = ["Optimizer", "require_rank"]
 
 _EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
 
+_EVERYTHING_EXACT = Compression(EXACT)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(ABC):
+class Optimizer(TakesAveraging, ABC):
     """Base of all optimizers.
 
     Parameters
@@ -76,9 +78,17 @@ class Optimizer(ABC):
         _require("seed", seed, fits, "an integer from 0 to 2**64 - 1")
         _require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
         object.__setattr__(self, "groups", as_groups(self.groups))
+        self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
+
+    @property
+    def compression(self) -> Compression:
+        """What this optimizer compresses, and how; by default nothing."""
+        return _EVERYTHING_EXACT
 
     @abstractmethod
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return the state before the first step, without an exchange.
 
         Parameters
@@ -93,18 +103,18 @@ class Optimizer(ABC):
 
     @property
     def mean(self) -> CompressedMean:
-        """The mean of the compressed stage; its residuals are in the state."""
-        return EXACT
+        """The mean of the compressed stage, if all tensors use one compressor; its residuals are in the state."""
+        return self.compression.mean
 
-    def mean_of(self, state: OptimizerState) -> CompressedMean:  # noqa: ARG002
-        """Return the mean of the compressed stage for a state.
+    def mean_of(self, state: OptimizerState) -> CompressedMean:
+        """Return the mean of the compressed stage for a state, with the choices of policies and of topology "auto".
 
         Parameters
         ----------
         state : OptimizerState
             The state to average for.
         """
-        return self.mean
+        return self.compression.mean_of(state)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
@@ -229,7 +239,7 @@ class Optimizer(ABC):
         """Return what `init` does, after the ranks have compared the digests of the ``values`` of their parameters."""
         state, problem = None, None
         try:
-            state = self.start(tensors, names, comm.rank, comm.size)
+            state = self.initial_state(tensors, names, comm.rank, comm.size)
         except Exception as error:
             problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
         compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
@@ -244,7 +254,7 @@ class Optimizer(ABC):
             on_init(self, tensors)
         state = state._replace(stream=stream_of(names, tensors))
         rehearse([*EXACT.compressors, *self.mean_of(state).compressors], tensors[0], steps=True)
-        return self._on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
+        return self.compression.on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
 
     def step(
         self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
@@ -372,7 +382,7 @@ class Optimizer(ABC):
         def load(own: Mapping[str, Any]) -> OptimizerState:
             begun = fresh
             if isinstance(saved, Mapping) and self.mean.topology == AUTO and TOPOLOGY in saved:
-                begun = self._in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
+                begun = self.compression.in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
             if isinstance(saved, Mapping):
                 accept(own)
                 own = self.adopt(own, begun)
@@ -460,36 +470,14 @@ class Optimizer(ABC):
         assert self.clip_norm is not None
         return clip_scale(self.clip_norm, grads, state.size)
 
-    def _exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
-        """Return a part that averages these tensors exactly, with the stages of the compressed mean."""
-        nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
-        topology = EXACT.topology if state.stage == "warmup" else self.mean_of(state).topology
-        return Part(EXACT.within(topology), tuple(tensors), tuple(values), nothing, self._key(state))
+    def key(self, state: OptimizerState) -> Key:
+        """Return the key of the next step's random draws.
 
-    def _on_nodes(
-        self, state: OptimizerState, params: Sequence[Array], nodes: tuple[int, ...]
-    ) -> OptimizerState:
-        """Return a first state that knows the node of each rank, and the topology that is best for them."""
-        on_nodes = state._replace(exchange=state.exchange._replace(nodes=nodes, topology=AUTO))
-        compressed = [tuple(p.shape) for p, exact in zip(params, state.exact, strict=False) if not exact]
-        topology = self.mean_of(on_nodes).chosen(compressed, state.size, nodes).topology
-        return self._in_topology(topology, on_nodes, params)
-
-    def _in_topology(self, topology: str, state: OptimizerState, params: Sequence[Array]) -> OptimizerState:
-        """Return a first state in a topology, with the residuals that a rank keeps there."""
-        if topology not in topology_names():
-            raise ValueError(f"the state has topology {topology!r}; expected one that this release knows")
-        exchange = state.exchange._replace(topology=topology)
-        state = state._replace(exchange=exchange)
-        if exchange.nodes and exchange.worker:
-            compressed = [p for p, is_exact in zip(params, state.exact, strict=True) if not is_exact]
-            exchange = self.mean_of(state).zeros(
-                compressed, rank=state.rank, size=state.size, nodes=exchange.nodes
-            )
-            state = state._replace(exchange=exchange)
-        return state
-
-    def _key(self, state: OptimizerState) -> Key:
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
         return Key(seed=self.seed, step=state.step, tensor=state.stream, rank=state.rank)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qcomp.core import primitives
@@ -9,9 +10,11 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.topk import TopK
 from qcomp.core.mean.ef21 import EF21Mean
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
-from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Compression, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
 __all__ = ["EF21SGD"]
@@ -20,7 +23,7 @@ _SMOOTHED = "smoothed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EF21SGD(CompressingOptimizer):
+class EF21SGD(Optimizer):
     """SGD with `EF21Mean`: no error floor if the ranks' data differ; with ``eta`` below 1 also for noisy gradients.
 
     Parameters
@@ -43,12 +46,6 @@ class EF21SGD(CompressingOptimizer):
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     compressor : Compressor, default TopK(k=32, bucket_size=1024)
         Compresses the changes of the gradients. It must be a contraction, see `EF21Mean`.
-    feedback : bool, default False
-        Must be False: the estimates replace residuals.
-    topology : {"all_gather"}, default "all_gather"
-        All ranks must know the same estimates, so no other topology is possible, see `EF21Mean`.
-    link : Link, default 10 Gbit/s and 50 us per message
-        Has no effect, since the topology is fixed.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -56,10 +53,6 @@ class EF21SGD(CompressingOptimizer):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Must be False, since there is no feedback.
-    tensorwise : bool, default False
-        Has no effect: an all-gather has no chunks to cut.
     eta : float, default 1
         Weight of the new gradient in the moving average whose changes a rank sends, above 0 and at most 1. 1 is EF21
         itself, for full gradients.
@@ -90,37 +83,32 @@ class EF21SGD(CompressingOptimizer):
     """
 
     compressor: Compressor = TopK()
-    feedback: bool = False
-    topology: str = "all_gather"
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
     eta: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feedback:
-            raise ValueError("feedback is True; expected False: the estimates of EF21 stand in for residuals")
-        if self.topology != "all_gather":
-            raise ValueError(
-                f"topology is {self.topology!r}; expected 'all_gather': all ranks must know the same estimates"
-            )
         if not 0 < self.eta <= 1:
             raise ValueError(f"eta is {self.eta!r}; expected a number above 0, at most 1")
 
-    @property
-    def mean(self) -> EF21Mean:
-        """How the ranks track the mean of their gradients."""
-        return EF21Mean(self.compressor)
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses; EF21 tracks the mean of that."""
+        return Compression(EF21Mean(self.compressor), self.exact, self.compressors)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return what is of one rank: its estimate, and its moving average."""
         return (EF21Mean.kinds[0], _SMOOTHED)
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return estimates of zero; there is no warm-up."""
         state = OptimizerState.first("compressed", names, rank, size)._replace(
             arrays={_SMOOTHED: zeros_like(params)} if self.eta < 1 else {}
         )
-        state = self._chosen(state, params)
-        return state._replace(exchange=self._no_residuals(params, state))
+        return self.compression.begin(state, params, type(self).__name__)
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the tracked mean of the moving averages, after this step's gradients."""
@@ -132,7 +120,7 @@ class EF21SGD(CompressingOptimizer):
                 primitives.momentum(v, g, 1 - self.eta, scale)
                 for v, g in zip(state.arrays[_SMOOTHED], gradients, strict=True)
             ]
-        average = self._average(averages, state)
+        average = self.compression.average(averages, state, self.key(state))
         return average if self.eta == 1 else average._replace(own=tuple(averages))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
@@ -146,4 +134,4 @@ class EF21SGD(CompressingOptimizer):
             update(p, rate * d) for p, d, rate in zip(tensors, directions, self.rates(state), strict=True)
         ]
         arrays = {} if self.eta == 1 else {_SMOOTHED: means.own}
-        return moved, self._paid(state, means)._replace(step=state.step + 1, arrays=arrays)
+        return moved, state._replace(step=state.step + 1, arrays=arrays, exchange=means.exchange)

@@ -2,19 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.format import NUMBER, plain
+from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import Blend
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.sums import totals
-from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.adam import Adam, corrected, rate_rises
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Compression, Means
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 
@@ -24,7 +29,7 @@ _LEFT = "rewarm_steps_left"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenVarianceAdam(CompressingOptimizer, Adam):
+class FrozenVarianceAdam(Optimizer):
     """Base of 1-bit Adam and QAdam.
 
     - Stage "warmup": `Adam` on the exact mean gradient. After each step the freeze rule decides; once it freezes, the
@@ -42,30 +47,54 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
 
     Parameters
     ----------
+    betas, eps, decoupled_weight_decay
+        See `Adam`.
+    compressor, averaging, exact, compressors
+        See `OneBitAdam`.
     freeze : int or rule
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     watch : VarianceWatch or None
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     """
 
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = True
+    compressor: Compressor
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
     freeze: int | FreezeRule
     watch: VarianceWatch | None = VarianceWatch()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.adam  # noqa: B018 - raises if its settings do not fit
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses, and how."""
+        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
+
+    @cached_property
+    def adam(self) -> Adam:
+        """Makes the exact steps."""
+        return Adam.within(self)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero, in the warm-up."""
-        state = super().start(params, names, rank, size)
+        state = self.adam.initial_state(params, names, rank, size)
         warn_if_early(freeze_rule(self.freeze), self.betas[1], type(self).__name__)
-        return self._chosen(state, params)
+        return self.compression.choose(state, params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return the state of the warm-up, or with residuals of zero the one of another stage."""
         if stage not in ("compressed", "rewarm" if self.watch else "compressed"):
             return super().enter(state, stage)
-        state = state._replace(stage=stage, exchange=self._no_residuals(state.momentum, state))
+        state = state._replace(stage=stage, exchange=self.compression.zero_residuals(state.momentum, state))
         if self.watch is None:
             return state
         return self._rewarming(self.watch.begin(state), 0)
@@ -93,7 +122,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean gradient, or for the compressed mean of the momentum."""
         if state.stage != "compressed":  # a re-warm averages as the warm-up does, in the topology for that
-            return super().prepare(grads, state._replace(stage="warmup"), scale=scale)
+            return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
         beta1, _ = self.betas
         gradients = as_tensors(grads, "grads")
         average = self._average(gradients, state, [Blend(m, beta1, scale) for m in state.momentum])
@@ -101,29 +130,33 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
             return average
         count = len(gradients)
         samples = [scale * sample for sample in self.watch.take(gradients, state)]
-        beside = self._exact_part(range(count, 2 * count), samples, state)
+        beside = self.compression.exact_part(range(count, 2 * count), samples, state)
         return average._replace(parts=(*average.parts, beside))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam and ask the freeze rule, or a step with the frozen variance."""
         if state.stage == "warmup":
             # A schedule may raise, and then nothing must have been written over.
-            rising = self._rate_rises(state._replace(step=state.step + 1))
-            new_params, new_state = super().apply(params, means, state)
+            rising = rate_rises(self, state._replace(step=state.step + 1))
+            new_params, new_state = self.adam.apply(params, means, state)
             return new_params, self._observed(new_state, rising=rising)
         if state.stage == "rewarm":
-            new_params, new_state = self._exact_step(params, means, state, correction=1.0)
+            new_params, new_state = self.adam.exact_step(params, means, state, correction=1.0)
             return new_params, self._rewarmed(new_state)
         tensors = as_tensors(params, "params")
         own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
-        momentum = self._decayed(own, tensors, state, factor=1 - self.betas[0])
+        momentum = self.adam.decayed(own, tensors, state, factor=1 - self.betas[0])
         moved = primitives.frozen_steps(
-            tensors, momentum, state.variance, self._numbers(state), donate=means.donate
+            tensors, momentum, state.variance, self.adam.numbers(state), donate=means.donate
         )
-        new_state = self._paid(state, means)._replace(
-            step=state.step + 1, momentum=tuple(m for _, m in moved)
+        new_state = state._replace(
+            step=state.step + 1, momentum=tuple(m for _, m in moved), exchange=means.exchange
         )
         return [p for p, _ in moved], self._watched(new_state, beside, tensors)
+
+    def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
+        """Ask for the mean of the momenta that gradients are blended into."""
+        return self.compression.average(values, state, self.key(state), blends)
 
     def _observed(self, state: OptimizerState, *, rising: bool) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
@@ -136,7 +169,7 @@ class FrozenVarianceAdam(CompressingOptimizer, Adam):
         verdict = ask(freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=rising)
         if not verdict.frozen:
             return state._replace(history=verdict.history)
-        frozen = self._corrected(state.variance, state.step)
+        frozen = corrected(state.variance, beta2, state.step)
         return self.enter(state._replace(variance=frozen, history=()), "compressed")
 
     def _watched(

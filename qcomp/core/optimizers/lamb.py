@@ -10,7 +10,7 @@ from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, sqrt, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.tensors import as_tensors, update
 from qcomp.core.state import OptimizerState
 
@@ -72,18 +72,20 @@ class Lamb(Adam):
         super().__post_init__()
         require_bounds("trust_bounds", self.trust_bounds)
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero and trust ratios of 1."""
-        state = super().start(params, names, rank, size)
+        state = super().initial_state(params, names, rank, size)
         return state._replace(numbers={**state.numbers, **{trust_key(name): 1.0 for name in names}})
 
-    def _exact_step(
+    def exact_step(
         self, params: Any, means: Means, state: OptimizerState, *, correction: float
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step of LAMB with this bias correction of the variance, and note its trust ratios."""
         beta1, beta2 = self.betas
         tensors = as_tensors(params, "params")
-        gradients = self._decayed(means.values, tensors, state)
+        gradients = self.decayed(means.values, tensors, state)
         momentum = tuple(
             primitives.momentum(m, g, beta1, 1.0) for m, g in zip(state.momentum, gradients, strict=True)
         )
@@ -92,7 +94,7 @@ class Lamb(Adam):
         )
         directions = [
             direction(p, m, v / correction, numbers)
-            for p, m, v, numbers in zip(tensors, momentum, variance, self._numbers(state), strict=True)
+            for p, m, v, numbers in zip(tensors, momentum, variance, self.numbers(state), strict=True)
         ]
         trust = [self._trust(p, d) for p, d in zip(tensors, directions, strict=True)]
         moved = [

@@ -2,28 +2,55 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from qcomp.core import primitives
+from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import StepNumbers
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
-from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.average import Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.adam import Adam, corrected
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Compression, Means
 from qcomp.core.optimizers.groups import group_of_each
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
 __all__ = ["LocalAdam", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalAdam(CompressingOptimizer, Adam):
+class LocalAdam(Optimizer):
     """Adam with local steps; a subclass says which steps these are.
 
     In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last
     synchronisation, and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates" of
     the variance, the step in which it was "frozen" or 0, the last that "synced", and the "rates" and "weights" since.
     """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = True
+    compressor: Compressor
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.adam  # noqa: B018 - raises if its settings do not fit
+
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses, and how."""
+        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
+
+    @cached_property
+    def adam(self) -> Adam:
+        """Makes the exact steps."""
+        return Adam.within(self)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:
         """Return what differs between the ranks while they are apart."""
@@ -45,7 +72,7 @@ class LocalAdam(CompressingOptimizer, Adam):
             momenta, skipped = [copy(m) for m in state.momentum], skipped + 1
         pending = self._summed(momenta, state)
         anchor = state.arrays["anchor"] if apart else [copy(to_compute_dtype(p)) for p in params]
-        moved = primitives.frozen_steps(params, momenta, self._divisor(state), self._numbers(state))
+        moved = primitives.frozen_steps(params, momenta, self._divisor(state), self.adam.numbers(state))
         numbers = dict(state.numbers)
         numbers["rates"] += self.rate(state)
         numbers["weights"] += self._weight(state)
@@ -88,7 +115,7 @@ class LocalAdam(CompressingOptimizer, Adam):
         """Return the variance to divide by: bias-corrected, which a frozen one already is."""
         if state.numbers["frozen"]:
             return state.variance
-        return self._corrected(state.variance, int(state.numbers["updates"]))
+        return corrected(state.variance, self.betas[1], int(state.numbers["updates"]))
 
     def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
         """Return the sums of the weighted momenta since the last synchronisation, with this step's."""

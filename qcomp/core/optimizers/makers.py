@@ -2,24 +2,23 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from qcomp.core.checkpoint.format import MAKER, plain
-from qcomp.core.optimizers.agreement import describe
+from qcomp.core.optimizers.agreement import settings_of
 from qcomp.core.reporting import warn_caller
 
 __all__ = ["maker", "require_maker"]
 
 _COMPRESSORS = ("compressor", "compressors")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # where residuals lie shows in the keys of a state
+_DROPPED = {"rescale_feedback": "False", "feedback": "False"}
+"""Settings that all optimizers once had, with what they are for those that no longer have them."""
 
 
 def maker(optimizer: Any) -> str:
     """Return what made a state: the class and the settings of an optimizer, a dataclass, as JSON text."""
-    settings = {
-        f.name: describe(getattr(optimizer, f.name)) for f in fields(optimizer) if f.name not in _NOT_COMPARED
-    }
+    settings = {name: text for name, text in settings_of(optimizer).items() if name not in _NOT_COMPARED}
     return json.dumps({"optimizer": type(optimizer).__name__, "settings": settings})
 
 
@@ -36,8 +35,10 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
             f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the former, or pass "
             "strict=False if its arrays mean the same to both"
         )
-    before, after = then["settings"], now["settings"]
+    before, after = _DROPPED | then["settings"], _DROPPED | now["settings"]
     differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if "rescale_feedback" in differing:
+        raise ValueError("the state was saved with rescale_feedback=True, which this release does not have")
     for name in differing:
         if name in _COMPRESSORS:
             raise ValueError(

@@ -41,13 +41,8 @@ class OneBitAdam(FrozenVarianceAdam):
         weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
     compressor : Compressor, default ScaledSign(scale="rms")
         Compresses what the ranks exchange in the compressed stage, on workers and servers.
-    feedback : bool, default True
-        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
-        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
-        model; the state and checkpoints keep the choice.
-    link : Link, default 10 Gbit/s and 50 us per message
-        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -55,16 +50,6 @@ class OneBitAdam(FrozenVarianceAdam):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
-        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
-        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
-        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
-        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
-        signs, and signs with momentum diverged when the rate rose and fell tenfold.
-    tensorwise : bool, default False
-        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
-        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     watch : VarianceWatch or None, default VarianceWatch()

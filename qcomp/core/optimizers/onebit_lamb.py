@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qcomp.core import primitives
@@ -11,7 +12,7 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import Blend
 from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
-from qcomp.core.optimizers.average import Average, Means
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
@@ -22,7 +23,7 @@ __all__ = ["OneBitLamb"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBitLamb(FrozenVarianceAdam, Lamb):
+class OneBitLamb(FrozenVarianceAdam):
     """1-bit LAMB: exact LAMB until the variance is stable, then a momentum with one bit per element.
 
     Parameters
@@ -54,13 +55,8 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         Smallest and largest trust ratio, the first above 0.
     compressor : Compressor, default ScaledSign(scale="rms")
         Compresses what the ranks exchange in the compressed stage, on workers and servers.
-    feedback : bool, default True
-        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
-        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
-        model; the state and checkpoints keep the choice.
-    link : Link, default 10 Gbit/s and 50 us per message
-        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -68,16 +64,6 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
-        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
-        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
-        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
-        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
-        signs, and signs with momentum diverged when the rate rose and fell tenfold.
-    tensorwise : bool, default False
-        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
-        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     watch : VarianceWatch or None, default VarianceWatch()
@@ -118,6 +104,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
 
     compressor: Compressor = ScaledSign(scale="rms")
     freeze: int | FreezeRule = VarianceStable()
+    trust_bounds: tuple[float, float] = (0.01, 10.0)
     trust_decay: float = 0.9
     factor_bounds: tuple[float, float] = (0.5, 4.0)
     factor_change: float = 0.1
@@ -129,9 +116,16 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected from 0 to below 1")
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    @cached_property
+    def adam(self) -> Lamb:
+        """Makes the exact steps."""
+        return Lamb.within(self)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero, in the warm-up, without an average of trust ratios."""
-        state = super().start(params, names, rank, size)
+        state = super().initial_state(params, names, rank, size)
         return state._replace(numbers={**state.numbers, **{f"average.{name}": 0.0 for name in names}})
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
@@ -151,7 +145,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
             divide(m, _scalar(s)) if s.shape[0] else m
             for m, s in zip(own, state.arrays["scale"], strict=True)
         ]
-        decayed = self._decayed(unscaled, tensors, state, factor=1 - beta1)
+        decayed = self.adam.decayed(unscaled, tensors, state, factor=1 - beta1)
         # What never had a gradient does not move, as in `frozen_step`.
         momentum = [
             array_namespace(m).where(v > 0, m, array_namespace(m).zeros_like(m))
@@ -162,8 +156,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
             primitives.momentum(f, g * g, beta2, 1.0)
             for f, g in zip(state.arrays["fresh"], gradients, strict=True)
         ]
-        paid = self._paid(state, means)
-        numbers = dict(paid.numbers)
+        numbers = dict(state.numbers)
         new_params = []
         steps = zip(
             state.names,
@@ -171,7 +164,7 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
             momentum,
             state.variance,
             fresh,
-            self._numbers(state),
+            self.adam.numbers(state),
             strict=True,
         )
         for name, p, m, v, f, step in steps:
@@ -179,17 +172,16 @@ class OneBitLamb(FrozenVarianceAdam, Lamb):
             trust = (state.numbers[f"average.{name}"] or 1.0) * factor
             numbers |= {f"factor.{name}": factor, trust_key(name): trust}
             new_params.append(update(p, (step.rate * trust) * direction(p, m, v, step)))
-        new_state = paid._replace(
+        new_state = state._replace(
             step=state.step + 1,
+            exchange=means.exchange,
             momentum=tuple(momentum),
             arrays={**state.arrays, "fresh": tuple(fresh)},
             numbers=numbers,
         )
         return new_params, self._watched(new_state, beside, tensors)
 
-    def _average(
-        self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend] = ()
-    ) -> Average:
+    def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all are about as large."""
         scales = state.arrays["scale"]
         scaled = [

@@ -41,14 +41,9 @@ class QAdam(FrozenVarianceAdam):
         weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
     compressor : Compressor, default MinMaxUInt8()
         Compresses what the ranks exchange in the compressed stage, on workers and servers.
-    feedback : bool, default True
-        Whether error feedback adds what compression loses to the next exchange, on workers and servers. False matches
-        Bagua.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
-        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
-        model; the state and checkpoints keep the choice.
-    link : Link, default 10 Gbit/s and 50 us per message
-        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `Averaging`. ``topology="hierarchical"`` averages exactly
+        inside each node and compresses between nodes; ``feedback=False`` matches Bagua.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -56,25 +51,12 @@ class QAdam(FrozenVarianceAdam):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
-        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
-        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
-        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
-        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
-        signs, and signs with momentum diverged when the rate rose and fell tenfold.
-    tensorwise : bool, default False
-        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
-        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`. The variance
         averages over 1 / (1 - b2) steps. Frozen much earlier, it is too small for some elements, and their rounding
         errors become large steps.
     warmup_steps : int, optional
         Alias of ``freeze`` for a number of steps; give only one of the two.
-    hierarchical : bool, default False
-        True is an alias of ``topology="hierarchical"``: the momentum is averaged exactly inside each node and
-        compressed between nodes. The ranks of a node are those whose communicators have the same ``host``.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -91,27 +73,21 @@ class QAdam(FrozenVarianceAdam):
     Examples
     --------
     >>> import qcomp
-    >>> opt = qcomp.QAdam(learning_rate=1e-3, warmup_steps=100, hierarchical=True)
-    >>> opt.freeze, opt.topology
+    >>> between_nodes = qcomp.Averaging(topology="hierarchical")
+    >>> opt = qcomp.QAdam(learning_rate=1e-3, warmup_steps=100, averaging=between_nodes)
+    >>> opt.freeze, opt.mean.topology
     (FreezeAt(step=100), 'hierarchical')
     """
 
     compressor: Compressor = MinMaxUInt8()
     freeze: int | FreezeRule = VarianceStable()
     warmup_steps: InitVar[int | None] = None
-    hierarchical: InitVar[bool] = False
 
-    def __post_init__(self, warmup_steps: int | None, hierarchical: bool) -> None:
+    def __post_init__(self, warmup_steps: int | None) -> None:
         if warmup_steps is not None:
             if self.freeze != VarianceStable():
                 raise ValueError(
                     f"freeze is {self.freeze!r} and warmup_steps is {warmup_steps}; expected one of them"
                 )
             object.__setattr__(self, "freeze", FreezeAt(warmup_steps))
-        if hierarchical:
-            if self.topology not in ("two_phase", "hierarchical"):
-                raise ValueError(
-                    f"topology is {self.topology!r} and hierarchical is True; expected one of them"
-                )
-            object.__setattr__(self, "topology", "hierarchical")
         super().__post_init__()

@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, to_compute_dtype
-from qcomp.core.optimizers.average import EXACT, Average, Means
-from qcomp.core.optimizers.base import require_rank
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
 __all__ = ["QSVRG"]
@@ -22,7 +25,7 @@ _STEPS = "epoch_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class QSVRG(CompressingOptimizer):
+class QSVRG(Optimizer):
     """SVRG with quantized steps, for finite sums: it converges linearly despite compression.
 
     `begin_epoch` starts an epoch with the exact mean gradient at a snapshot y of the parameters. Each `step` then takes
@@ -50,14 +53,9 @@ class QSVRG(CompressingOptimizer):
     compressor : Compressor, default QSGD(levels=31, bucket_size=512)
         Compresses the corrected vectors. It must be unbiased; `QSGD` has the theory's small variance with about as
         many levels as the square root of its bucket size.
-    feedback : bool, default False
-        Must be False: the steps are unbiased, and feedback would spoil that.
-    topology : {"all_gather", "two_phase", "hierarchical", "ring", "auto"}, default "all_gather"
-        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
-        model; the state and checkpoints keep the choice. With ``"all_gather"`` every vector is quantized once, as in
-        the paper.
-    link : Link, default 10 Gbit/s and 50 us per message
-        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    averaging : Averaging, default Averaging(topology="all_gather", feedback=False)
+        Topology of the exchange, see `Averaging`; ``feedback`` must be False, since it would spoil that steps are
+        unbiased. All-gather quantizes every vector once, as in the paper.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -65,11 +63,6 @@ class QSVRG(CompressingOptimizer):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Must be False, since there is no feedback.
-    tensorwise : bool, default False
-        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
-        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
 
     Notes
     -----
@@ -100,26 +93,29 @@ class QSVRG(CompressingOptimizer):
     """
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
-    feedback: bool = False
-    topology: str = "all_gather"
+    averaging: Averaging = Averaging(topology="all_gather", feedback=False)
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feedback:
+        if self.averaging.feedback:
             raise ValueError("feedback is True; expected False: the steps of QSVRG are unbiased")
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses, and how."""
+        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors, unbiased=True)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return the state before the first epoch."""
         state = OptimizerState.first("start", names, rank, size)._replace(
             arrays={kind: zeros_like(params) for kind in (_SNAPSHOT, _GRADIENT, _ITERATES)},
             numbers={_STEPS: 0.0},
         )
-        return self._chosen(state, params)
-
-    def _require_suitable(self, compressor: Compressor) -> None:
-        """Raise ValueError unless a compressor is unbiased."""
-        if not compressor.traits.unbiased:
-            raise ValueError(f"compressor is {compressor.spec}; expected an unbiased one")
+        return self.compression.choose(state, params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins: "start" before the first epoch, "epoch" from there on."""
@@ -235,7 +231,8 @@ class QSVRG(CompressingOptimizer):
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the compressed mean of the corrected vectors."""
         vectors = as_tensors(grads, "grads")
-        return self._average(vectors if scale == 1 else [v * scale for v in vectors], state)
+        scaled = vectors if scale == 1 else [v * scale for v in vectors]
+        return self.compression.average(scaled, state, self.key(state))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Move the parameters against the mean, and add them to the sum of the epoch."""

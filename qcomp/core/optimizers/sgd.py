@@ -2,21 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
-from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Compression, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
 __all__ = ["CompressedSGD"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedSGD(CompressingOptimizer):
+class CompressedSGD(Optimizer):
     """SGD with momentum, Nesterov momentum and weight decay, for any compressor.
 
     Parameters
@@ -39,13 +43,8 @@ class CompressedSGD(CompressingOptimizer):
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     compressor : Compressor, default QSGD(levels=7, bucket_size=128)
         Compresses the gradients, on workers and servers.
-    feedback : bool, default True
-        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
-        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
-        model; the state and checkpoints keep the choice.
-    link : Link, default 10 Gbit/s and 50 us per message
-        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -53,16 +52,6 @@ class CompressedSGD(CompressingOptimizer):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Whether a change of the learning rate multiplies the residuals by old rate / new rate, so that a residual is
-        applied with the rate of its own step. Then x - rate (mean_i e_i + e_s) follows SGD without momentum and
-        without compression under any schedule; otherwise only under a constant rate. Steps of rate 0 leave the
-        residuals unchanged. Each change of the rate costs a pass over the residuals. Off by default because residuals
-        grow when the rate falls: on quadratics with falling schedules it helped top-k without momentum, did not help
-        signs, and signs with momentum diverged when the rate rose and fell tenfold.
-    tensorwise : bool, default False
-        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
-        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
     momentum : float, default 0.9
         Decay rate of the momentum, from 0 to below 1.
     nesterov : bool, default False
@@ -87,6 +76,9 @@ class CompressedSGD(CompressingOptimizer):
     """
 
     compressor: Compressor = QSGD(levels=7, bucket_size=128)
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
     momentum: float = 0.9
     nesterov: bool = False
 
@@ -97,18 +89,24 @@ class CompressedSGD(CompressingOptimizer):
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov is True and momentum is 0; expected a momentum above 0")
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses, and how."""
+        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return a momentum and residuals of zero; there is no warm-up."""
         state = OptimizerState.first("compressed", names, rank, size)._replace(
             momentum=zeros_like(params) if self.momentum else ()
         )
-        state = self._chosen(state, params)
-        return state._replace(exchange=self._no_residuals(params, state))
+        return self.compression.begin(state, params, type(self).__name__)
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the compressed mean of the gradients."""
         scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
-        return self._average(scaled, state)._replace(of_gradients=True)
+        return self.compression.average(scaled, state, self.key(state))._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update the momentum with the mean gradient, and the parameters with it."""
@@ -125,4 +123,4 @@ class CompressedSGD(CompressingOptimizer):
             directions = ahead if self.nesterov else list(momentum)
         rates = self.rates(state)
         moved = [update(p, rate * d) for p, d, rate in zip(tensors, directions, rates, strict=True)]
-        return moved, self._paid(state, means)._replace(step=state.step + 1, momentum=momentum)
+        return moved, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)

@@ -12,7 +12,8 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, totals
-from qcomp.core.optimizers.average import Average, Means
+from qcomp.core.optimizers.adam import rate_rises
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
@@ -55,13 +56,8 @@ class ZeroOneAdam(LocalAdam):
         Must be True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``.
     compressor : Compressor, default ScaledSign(scale="rms")
         Compresses what the ranks exchange in the compressed stage, on workers and servers.
-    feedback : bool, default True
-        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
-    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
-        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `init` select the fastest by the cost
-        model; the state and checkpoints keep the choice.
-    link : Link, default 10 Gbit/s and 50 us per message
-        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything. Exact tensors too are averaged only when the ranks synchronise.
@@ -69,11 +65,6 @@ class ZeroOneAdam(LocalAdam):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
-    rescale_feedback : bool, default False
-        Must be False: the exchanged sums contain the learning rates already.
-    tensorwise : bool, default False
-        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
-        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
     variance_steps : callable, default DoublingIntervals(16)
         Returns whether a step, counted from 1, updates the variance with the exact mean gradient. It must be true for
         step 1.
@@ -139,22 +130,20 @@ class ZeroOneAdam(LocalAdam):
             )
         if not self.decoupled_weight_decay:
             raise ValueError("decoupled_weight_decay is False; expected True: local gradients have no decay")
-        if self.rescale_feedback:
-            raise ValueError(
-                "rescale_feedback is True; expected False: the exchanged sums contain the learning rates already"
-            )
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return moments of zero, in the warm-up, which lasts until a step is not exact."""
         numbers = {"updates": 0.0, "frozen": 0.0, "synced": 0.0, "rates": 0.0, "weights": 0.0}
-        state = super().start(params, names, rank, size)
-        return self._chosen(state._replace(numbers=numbers), params)
+        state = self.adam.initial_state(params, names, rank, size)
+        return self.compression.choose(state._replace(numbers=numbers), params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return the state of the warm-up, or one with residuals of zero, and with room for local steps."""
         if stage not in ("compressed", "local"):
             return super().enter(state, stage)
-        residuals = self._no_residuals(state.momentum, state)
+        residuals = self.compression.zero_residuals(state.momentum, state)
         room = {"anchor": state.momentum, "pending": state.momentum} if stage == "local" else {}
         return state._replace(stage=stage, exchange=residuals, arrays=room)
 
@@ -177,20 +166,20 @@ class ZeroOneAdam(LocalAdam):
         """Ask for the exact mean gradient, the compressed mean of the summed momenta, both, or nothing."""
         plan = self._plan(state)
         if plan.exact and not plan.compressed:
-            return super().prepare(grads, state._replace(stage="warmup"), scale=scale)
+            return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
         tensors, (beta1, _) = as_tensors(grads, "grads"), self.betas
         momenta = [
             primitives.momentum(m, g, beta1, scale) for m, g in zip(state.momentum, tensors, strict=True)
         ]
         if not plan.compressed:
             return Average((), state.exchange, tuple(momenta))
-        average = self._average(self._summed(momenta, state), state)
+        average = self.compression.average(self._summed(momenta, state), state, self.key(state))
         if not plan.exact:
             return average
         count = len(tensors)
         gradients = [to_compute_dtype(g) * scale for g in tensors]
         return average._replace(
-            parts=(*average.parts, self._exact_part(range(count, 2 * count), gradients, state))
+            parts=(*average.parts, self.compression.exact_part(range(count, 2 * count), gradients, state))
         )
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
@@ -218,7 +207,7 @@ class ZeroOneAdam(LocalAdam):
             )
         else:
             correction = 1 - self.betas[1] ** numbers["updates"]
-            new_params, state = self._exact_step(tensors, means, state, correction=correction)
+            new_params, state = self.adam.exact_step(tensors, means, state, correction=correction)
             state = state._replace(numbers=numbers | {"synced": float(state.step)})
         return new_params, self._observed(state)
 
@@ -257,11 +246,11 @@ class ZeroOneAdam(LocalAdam):
         tensors = as_tensors(params, "params")
         if state.stage != "local":
             return as_given(tensors, params), state
-        sums = self._average([copy(u) for u in state.arrays["pending"]], state)
         # The next step draws with the key of this number of steps.
-        parts = tuple(part._replace(key=part.key._replace(tensor=state.stream ^ 1)) for part in sums.parts)
+        key = self.key(state)._replace(tensor=state.stream ^ 1)
+        sums = self.compression.average([copy(u) for u in state.arrays["pending"]], state, key)
         try:
-            means = drive(sums._replace(parts=parts).stages(), comm)
+            means = drive(sums.stages(), comm)
         except NonFiniteError as error:
             raise self._located(error, state, state.step) from error
         new_params, new_state = self._synchronised(tensors, means, state)
@@ -291,7 +280,7 @@ class ZeroOneAdam(LocalAdam):
                 norm,
                 state.history,
                 self.betas[1],
-                rising=self._rate_rises(state),
+                rising=rate_rises(self, state),
             )
             state = state._replace(history=verdict.history)
             if verdict.frozen:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.optimizers.average import Means
+from qcomp.core.optimizers.compression import Means
 
 __all__ = ["BackwardPass", "Bucket", "Part", "put_means"]
 

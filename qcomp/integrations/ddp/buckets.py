@@ -17,8 +17,8 @@ from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, Stages, fuse
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.numeric.arrays import host_bytes
-from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
@@ -43,7 +43,7 @@ class BucketedStep:
 
     Parameters
     ----------
-    optimizer : CompressingOptimizer
+    optimizer : Optimizer
     model : torch.nn.parallel.DistributedDataParallel
     comm : Verbs, optional
         By default a `TorchCommunicator` of the model's process group.
@@ -58,7 +58,7 @@ class BucketedStep:
 
     Attributes
     ----------
-    optimizer : CompressingOptimizer
+    optimizer : Optimizer
     comm : Verbs
     params : AveragedParameters
     state : OptimizerState
@@ -67,7 +67,7 @@ class BucketedStep:
 
     def __init__(
         self,
-        optimizer: CompressingOptimizer,
+        optimizer: Optimizer,
         model: Any,
         comm: Verbs | None,
         *,
@@ -383,16 +383,11 @@ def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
     return parts
 
 
-def _separable(optimizer: CompressingOptimizer) -> CompressingOptimizer:
+def _separable(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer in the form that buckets need; raise if there is none."""
-    if not isinstance(optimizer, CompressingOptimizer):
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "averaging"):
         raise TypeError(
-            f"optimizer is {optimizer!r}; expected one that compresses, such as qcomp.OneBitAdam(...)"
+            f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
+            "qcomp.OneBitAdam(...)"
         )
-    tensorwise = replace(optimizer, tensorwise=True)
-    if not isinstance(tensorwise.mean, TensorwiseMean):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, which uses {type(tensorwise.mean).__name__}; expected one "
-            "that averages with a CompressedMean"
-        )
-    return tensorwise
+    return replace(optimizer, averaging=replace(optimizer.averaging, tensorwise=True))  # type: ignore[call-arg]

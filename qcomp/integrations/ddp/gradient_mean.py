@@ -2,30 +2,39 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from qcomp.core.compressor import Compressor
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array
-from qcomp.core.optimizers.average import Average, Means
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Compression, Means
 from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
 __all__ = ["GradientMean"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientMean(CompressingOptimizer):
+class GradientMean(Optimizer):
     """Returns the mean gradients instead of parameters: exact ones at first, then compressed ones.
 
     Parameters
     ----------
     exact_iterations : int
         Number of exact steps before the first compressed one.
-    compressor, feedback, topology, exact, compressors, seed
-        See `CompressingOptimizer`.
+    compressor, averaging, exact, compressors, seed
+        See `qcomp.OneBitAdam`.
     """
 
     learning_rate: float | Callable[[int], float] = 0.0
+    compressor: Compressor
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
     exact_iterations: int = 2
 
     def __post_init__(self) -> None:
@@ -35,19 +44,26 @@ class GradientMean(CompressingOptimizer):
                 f"exact_iterations is {self.exact_iterations!r}; expected an integer, at least 0"
             )
 
-    def start(self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses, and how."""
+        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
         """Return residuals of zero."""
-        state = self._chosen(OptimizerState.first("compressed", names, rank, size), params)
-        return state._replace(exchange=self._no_residuals(params, state))
+        first = OptimizerState.first("compressed", names, rank, size)
+        return self.compression.begin(first, params, type(self).__name__)
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
         """Request the mean of the gradients, which may overwrite them; ``scale`` is 1, since nothing is clipped."""
         gradients = as_tensors(grads, "grads")
         if state.step < self.exact_iterations:
-            everything = self._exact_part(range(len(gradients)), gradients, state)
+            everything = self.compression.exact_part(range(len(gradients)), gradients, state)
             average = Average((everything,), state.exchange)
         else:
-            average = self._average(gradients, state)
+            average = self.compression.average(gradients, state, self.key(state))
         return average._replace(overwrite=True)
 
     def apply(
@@ -57,4 +73,4 @@ class GradientMean(CompressingOptimizer):
         state: OptimizerState,
     ) -> tuple[list[Array], OptimizerState]:
         """Return the means, and the state after this step."""
-        return list(means.values), self._paid(state, means)._replace(step=state.step + 1)
+        return list(means.values), state._replace(step=state.step + 1, exchange=means.exchange)

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.compressor import Compressor
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
@@ -242,8 +243,10 @@ def hook(
     """
     mean = GradientMean(
         compressor=compressor,
-        feedback=not compressor.traits.unbiased if feedback is None else feedback,
-        topology=topology,
+        averaging=Averaging(
+            topology=topology,
+            feedback=not compressor.traits.unbiased if feedback is None else feedback,
+        ),
         exact=exact,
         compressors=compressors,
         exact_iterations=exact_iterations,

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.numeric.arrays import to_compute_dtype
-from qcomp.core.optimizers.compression import CompressingOptimizer
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep
@@ -32,7 +32,7 @@ class OverlappedOptimizer(Joinable):
     model : torch.nn.parallel.DistributedDataParallel
         A model without a communication hook, preferably with ``gradient_as_bucket_view=True``. A parameter that no rank
         used in a step counts as having a gradient of zero.
-    optimizer : CompressingOptimizer
+    optimizer : Optimizer
         `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange starts when the
         last gradient has arrived, since the norm needs all of them.
     comm : communicator, optional
@@ -70,7 +70,7 @@ class OverlappedOptimizer(Joinable):
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, model: Any, optimizer: CompressingOptimizer, comm: Verbs | None = None) -> None:
+    def __init__(self, model: Any, optimizer: Optimizer, comm: Verbs | None = None) -> None:
         super().__init__()
         self._step = BucketedStep(
             optimizer, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=False

@@ -1,0 +1,80 @@
+"""The settings of an optimizer's mean over ranks."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.costs import Link
+from qcomp.core.mean.tensorwise import TensorwiseMean
+from qcomp.core.mean.topologies.choice import ETHERNET
+from qcomp.core.mean.topologies.registry import require_name
+
+__all__ = ["Averaging", "TakesAveraging"]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How an optimizer averages what it compresses over the ranks.
+
+    Parameters
+    ----------
+    topology : {"two_phase", "all_gather", "hierarchical", "ring", "auto"}, default "two_phase"
+        How the ranks exchange payloads, see `CompressedMean`. ``"auto"`` lets `Optimizer.init` select the fastest by
+        the cost model; the state and checkpoints keep the choice.
+    feedback : bool, default True
+        Whether error feedback adds what compression loses to the next exchange, on workers and servers.
+    link : Link, default 10 Gbit/s and 50 us per message
+        The link between nodes, used only to select a topology for ``"auto"``, see `qcomp.planning.Link`.
+    tensorwise : bool, default False
+        Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
+        Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> ring = qcomp.Averaging(topology="ring", feedback=False)
+    >>> opt = qcomp.QAdam(learning_rate=1e-3, averaging=ring)
+    >>> opt.mean.topology, opt.mean.feedback
+    ('ring', False)
+    """
+
+    topology: str = "two_phase"
+    feedback: bool = True
+    link: Link = ETHERNET
+    tensorwise: bool = False
+
+    def __post_init__(self) -> None:
+        require_name(self.topology)
+
+    def mean(self, compressor: Compressor) -> CompressedMean:
+        """Return the mean of tensors that use this compressor.
+
+        Parameters
+        ----------
+        compressor : Compressor
+            Compresses what the ranks exchange, on workers and servers.
+        """
+        kind = TensorwiseMean if self.tensorwise else CompressedMean
+        return kind(compressor, self.topology, self.feedback, self.link)
+
+
+class TakesAveraging:
+    """A dataclass, perhaps with a field ``averaging``; it refuses what belongs into that."""
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Raise TypeError for settings of the averaging, and for an averaging that is none."""
+        if "averaging" not in getattr(cls, "__dataclass_fields__", ()):
+            return super().__new__(cls)
+        moved = {f.name: settings[f.name] for f in fields(Averaging) if f.name in settings}
+        if settings.get("hierarchical"):  # once an alias for the topology
+            moved["topology"] = "hierarchical"
+        if moved:
+            inside = ", ".join(f"{name}={value!r}" for name, value in moved.items())
+            raise TypeError(
+                f"{cls.__name__} has no argument {next(iter(moved))!r}; expected averaging=qcomp.Averaging({inside})"
+            )
+        averaging = settings.get("averaging", Averaging())
+        if not isinstance(averaging, Averaging):
+            raise TypeError(f"averaging is {averaging!r}; expected a qcomp.Averaging")
+        return super().__new__(cls)
