@@ -1,7 +1,7 @@
 """The two verbs of a communicator, over one common exchange."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from qcomp.core.mean.stages import AllToAll, Exchange
@@ -35,8 +35,6 @@ class Verbs(ABC):
     rank: int
     size: int
     host: str
-    on_init: Callable[[Any, Sequence[Array]], None] | None = None
-    """`Optimizer.init` calls it with the optimizer and the parameters, after all ranks have compared them."""
 
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:

@@ -10,7 +10,7 @@ from qcomp.planning.measurement import Measured
 from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
 from qcomp.planning.network import Network, measure_network
 from qcomp.planning.probes import measure, measure_speed, measure_step
-from qcomp.planning.watching import watch
+from qcomp.planning.warning import warn_if_slower
 
 __all__ = [
     "CPU",
@@ -37,5 +37,5 @@ __all__ = [
     "methods_of",
     "run_speedup",
     "step_time",
-    "watch",
+    "warn_if_slower",
 ]

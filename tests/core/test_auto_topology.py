@@ -15,7 +15,7 @@ from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.topologies import choice
 from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
 from qcomp.core.mean.topologies.registry import names, topology
-from qcomp.planning import CPU, Machine, Measured, Method, Speed, step_time, watch
+from qcomp.planning import CPU, Machine, Measured, Method, Speed, step_time, warn_if_slower
 
 SIGN, QSGD = qcomp.ScaledSign(), qcomp.QSGD(levels=7)
 ALONE = Nodes(tuple(range(4)))
@@ -253,14 +253,13 @@ class TestOptimizer:
 
         assert run_local(2, rank_main, timeout=20) == [True] * 2
 
-    def test_the_watch_of_a_measured_network_knows_what_will_be_chosen(self):
+    def test_the_warning_of_a_measured_network_knows_what_will_be_chosen(self):
         measured = Measured(Cluster(ranks=4, link=Link(1e11, latency=0.0)), CPU)
 
         def rank_main(comm):
-            watch(comm, measured)
-            return (
-                optimizer(compressor=SIGN).init(np.zeros(100_000, dtype=np.float32), comm).exchange.topology
-            )
+            opt, params = optimizer(compressor=SIGN), np.zeros(100_000, dtype=np.float32)
+            warn_if_slower(opt, params, comm, measured)
+            return opt.init(params, comm).exchange.topology
 
         with pytest.warns(UserWarning, match="all_gather takes"):
             assert run_local(4, rank_main, hosts=list("abcd")) == ["all_gather"] * 4

@@ -249,9 +249,6 @@ class Optimizer(TakesAveraging, ABC):
             assert problem is not None
             raise problem
         require_matches("groups", [group.pattern for group in self.groups], names)
-        on_init = getattr(comm, "on_init", None)  # see qcomp.planning.watch
-        if on_init is not None:
-            on_init(self, tensors)
         state = state._replace(stream=stream_of(names, tensors))
         rehearse([*EXACT.compressors, *self.mean_of(state).compressors], tensors[0], steps=True)
         return self.compression.on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
