@@ -73,10 +73,10 @@ def calls(subject: str, name: str, kernels: str, size: int) -> list[Candidate]:
     """Return both directions of a code."""
     levels, negative, largest = draw(subject, size)
     with under(kernels)():
-        data = coding.encode(name, levels, negative, bucket_size=BUCKET, largest=largest)
+        data = coding.encode(name, levels, negative, largest=largest)
     works: tuple[Callable[[], object], ...] = (
-        lambda: coding.encode(name, levels, negative, bucket_size=BUCKET, largest=largest),
-        lambda: coding.decode(name, data, size=size, bucket_size=BUCKET, largest=largest),
+        lambda: coding.encode(name, levels, negative, largest=largest),
+        lambda: coding.decode(name, data, size=size, largest=largest),
     )
     row = {"subject": subject, "code": name, "kernels": kernels, "elements": size}
     length = {"bits": rounded(8 * len(data) / size), "entropy": entropy(levels)}

@@ -160,7 +160,7 @@ def measured(x: Floats, norm: str, count: int) -> dict[str, Any]:
     payloads["fixed"] = plain(coded["range"]).payload_spec(x.size).nbytes
     codes: dict[str, float] = {**elias_bytes(np.abs(signed))}
     codes["fixed"] = payloads["fixed"] - 4 * -(-x.size // BUCKET)
-    codes["range"] = len(coding.encode("range", *as_bytes(signed), bucket_size=BUCKET, largest=count))
+    codes["range"] = len(coding.encode("range", *as_bytes(signed), largest=count))
     codes["entropy"] = round(entropy(signed) * x.size / 8, 3)
     return {"codes": codes, "payloads": payloads}
 

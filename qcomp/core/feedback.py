@@ -6,7 +6,7 @@ from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, is_
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
-__all__ = ["compress", "require_contraction"]
+__all__ = ["compress"]
 
 
 def compress(

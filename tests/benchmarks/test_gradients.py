@@ -117,7 +117,7 @@ def test_pure_loops_write_the_same_codes():
     codes = {}
     for kernels in ("pure", "numba"):
         with qcomp.backends.use(kernels):
-            codes[kernels] = [coding.encode(n, *vector, bucket_size=512, largest=7) for n in coding.CODINGS]
+            codes[kernels] = [coding.encode(n, *vector, largest=7) for n in coding.CODINGS]
     assert codes["pure"] == codes["numba"]
 
 
@@ -126,7 +126,7 @@ def test_lengths_by_hand():
     assert gradients.entropy(signed) == pytest.approx(-0.5 * math.log2(0.5) - 0.5 * math.log2(0.25) + 0.5)
     # See the examples of qcomp.core.coding.paper: 13 and 15 bits, after a byte.
     assert gradients.elias_bytes(np.abs(signed)) == {"dense": 3, "sparse": 3}
-    code = coding.encode("elias", *gradients.as_bytes(signed), bucket_size=8, largest=3)
+    code = coding.encode("elias", *gradients.as_bytes(signed), largest=3)
     assert len(code) == 3
 
 
@@ -134,7 +134,7 @@ def test_lengths_of_the_paper_are_those_of_its_coder():
     for name in ("token_embedding.weight", "final_norm.weight"):
         for levels in gradients.LEVELS:
             signed = signed_levels(VECTORS["early", name], "l2", levels)
-            code = coding.encode("elias", *gradients.as_bytes(signed), bucket_size=512, largest=levels)
+            code = coding.encode("elias", *gradients.as_bytes(signed), largest=levels)
             assert len(code) == min(gradients.elias_bytes(np.abs(signed)).values())
 
 

@@ -48,11 +48,11 @@ def vectors(draw):
 
 
 def encode(name, levels, negative, largest):
-    return coding.encode(name, levels, negative, bucket_size=64, largest=largest)
+    return coding.encode(name, levels, negative, largest=largest)
 
 
 def decode(name, data, size, largest):
-    return coding.decode(name, data, size=size, bucket_size=64, largest=largest)
+    return coding.decode(name, data, size=size, largest=largest)
 
 
 def compiled():
@@ -196,8 +196,6 @@ class TestBothCodes:
     def test_sizes_are_checked(self, name):
         with pytest.raises(ValueError, match="size is -1; expected at least 0"):
             decode(name, b"\0", -1, 1)
-        with pytest.raises(ValueError, match="bucket_size is 0"):
-            coding.encode(name, b"", b"", bucket_size=0, largest=1)
 
 
 def test_an_unknown_code_is_an_error():

@@ -32,7 +32,7 @@ def bits_of(levels, negative, method):
 
 def encoded(levels, negative, largest=32767):
     data = array("H", levels)
-    return coding.encode("elias", data.tobytes(), bytes(negative), bucket_size=8, largest=largest)
+    return coding.encode("elias", data.tobytes(), bytes(negative), largest=largest)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)

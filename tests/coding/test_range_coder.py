@@ -46,7 +46,7 @@ DRAWS = {
 
 
 def coded_bytes(signed, largest):
-    return len(coding.encode("range", *as_bytes(signed), bucket_size=8, largest=largest))
+    return len(coding.encode("range", *as_bytes(signed), largest=largest))
 
 
 class TestLength:
@@ -92,7 +92,7 @@ class TestLength:
         signed = rounded(rng.standard_normal(1 << 13), 7, 512, "max", rng)
         least = entropy(signed) * signed.size / 8
         assert 4 * signed.size / 8 > 1.2 * least
-        assert len(coding.encode("elias", *as_bytes(signed), bucket_size=8, largest=7)) > 1.2 * least
+        assert len(coding.encode("elias", *as_bytes(signed), largest=7)) > 1.2 * least
 
     @pytest.mark.parametrize("largest", [1, 2, 7, 127, 128, 32767])
     @pytest.mark.parametrize("size", [0, 1, 2, 100, 4095, (1 << 14) - 1, 1 << 14, (1 << 14) + 3])
@@ -126,7 +126,7 @@ def golden_vector(largest, size):
 def test_golden_bytes(coders, largest, size):
     vector = as_bytes(np.asarray(golden_vector(largest, size)))
     for name, expected in zip(("elias", "range"), GOLDEN[largest, size], strict=True):
-        assert coding.encode(name, *vector, bucket_size=8, largest=largest).hex() == expected
+        assert coding.encode(name, *vector, largest=largest).hex() == expected
 
 
 class TestClasses:

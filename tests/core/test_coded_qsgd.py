@@ -181,7 +181,7 @@ class TestLength:
         level = np.abs(decoded(c, x)) / np.repeat(step, 64)[:150]
         levels = level.astype("<u2").tobytes()
         negative = (decoded(c, x) < 0).astype(np.uint8).tobytes()
-        code = coding.encode("range", levels, negative, bucket_size=64, largest=7)
+        code = coding.encode("range", levels, negative, largest=7)
         assert data[12:] == b"\1" + code
 
 

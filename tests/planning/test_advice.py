@@ -9,7 +9,6 @@ import qcomp
 from qcomp.comm import run_local
 from qcomp.planning import (
     CPU,
-    WORTHWHILE,
     Cluster,
     Job,
     Link,
@@ -20,6 +19,7 @@ from qcomp.planning import (
     step_time,
     warn_if_slower,
 )
+from qcomp.planning.advice import WORTHWHILE
 
 JOB = Job(25_000_000, 0.3)
 SLOW, FAST = Cluster(8, Link(12.5e6)), Cluster(8, Link(50e9, 5e-6))

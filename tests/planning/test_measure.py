@@ -14,11 +14,10 @@ from qcomp.planning import (
     Link,
     Measured,
     measure,
-    measure_network,
-    measure_speed,
-    measure_step,
     probes,
 )
+from qcomp.planning.network import measure_network
+from qcomp.planning.probes import measure_speed, measure_step
 
 SIGN = qcomp.ScaledSign()
 LIKE = np.ones(64, dtype=np.float32)

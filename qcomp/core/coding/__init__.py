@@ -52,7 +52,7 @@ def pack(levels: Bytes, negative: Bytes, *, bits: int, bucket_size: int) -> byte
     return _loops().pack(_view(levels), _view(negative), bits, bucket_size)
 
 
-def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, largest: int) -> bytes:
+def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> bytes:
     """Return the code of a vector of n elements.
 
     Parameters
@@ -63,8 +63,6 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, lar
         Magnitudes, 0 to ``largest``, as 16-bit integers in little endian.
     negative : bytes-like, n bytes
         1 for a negative element, else 0; 0 if the level is 0.
-    bucket_size : int
-        Elements that share a scale. Both codes run through all buckets, so this has no effect yet.
     largest : int
         The number of levels above zero, 1 to 32767.
 
@@ -82,13 +80,13 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, lar
     Examples
     --------
     >>> levels, negative = bytes([0, 0, 3, 0, 0, 0]), bytes([0, 1, 0])  # 0, -3, 0
-    >>> code = encode("elias", levels, negative, bucket_size=8, largest=7)
+    >>> code = encode("elias", levels, negative, largest=7)
     >>> code.hex()
     '005100'
-    >>> decode("elias", code, size=3, bucket_size=8, largest=7) == (levels, negative)
+    >>> decode("elias", code, size=3, largest=7) == (levels, negative)
     True
     """
-    _validate(coding, bucket_size, largest)
+    _validate(coding, largest)
     levels, negative = _view(levels), _view(negative)
     if len(levels) != 2 * len(negative):
         raise ValueError(
@@ -107,14 +105,12 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, bucket_size: int, lar
     return range_coder.encode(coders, levels, negative, largest)
 
 
-def decode(
-    coding: str, data: Bytes, *, size: int, bucket_size: int, largest: int
-) -> tuple[bytearray, bytearray]:
+def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytearray, bytearray]:
     """Return levels and signs, the inverse of `encode`; memory and time are proportional to ``size``.
 
     Parameters
     ----------
-    coding, bucket_size, largest
+    coding, largest
         Those of `encode`.
     data : bytes-like
         What `encode` returned.
@@ -133,7 +129,7 @@ def decode(
     ValueError
         If another argument is not as described.
     """
-    _validate(coding, bucket_size, largest)
+    _validate(coding, largest)
     if size < 0:
         raise ValueError(f"size is {size}; expected at least 0")
     view = _view(data)
@@ -153,10 +149,8 @@ def _view(data: Bytes) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _validate(coding: str, bucket_size: int, largest: int) -> None:
+def _validate(coding: str, largest: int) -> None:
     if coding not in CODINGS:
         raise ValueError(f"coding is {coding!r}; expected one of {', '.join(CODINGS)}")
-    if bucket_size < 1:
-        raise ValueError(f"bucket_size is {bucket_size}; expected at least 1")
     if not 1 <= largest <= LARGEST:
         raise ValueError(f"largest is {largest}; expected an integer from 1 to {LARGEST}")

@@ -1,9 +1,8 @@
-"""Elias's codes for positive integers: gamma, delta and omega (IEEE Trans. Information Theory 21, 1975).
+"""Elias's codes for positive integers: gamma and omega (IEEE Trans. Information Theory 21, 1975).
 
 They are prefix-free: consecutive codewords need no separator. With L(k) the number of bits of k:
 
 - gamma: L - 1 zeros, then k; 2L - 1 bits.
-- delta: L in gamma, then k without its first bit; L + 2 (L(L) - 1) bits.
 - omega: starts with a 0 and prepends k, then L(k) - 1 as the new k, and so on until k is 1. The QSGD paper calls this
   the recursive Elias code.
 """
@@ -19,17 +18,15 @@ __all__ = [
     "Codeword",
     "codeword",
     "decode",
-    "delta",
     "encode",
     "gamma",
     "length",
     "omega",
-    "take_delta",
     "take_gamma",
     "take_omega",
 ]
 
-Code = Literal["gamma", "delta", "omega"]
+Code = Literal["gamma", "omega"]
 
 LARGEST_BITS = 64
 """The most bits of a number. Without a bound, a few damaged bytes could announce a number of any size."""
@@ -57,20 +54,6 @@ def gamma(number: int) -> Codeword:
     return Codeword(number, 2 * number.bit_length() - 1)
 
 
-def delta(number: int) -> Codeword:
-    """Return the delta codeword of a positive integer.
-
-    Examples
-    --------
-    >>> print(delta(9))
-    00100001
-    """
-    _require(number)
-    rest = number.bit_length() - 1
-    head = gamma(rest + 1)
-    return Codeword(head.bits << rest | number ^ 1 << rest, head.length + rest)
-
-
 def omega(number: int) -> Codeword:
     """Return the omega codeword of a positive integer.
 
@@ -94,20 +77,13 @@ def take_gamma(bits: BitReader) -> int:
     Raises
     ------
     PayloadError
-        If the bits end early, or the number has more than 64 bits. The same holds for `take_delta` and `take_omega`.
+        If the bits end early, or the number has more than 64 bits. The same holds for `take_omega`.
     """
     zeros = 0
     while not bits.take(1):
         zeros += 1
         _require_length(zeros + 1)
     return 1 << zeros | bits.take(zeros)
-
-
-def take_delta(bits: BitReader) -> int:
-    """Return the number whose delta codeword comes next."""
-    size = take_gamma(bits)
-    _require_length(size)
-    return 1 << size - 1 | bits.take(size - 1)
 
 
 def take_omega(bits: BitReader) -> int:
@@ -121,7 +97,6 @@ def take_omega(bits: BitReader) -> int:
 
 _CODES: dict[Code, tuple[Callable[[int], Codeword], Callable[[BitReader], int]]] = {
     "gamma": (gamma, take_gamma),
-    "delta": (delta, take_delta),
     "omega": (omega, take_omega),
 }
 
@@ -131,8 +106,8 @@ def codeword(code: Code, number: int) -> Codeword:
 
     Examples
     --------
-    >>> [str(codeword(code, 5)) for code in ("gamma", "delta", "omega")]
-    ['00101', '01101', '101010']
+    >>> [str(codeword(code, 5)) for code in ("gamma", "omega")]
+    ['00101', '101010']
     """
     return _CODES[code][0](number)
 
@@ -149,8 +124,6 @@ def length(code: Code, number: int) -> int:
     size = number.bit_length()
     if code == "gamma":
         return 2 * size - 1
-    if code == "delta":
-        return size + 2 * (size.bit_length() - 1)
     return 1 if number == 1 else size + length(code, size - 1)
 
 
@@ -159,7 +132,7 @@ def encode(code: Code, numbers: Iterable[int]) -> bytes:
 
     Parameters
     ----------
-    code : {"gamma", "delta", "omega"}
+    code : {"gamma", "omega"}
     numbers : iterable of int
         From 1 to 2**64 - 1.
 

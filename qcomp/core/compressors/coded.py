@@ -59,9 +59,7 @@ class LevelCoder:
         method, codes = _STORED, host_bytes(parts["codes"])
         if size:
             levels, negative = coding.unpack(codes, size=size, bits=self._bits, bucket_size=self.bucket_size)
-            coded = coding.encode(
-                self.coding, levels, negative, bucket_size=self.bucket_size, largest=self.largest
-            )
+            coded = coding.encode(self.coding, levels, negative, largest=self.largest)
             if len(coded) < len(codes):
                 method, codes = _CODED, coded
         return from_host_bytes(host_bytes(parts["step"]) + bytes([method]) + codes, data)
@@ -85,9 +83,7 @@ class LevelCoder:
                     f"the payload has {len(codes)} bytes of uncoded codes; expected {spec.fields[0].size}"
                 )
         elif method == _CODED and size:
-            levels, negative = coding.decode(
-                self.coding, codes, size=size, bucket_size=self.bucket_size, largest=self.largest
-            )
+            levels, negative = coding.decode(self.coding, codes, size=size, largest=self.largest)
             packed = coding.pack(levels, negative, bits=self._bits, bucket_size=self.bucket_size)
         else:
             raise PayloadError(f"the payload has codes of kind {method}; expected {_STORED} or {_CODED}")
