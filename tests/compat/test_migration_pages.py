@@ -42,4 +42,4 @@ def test_bagua():
     scope = scope_of("bagua.md")
     assert max(scope["distances"]) < 0.2
     assert scope["means"] == pytest.approx([0.5, 0.5], abs=1e-2)
-    assert (scope["closest"].feedback, scope["closest"].topology) == (False, "hierarchical")
+    assert (scope["closest"].mean.feedback, scope["closest"].mean.topology) == (False, "hierarchical")

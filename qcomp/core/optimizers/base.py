@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -32,8 +33,6 @@ from qcomp.core.state import OptimizerState
 __all__ = ["Optimizer", "require_rank"]
 
 _EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
-
-_EVERYTHING_EXACT = Compression(EXACT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +79,13 @@ class Optimizer(TakesAveraging, ABC):
         object.__setattr__(self, "groups", as_groups(self.groups))
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
-    @property
+    @cached_property
     def compression(self) -> Compression:
-        """What this optimizer compresses, and how; by default nothing."""
-        return _EVERYTHING_EXACT
+        """What this optimizer compresses, and how: nothing if it has no ``averaging``."""
+        fields: Any = self  # an optimizer with an averaging has the other three too
+        if not hasattr(fields, "averaging"):
+            return Compression(EXACT)
+        return Compression(fields.averaging.mean(fields.compressor), fields.exact, fields.compressors)
 
     @abstractmethod
     def initial_state(

@@ -14,7 +14,7 @@ from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.sums import totals
 from qcomp.core.optimizers.adam import Adam, corrected, rate_rises
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
@@ -71,11 +71,6 @@ class FrozenVarianceAdam(Optimizer):
         super().__post_init__()
         self.adam  # noqa: B018 - raises if its settings do not fit
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
-
-    @cached_property
-    def compression(self) -> Compression:
-        """What this optimizer compresses, and how."""
-        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
 
     @cached_property
     def adam(self) -> Adam:

@@ -12,7 +12,7 @@ from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
 from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import Compression, Means
+from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.groups import group_of_each
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -41,11 +41,6 @@ class LocalAdam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.adam  # noqa: B018 - raises if its settings do not fit
-
-    @cached_property
-    def compression(self) -> Compression:
-        """What this optimizer compresses, and how."""
-        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
 
     @cached_property
     def adam(self) -> Adam:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from qcomp.core.compressor import Compressor
@@ -10,7 +9,7 @@ from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -88,11 +87,6 @@ class CompressedSGD(Optimizer):
             raise ValueError(f"momentum is {self.momentum!r}; expected a number from 0 to below 1")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov is True and momentum is 0; expected a momentum above 0")
-
-    @cached_property
-    def compression(self) -> Compression:
-        """What this optimizer compresses, and how."""
-        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int

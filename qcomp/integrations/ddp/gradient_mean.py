@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -43,11 +42,6 @@ class GradientMean(Optimizer):
             raise ValueError(
                 f"exact_iterations is {self.exact_iterations!r}; expected an integer, at least 0"
             )
-
-    @cached_property
-    def compression(self) -> Compression:
-        """What this optimizer compresses, and how."""
-        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors)
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
