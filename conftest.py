@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib
 import resource
 import signal
 import sys
@@ -33,6 +34,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Not in the environment: ranks that share a directory could read a file that another is still writing.
     """
+    names = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if names & {"half", "library", "libraries"} and find_spec("jax"):
+        importlib.import_module("jax")  # else a test would import it, and compile without the cache
+
     jax, cache = sys.modules.get("jax"), getattr(session.config, "cache", None)
     if jax is not None and cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))

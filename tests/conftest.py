@@ -176,8 +176,10 @@ def float64_library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture
 def libraries() -> dict[str, Library]:
-    """All libraries by name, for worlds that mix them."""
-    return {name: Library(name) for name in LIBRARIES}
+    """All libraries by name, imported before ranks are threads, of which one would see half of one."""
+    known = {name: Library(name) for name in LIBRARIES}
+    assert all(library.xp for library in known.values())
+    return known
 
 
 @dataclass(frozen=True)

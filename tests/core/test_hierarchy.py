@@ -1,8 +1,8 @@
-"""The hierarchical mean: exact inside a node, compressed between nodes, the same bytes on all ranks."""
+"""The hierarchical mean: exact inside a node, compressed between nodes, whose ranks may be few or many."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,36 +13,30 @@ from qcomp.comm import run_local
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.mean.chunks import cut
-from qcomp.core.mean.codec import Codec
 from qcomp.core.mean.nodes import Nodes
-from qcomp.core.mean.stages import AllToAll, fuse
+from qcomp.core.mean.stages import AllToAll
 from qcomp.core.mean.topologies import hierarchical as hierarchy
 from qcomp.core.mean.topologies.hierarchical import Lanes
 from qcomp.core.numeric.random import replace_draws
+from tests.core import worlds
+from tests.core.worlds import (
+    NODES,
+    SPECS,
+    average,
+    bits,
+    check_sum_identity,
+    draws_of,
+    held_by,
+    start,
+)
 
 SHAPES = [(3, 11), (0,), (), (170,), (2, 0, 4)]
 """Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 11 and 0 buckets of 16."""
+inputs = partial(worlds.inputs, shapes=SHAPES)
 
-WORLDS = {
-    "pairs": (0, 0, 1, 1),
-    "alternating": (0, 1, 0, 1),
-    "3 and 2": (0, 0, 0, 1, 1),
-    "3 and 1": (0, 1, 1, 1),
-    "1, 2 and 3": (0, 1, 1, 2, 2, 2),
-    "scattered": (0, 1, 2, 1, 0, 2, 1),
-    "one each": (0, 1, 2),
-    "one": (0, 0, 0),
-}
-worlds = pytest.mark.parametrize("nodes", WORLDS.values(), ids=WORLDS)
+WORLDS = NODES | {"one each": (0, 1, 2)}
+every_world = pytest.mark.parametrize("nodes", WORLDS.values(), ids=WORLDS)
 SEVERAL = [nodes for nodes in WORLDS.values() if len(set(nodes)) > 1]
-SPECS = ["sign:bucket_size=16", "qsgd:levels=7,bucket_size=16", "minmax:bucket_size=16", "cast", "identity"]
-
-
-def inputs(
-    rank: int, step: int, dtype: type = np.float32, shapes: Sequence[tuple] = SHAPES
-) -> list[np.ndarray]:
-    rng = np.random.default_rng([rank, step])
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def hierarchical(c: qcomp.Compressor, **options: Any) -> CompressedMean:
@@ -52,61 +46,8 @@ def hierarchical(c: qcomp.Compressor, **options: Any) -> CompressedMean:
 SIGN = hierarchical(qcomp.ScaledSign(bucket_size=16))
 
 
-def start(mean: CompressedMean, tensors: Any, nodes: tuple[int, ...]) -> list[Any]:
-    """The first state of every rank of a world."""
-    return [mean.zeros(tensors, rank=rank, size=len(nodes), nodes=nodes) for rank in range(len(nodes))]
-
-
-class Outcome(NamedTuple):
-    means: Any
-    states: list[Any]
-
-
-def average(
-    lockstep: Callable, mean: CompressedMean, values: Sequence, states: list, key: Key | None = None
-) -> Outcome:
-    """Average the values of all ranks once; all ranks must hold the same mean bit for bit."""
-    results = lockstep([mean.stages(x, s, key=key) for x, s in zip(values, states, strict=True)])
-    means = [result[0] for result in results]
-    assert len({bits(x) for x in means}) == 1
-    return Outcome(means[0], [result[1] for result in results])
-
-
-def bits(arrays: Any) -> bytes:
-    return b"|".join(np.asarray(a).tobytes() for a in (arrays if isinstance(arrays, list) else [arrays]))
-
-
-def held_by(state: Any) -> bytes:
-    return b"|".join(np.asarray(r).tobytes() for r in (*state.worker, *state.server))
-
-
-def owed(mean: CompressedMean, states: Sequence, tensors: Sequence) -> list[np.ndarray]:
-    """Add up mean_i e_i over nodes and e_s, for every element, from the residuals of all ranks."""
-    whole = [np.zeros(math.prod(t.shape)) for t in tensors]
-    for state in states:
-        if not state.worker:
-            continue
-        where = {"rank": state.rank, "size": state.size, "nodes": state.nodes}
-        worker, server = mean.layout(state.shapes, **where).residuals
-        for part, residual in zip(worker, state.worker, strict=True):
-            whole[part.tensor][part.start : part.stop] += residual / len(set(state.nodes))
-        for part, residual in zip(server, state.server, strict=True):
-            whole[part.tensor][part.start : part.stop] += residual
-    return whole
-
-
 class TestMean:
-    @worlds
-    @pytest.mark.parametrize("spec", SPECS)
-    def test_is_the_same_on_all_ranks(self, lockstep, nodes, spec):
-        mean = hierarchical(qcomp.compressor(spec))
-        states = start(mean, inputs(0, 0), nodes)
-        for step in range(3):
-            values = [inputs(rank, step) for rank in range(len(nodes))]
-            means, states = average(lockstep, mean, values, states, Key(step=step))
-            assert [(m.shape, m.dtype) for m in means] == [(v.shape, v.dtype) for v in values[0]]
-
-    @worlds
+    @every_world
     def test_without_loss_is_the_mean_of_all_ranks(self, lockstep, nodes):
         """In the last bits too: the sums of the nodes, in rank order and scaled, in the order of the nodes."""
         mean = hierarchical(qcomp.Identity())
@@ -184,38 +125,6 @@ class TestMean:
         unnamed = average(lockstep, SIGN, x, [SIGN.zeros(x[0], rank=r, size=3) for r in range(3)])
         assert bits(named.means) == bits(unnamed.means)
 
-    @pytest.mark.parametrize("donate", [False, True])
-    @worlds
-    def test_blends_and_donation_change_nothing(self, lockstep, nodes, donate):
-        momenta, values = inputs(77, 0), [inputs(rank, 1) for rank in range(len(nodes))]
-        blends = [Blend(m, 0.9, 0.5) for m in momenta]
-        mixed = [[0.9 * m + ((1 - 0.9) * 0.5) * g for m, g in zip(momenta, v, strict=True)] for v in values]
-        expected, after = average(lockstep, SIGN, mixed, start(SIGN, momenta, nodes))
-        results = lockstep(
-            [
-                SIGN.stages(v, s, donate=donate, blends=blends)
-                for v, s in zip(values, start(SIGN, momenta, nodes), strict=True)
-            ]
-        )
-        assert {bits(means) for means, _ in results} == {bits(expected)}
-        assert [held_by(state) for _, state in results] == [held_by(state) for state in after]
-        assert bits(momenta) == bits(inputs(77, 0))
-
-    def test_every_library_alike(self, lockstep, float64_library):
-        """The reference is NumPy; the read-only detector also proves that nothing passed in is written to."""
-        lib, nodes = float64_library, (0, 0, 1)
-        for c in (qcomp.ScaledSign(bucket_size=16), qcomp.QSGD(levels=7, bucket_size=16)):
-            mean, held = hierarchical(c), {}
-            for name, array, seal in (("numpy", np.asarray, lambda x: x), (lib.name, lib.array, lib.seal)):
-                values = [[[array(t) for t in inputs(rank, s)] for rank in range(3)] for s in range(2)]
-                states, record = seal(start(mean, values[0][0], nodes)), b""
-                for step in range(2):
-                    means, states = average(lockstep, mean, values[step], states, Key(step=step))
-                    seal(states)
-                    record += bits([lib.numpy(m) for m in means]) + b"".join(map(held_by, states))
-                held[name] = record
-            assert len(set(held.values())) == 1
-
     def test_a_mixed_world(self, libraries):
         """A NumPy, a torch, a JAX and a strict rank on two nodes, two steps with feedback: the same bytes."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]
@@ -233,15 +142,6 @@ class TestMean:
         results = run_local(4, rank_main, hosts=["a", "b", "b", "a"])
         assert [held for held in results if held != results[0]] == []
 
-    @pytest.mark.parametrize("dtype", ["float16", "float64"])
-    def test_dtypes(self, lockstep, dtype):
-        mean = hierarchical(qcomp.MinMaxUInt8(16))
-        x = [inputs(rank, 0, dtype, [(37,)])[0] for rank in range(3)]
-        got, states = average(lockstep, mean, x, start(mean, [x[0]], (0, 0, 1)))
-        assert got.dtype == dtype
-        assert states[0].worker[0].dtype == (np.float64 if dtype == "float64" else np.float32)
-        assert np.abs(got - sum(v.astype(np.float64) for v in x) / 3).max() < 0.05
-
     @pytest.mark.parametrize(
         "c", [qcomp.ScaledSign(bucket_size=16), qcomp.QSGD(levels=7, bucket_size=16)], ids=str
     )
@@ -254,75 +154,12 @@ class TestMean:
                 means, states = average(lockstep, mean, values, states, Key())
             assert [m.shape for m in means] == shapes
 
-    def test_fused_with_an_exact_mean(self, lockstep):
-        nodes = WORLDS["3 and 2"]
-        means = [SIGN, hierarchical(qcomp.Identity(), feedback=False)]
-        values = [[inputs(rank, i) for i in range(2)] for rank in range(5)]
-        states = [start(mean, values[0][0], nodes) for mean in means]
-        fused = lockstep(
-            [fuse([m.stages(values[r][i], states[i][r]) for i, m in enumerate(means)]) for r in range(5)]
-        )
-        for i, mean in enumerate(means):
-            expected, _ = average(lockstep, mean, [v[i] for v in values], states[i])
-            assert {bits(fused[rank][i][0]) for rank in range(5)} == {bits(expected)}
-
-
-def check_sum_identity(lockstep: Callable, mean: CompressedMean, nodes: tuple[int, ...]) -> None:
-    """The sum of the means is the sum of the exact means less mean_i e_i + e_s; after every step."""
-    tensors = inputs(0, 0, np.float64)
-    states = start(mean, tensors, nodes)
-    sums, exact = ([np.zeros(t.shape) for t in tensors] for _ in range(2))
-    magnitude = 0.0
-    for step in range(6):
-        values = [inputs(rank, step, np.float64) for rank in range(len(nodes))]
-        means, states = average(lockstep, mean, values, states, Key(step=step))
-        kept = owed(mean, states, tensors)
-        for i, m in enumerate(means):
-            sums[i] += m
-            exact[i] += sum(v[i] for v in values) / len(nodes)
-            magnitude = max([magnitude, *np.abs(exact[i]).ravel(), *np.abs(kept[i])])
-            assert np.abs(sums[i] - (exact[i] - kept[i].reshape(m.shape))).max(initial=0) <= 1e-12 * magnitude
-    assert magnitude > 1
-    if len(set(nodes)) > 1:
-        assert max(np.abs(k).max(initial=0) for k in kept) > 1e-3
-
 
 class TestSumIdentity:
-    @worlds
-    @pytest.mark.parametrize(
-        "spec",
-        [
-            *SPECS[:3],
-            "sign:bucket_size=16,scale=rms",
-            "onebit_sgd",
-            "scaled(qsgd:levels=1)",
-            "qsgd:levels=31,bucket_size=16,coding=elias",
-        ],
-    )
-    def test_holds(self, lockstep, nodes, spec):
-        check_sum_identity(lockstep, hierarchical(qcomp.compressor(spec)), nodes)
-
-    def test_a_server_that_forgets_is_caught(self, lockstep, monkeypatch):
-        encode = Codec.encode_average
-
-        def forgetful(self, payloads, chunk, residuals, key, **options):
-            return encode(self, payloads, chunk, tuple(0 * r for r in residuals), key, **options)
-
-        monkeypatch.setattr(Codec, "encode_average", forgetful)
-        with pytest.raises(AssertionError):
-            check_sum_identity(lockstep, SIGN, WORLDS["3 and 2"])
-
     def test_leaders_without_weights_are_caught(self, lockstep, monkeypatch):
         monkeypatch.setattr(hierarchy.math, "gcd", lambda count, ranks: count)
         with pytest.raises(AssertionError):
-            check_sum_identity(lockstep, SIGN, WORLDS["3 and 2"])
-
-    def test_without_feedback_nothing_is_kept(self, lockstep):
-        mean = hierarchical(qcomp.QSGD(bucket_size=16), feedback=False)
-        states = start(mean, inputs(0, 0), (0, 0, 1))
-        _, after = average(lockstep, mean, [inputs(rank, 0) for rank in range(3)], states, Key())
-        assert after == states
-        assert after[0].worker == after[0].server == ()
+            check_sum_identity(lockstep, SIGN, NODES["3 and 2"], shapes=SHAPES)
 
 
 class TestState:
@@ -491,30 +328,6 @@ class TestBytes:
 
 
 class TestNonFinite:
-    @pytest.mark.parametrize("nodes", [*SEVERAL, WORLDS["one"]])
-    @pytest.mark.parametrize("value", [np.nan, -np.inf])
-    @pytest.mark.parametrize("spec", ["sign:bucket_size=16", "cast"])
-    def test_all_ranks_raise_and_keep_their_states(self, lockstep, nodes, value, spec):
-        mean, size = hierarchical(qcomp.compressor(spec)), len(nodes)
-        values = [inputs(rank, 0) for rank in range(size)]
-        _, states = average(lockstep, mean, values, start(mean, values[0], nodes), Key())
-        before = [held_by(state) for state in states]
-        expected = average(lockstep, mean, [inputs(rank, 1) for rank in range(size)], states, Key(step=1))
-        for bad in range(size):
-            values = [inputs(rank, 1) for rank in range(size)]
-            values[bad][3][161] = value
-            errors = lockstep(
-                [mean.stages(x, s, key=Key(step=1)) for x, s in zip(values, states, strict=True)],
-                catch=NonFiniteError,
-            )
-            words = f"a value on rank {bad} is not finite, or too large to compress"
-            assert [str(error) for error in errors] == [words] * size
-            # The rank itself also says why.
-            assert [error.__cause__ is not None for error in errors] == [rank == bad for rank in range(size)]
-            assert [held_by(state) for state in states] == before
-        again = average(lockstep, mean, [inputs(rank, 1) for rank in range(size)], states, Key(step=1))
-        assert bits(again.means) == bits(expected.means)
-
     def test_several_bad_ranks_are_all_named(self, lockstep):
         values = [inputs(rank, 0) for rank in range(6)]
         values[0][0][0, 0] = values[3][3][160] = values[5][3][0] = np.nan
@@ -584,19 +397,6 @@ class TestNonFinite:
         assert bits(fine) == bits(expected)
         assert {str(e) for e in errors} == {f"a value on rank {bad} is not finite, or too large to compress"}
         assert [held_by(state) for state in states] == before
-
-    def test_over_a_communicator_nobody_waits(self):
-        def rank_main(comm):
-            x = inputs(comm.rank, 0)
-            state = SIGN.init(x, comm)
-            if comm.rank == 2:
-                x[0][1, 1] = np.nan
-            with pytest.raises(NonFiniteError):
-                SIGN(x, state, comm)
-            SIGN(inputs(comm.rank, 0), state, comm)
-            return True
-
-        assert run_local(5, rank_main, timeout=20, hosts=list("aaabb")) == [True] * 5
 
 
 class TestNodes:
@@ -684,17 +484,9 @@ class TestUnbiased:
 
     @pytest.mark.parametrize("nodes", SEVERAL)
     def test_every_draw_has_a_key_of_its_own(self, lockstep, nodes):
-        seen = []
-
-        def source(key, block):
-            first = key.bucket + block.first_bucket
-            seen.extend(key._replace(bucket=first + row) for row in range(block.rows))
-            return 0
-
         mean = hierarchical(qcomp.QSGD(levels=7, bucket_size=16))
         values = [inputs(rank, 0) for rank in range(len(nodes))]
-        with replace_draws(source):
-            average(lockstep, mean, values, start(mean, values[0], nodes), Key(seed=9, step=4, tensor=2))
+        seen = draws_of(lockstep, mean, values, start(mean, values[0], nodes))
         # 15 buckets in each node, and once more on their servers.
         assert len(seen) == len(set(seen)) == 15 * (len(set(nodes)) + 1)
         for hop, copies in ((0, len(set(nodes))), (1, 1)):
