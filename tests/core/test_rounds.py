@@ -12,8 +12,11 @@ from qcomp.core.mean.chunks import cut
 from qcomp.core.mean.compressed_mean import CompressedMean, Terms
 from qcomp.core.mean.rounds import count_rounds, cut_rounds
 from qcomp.core.mean.stages import AllGather, drive, pipeline
+from qcomp.core.mean.topologies.registry import names, topology
+from tests.optimizers.every import COMPRESSING, EVERY
 
 SHAPES = [(11, 3), (8, 8), (0, 4), (13, 10), (5, 5), (1, 3), (257, 1), (8, 5), (8, 9)]
+IN_ROUNDS = [name for name in names() if topology(name).allows_rounds]
 BYTES = 128
 """Of the shortest round, in these tests: 32 float32."""
 
@@ -81,27 +84,17 @@ COMPRESSORS = {
     "scaled": qcomp.Scaled(qcomp.RandK(k=2, bucket_size=8)),
     "identity": qcomp.Identity(),
 }
-COMMON = {"learning_rate": 0.01, "exact": qcomp.ExactBelow(30)}
+SMALL: dict = {"exact": qcomp.ExactBelow(30), "freeze": 2}
 POLICY = qcomp.ByName({"[13]": COMPRESSORS["topk"], "*": COMPRESSORS["sign"]})
 OPTIMIZERS = {
-    "adam": qcomp.Adam(learning_rate=0.01),
-    "onebit_adam": qcomp.OneBitAdam(freeze=1, **COMMON),
-    "onebit_adam_all_gather": qcomp.OneBitAdam(
-        freeze=1, averaging=qcomp.Averaging(topology="all_gather"), **COMMON
-    ),
-    "onebit_adam_hierarchical": qcomp.OneBitAdam(
-        freeze=1, averaging=qcomp.Averaging(topology="hierarchical"), **COMMON
-    ),
-    "qadam": qcomp.QAdam(freeze=1, clip_norm=1.0, **COMMON),
-    "onebit_lamb": qcomp.OneBitLamb(freeze=1, **COMMON),
-    "zero_one_adam": qcomp.ZeroOneAdam(freeze=2, sync_steps=qcomp.LocalSteps(2, 2), **COMMON),
-    "sgd": qcomp.CompressedSGD(
-        compressor=COMPRESSORS["elias"], averaging=qcomp.Averaging(feedback=False), **COMMON
-    ),
-    "sgd_sign": qcomp.CompressedSGD(compressor=COMPRESSORS["sign"], **COMMON),
-    "sgd_by_name": qcomp.CompressedSGD(compressor=COMPRESSORS["sign"], compressors=POLICY, **COMMON),
-    "ef21": qcomp.EF21SGD(compressor=COMPRESSORS["scaled"], eta=0.5, **COMMON),
+    **{name: EVERY[name].make(**SMALL) for name in COMPRESSING if EVERY[name].opt.topology != "auto"},
+    "Adam": EVERY["Adam"].opt,
+    "1-bit, hierarchical": EVERY["1-bit"].make(**SMALL, topology="hierarchical"),
+    "QAdam, clipped": EVERY["QAdam"].make(**SMALL, clip_norm=1.0),
+    "SGD, coded": EVERY["SGD"].make(**SMALL, compressor=COMPRESSORS["elias"], feedback=False),
+    "SGD, by name": EVERY["SGD"].make(**SMALL, compressor=COMPRESSORS["sign"], compressors=POLICY),
 }
+SGD = EVERY["SGD"].make(**SMALL, compressor=COMPRESSORS["sign"])
 
 
 def gradient(rank, step, shapes=SHAPES):
@@ -129,21 +122,13 @@ def train(opt, n, steps=4):
     return qcomp.comm.run_local(n, rank_main)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
+@pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_rounds_is_bit_for_bit_the_fused_one(name, n, monkeypatch):
     fused = train(OPTIMIZERS[name], n)
     monkeypatch.setattr(rounds, "ROUND_BYTES", BYTES)
     assert train(OPTIMIZERS[name], n) == fused
-
-
-def test_every_optimizer_that_compresses_is_among_them():
-    def below(kind):
-        return {kind} | {c for child in kind.__subclasses__() for c in below(child)}
-
-    named = {kind for kind in below(qcomp.Optimizer) if getattr(qcomp, kind.__name__, None) is kind}
-    public = {kind for kind in named if hasattr(kind, "compressors")}
-    assert public == {type(opt) for opt in OPTIMIZERS.values()} - {qcomp.Adam} | {qcomp.QSVRG} & public
 
 
 def means_of(mean, n, runner, *, steps=2, shapes=SHAPES, library=None):
@@ -173,26 +158,25 @@ def at_once(mean, x, state, key, comm, **how):
     return running.finish(drive(pipeline(running.rounds), comm))
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+@pytest.mark.parametrize(("n", "shapes"), [(2, [(100, 15)]), (3, SHAPES)], ids=["2", "3"])
+@pytest.mark.parametrize("topology", IN_ROUNDS)
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_every_compressor_draws_and_keeps_what_it_does_in_the_whole(name, topology, n, small_rounds):
+def test_every_compressor_draws_and_keeps_what_it_does_in_the_whole(name, topology, n, shapes, small_rounds):
     for feedback in (True, False):
         if feedback and name in ("qsgd", "elias"):
             continue  # no contraction
         mean = CompressedMean(COMPRESSORS[name], topology=topology, feedback=feedback)
-        for shapes in (SHAPES, [(100, 15)]):
-            assert means_of(mean, n, in_rounds, shapes=shapes) == means_of(mean, n, at_once, shapes=shapes)
+        assert means_of(mean, n, in_rounds, shapes=shapes) == means_of(mean, n, at_once, shapes=shapes)
 
 
 def test_every_library_gives_the_same(library, small_rounds):
-    shapes = [(200,), (0,), (3, 51)]
+    shapes = [(256,), (0,)]  # in rounds of the same length, for JAX compiles for each
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
     found = means_of(mean, 2, in_rounds, steps=2, shapes=shapes, library=library)
     assert found == means_of(mean, 2, at_once, steps=2, shapes=shapes)
 
 
-@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+@pytest.mark.parametrize("topology", IN_ROUNDS)
 def test_buffers_are_used_as_in_the_whole(topology, small_rounds):
     """The residual in the buffer of x, the mean in one buffer: nothing is put together from copies."""
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8), topology=topology)
@@ -323,14 +307,14 @@ def requests_of(opt):
 
 
 def test_a_small_model_sends_what_it_always_did():
-    opt = OPTIMIZERS["sgd_sign"]
+    opt = SGD
     found = requests_of(opt)
     assert [type(r).__name__ for r in found] == ["AllToAll", "AllGather"]
     assert not any(r.later for r in found)
 
 
 def test_a_large_one_sends_a_message_a_round_and_phase(small_rounds):
-    opt = OPTIMIZERS["sgd_sign"]
+    opt = SGD
     found = requests_of(opt)
     count = len(found) // 2
     compressed = sum(int(np.prod(s)) for s in SHAPES if np.prod(s) >= 30)
@@ -340,7 +324,7 @@ def test_a_large_one_sends_a_message_a_round_and_phase(small_rounds):
 
 
 def test_what_rounds_send_is_what_one_message_holds_but_for_verdicts_and_padding(small_rounds, monkeypatch):
-    opt = OPTIMIZERS["sgd_sign"]
+    opt = SGD
 
     def sent():
         def rank_main(comm):
@@ -361,7 +345,7 @@ def test_what_rounds_send_is_what_one_message_holds_but_for_verdicts_and_padding
 
 
 def test_the_first_rounds_carry_the_exact_tensors_along(small_rounds):
-    opt = OPTIMIZERS["sgd_sign"]
+    opt = SGD
     params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
     state = opt.initial_state(params, tuple(map(str, range(len(params)))), 0, 1)
     exact, compressed = opt.prepare(gradient(0, 0), state).parts
@@ -375,7 +359,7 @@ def test_the_first_rounds_carry_the_exact_tensors_along(small_rounds):
 
 @pytest.mark.parametrize("tensor", [i for i, shape in enumerate(SHAPES) if np.prod(shape)])
 def test_a_value_out_of_range_in_any_round_is_an_error_on_all_ranks_and_touches_nothing(tensor, small_rounds):
-    opt = OPTIMIZERS["sgd_sign"]
+    opt = SGD
 
     def rank_main(comm):
         params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]

@@ -374,15 +374,18 @@ def names_ranks(error: Exception, ranks: list[int], name: str) -> bool:
 
 
 @every_world
-@pytest.mark.parametrize("spec", [*SPECS, "qsgd:levels=31,bucket_size=16,coding=elias", CODED], ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, CODED], ids=str)
 def test_a_refusal_is_everybodys_and_changes_nothing(lockstep, world, spec):
     """Whichever rank has the value, in whichever chunk: in the same stage, in the same words."""
+    places = [(0, 0), (2, 0), (3, 37), (3, 161)]
     mean = world.mean(spec)
     _, states = average(lockstep, mean, of_ranks(world, 0), start(mean, inputs(0, 0), world.nodes), Key())
     before = [held_by(state) for state in states]
     expected = average(lockstep, mean, of_ranks(world, 1), states, Key(step=1))
     for bad in world.ranks:
-        for number, (tensor, at) in enumerate([(0, 0), (2, 0), (3, 37), (3, 161)]):
+        for number, (tensor, at) in enumerate(places):
+            if world.size > 2 and spec != SPECS[0] and number != bad % 4:
+                continue
             values = of_ranks(world, 1)
             values[bad][tensor].flat[at] = (np.nan, np.inf, -np.inf)[(bad + number) % 3]
             passed = [bits(x) for x in values]

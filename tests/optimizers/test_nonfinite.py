@@ -8,21 +8,11 @@ import pytest
 import qcomp
 from qcomp import NonFiniteError
 from qcomp.comm import run_local
+from tests.optimizers.every import EVERY, SHAPES
 
-SHAPES = [(40,), (7, 5), (3,)]
-OPTIMIZERS = {
-    "adam": qcomp.Adam(learning_rate=0.1),
-    "adam clipped": qcomp.Adam(learning_rate=0.1, clip_norm=1.0),
-    "1-bit": qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=None, compressor=qcomp.ScaledSign(16)),
-    "1-bit clipped": qcomp.OneBitAdam(
-        learning_rate=0.1, freeze=2, exact=None, compressor=qcomp.ScaledSign(16), clip_norm=1.0
-    ),
-    "1-bit some exact": qcomp.OneBitAdam(
-        learning_rate=0.1, freeze=2, exact=qcomp.ExactBelow(20), compressor=qcomp.ScaledSign(16)
-    ),
-    "qadam": qcomp.QAdam(learning_rate=0.1, freeze=2, exact=None, compressor=qcomp.MinMaxUInt8(16)),
-    "sgd": qcomp.CompressedSGD(learning_rate=0.1, exact=None, compressor=qcomp.QSGD(7, 16)),
-}
+OPTIMIZERS = {name: entry.make(freeze=2) for name, entry in EVERY.items() if entry.alike}
+ALL_COMPRESSED = ("1-bit", "1-bit, clipped", "QAdam", "SGD")
+OPTIMIZERS |= {f"{name}, nothing exact": replace(OPTIMIZERS[name], exact=None) for name in ALL_COMPRESSED}
 WARMUP, COMPRESSED = 1, 3
 
 

@@ -1,7 +1,4 @@
-"""Saved after any step, in any stage, a job goes on bit for bit; and killed, from its last whole checkpoint.
-
-A new optimizer is one line in `OPTIMIZERS`.
-"""
+"""Saved after any step, in any stage, a job goes on bit for bit; and killed, from its last whole checkpoint."""
 
 import io
 import secrets
@@ -16,83 +13,12 @@ from hypothesis import strategies as st
 
 import qcomp
 from qcomp.comm import run_local
+from tests.optimizers.every import EVERY, SHAPES, advance
 
 pytestmark = pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 
-SHAPES = [(40,), (7, 5), (3,)]
 STEPS = 14
 WORLD = 2
-
-COMMON: dict[str, Any] = {"learning_rate": 0.1, "exact": qcomp.ExactBelow(10)}
-BETAS: dict[str, Any] = {"betas": (0.9, 0.9)}
-SIGN = qcomp.ScaledSign(16)
-QSGD = qcomp.QSGD(7, 16)
-WATCH = qcomp.VarianceWatch(largest=1.1, rewarm_steps=3, sample=8)
-APART: dict[str, Any] = {
-    "variance_steps": qcomp.DoublingIntervals(2),
-    "sync_steps": qcomp.LocalSteps(2, 3),
-    "freeze": 4,
-}
-
-OPTIMIZERS: dict[str, tuple[qcomp.Optimizer, set[str]]] = {
-    "Adam": (qcomp.Adam(learning_rate=0.1), {"warmup"}),
-    "Adam, clipped": (qcomp.Adam(learning_rate=lambda step: 0.1 / (step + 1), clip_norm=1.0), {"warmup"}),
-    "1-bit": (qcomp.OneBitAdam(**COMMON, **BETAS, freeze=5, compressor=SIGN), {"warmup", "compressed"}),
-    "1-bit, watched": (
-        qcomp.OneBitAdam(
-            **COMMON,
-            betas=(0.9, 0.5),
-            freeze=3,
-            compressor=SIGN,
-            watch=WATCH,
-            averaging=qcomp.Averaging(topology="all_gather"),
-        ),
-        {"warmup", "compressed", "rewarm"},
-    ),
-    "1-bit, automatic": (
-        qcomp.OneBitAdam(
-            **COMMON,
-            betas=(0.9, 0.7),
-            freeze=qcomp.VarianceStable(0.3),
-            compressor=qcomp.QSGD(3, 16),
-            averaging=qcomp.Averaging(feedback=False),
-        ),
-        {"warmup", "compressed"},
-    ),
-    "QAdam": (qcomp.QAdam(**COMMON, **BETAS, freeze=5), {"warmup", "compressed"}),
-    "SGD": (qcomp.CompressedSGD(**COMMON, compressor=QSGD), {"compressed"}),
-    "SGD, plain": (qcomp.CompressedSGD(**COMMON, compressor=SIGN, momentum=0.0), {"compressed"}),
-    "QSVRG": (
-        qcomp.QSVRG(learning_rate=0.1, exact=qcomp.ExactBelow(10), compressor=QSGD),
-        {"start", "epoch"},
-    ),
-    "LAMB": (qcomp.Lamb(learning_rate=0.01), {"warmup"}),
-    "1-bit LAMB": (
-        qcomp.OneBitLamb(learning_rate=0.01, exact=qcomp.ExactBelow(10), **BETAS, freeze=5, compressor=SIGN),
-        {"warmup", "compressed"},
-    ),
-    "0/1": (
-        qcomp.ZeroOneAdam(**COMMON, **BETAS, compressor=SIGN, **APART),
-        {"warmup", "compressed", "local"},
-    ),
-}
-
-
-def gradients(rank: int, step: int) -> list[np.ndarray]:
-    """Gradients that grow, so that a watch of the variance has something to see."""
-    rng = np.random.default_rng([11, rank, step])
-    return [((1 + step / 4) * (rng.standard_normal(s) + 0.5)).astype(np.float32) for s in SHAPES]
-
-
-def advance(opt: Any, params: Any, state: Any, comm: Any, step: int) -> tuple[Any, Any]:
-    """Make a step; of QSVRG, with an epoch of four steps around it."""
-    if not isinstance(opt, qcomp.QSVRG):
-        return opt.step(params, gradients(comm.rank, step), state, comm)
-    if step % 4 == 0:
-        params = opt.next_snapshot(params, state) if step else params
-        state = opt.begin_epoch(params, gradients(comm.rank, 100 + step), state, comm)
-    pair = (gradients(comm.rank, step), gradients(comm.rank, 200 + step))
-    return opt.step(params, pair, state, comm)
 
 
 class Run:
@@ -124,7 +50,7 @@ def whole_runs() -> dict[str, list[Run]]:
 def whole_run(known: dict[str, list[Run]], name: str) -> list[Run]:
     """The run of every rank, made once."""
     if name not in known:
-        known[name] = run_local(WORLD, lambda comm: Run(OPTIMIZERS[name][0], comm), timeout=20)
+        known[name] = run_local(WORLD, lambda comm: Run(EVERY[name].opt, comm), timeout=20)
     return known[name]
 
 
@@ -149,11 +75,11 @@ def content(data: bytes) -> dict[str, bytes]:
     return {key: archive[key].tobytes() + str(archive[key].dtype).encode() for key in archive}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_saved_after_any_step(whole_runs, name, data):
-    opt, _ = OPTIMIZERS[name]
+    opt = EVERY[name].opt
     runs = whole_run(whole_runs, name)
     stage = data.draw(st.sampled_from(sorted(set(runs[0].stages))), "stage")
     stop = data.draw(st.sampled_from([i for i, s in enumerate(runs[0].stages) if s == stage]), "stop")
@@ -163,18 +89,23 @@ def test_saved_after_any_step(whole_runs, name, data):
         assert content(data_again) == content(run.saved[last])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_in_the_table():
+    public = {value for value in vars(qcomp).values() if isinstance(value, type)}
+    optimizers = {kind for kind in public if issubclass(kind, qcomp.Optimizer)} - {qcomp.Optimizer}
+    assert {type(entry.opt) for entry in EVERY.values()} == optimizers
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_every_stage_is_reached(whole_runs, name):
     """Or the test above would not stop in it."""
-    _, stages = OPTIMIZERS[name]
-    assert set(whole_run(whole_runs, name)[0].stages) == stages
+    assert set(whole_run(whole_runs, name)[0].stages) == EVERY[name].stages
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3")
 def test_goes_on_with_other_ranks_in_every_stage(whole_runs, name):
     """What is owed has tests of its own; here no optimizer keeps anything that another world cannot take."""
-    opt, stages = OPTIMIZERS[name]
+    opt, stages = EVERY[name].opt, EVERY[name].stages
     runs = whole_run(whole_runs, name)
     for stage in stages:
         stop = max(i for i, s in enumerate(runs[0].stages[:STEPS]) if s == stage)
@@ -216,7 +147,7 @@ def test_goes_on_with_other_ranks_in_every_stage(whole_runs, name):
 )
 def test_a_state_that_forgets_is_found(whole_runs, what, name, stage):
     """Each part of a state that is set to zero makes the run another one."""
-    opt, _ = OPTIMIZERS[name]
+    opt = EVERY[name].opt
     runs = whole_run(whole_runs, name)
     stop = [i for i, s in enumerate(runs[0].stages) if s == stage][-1]
     forgetful = []
