@@ -101,7 +101,11 @@ class TestBytes:
     def test_widths_of_codes(self, levels):
         check(qcomp.QSGD(levels=levels, bucket_size=64), vector("wide", SIZE, 5), vector("ties", SIZE, 6))
 
-    @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+    @pytest.mark.parametrize(
+        "dtype",
+        [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16],
+        ids=["float16", "bfloat16"],
+    )
     @pytest.mark.parametrize("compressor", [COMPRESSORS[1], COMPRESSORS[4], COMPRESSORS[5]], ids=str)
     def test_half_precision(self, compressor, dtype):
         x, residual = (

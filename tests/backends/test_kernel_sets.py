@@ -22,7 +22,14 @@ FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=1
 WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+OTHER_WIDTHS = {qcomp.QSGD(levels, 64) for levels in (15, 31, 63)}
+"""Of the widths that do not divide a byte, that of 3 levels and those of wide codes remain."""
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [pytest.param(c, marks=[pytest.mark.slow] if c in OTHER_WIDTHS else [], id=str(c)) for c in COMPRESSORS],
+)
 def test_same_bytes(compressor):
     check_kernels(KERNELS, compressors=[compressor])
 

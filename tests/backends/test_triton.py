@@ -1,7 +1,7 @@
 """The Triton kernels return the bytes of the pure version: in Triton's interpreter, and on a device where there is one.
 
 The interpreter must be asked for before Triton is imported, and would be there for all other tests: so this file, run
-as a program with the name of a check, makes that check on the CPU.
+as a program with the names of checks, makes these on the CPU.
 """
 
 import os
@@ -418,10 +418,10 @@ CONTRACTS = {
 }
 
 
-def run_this_file(check, cache, *, timeout=110, **environment):
+def run_this_file(*checks, cache, timeout=110, **environment):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, check],
+        [sys.executable, "-W", "error", __file__, *checks],
         env={**inherited, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
@@ -431,20 +431,28 @@ def run_this_file(check, cache, *, timeout=110, **environment):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_in_the_interpreter(check, tmp_path):
-    run_this_file(check, tmp_path, TRITON_INTERPRET="1")
+QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", "check_16_bits", "check_shapes")]
+"""Those of which several take no longer than it takes to start."""
+
+
+@pytest.mark.parametrize(
+    "checks",
+    [*([name] for name in CHECKS if name not in QUICK_CHECKS), QUICK_CHECKS[::2], QUICK_CHECKS[1::2]],
+    ids=",".join,
+)
+def test_in_the_interpreter(checks, tmp_path):
+    run_this_file(*checks, cache=tmp_path, timeout=220, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_the_contract_in_the_interpreter(contract, tmp_path):
-    run_this_file(contract, tmp_path, timeout=390, TRITON_INTERPRET="1")
+    run_this_file(contract, cache=tmp_path, timeout=390, TRITON_INTERPRET="1")
 
 
 def test_compiled_code(tmp_path):
-    run_this_file("check_compiled_code", tmp_path)
+    run_this_file("check_compiled_code", cache=tmp_path)
 
 
 @pytest.mark.gpu
@@ -456,4 +464,5 @@ def test_on_a_device(check):
 if __name__ == "__main__":
     # Values out of range are meant; a device does not remark on them either.
     np.seterr(all="ignore")
-    {**CHECKS, **CONTRACTS, "check_compiled_code": check_compiled_code}[sys.argv[1]]("cpu")
+    for name in sys.argv[1:]:
+        {**CHECKS, **CONTRACTS, "check_compiled_code": check_compiled_code}[name]("cpu")

@@ -147,6 +147,7 @@ def test_the_sample_is_small():
     assert (FOLDER / "sample.npz").stat().st_size < 600_000
 
 
+@pytest.mark.slow
 def test_the_program_runs(run_program, monkeypatch, tmp_path):
     monkeypatch.setattr(gradients, "LEVELS", (127,))
     (tmp_path / page.PAGE).write_text(

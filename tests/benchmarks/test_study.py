@@ -73,6 +73,7 @@ def test_the_study_runs_skips_what_is_there_and_writes_its_page(run_program, tmp
     assert "keeps up" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_noise_floor_falls_with_the_ranks(run_program):
     folder = run_program(noise_floor, "--steps", "150", "--seeds", "1")

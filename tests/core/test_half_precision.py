@@ -69,7 +69,15 @@ HALVES = [
 ]
 
 
-@pytest.fixture(params=HALVES, ids=str)
+def quick_or_slow(half: Halves, *values: Any) -> Any:
+    """In JAX, which compiles every operation for every shape, one half dtype is quick."""
+    is_quick = half.library != "jax" or half.dtype == "bfloat16"
+    return pytest.param(
+        half, *values, marks=[] if is_quick else [pytest.mark.slow], id="-".join(map(str, (half, *values)))
+    )
+
+
+@pytest.fixture(params=[quick_or_slow(half) for half in HALVES])
 def half(request: pytest.FixtureRequest) -> Halves:
     pytest.importorskip(request.param.library)
     return request.param
@@ -121,7 +129,7 @@ class TestConversion:
 # JAX compiles every operation for every shape: one compressor of each kind there, and one for its other half dtype.
 JAX_COMPRESSORS = {"float16": COMPRESSORS[:5:2], "bfloat16": COMPRESSORS[2:3]}
 EACH = [
-    pytest.param(half, compressor, id=f"{half}-{compressor}")
+    quick_or_slow(half, compressor)
     for half in HALVES
     for compressor in (COMPRESSORS if half.library != "jax" else JAX_COMPRESSORS[half.dtype])
 ]
@@ -219,8 +227,10 @@ def test_a_result_beyond_float16_is_infinity():
 def test_compressed_mean(half, topology):
     """Of an array in half and one in float32; the residuals are those of the values in float32."""
     mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
-    grads = [halves_of("gaussian", 100, rank, half.dtype).reshape(4, 25) for rank in range(2)]
-    other = [vector("gaussian", 20, rank) for rank in range(2)]
+    # For JAX segments of one length.
+    size = 100 if half.library != "jax" else 64
+    grads = [halves_of("gaussian", size, rank, half.dtype).reshape(4, -1) for rank in range(2)]
+    other = [vector("gaussian", 20 if half.library != "jax" else 64, rank) for rank in range(2)]
 
     def rank_main(comm, first, second):
         x = [first(grads[comm.rank]), second(other[comm.rank])]
@@ -249,9 +259,10 @@ OPTIMIZERS = [
 
 
 STEPS = [
-    pytest.param(half, optimizer, id=f"{half}-{type(optimizer).__name__}")
+    pytest.param(*param.values, marks=param.marks, id=f"{half}-{type(optimizer).__name__}")
     for half in HALVES
     for optimizer in (OPTIMIZERS if half.library != "jax" else OPTIMIZERS[1:2])
+    for param in [quick_or_slow(half, optimizer)]
 ]
 
 

@@ -34,7 +34,7 @@ def two_means(x: np.ndarray, column_size: int) -> np.ndarray:
 
 
 class TestContract:
-    @pytest.mark.parametrize("column_size", [1, 3, 100])
+    @pytest.mark.parametrize("column_size", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_of_columns_of_any_size(self, column_size):
         check_compressor(OneBitSGD(column_size=column_size), max_examples=10)
 

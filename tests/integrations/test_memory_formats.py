@@ -62,7 +62,7 @@ def compare(model, optimizer, plain, steps):
 """
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("view", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_are_those_on_contiguous_copies_bit_for_bit(said, view):
     made = ", ".join(f"{name!r}: lambda: {text}" for name, text in OPTIMIZERS.items())
     body = f"""

@@ -414,7 +414,14 @@ def test_what_is_no_compressor_is_refused(given, message):
         check_compressor(given)
 
 
-SLOW = {"stranger_stochastic_sign", "stranger_bernoulli", "stranger_folded", "stranger_every_eighth_draw"}
+SLOW = {
+    "stranger_stochastic_sign",
+    "stranger_bernoulli",
+    "stranger_folded",
+    "stranger_every_eighth_draw",
+    "stranger_one_dither",
+    "stranger_ternary",
+}
 
 
 @pytest.mark.parametrize(
