@@ -111,7 +111,8 @@ def check_kernels(
     not; the division of a sum over ranks; the momentum; and the steps of Adam, also of several tensors at once and in
     donated buffers; the messages of chunks of several tensors, and what they decompress to. Sizes are chosen so that
     tails and padding matter, values include zeros, subnormals, ties and huge magnitudes, and dtypes are all that are
-    computed in float32. A vector that the pure version refuses must be refused, and a donated residual is then unchanged.
+    computed in float32. A vector that the pure version refuses must be refused, and a donated residual is then
+    unchanged.
 
     Parameters
     ----------

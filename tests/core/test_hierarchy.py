@@ -11,7 +11,7 @@ import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core import primitives
-from qcomp.core.kernels import Blend, use_kernels
+from qcomp.core.kernels import Blend, Partial, use_kernels
 from qcomp.core.mean.chunks import cut
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllToAll
@@ -365,7 +365,7 @@ class TestNonFinite:
     def test_what_a_device_finds_later(self, lockstep, bad):
         """Its kernels do not raise: they set a flag, and what they compress means nothing."""
 
-        class Flags:
+        class Flags(Partial):
             name = "flags"
 
             def takes(self, x):

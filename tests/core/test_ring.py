@@ -86,8 +86,7 @@ def requantising(self: _Share, sealed: Any, owner: int) -> AllToAll:
     if self.sent >= self.size and owner != self.rank:
         frame = self.layout.frames[owner]
         message, _ = self._opened(sealed, frame, self._left)
-        payloads = self.codec.payloads(message, frame, self._left)
-        decoded = self.codec.decode(payloads, frame, [None] * len(frame.chunk))
+        decoded = self.codec.decode(self.codec.open_from(self._left, message, frame))
         values = [v * np.float32(1.25) for v in decoded]
         again = Codec(values, sealed).encode([frame.as_tensors], values, (), self.call.key, donate=False)
         sealed = seal(again.messages[0], (), self.size)

@@ -87,11 +87,13 @@ COMPRESSORS = {
 SMALL: dict = {"exact": qcomp.ExactBelow(30), "freeze": 2}
 POLICY = qcomp.ByName({"[13]": COMPRESSORS["topk"], "*": COMPRESSORS["sign"]})
 OPTIMIZERS = {
-    **{name: EVERY[name].make(**SMALL) for name in COMPRESSING if EVERY[name].opt.topology != "auto"},
+    **{name: EVERY[name].make(**SMALL) for name in COMPRESSING if EVERY[name].opt.mean.topology != "auto"},
     "Adam": EVERY["Adam"].opt,
-    "1-bit, hierarchical": EVERY["1-bit"].make(**SMALL, topology="hierarchical"),
+    "1-bit, hierarchical": EVERY["1-bit"].make(**SMALL, averaging=qcomp.Averaging(topology="hierarchical")),
     "QAdam, clipped": EVERY["QAdam"].make(**SMALL, clip_norm=1.0),
-    "SGD, coded": EVERY["SGD"].make(**SMALL, compressor=COMPRESSORS["elias"], feedback=False),
+    "SGD, coded": EVERY["SGD"].make(
+        **SMALL, compressor=COMPRESSORS["elias"], averaging=qcomp.Averaging(feedback=False)
+    ),
     "SGD, by name": EVERY["SGD"].make(**SMALL, compressor=COMPRESSORS["sign"], compressors=POLICY),
 }
 SGD = EVERY["SGD"].make(**SMALL, compressor=COMPRESSORS["sign"])

@@ -284,7 +284,7 @@ class TestTrouble:
         codec, verdicts = Codec([np.zeros(300, np.float32)]), Verdicts(at_once=True)
         frame = Frame((Segment(0, 0, 300, 0),), (CODED,), ("float32",), variable_length=True)
         good = codec.encode([frame], [inputs(0, 0)[0]], (), Key(), donate=False).messages[0]
-        assert codec.open([good], [frame], verdicts, None)[0][0].size == 300
+        assert codec.open([good], [frame], verdicts, None)[0].payloads[0].size == 300
         with pytest.raises(PayloadError, match="the message from rank 1 has 3 bytes; expected 16 for"):
             codec.open([good, good[:3]], [frame] * 2, verdicts, None)
         with pytest.raises(PayloadError, match=r"the message from rank 1 has \d+ bytes; expected"):

@@ -43,8 +43,7 @@ class Tree(topologies.Topology):
             if receiver and codec.refuses(arrived[rank + step], frame, rank + step):
                 refused = True
             elif receiver:
-                payloads = codec.payloads(arrived[rank + step], frame, rank + step)
-                decoded = codec.decode(payloads, frame, [None] * len(payloads))
+                decoded = codec.decode(codec.open_from(rank + step, arrived[rank + step], frame))
                 for segment, x in zip(frame.chunk, decoded, strict=True):
                     part = values[segment.tensor][segment.start : segment.stop]
                     part += x
@@ -66,7 +65,7 @@ class Tree(topologies.Topology):
             mean = arrived[rank - step] if gets else mean
         if codec.refuses(mean, frame, 0):
             raise NonFiniteError("a value on some rank is not finite") from sent.error
-        means = topologies.decode_means(codec, [codec.payloads(mean, frame, 0)], layout.frames, call)
+        means = topologies.decode_means(codec, [codec.open_from(0, mean, frame)], call)
         if rank == 0:
             return topologies.Averaged(means, tuple(call.worker), residuals)
         return topologies.Averaged(means, residuals, ())
