@@ -19,6 +19,7 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
+from qcomp.core.reporting import name_ranks
 
 __all__ = ["Codec", "Compressed", "Verdicts"]
 
@@ -76,10 +77,8 @@ class Verdicts:
             found = flags[start : start + len(of_exchange)]
             start += len(of_exchange)
             if any(found):
-                ranks = ", ".join(str(rank) for rank, flag in enumerate(found) if flag != _FINE)
-                raise NonFiniteError(
-                    f"a value on rank {ranks} is not finite, or too large to compress"
-                ) from error
+                ranks = name_ranks([rank for rank, flag in enumerate(found) if flag != _FINE])
+                raise NonFiniteError(f"a value on {ranks} is not finite, or too large to compress") from error
 
 
 class Codec:
