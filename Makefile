@@ -32,6 +32,7 @@ bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/arithmetic.py
+	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/jax_jit.py
 
 bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; writes docs/benchmarks/.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
 import torch
 from timing import machine, spread
 
@@ -52,7 +53,7 @@ def main() -> None:
     for _ in range(options.turns):
         for name, checkout in checkouts.items():
             turns[name].append(one_turn(checkout, options.steps))
-    write(options.out / "steps.json", options.turns, turns)
+    page.rewrite(options.out, blocks(write(options.out / "steps.json", turns)))
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
@@ -121,7 +122,7 @@ def one_turn(checkout: Path, steps: int) -> dict[str, float]:
     return found
 
 
-def write(path: Path, count: int, turns: dict[str, list[dict[str, float]]]) -> None:
+def write(path: Path, turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Write the times, and before over now if there are both."""
     rows = []
     for case in turns["now"][0]:
@@ -132,8 +133,20 @@ def write(path: Path, count: int, turns: dict[str, list[dict[str, float]]]) -> N
                 [b / n for b, n in zip(times["before"], times["now"], strict=True)]
             )
         rows.append(row)
-        print(json.dumps(row))
-    path.write_text(json.dumps({"machine": machine(), "turns": count, "results": rows}, indent=1) + "\n")
+    document = {"machine": machine(), "rounds": len(turns["now"]), "results": rows}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return document
+
+
+def blocks(document: dict[str, Any]) -> dict[str, str]:
+    """Return the part of the page made from these results."""
+    rows = [
+        [*row["case"].split("/"), page.cell(row["now_us"]), page.cell(row.get("before_over_now"))]
+        for row in document["results"]
+    ]
+    head = ["library", "kernels", "model", "microseconds", "before, over now"]
+    text = f"A compressed step of one rank of {WORLD}, without a network. {page.made(document)}"
+    return {"steps": f"{text}\n\n{page.table(head, rows)}"}
 
 
 if __name__ == "__main__":

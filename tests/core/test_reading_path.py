@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import qcomp
 
@@ -30,20 +31,35 @@ def entered(call):
     return list(found)
 
 
-def test_the_path_of_a_gradient_is_that_of_the_guide():
-    guide = re.findall(
-        r"^\d+\. `([a-z_/]+\.py)`:", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE
-    )
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+PATH = re.findall(r"^\d+\. `([a-z_/]+\.py)`:", GUIDE, flags=re.MULTILINE)
+"""The modules that the guide numbers."""
+
+
+def compressed_step(kernels):
+    """Return the modules of the core that a compressed step passes through."""
     opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=None)
     comm = qcomp.comm.LocalCommunicator.alone()
     gradient = np.ones(5000, dtype=np.float32)
-    params, state = gradient, opt.init(gradient, comm)
-    for _ in range(3):
-        params, state = opt.step(params, gradient, state, comm)
-    assert state.stage == "compressed"
-    path = entered(lambda: opt.step(params, gradient, state, comm))
-    assert guide
-    assert [module for module in path if module in guide] == guide
+    with qcomp.backends.use(kernels):
+        params, state = gradient, opt.init(gradient, comm)
+        for _ in range(3):
+            params, state = opt.step(params, gradient, state, comm)
+        assert state.stage == "compressed"
+        return entered(lambda: opt.step(params, gradient, state, comm))
+
+
+@pytest.mark.parametrize("kernels", ["numba", "pure"])
+def test_the_path_of_a_gradient_is_that_of_the_guide(kernels):
+    assert 1 < len(PATH) <= 7
+    assert [module for module in compressed_step(kernels) if module in PATH] == PATH
+
+
+def test_only_without_kernels_a_compressor_is_asked():
+    compressors = re.findall(r"`(compressors/[a-z_]+\.py)`", GUIDE)
+    passed = {kernels: compressed_step(kernels) for kernels in ("numba", "pure")}
+    assert [module for module in passed["pure"] if module in compressors] == compressors
+    assert not set(compressors) & set(passed["numba"])
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,0 +1,49 @@
+"""How many functions a step calls: for a small model, calling them is what takes the time."""
+
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+
+PACKAGE = str(Path(qcomp.__file__).parent)
+
+
+def calls_of_a_step(kernels, tensors):
+    """Return how many calls of functions of this package rank 0 of 2 makes in a compressed step."""
+    opt = qcomp.OneBitAdam(learning_rate=0.01, freeze=2, exact=None, watch=None)
+    counts = Counter()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            counts[frame.f_code.co_qualname] += 1
+
+    def rank_main(comm):
+        params = [np.ones(1000, dtype=np.float32) for _ in range(tensors)]
+        state = opt.init(params, comm)
+        for step in range(5):
+            if step == 4 and comm.rank == 0:
+                sys.setprofile(note)
+            params, state = opt.step(params, params, state, comm)
+            sys.setprofile(None)
+        assert state.stage == "compressed"
+
+    with qcomp.backends.use(kernels), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_local(2, rank_main)
+    return counts.total()
+
+
+@pytest.mark.parametrize(("kernels", "most"), [("numba", 450), ("pure", 760)])
+def test_a_step_of_one_tensor_makes_few_calls(kernels, most):
+    assert most / 2 < calls_of_a_step(kernels, 1) <= most
+
+
+def test_many_tensors_share_the_calls_of_kernels():
+    one, many = calls_of_a_step("numba", 1), calls_of_a_step("numba", 40)
+    assert (many - one) / 39 <= 36
