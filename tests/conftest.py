@@ -32,6 +32,19 @@ def cuda_is_there() -> bool:
     return False
 
 
+PRIMITIVES = ("arrays", "bitplanes", "buckets", "coded_qsgd", "payload", "qsgd_moments", "random", "sums")
+"""What JAX is tested on in the quick run, besides its own kernels: bytes of primitives and golden payloads."""
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Leave whole means and steps in JAX, which compiles for every shape, to `make test-all`."""
+    for item in items:
+        folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+        whole = folder == "optimizers" or (folder == "core" and name not in PRIMITIVES)
+        if whole and "jax" in item.name.partition("[")[2]:
+            item.add_marker("slow")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():

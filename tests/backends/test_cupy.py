@@ -168,7 +168,11 @@ def spec(compressor):
 
 # The widths in between differ in how codes are packed and in nothing else, and are among SMALL_AND_LARGE.
 @pytest.mark.parametrize(
-    "compressor", [c for c in COMPRESSORS if getattr(c, "levels", 1) in {1, 5, 127}], ids=spec
+    "compressor",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (number > 1), id=spec(c))
+        for number, c in enumerate(c for c in COMPRESSORS if getattr(c, "levels", 1) in {1, 5, 127})
+    ],
 )
 def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
     check_kernels(Emulated(emulated_library).kernels, compressors=[compressor], max_examples=10)

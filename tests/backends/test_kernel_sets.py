@@ -22,13 +22,18 @@ FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=1
 WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
-OTHER_WIDTHS = {qcomp.QSGD(levels, 64) for levels in (15, 31, 63)}
-"""Of the widths that do not divide a byte, that of 3 levels and those of wide codes remain."""
+QUICK = (
+    *COMPRESSORS[:2],
+    *(c for c in COMPRESSORS if "levels=7" in str(c)),
+    WideQSGD(128, 64),
+    qcomp.MinMaxUInt8(64),
+)
+"""Compressors of each kernel; `make test-all` has every width of a code."""
 
 
 @pytest.mark.parametrize(
     "compressor",
-    [pytest.param(c, marks=[pytest.mark.slow] if c in OTHER_WIDTHS else [], id=str(c)) for c in COMPRESSORS],
+    [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow], id=str(c)) for c in COMPRESSORS],
 )
 def test_same_bytes(compressor):
     check_kernels(KERNELS, compressors=[compressor])

@@ -437,8 +437,13 @@ QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", "check_
 
 @pytest.mark.parametrize(
     "checks",
-    [*([name] for name in CHECKS if name not in QUICK_CHECKS), QUICK_CHECKS[::2], QUICK_CHECKS[1::2]],
-    ids=",".join,
+    [
+        pytest.param(["check_float32"], id="check_float32"),
+        *(
+            pytest.param(checks, marks=pytest.mark.slow, id=",".join(checks))
+            for checks in (["check_16_bits"], ["check_shapes"], QUICK_CHECKS[::2], QUICK_CHECKS[1::2])
+        ),
+    ],
 )
 def test_in_the_interpreter(checks, tmp_path):
     run_this_file(*checks, cache=tmp_path, timeout=220, TRITON_INTERPRET="1")

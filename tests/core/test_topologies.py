@@ -4,6 +4,7 @@ What is special to a topology, such as the order of its sums, its exchanges and 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -79,8 +80,17 @@ def worlds_of(name: str) -> list[World]:
 
 
 WORLDS = [world for name in TOPOLOGIES for world in worlds_of(name)]
-every_world = pytest.mark.parametrize("world", WORLDS, ids=str)
-compressing_world = pytest.mark.parametrize("world", [w for w in WORLDS if not w.is_exact], ids=str)
+
+
+def _over(worlds: Sequence[World]) -> pytest.MarkDecorator:
+    """Up to three ranks, and nodes of three and two; `make test-all` has the larger worlds."""
+    marks = [[] if len(w.nodes) < 4 or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.slow] for w in worlds]
+    params = [pytest.param(w, marks=m, id=str(w)) for w, m in zip(worlds, marks, strict=True)]
+    return pytest.mark.parametrize("world", params)
+
+
+every_world = _over(WORLDS)
+compressing_world = _over([w for w in WORLDS if not w.is_exact])
 THREE = [World(name, (0, 0, 1) if name == "hierarchical" else (0, 1, 2)) for name in TOPOLOGIES]
 one_world = pytest.mark.parametrize("world", THREE, ids=str)
 """Three ranks in every topology."""
