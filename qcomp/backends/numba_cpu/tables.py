@@ -103,9 +103,10 @@ def addresses(arrays: Sequence[Any], *, written: bool = False) -> list[int] | No
 
     None if one is another array, or is read-only and will be written to.
     """
-    kernel = _address_of_result if written else _address_of_floats
+    if written and [x for x in arrays if not x.flags.writeable]:
+        return None
     try:
-        return list(map(kernel.compiled, [x if x.ndim == 1 else _flat(x) for x in arrays]))
+        return list(map(_address_of_floats.compiled, [x if x.ndim == 1 else _flat(x) for x in arrays]))
     except TypeError:  # the kernels take no other arrays
         return None
 
@@ -121,9 +122,7 @@ def _address(x: Floats | Bytes) -> int:
     return at
 
 
-_address_of_floats, _address_of_result, _address_of_bytes = (
-    kernel(f"int64({kind})")(_address) for kind in ("f32_in", "f32", "u8_in")
-)
+_address_of_floats, _address_of_bytes = (kernel(f"int64({kind})")(_address) for kind in ("f32_in", "u8_in"))
 
 
 @extending.intrinsic
