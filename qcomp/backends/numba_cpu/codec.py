@@ -149,7 +149,8 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
                 residual[...] = beside
             return accepted
         mode = IN_PLACE
-    encoder.vectors.rows[0, [RESIDUAL, RESIDUAL_OUT]] = address(residual), address(residual_out)
+    encoder.vectors.rows[0, RESIDUAL] = address(residual)
+    encoder.vectors.rows[0, RESIDUAL_OUT] = address(residual_out)
     return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, mode, weights)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -47,38 +48,49 @@ def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
     """Return the kernels of a compressor, None if there are none."""
     c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
     if isinstance(c, ScaledSign) and kind is ScaledSign:
-        return _without_draws(c.bucket_size, encode_sign(c.bucket_size, c.scale), decode_sign(c.bucket_size))
+        return _sign_kernels(c.bucket_size, c.scale)
     if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
-        return _without_draws(c.bucket_size, encode_minmax(c.bucket_size), decode_minmax(c.bucket_size))
-    return _qsgd_kernels(c)
-
-
-def _without_draws(bucket_size: int, encode: EncodeRun, decode: DecodeRun) -> CompressorKernels:
-    return CompressorKernels(bucket_size, lambda key: encode, decode)  # noqa: ARG005
-
-
-def _qsgd_kernels(c: AnyCompressor) -> CompressorKernels | None:
-    """Return the kernels of QSGD, perhaps scaled, and perhaps filled with zeros."""
+        return _minmax_kernels(c.bucket_size)
     held: int | None = None
     factor: float | None = None
     if isinstance(c, WholeFields) and type(c) is WholeFields:
         held, c = c.traits.bucket_size, c.compressor
     if isinstance(c, Scaled) and type(c) is Scaled:
         factor, c = c.factor, c.compressor
-    if not isinstance(c, QSGD) or type(c) not in (QSGD, WideQSGD):
-        return None
-    inner = c
+    if isinstance(c, QSGD) and type(c) in (QSGD, WideQSGD):
+        return _qsgd_kernels(c.levels, c.bucket_size, c.norm, factor, held)
+    return None
+
+
+# A call on a small vector would take longer to make these than to use them.
+
+
+@lru_cache(256)
+def _sign_kernels(bucket_size: int, scale: Literal["l1", "rms"]) -> CompressorKernels:
+    encode = encode_sign(bucket_size, scale)
+    return CompressorKernels(bucket_size, lambda key: encode, decode_sign(bucket_size))  # noqa: ARG005
+
+
+@lru_cache(256)
+def _minmax_kernels(bucket_size: int) -> CompressorKernels:
+    encode = encode_minmax(bucket_size)
+    return CompressorKernels(bucket_size, lambda key: encode, decode_minmax(bucket_size))  # noqa: ARG005
+
+
+@lru_cache(256)
+def _qsgd_kernels(
+    levels: int, bucket_size: int, norm: Literal["max", "l2"], factor: float | None, held: int | None
+) -> CompressorKernels:
+    """Return the kernels of QSGD, perhaps scaled, and perhaps filled with zeros."""
 
     def encode(key: Key | None) -> EncodeRun | None:
         if key is None or draws_are_replaced():
             return None
         words = fold_key(key, like=_LIKE)
-        return encode_qsgd(
-            inner.levels, inner.bucket_size, inner.norm, words, key.hop, factor=factor, held=held
-        )
+        return encode_qsgd(levels, bucket_size, norm, words, key.hop, factor=factor, held=held)
 
-    decode = decode_qsgd(inner.levels, inner.bucket_size, factor=factor, held=held)
-    return CompressorKernels(held or inner.bucket_size, encode, decode)
+    decode = decode_qsgd(levels, bucket_size, factor=factor, held=held)
+    return CompressorKernels(held or bucket_size, encode, decode)
 
 
 _LIKE = np.empty(0, dtype=np.float32)

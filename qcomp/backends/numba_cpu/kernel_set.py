@@ -174,7 +174,7 @@ class NumbaKernels:
             return None
         sent = encoded_vectors(values, kernels.bucket_size, data, None, key.bucket if key else 0)
         if old is not None:
-            sent.rows[0, [RESIDUAL, RESIDUAL_OUT]] = address(old), address(values)
+            sent.rows[0, RESIDUAL], sent.rows[0, RESIDUAL_OUT] = address(old), address(values)
         received = _received(kernels, payloads, values)
         mode = NO_RESIDUAL if old is None else OVER_INPUT
         if not compress_mean(kernels.decode, encode, kernels.bucket_size, received, sent, mode):
