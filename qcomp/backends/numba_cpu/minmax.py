@@ -150,6 +150,8 @@ def _encode_vector(
     data: Bytes,
     scratch: Floats,
 ) -> int:
+    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -226,6 +228,7 @@ def _decode_vector(
     last: int,
     beside: Floats,
 ) -> None:
+    data, out, beside = borrow(data), borrow(out), borrow(beside)
     count = (out.size + bucket_size - 1) // bucket_size
     rest = out.size - out.size // bucket_size * bucket_size
     codes_end = out.size - rest + (bucket_length(rest) if rest > 0 else 0)

@@ -220,6 +220,8 @@ def _encode_vector(
     scratch: Floats,
     factor: np.float32,
 ) -> int:
+    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    m, codes = borrow(m), borrow(codes)
     size = x.size
     full = size // held
     rest = size - full * held

@@ -132,6 +132,7 @@ def _decode_vector(
     beside: Floats,
     factor: np.float32,
 ) -> None:
+    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
     full = out.size // held
     rest = out.size - full * held
     codes_end = (full * bucket_size + (bucket_length(rest) if rest > 0 else 0)) * bits // 8

@@ -175,6 +175,8 @@ def _encode_vector(
     data: Bytes,
     scratch: Floats,
 ) -> int:
+    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
+    m = borrow(m)
     size = x.size
     count = (size + bucket_size - 1) // bucket_size
     rest = size - size // bucket_size * bucket_size
@@ -267,6 +269,7 @@ def _decode_vector(
     last: int,
     beside: Floats,
 ) -> None:
+    data, out, beside = borrow(data), borrow(out), borrow(beside)
     size = out.size
     rest = size - size // bucket_size * bucket_size
     codes_end = (size - rest) // 8 + (bucket_length(rest) // 8 if rest > 0 else 0)
