@@ -194,7 +194,7 @@ def advise(
     >>> fast = Cluster(ranks=8, link=Link(bandwidth=50e9, latency=5e-6))
     >>> print(advise(Job(params=25_000_000, compute=0.3), fast).reason)
     Do not compress: the fastest compressed method, sign:bucket_size=4096,scale=l1, two_phase, would make a run \
-0.91 times as fast as tree all-reduce.
+0.90 times as fast as tree all-reduce.
     """
     chosen = methods_of(cluster, job.gradient_bytes) if methods is None else tuple(methods)
     times = [step_time(job, cluster, machine, method) for method in chosen]

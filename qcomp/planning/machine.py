@@ -111,28 +111,28 @@ _MINMAX = "minmax:bucket_size=2048"
 
 CPU = Machine(
     "numba kernels on one core of a 2-core x86_64 server, 2^25 elements, medians of docs/benchmarks/kernels.json",
-    copy=0.373e-9,
+    copy=0.431e-9,
     speeds={
-        _SIGN: Speed(0.813e-9, 0.184e-9, 0.176e-9),
-        _RMS: Speed(0.936e-9, 0.178e-9, 0.182e-9),
-        _QSGD.format(1): Speed(1.547e-9, 0.241e-9, 0.246e-9),
-        _QSGD.format(7): Speed(1.393e-9, 0.196e-9, 0.200e-9),
-        _QSGD.format(127): Speed(1.589e-9, 0.203e-9, 0.214e-9),
-        _MINMAX: Speed(1.068e-9, 0.192e-9, 0.199e-9),
+        _SIGN: Speed(0.916e-9, 0.187e-9, 0.202e-9),
+        _RMS: Speed(1.170e-9, 0.204e-9, 0.200e-9),
+        _QSGD.format(1): Speed(1.625e-9, 0.264e-9, 0.237e-9),
+        _QSGD.format(7): Speed(1.728e-9, 0.258e-9, 0.248e-9),
+        _QSGD.format(127): Speed(1.835e-9, 0.248e-9, 0.233e-9),
+        _MINMAX: Speed(1.246e-9, 0.214e-9, 0.223e-9),
     },
 )
 """The kernels of ``qcomp[numba]`` on one core."""
 
 PURE = Machine(
     "without kernels, NumPy on a 2-core x86_64 server, 2^22 elements, medians of docs/benchmarks/kernels.json",
-    copy=0.373e-9,
+    copy=0.431e-9,
     speeds={
-        _SIGN: Speed(13.91e-9, 4.296e-9, 5.10e-9),
-        _RMS: Speed(17.99e-9, 4.334e-9, 5.009e-9),
-        _QSGD.format(1): Speed(36.43e-9, 9.599e-9, 10.77e-9),
-        _QSGD.format(7): Speed(36.00e-9, 6.964e-9, 7.932e-9),
-        _QSGD.format(127): Speed(37.79e-9, 6.919e-9, 7.846e-9),
-        _MINMAX: Speed(18.83e-9, 1.871e-9, 2.761e-9),
+        _SIGN: Speed(21.20e-9, 5.147e-9, 6.750e-9),
+        _RMS: Speed(22.11e-9, 5.171e-9, 6.557e-9),
+        _QSGD.format(1): Speed(45.66e-9, 11.04e-9, 12.57e-9),
+        _QSGD.format(7): Speed(50.26e-9, 8.774e-9, 10.37e-9),
+        _QSGD.format(127): Speed(47.52e-9, 8.123e-9, 9.212e-9),
+        _MINMAX: Speed(29.06e-9, 2.766e-9, 3.939e-9),
     },
 )
 """The pure version."""

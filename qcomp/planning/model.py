@@ -176,7 +176,7 @@ def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, pla
     >>> sign = Method("two_phase", qcomp.ScaledSign())
     >>> edge = break_even(job, cluster, CPU, sign, Method("ring"))
     >>> f"{8 * edge / 1e9:.1f} Gbit/s"
-    '42.6 Gbit/s'
+    '38.2 Gbit/s'
     """
 
     def gain(bandwidth: float) -> float:

@@ -86,7 +86,7 @@ def test_a_gain_within_the_error_of_the_model_is_no_reason():
 def test_sixteen_bits_without_compression_must_be_beaten_too():
     """What is faster than float32, but not than float16 without any loss, is not recommended."""
     only = [Method("ring"), Method("two_phase", qcomp.MinMaxUInt8())]
-    cluster = Cluster(8, Link(0.5e9))
+    cluster = Cluster(8, Link(0.4e9))
     assert advise(JOB, cluster, methods=only, warmup=0.5).compress
     assert not advise(JOB, cluster, methods=[*only, Method("ring", half=True)], warmup=0.5).compress
 
