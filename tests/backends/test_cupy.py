@@ -53,9 +53,8 @@ emulator = _load_emulator()
 def compiler():
     """The C++ compiler of the emulation, which no Python package brings along."""
     if emulator.COMPILER is None:
-        pytest.skip(
-            "no g++, which emulates CUDA: the tests need Python and make alone, and a GPU needs no g++"
-        )
+        # The tests need Python and make alone, and a GPU needs no emulation.
+        pytest.skip("g++ is not installed, which compiles the emulation of CUDA")
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +107,7 @@ class Device:
 
     def array(self, values, shift=0):
         if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
-            pytest.skip(
-                "bfloat16 came with CuPy 14: in the 13 that is here there are no such arrays to compress"
-            )
+            pytest.skip("CuPy before 14 has no arrays of bfloat16 to compress")
         whole = self.cupy.empty(values.size + shift, dtype=values.dtype)
         whole[shift:].set(values)
         return whole[shift:]

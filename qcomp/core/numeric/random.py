@@ -89,8 +89,8 @@ class Key(_KeyParts):
         """Check the parts and make the key."""
         return cls._make((seed, step, tensor, rank, hop, bucket))
 
-    @classmethod  # mypy gives a named tuple's `_make` its own type variable, which Self does not match
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # mypy knows no subclass of `_make`
         """Return the key of these parts; `_replace` uses this too."""
         key = super()._make(iterable)
         if set(map(type, key)) == {int} and min(key) >= 0 and max(key[:2]) >> 64 == max(key[2:]) >> 32 == 0:

@@ -385,9 +385,11 @@ def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
 
 def _separable(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer in the form that buckets need; raise if there is none."""
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "averaging"):
+    averaging = getattr(optimizer, "averaging", None)
+    if not isinstance(optimizer, Optimizer) or averaging is None:
         raise TypeError(
             f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
             "qcomp.OneBitAdam(...)"
         )
-    return replace(optimizer, averaging=replace(optimizer.averaging, tensorwise=True))  # type: ignore[call-arg]
+    changes: dict[str, Any] = {"averaging": replace(averaging, tensorwise=True)}
+    return replace(optimizer, **changes)
