@@ -128,6 +128,7 @@ def _results(
             for rank, (s, frame) in enumerate(zip(served, frames, strict=True))
         ]
         decoded, averaged = _decoded(codec, means, opened)
+        empty = _of_nothing(codec.like, operands, key)
     untouched.check()
     return {
         "the messages": _bytes([m for s in sent for m in s.messages]),
@@ -136,7 +137,19 @@ def _results(
         "the residuals of means": _bytes([e for s in served for e in s.residuals]),
         "the decompressed means": _bytes(decoded),
         "the averages": _bytes(averaged),
+        "the messages without a tensor": _bytes(empty),
     }
+
+
+def _of_nothing(like: Any, operands: Operands, key: Key) -> list[Any]:
+    """Return the messages of a chunk without a tensor, which a rank has where there are fewer buckets than ranks."""
+    frame, codec = operands.frame(()), Codec([], like)
+    (sent,) = codec.encode([frame], [], [], key, donate=False).messages
+    opened = [codec.open_from(rank, sent, frame) for rank in range(_RANKS)]
+    (served,) = codec.encode_average(opened, [], key).messages
+    codec.decode_into([], opened[:1])
+    assert codec.average(opened, []) == []
+    return [sent, served]
 
 
 def _decoded(

@@ -146,6 +146,28 @@ def test_more_ranks_than_buckets(lockstep, world, shapes, spec):
     assert [m.shape for m in means] == shapes
 
 
+def steps_with(kernels: str, lockstep: Any, mean: CompressedMean, world: World, shapes: Any) -> list[bytes]:
+    """The means of two steps, and the residuals of every rank after them."""
+    states = start(mean, inputs(0, 0, shapes=shapes), world.nodes)
+    found = []
+    with qcomp.backends.use(kernels):
+        for step in range(2):
+            values = of_ranks(world, step, shapes=shapes)
+            means, states = average(lockstep, mean, values, states, Key(step=step))
+            found.append(bits(means))
+    return found + [held_by(state) for state in states]
+
+
+@every_world
+@pytest.mark.parametrize("spec", ["sign:bucket_size=64", "qsgd:levels=7,bucket_size=64"])
+def test_kernels_change_nothing(lockstep, world, spec):
+    """Also where a rank has chunks without elements, because there are fewer buckets than ranks."""
+    for shapes in ([(900,), (0,), (3, 70), ()], [(70,), (0,)], [(0,)]):
+        mean = world.mean(spec)
+        pure, numba = (steps_with(kernels, lockstep, mean, world, shapes) for kernels in ("pure", "numba"))
+        assert numba == pure, f"tensors of shapes {shapes}"
+
+
 @one_world
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_dtypes(lockstep, world, dtype):
