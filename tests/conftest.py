@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,12 @@ PRIMITIVES = ("arrays", "bitplanes", "buckets", "coded_qsgd", "payload", "qsgd_m
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Leave whole means and steps in JAX, which compiles for every shape, to `make test-all`."""
+    """Leave whole means and steps in JAX, which compiles for every shape, and codes there to `make test-all`."""
     for item in items:
         folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+        parameters = item.name.partition("[")[2]
         whole = folder == "optimizers" or (folder == "core" and name not in PRIMITIVES)
-        if whole and "jax" in item.name.partition("[")[2]:
+        if "jax" in parameters and (whole or "coding=" in parameters):
             item.add_marker("slow")
 
 
@@ -206,7 +208,7 @@ class TorchRank:
 class ForkServer:
     """A process that forks ranks, and the store where they meet, which belongs to none of them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, modules):
         import torch.distributed as dist
 
         self._folder = folder
@@ -214,7 +216,7 @@ class ForkServer:
         # Port 0: the system picks one that is free.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))],
+            [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py")), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -255,19 +257,45 @@ class ForkServer:
         ]
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory):
-    pytest.importorskip("torch")
-    server = ForkServer(tmp_path_factory.mktemp("ranks"))
+@contextmanager
+def started_fork_server(folder: Path, *modules: str) -> Iterator[ForkServer]:
+    """A fork server that has imported torch and these modules."""
+    server = ForkServer(folder, modules)
     yield server
     server.process.stdin.close()
     server.process.wait(30)
     server.process.stdout.close()
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory):
+    pytest.importorskip("torch")
+    with started_fork_server(tmp_path_factory.mktemp("ranks")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ddp_fork_server(tmp_path_factory):
+    """One that has imported what DistributedDataParallel imports when it is first used, which takes a second."""
+    pytest.importorskip("torch")
+    with started_fork_server(tmp_path_factory.mktemp("ranks"), "torch._dynamo") as server:
+        yield server
+
+
 @pytest.fixture
 def torch_ranks(fork_server):
-    """Run code on n ranks of torch.distributed: ``torch_ranks(n, code, timeout=60.0, check=True)``.
+    """Run code on n ranks of torch.distributed; see `ranks_of`."""
+    return ranks_of(fork_server)
+
+
+@pytest.fixture
+def ddp_ranks(ddp_fork_server):
+    """Run code on n ranks of torch.distributed that use DistributedDataParallel; see `ranks_of`."""
+    return ranks_of(ddp_fork_server)
+
+
+def ranks_of(fork_server):
+    """Return what runs code on n ranks of torch.distributed: ``run_ranks(n, code, timeout=60.0, check=True)``.
 
     A job that does not end in time fails the test, and so does a non-zero exit unless check is false, and anything
     written to stderr. With `whole_exit` the ranks end as Python does, else at once. Returns what became of each rank.

@@ -1,10 +1,11 @@
 """Forks ranks from a process that has imported torch already: that saves an import for each rank of each job.
 
-Reads a job from each line of standard input, and answers with the exit status of each rank, as
-`subprocess.Popen.returncode` has it.
+Its arguments are further modules that it imports. It reads a job from each line of standard input, and answers with the
+exit status of each rank, as `subprocess.Popen.returncode` has it.
 """
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -44,6 +45,8 @@ def become_rank(rank, job):
 
 
 def main():
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     gc.freeze()
     for line in sys.stdin:

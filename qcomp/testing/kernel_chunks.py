@@ -11,7 +11,7 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, KernelSet, use_kernels
 from qcomp.core.mean.chunks import cut
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
-from qcomp.core.mean.framing import Opened
+from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Operands
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.numeric.arrays import is_mutable
@@ -88,10 +88,15 @@ def _tensors(xp: Namespace, operands: Operands, rank: int) -> _Tensors:
     )
 
 
+def _frames(operands: Operands) -> list[Frame]:
+    """Return the frame of each rank's chunk, and between them of one without tensors, as there is of few buckets."""
+    first, *others = operands.chunks(_RANKS)
+    return [operands.frame(chunk) for chunk in (first, (), *others)]
+
+
 def _encoded(codec: Codec, operands: Operands, tensors: _Tensors, way: str, key: Key) -> Compressed:
-    frames = [operands.frame(chunk) for chunk in operands.chunks(_RANKS)]
     return codec.encode(
-        frames,
+        _frames(operands),
         tensors.values,
         [] if way == _WAYS[0] else tensors.residuals,
         key,
@@ -109,7 +114,7 @@ def _results(
         kept = tensors.residuals + tensors.momenta + ([] if way == _WAYS[2] else tensors.values)
         for index, x in enumerate(kept):
             untouched.keep(f"tensor {index}", x)
-    frames = [operands.frame(chunk) for chunk in operands.chunks(_RANKS)]
+    frames = _frames(operands)
     with use_kernels(kernels):
         codec = Codec(_tensors(xp, operands, 0).values)
         sent = [_encoded(codec, operands, tensors, way, key) for tensors in ranks]
@@ -128,7 +133,6 @@ def _results(
             for rank, (s, frame) in enumerate(zip(served, frames, strict=True))
         ]
         decoded, averaged = _decoded(codec, means, opened)
-        empty = _of_nothing(codec.like, operands, key)
     untouched.check()
     return {
         "the messages": _bytes([m for s in sent for m in s.messages]),
@@ -137,19 +141,7 @@ def _results(
         "the residuals of means": _bytes([e for s in served for e in s.residuals]),
         "the decompressed means": _bytes(decoded),
         "the averages": _bytes(averaged),
-        "the messages without a tensor": _bytes(empty),
     }
-
-
-def _of_nothing(like: Any, operands: Operands, key: Key) -> list[Any]:
-    """Return the messages of a chunk without a tensor, which a rank has where there are fewer buckets than ranks."""
-    frame, codec = operands.frame(()), Codec([], like)
-    (sent,) = codec.encode([frame], [], [], key, donate=False).messages
-    opened = [codec.open_from(rank, sent, frame) for rank in range(_RANKS)]
-    (served,) = codec.encode_average(opened, [], key).messages
-    codec.decode_into([], opened[:1])
-    assert codec.average(opened, []) == []
-    return [sent, served]
 
 
 def _decoded(
@@ -182,9 +174,9 @@ def _check_refusal(kernels: KernelSet, xp: Namespace, operands: Operands, way: s
     with use_kernels(kernels):
         codec, verdicts = Codec(tensors.values), Verdicts(at_once=True)
         sent = _encoded(codec, operands, tensors, way, Key())
-        for chunk, message in zip(operands.chunks(_RANKS), sent.messages, strict=True):
+        for frame, message in zip(_frames(operands), sent.messages, strict=True):
             try:
-                codec.open([message], [operands.frame(chunk)], verdicts, sent.error)
+                codec.open([message], [frame], verdicts, sent.error)
             except NonFiniteError:
                 continue
             raise AssertionError(f"an infinity in tensor {tensor} was sent {way} without a refusal")

@@ -177,7 +177,12 @@ def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
 
 @pytest.mark.parametrize(
     "compressor",
-    [qcomp.ScaledSign(16), qcomp.ScaledSign(16, "rms"), qcomp.QSGD(3, 16), qcomp.MinMaxUInt8(16)],
+    [
+        qcomp.ScaledSign(16),
+        qcomp.ScaledSign(16, "rms"),
+        pytest.param(qcomp.QSGD(3, 16), marks=pytest.mark.slow),
+        qcomp.MinMaxUInt8(16),
+    ],
     ids=spec,
 )
 def test_the_laws_hold_under_the_emulated_kernels(emulated_library, compressor):

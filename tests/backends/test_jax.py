@@ -368,6 +368,7 @@ assert not KERNELS.takes(jax.device_put(np.zeros(4, np.float32), both))
 """
 
 
+@pytest.mark.slow
 def test_second_device_and_float64():
     """In a process of its own: both are settings of the start of JAX."""
     environment = os.environ | {

@@ -90,7 +90,7 @@ def test_no_step_compiles_anything():
     assert not any(late.values()), late
 
 
-@pytest.mark.parametrize("how", ["lazily", "for the first compressor"])
+@pytest.mark.parametrize("how", ["lazily", pytest.param("for the first compressor", marks=pytest.mark.slow)])
 def test_it_is_seen_if_a_step_does(how):
     late, _ = kernels_compiled_late(how)
     assert "_encode" in late["sign"]

@@ -456,6 +456,7 @@ def test_the_contract_in_the_interpreter(contract, tmp_path):
     run_this_file(contract, cache=tmp_path, timeout=390, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_compiled_code(tmp_path):
     run_this_file("check_compiled_code", cache=tmp_path)
 

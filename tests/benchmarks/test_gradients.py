@@ -50,7 +50,11 @@ def test_nothing_is_missing_from_the_results():
     assert DOCUMENT["steps"]["late"] >= 100 * DOCUMENT["steps"]["early"] / 10 >= 100
 
 
-@pytest.mark.parametrize("key", VECTORS, ids=" ".join)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(k, marks=[pytest.mark.slow] if k[1] == gradients.ALL else []) for k in VECTORS],
+    ids=" ".join,
+)
 def test_every_length_of_the_sample_is_that_of_the_results(key):
     """On any machine: levels, signs, and so the bytes of all codes, are the same."""
     x = VECTORS[key]

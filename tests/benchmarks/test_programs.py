@@ -32,6 +32,7 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_kernels(run_program, tmp_path):
     (tmp_path / "README.md").write_text(PAGE.read_text())
     folder = run_program(kernels, "--rounds", "2", "--largest", "10")

@@ -57,6 +57,7 @@ def test_frechet_distance_of_known_gaussians():
     assert frechet_distance(centred, 2 * centred) == pytest.approx(np.trace(np.cov(a, rowvar=False)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_study_runs_skips_what_is_there_and_writes_its_page(run_program, tmp_path, capsys):
     (tmp_path / "README.md").write_text("<!-- residual_network -->\n<!-- end of residual_network -->\n")

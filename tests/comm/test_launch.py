@@ -168,6 +168,7 @@ def test_a_gpu_for_every_rank_of_the_machine_or_for_none(monkeypatch, gpus, envi
     assert _own_device() == device
 
 
+@pytest.mark.slow
 def test_torchrun_itself(tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "ranks.py"

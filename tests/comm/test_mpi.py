@@ -1,5 +1,6 @@
 """MPICommunicator on real ranks: each test is a script that mpirun starts."""
 
+import functools
 import os
 import re
 import signal
@@ -39,6 +40,11 @@ def be_absent():
 """
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+small_and_large = pytest.mark.parametrize("size", [pytest.param(4, id="small"), slow(4_000_000, id="large")])
+"""What MPI sends eagerly, and what it does not."""
+
+
 def script(body, *, timeout=60):
     return ["-c", HEAD.format(timeout=timeout) + body]
 
@@ -49,29 +55,21 @@ def said(result):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_all_to_all_delivers_every_share(mpirun, n):
+def test_exchanges_deliver_every_share(mpirun, n):
+    """Of sizes beyond what MPI sends eagerly too; then many small ones, where ranks run ahead of others."""
     body = """
 def share(sender, receiver, scale):
     size = ((sender * 7 + receiver * 3) % 5) * scale
     return np.resize(np.array([sender, receiver, 255, 0, 17], dtype=np.uint8), size)
 
-for scale in (0, 1, 333, 400_000):  # beyond what MPI sends eagerly
+for scale in (0, 1, 333, 400_000):
     sent = comm.bytes_sent
     send = [share(me, r, scale) for r in range(n)]
     received = comm.all_to_all(send, [share(r, me, scale).size for r in range(n)])
     assert all(np.array_equal(received[r], share(r, me, scale)) for r in range(n))
     assert not any(np.shares_memory(x, y) for x in received for y in send)
     assert comm.bytes_sent - sent == sum(send[r].size for r in range(n) if r != me)
-say("ok")
-"""
-    result = mpirun(n, script(body))
-    assert said(result) == [f"{rank} ok" for rank in range(n)]
-    assert result.stderr == ""
 
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_all_gather_delivers_every_share(mpirun, n):
-    body = """
 for size in (0, 1, 1001, 3_000_001):
     sent = comm.bytes_sent
     sizes = [size * r for r in range(n)]
@@ -80,20 +78,16 @@ for size in (0, 1, 1001, 3_000_001):
     assert all(np.array_equal(received[r], np.full(sizes[r], r + 40)) for r in range(n))
     assert not any(np.shares_memory(x, mine) for x in received)
     assert comm.bytes_sent - sent == (n - 1) * sizes[me]
-say("ok")
-"""
-    assert said(mpirun(n, script(body))) == [f"{rank} ok" for rank in range(n)]
 
-
-def test_many_exchanges_with_ranks_that_run_ahead(mpirun):
-    body = """
 for i in range(500):
     received = comm.all_gather(np.full(5, (i + me) % 251, dtype=np.uint8), [5] * n)
     assert [int(x[0]) for x in received] == [(i + r) % 251 for r in range(n)]
     assert {x.size for x in comm.all_to_all([zeros(r) for r in range(n)], [me] * n)} == {me}
 say("ok")
 """
-    assert said(mpirun(3, script(body))) == ["0 ok", "1 ok", "2 ok"]
+    result = mpirun(n, script(body))
+    assert said(result) == [f"{rank} ok" for rank in range(n)]
+    assert result.stderr == ""
 
 
 def test_each_rank_gets_arrays_of_its_own_library(mpirun):
@@ -188,7 +182,7 @@ except ValueError as error:
     assert said(mpirun(1, script(body))) == ["0 timeout must be a positive number of seconds, got 0"]
 
 
-@pytest.mark.parametrize("size", [4, 4_000_000], ids=["small", "large"])
+@small_and_large
 def test_an_absent_peer_is_named_and_the_job_ends(mpirun, size):
     body = f"""
 comm.all_gather(zeros(1), [1] * n)  # all have started
@@ -248,8 +242,16 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
-@pytest.mark.parametrize("scale", [1, 1_000_000], ids=["small", "large"])
-@pytest.mark.parametrize(("sent", "announced"), [(4, 5), (5, 4), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("scale", "sent", "announced"),
+    [
+        (1, 4, 5),
+        (1_000_000, 5, 4),
+        slow(1, 5, 4),
+        slow(1_000_000, 4, 5),
+        *(slow(scale, *sizes) for scale in (1, 1_000_000) for sizes in ((0, 1), (1, 0))),
+    ],
+)
 def test_another_size_is_named_and_reported_to_every_rank(mpirun, sent, announced, scale):
     sent, announced = sent * scale, announced * scale
     body = f"""
@@ -358,7 +360,7 @@ def test_the_excepthook_before_is_still_called_and_may_itself_fail(mpirun):
     assert "my own hook" in result.stderr
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(3)", "raise SystemExit('no more')", "sys.exit(0)"])
+@pytest.mark.parametrize("leave", ["sys.exit(3)", slow("raise SystemExit('no more')"), slow("sys.exit(0)")])
 def test_a_rank_that_leaves_early_is_reported_to_those_who_wait(mpirun, leave):
     body = f"""
 comm.all_gather(zeros(1), [1] * 3)
@@ -613,7 +615,7 @@ def work():
         assert re.search("called all_(to_all|gather) where rank [012] called all_(to_all|gather)", line)
 
 
-@pytest.mark.parametrize("size", [4, 4_000_000], ids=["small", "large"])
+@small_and_large
 def test_an_absent_peer_is_named_by_the_wait(mpirun, size):
     body = f"""
 comm.all_gather(zeros(1), [1] * n)

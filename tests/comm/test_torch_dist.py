@@ -409,7 +409,9 @@ work = lambda: None
     assert said(2, body + CATCH) == [["2", wrong, closed, closed, closed, "2"]] * 2
 
 
-@pytest.mark.parametrize("size", [4, 2_000_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "size", [pytest.param(4, id="small"), pytest.param(2_000_000, id="large", marks=pytest.mark.slow)]
+)
 def test_an_absent_peer_is_named_after_the_timeout(said, size):
     body = f"""
 comm.all_gather(zeros(1), [1] * n)  # all have started

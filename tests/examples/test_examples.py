@@ -111,6 +111,7 @@ def test_one_rank_that_lacks_a_gpu_ends_all(mpirun, stand_in, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_gpu_example_over_mpi_trains_as_its_numpy_twin(mpirun, stand_in):
     stand_in(1)
     job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "cupy_mpi.py"], timeout=200)

@@ -164,7 +164,7 @@ except qcomp.NonFiniteError as error:
     assert said(2, body) == [[expected]] * 2
 
 
-@pytest.mark.parametrize("limit", [0.05, 1e9])
+@pytest.mark.parametrize("limit", [0.05, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_clip_norm_is_that_of_the_optimizer_bit_for_bit(said, limit):
     made = ", ".join(f"{name!r}: lambda: {text}" for name, text in OPTIMIZERS.items())
     body = f"""

@@ -124,8 +124,11 @@ class TestWarned:
         assert steps[0] < CHANGE + 8
         assert steps[0] < steps[1]
 
-    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, qcomp.QAdam])
-    @pytest.mark.parametrize("compressor", [None, qcomp.ScaledSign(64, "l1"), qcomp.QSGD(7, 64)])
+    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        "compressor",
+        [None, qcomp.ScaledSign(64, "l1"), pytest.param(qcomp.QSGD(7, 64), marks=pytest.mark.slow)],
+    )
     def test_never_where_nothing_changes(self, job, make, compressor):
         """Gradients with noise around a mean of one, of very different sizes among the elements."""
         given = {} if compressor is None else {"compressor": compressor}
@@ -141,7 +144,7 @@ class TestWarned:
 
 
 class TestCured:
-    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, qcomp.QAdam])
+    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", CASES)
     def test_ends_within_twice_the_error_of_adam(self, job, make, name):
         change, rate = CASES[name]

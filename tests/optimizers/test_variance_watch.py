@@ -656,7 +656,7 @@ class TestOtherCheckpoints:
         }
 
     @sizes
-    @pytest.mark.parametrize("stop", [FREEZE, FREEZE + 3])
+    @pytest.mark.parametrize("stop", [pytest.param(FREEZE, marks=pytest.mark.slow), FREEZE + 3])
     @pytest.mark.parametrize("first", WATCHES, ids=["none", "all", "few", "default"])
     @pytest.mark.parametrize("second", WATCHES, ids=["none", "all", "few", "default"])
     def test_with_another_watch_the_steps_are_the_same(self, grads, first, second, stop, size):

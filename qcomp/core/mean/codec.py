@@ -95,7 +95,7 @@ class Codec:
     def __init__(self, tensors: Sequence[Array], like: Array | None = None) -> None:
         self.tensors = tensors
         self.like = tensors[0] if like is None else like
-        self._kernels = chosen(self.like)
+        self._kernels = chosen(self.like) if tensors else None  # which read the library of the first
 
     def encode(
         self,
