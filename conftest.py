@@ -59,10 +59,10 @@ def resident_memory() -> int:
 
 
 def pytest_runtest_teardown() -> None:
-    """Free what JAX has compiled once it takes much memory; the programs of all tests together take gigabytes."""
+    """Free what JAX has compiled, of 150 MiB or more; the programs of all tests together take gigabytes."""
     global _memory_after_release  # noqa: PLW0603 - of the process
     grown = resident_memory() - _memory_after_release
-    if "jax" not in sys.modules or grown < (300 if _memory_after_release + 300 < 1100 else 100):
+    if "jax" not in sys.modules or grown < 150:
         return
     sys.modules["jax"].clear_caches()
     gc.collect()

@@ -57,7 +57,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, integrations, planning, testing
+    from qcomp import comm, compat, integrations, planning, testing, torch
 
 __all__ = [
     "EF21SGD",
@@ -117,9 +117,10 @@ __all__ = [
     "register",
     "testing",
     "topologies",
+    "torch",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "integrations", "planning", "testing")
+_SUBPACKAGES = ("comm", "compat", "integrations", "planning", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -125,6 +125,7 @@ class TestMean:
         unnamed = average(lockstep, SIGN, x, [SIGN.zeros(x[0], rank=r, size=3) for r in range(3)])
         assert bits(named.means) == bits(unnamed.means)
 
+    @pytest.mark.slow
     def test_a_mixed_world(self, libraries):
         """A NumPy, a torch, a JAX and a strict rank on two nodes, two steps with feedback: the same bytes."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]

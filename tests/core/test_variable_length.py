@@ -222,6 +222,7 @@ class TestMean:
                 assert got[rank] == (size - 1) * (16 * size + message)
         assert all(g < 0.5 * f for g, f in zip(got, fixed, strict=True))
 
+    @pytest.mark.slow
     def test_a_mixed_world(self, libraries):
         """A NumPy, a torch and a JAX rank over a communicator: the mean that fixed width gives in NumPy."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax")]

@@ -226,13 +226,11 @@ def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
     assert "scale=rms' on rank 1" in job.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
-def test_ranks_of_torchrun_end_with_identical_parameters(method):
-    torchrun = Path(sys.executable).parent / "torchrun"
-    command = [torchrun, "--nproc-per-node", "2", EXAMPLES / "torch_ddp_hook.py", "--method", method]
+def torchrun(script, *arguments):
+    """Run an example on two ranks; return what it printed."""
+    launcher = Path(sys.executable).parent / "torchrun"
     job = subprocess.run(
-        command,
+        [launcher, "--nproc-per-node", "2", EXAMPLES / script, *arguments],
         capture_output=True,
         text=True,
         timeout=200,
@@ -241,12 +239,32 @@ def test_ranks_of_torchrun_end_with_identical_parameters(method):
     )
     assert job.returncode == 0, job.stderr
     assert "all 2 ranks hold identical parameters" in job.stdout
-    losses = [float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("step")]
+    return job.stdout
+
+
+def test_an_ordinary_script_with_an_optimizer_for_torch():
+    lines = torchrun("torch_optimizer.py").splitlines()
+    assert "compressed" in lines[2]
+    sent, exact = (int(words.split()[0].replace(",", "")) for words in lines[-1].split("; ")[:2])
+    small = (144 + 16 + 16 + 64 + 10) / 19706  # of the parameters stay exact
+    warm_up = 40 / 150
+    each_step = 40 / (4 * 19706)  # bits of used parameters, verdicts, padding
+    assert exact / sent == pytest.approx(
+        1 / (warm_up + (1 - warm_up) * (small + (1 - small) / 32) + each_step), rel=0.05
+    )
+    assert float(lines[-1].split("; ")[2].split("%")[0]) > 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
+def test_ranks_of_torchrun_end_with_identical_parameters(method):
+    stdout = torchrun("torch_ddp_hook.py", "--method", method)
+    losses = [float(line.split()[-1]) for line in stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < 0.8 * losses[0]
     if method != "plain":
         sent, exact = (
             int(words.split()[0].replace(",", ""))
-            for words in next(line for line in job.stdout.splitlines() if "bytes sent" in line).split("; ")
+            for words in next(line for line in stdout.splitlines() if "bytes sent" in line).split("; ")
         )
         warmup = {"hook": 2, "onebit_adam": 50}[method] / 200
         small = 4616 / 70152  # of the parameters stay exact

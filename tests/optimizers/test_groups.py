@@ -224,3 +224,21 @@ class TestExactNames:
         policy: Any = qcomp.ExactBelow(10, ["a"])
         assert policy == qcomp.ExactBelow(10, ("a",))
         assert hash(policy) == hash(qcomp.ExactBelow(10, ("a",)))
+
+
+def test_names_instead_of_a_pattern():
+    """Also such as are patterns that match others; the first group that has a name counts, of either kind."""
+    groups = (
+        qcomp.Group(["a[0]", "c"], 2.0),
+        qcomp.Group("a*", 3.0),
+        qcomp.Group(("ab", "b"), 4.0),
+    )
+    found = module.group_of_each(groups, ("a[0]", "a0", "ab", "b", "c", "d"))
+    assert [group.learning_rate_factor for group in found] == [2.0, 3.0, 3.0, 4.0, 2.0, 1.0]
+
+
+def test_a_name_that_no_parameter_has_is_an_error():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    opt = qcomp.Adam(learning_rate=0.1, groups=[qcomp.Group(["a[0]", "x"])])
+    with pytest.raises(ValueError, match="groups has the pattern 'x', which matches no name"):
+        opt.init([np.ones(1), np.ones(1)], comm, names=["a[0]", "a0"])

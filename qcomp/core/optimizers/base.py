@@ -21,7 +21,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
-from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.groups import Group, as_groups, group_of_each, patterns_of
 from qcomp.core.optimizers.makers import maker, require_maker
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.resuming import resume
@@ -250,7 +250,7 @@ class Optimizer(TakesAveraging, ABC):
         if state is None:
             assert problem is not None
             raise problem
-        require_matches("groups", [group.pattern for group in self.groups], names)
+        require_matches("groups", patterns_of(self.groups), names)
         state = state._replace(stream=stream_of(names, tensors))
         rehearse([*EXACT.compressors, *self.mean_of(state).compressors], tensors[0], steps=True)
         return self.compression.on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import lru_cache
+from glob import escape
 
-__all__ = ["Group", "as_groups", "group_of_each"]
+__all__ = ["Group", "as_groups", "group_of_each", "patterns_of"]
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,9 @@ class Group:
 
     Parameters
     ----------
-    pattern : str
-        Pattern of parameter names, with ``*``, ``?`` and ``[...]`` as in file names. It must match a name.
+    pattern : str or sequence of str
+        Pattern of parameter names, with ``*``, ``?`` and ``[...]`` as in file names. It must match a name. Or the names
+        themselves, in a list or tuple.
     learning_rate_factor : float
         Factor of the optimizer's learning rate (or schedule) for these parameters, >= 0. 0 keeps them unchanged.
         Default 1.
@@ -35,13 +37,15 @@ class Group:
     [[0.9], [0.925]]
     """
 
-    pattern: str
+    pattern: str | Sequence[str]
     learning_rate_factor: float = 1.0
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str):
-            raise TypeError(f"pattern is {self.pattern!r}; expected a str")
+        if isinstance(self.pattern, list | tuple) and all(isinstance(name, str) for name in self.pattern):
+            object.__setattr__(self, "pattern", tuple(self.pattern))
+        elif not isinstance(self.pattern, str):
+            raise TypeError(f"pattern is {self.pattern!r}; expected a str, or a list of names")
         if not self.learning_rate_factor >= 0:
             raise ValueError(f"learning_rate_factor is {self.learning_rate_factor!r}; expected a number >= 0")
         if self.weight_decay is not None and not self.weight_decay >= 0:
@@ -55,10 +59,29 @@ def as_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-@cache  # the same every step
+def patterns_of(groups: Sequence[Group]) -> list[str]:
+    """Return the patterns of groups, and the names where these are given instead."""
+    return [
+        pattern
+        for group in groups
+        for pattern in ([group.pattern] if isinstance(group.pattern, str) else map(escape, group.pattern))
+    ]
+
+
+@lru_cache(64)  # the same every step, unless a schedule changes the rates of groups
 def group_of_each(groups: tuple[Group, ...], names: tuple[str, ...]) -> tuple[Group, ...]:
     """Return the group of each name: the first that matches, or one without options."""
     default = Group("*")
-    return tuple(
-        next((group for group in groups if fnmatchcase(name, group.pattern)), default) for name in names
-    )
+    named = {
+        name: group
+        for group in reversed(groups)
+        if isinstance(group.pattern, tuple)
+        for name in group.pattern
+    }
+    patterns = [(group.pattern, group) for group in groups if isinstance(group.pattern, str)]
+    found = []
+    for name in names:
+        matching = [group for pattern, group in patterns if fnmatchcase(name, pattern)][:1]
+        matching += [named[name]] if name in named else []
+        found.append(min(matching, key=groups.index, default=default))
+    return tuple(found)

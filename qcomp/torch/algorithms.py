@@ -1,0 +1,489 @@
+"""The optimizers of the core as optimizers of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from qcomp.comm.base import Communicator
+from qcomp.core import optimizers
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import QSGD, MinMaxUInt8, ScaledSign
+from qcomp.core.mean.averaging import Averaging
+from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
+from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
+from qcomp.core.optimizers.watch import VarianceWatch
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.torch.optimizer import AveragingOptimizer
+
+__all__ = ["CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"]
+
+
+class CompressedSGD(AveragingOptimizer):
+    """SGD with momentum on the compressed mean gradient: `qcomp.CompressedSGD` as an optimizer of torch.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of pairs of names and parameters, or of dict
+        As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
+        in errors and for random draws; give them, or none, on all ranks alike.
+    lr : float, default 0.1
+        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
+    momentum : float, default 0.9
+        Decay rate of the momentum, from 0 to below 1. The same in all groups.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0. Each group has its own, and is added to the mean gradient.
+    nesterov : bool, default False
+        Whether to use Nesterov momentum; needs ``momentum`` above 0.
+    compressor : Compressor, default QSGD(levels=7, bucket_size=128)
+        Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
+    exact : callable, bool or None, default ExactBelow(10_000)
+        Which tensors stay exact: a policy such as `qcomp.ExactBelow`, True for all, False or None for none. Each group
+        may have its own, fixed from the first step on.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `qcomp.Averaging`.
+    clip_norm : float, optional
+        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    comm : communicator, optional
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+
+    See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
+
+    Examples
+    --------
+    >>> import torch, qcomp.torch
+    >>> model = torch.nn.Linear(128, 128)
+    >>> optimizer = qcomp.torch.CompressedSGD(model.parameters())
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> optimizer.core_state.step, optimizer.core_state.stage
+    (1, 'compressed')
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        compressor: Compressor = QSGD(levels=7, bucket_size=128),
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "compressor": compressor,
+            "exact": exact,
+        }
+        settings: dict[str, Any] = {
+            "nesterov": nesterov,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(optimizers.CompressedSGD, **settings), comm)
+
+
+class OneBitAdam(AveragingOptimizer):
+    """1-bit Adam: exact Adam until the variance is stable, then a momentum with one bit per element.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of pairs of names and parameters, or of dict
+        As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
+        in errors and for random draws; give them, or none, on all ranks alike.
+    lr : float, default 1e-3
+        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
+        change between steps.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0. The same in all groups.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0. Each group has its own.
+    freeze : int or FreezeRule, default VarianceStable()
+        When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
+    watch : VarianceWatch or None, default VarianceWatch()
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
+    decoupled_weight_decay : bool, default True
+        True: weight decay as in ``torch.optim.AdamW``. False: it is added to the mean gradient, as in
+        ``torch.optim.Adam``.
+    compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
+    exact : callable, bool or None, default ExactBelow(10_000)
+        Which tensors stay exact: a policy such as `qcomp.ExactBelow`, True for all, False or None for none. Each group
+        may have its own, fixed from the first step on.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `qcomp.Averaging`.
+    clip_norm : float, optional
+        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    comm : communicator, optional
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+
+    See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
+
+    Examples
+    --------
+    >>> import torch, qcomp.torch
+    >>> model = torch.nn.Linear(128, 128)
+    >>> optimizer = qcomp.torch.OneBitAdam(model.parameters())
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> optimizer.core_state.step, optimizer.core_state.stage
+    (1, 'warmup')
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule = VarianceStable(),
+        watch: VarianceWatch | None = VarianceWatch(),
+        decoupled_weight_decay: bool = True,
+        compressor: Compressor = ScaledSign(scale="rms"),
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compressor": compressor,
+            "exact": exact,
+        }
+        settings: dict[str, Any] = {
+            "freeze": freeze,
+            "watch": watch,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(optimizers.OneBitAdam, **settings), comm)
+
+
+class OneBitLamb(AveragingOptimizer):
+    """1-bit LAMB: exact LAMB until the variance is stable, then a momentum with one bit per element.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of pairs of names and parameters, or of dict
+        As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
+        in errors and for random draws; give them, or none, on all ranks alike.
+    lr : float, default 1e-3
+        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
+        change between steps.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0. The same in all groups.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0. Each group has its own.
+    freeze : int or FreezeRule, default VarianceStable()
+        When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
+    watch : VarianceWatch or None, default VarianceWatch()
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
+    decoupled_weight_decay : bool, default True
+        True: weight decay as in ``torch.optim.AdamW``. False: it is added to the mean gradient, as in
+        ``torch.optim.Adam``.
+    trust_bounds : tuple of two floats, default (0.01, 10.0)
+        Smallest and largest trust ratio, the first above 0.
+    trust_decay : float, default 0.9
+        Decay rate of the average of the trust ratios in the warm-up, from 0 to below 1.
+    factor_bounds : tuple of two floats, default (0.5, 4.0)
+        Smallest and largest factor of that average in the compressed stage, the first above 0.
+    factor_change : float, default 0.1
+        Largest relative change of a factor per step, from 0 to below 1.
+    compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
+    exact : callable, bool or None, default ExactBelow(10_000)
+        Which tensors stay exact: a policy such as `qcomp.ExactBelow`, True for all, False or None for none. Each group
+        may have its own, fixed from the first step on.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `qcomp.Averaging`.
+    clip_norm : float, optional
+        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    comm : communicator, optional
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+
+    See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
+
+    Examples
+    --------
+    >>> import torch, qcomp.torch
+    >>> model = torch.nn.Linear(128, 128)
+    >>> optimizer = qcomp.torch.OneBitLamb(model.parameters())
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> optimizer.core_state.step, optimizer.core_state.stage
+    (1, 'warmup')
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule = VarianceStable(),
+        watch: VarianceWatch | None = VarianceWatch(),
+        decoupled_weight_decay: bool = True,
+        trust_bounds: tuple[float, float] = (0.01, 10.0),
+        trust_decay: float = 0.9,
+        factor_bounds: tuple[float, float] = (0.5, 4.0),
+        factor_change: float = 0.1,
+        compressor: Compressor = ScaledSign(scale="rms"),
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compressor": compressor,
+            "exact": exact,
+        }
+        settings: dict[str, Any] = {
+            "freeze": freeze,
+            "watch": watch,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "trust_bounds": trust_bounds,
+            "trust_decay": trust_decay,
+            "factor_bounds": factor_bounds,
+            "factor_change": factor_change,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(optimizers.OneBitLamb, **settings), comm)
+
+
+class QAdam(AveragingOptimizer):
+    """QAdam: `OneBitAdam` with 8 bits per element.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of pairs of names and parameters, or of dict
+        As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
+        in errors and for random draws; give them, or none, on all ranks alike.
+    lr : float, default 1e-3
+        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
+        change between steps.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0. The same in all groups.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0. Each group has its own.
+    freeze : int or FreezeRule, default VarianceStable()
+        When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
+    watch : VarianceWatch or None, default VarianceWatch()
+        Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
+    decoupled_weight_decay : bool, default True
+        True: weight decay as in ``torch.optim.AdamW``. False: it is added to the mean gradient, as in
+        ``torch.optim.Adam``.
+    compressor : Compressor, default MinMaxUInt8()
+        Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
+    exact : callable, bool or None, default ExactBelow(10_000)
+        Which tensors stay exact: a policy such as `qcomp.ExactBelow`, True for all, False or None for none. Each group
+        may have its own, fixed from the first step on.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `qcomp.Averaging`.
+    clip_norm : float, optional
+        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    comm : communicator, optional
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+
+    See `qcomp.QAdam` for the algorithm, what it sends, and its source.
+
+    Examples
+    --------
+    >>> import torch, qcomp.torch
+    >>> model = torch.nn.Linear(128, 128)
+    >>> optimizer = qcomp.torch.QAdam(model.parameters())
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> optimizer.core_state.step, optimizer.core_state.stage
+    (1, 'warmup')
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule = VarianceStable(),
+        watch: VarianceWatch | None = VarianceWatch(),
+        decoupled_weight_decay: bool = True,
+        compressor: Compressor = MinMaxUInt8(),
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compressor": compressor,
+            "exact": exact,
+        }
+        settings: dict[str, Any] = {
+            "freeze": freeze,
+            "watch": watch,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(optimizers.QAdam, **settings), comm)
+
+
+class ZeroOneAdam(AveragingOptimizer):
+    """0/1 Adam: updates the variance ever more rarely, and makes local steps between synchronisations.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of pairs of names and parameters, or of dict
+        As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
+        in errors and for random draws; give them, or none, on all ranks alike.
+    lr : float, default 1e-3
+        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
+        change between steps.
+    eps : float, default 1e-8
+        Added to the square root of the variance, >= 0. The same in all groups.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0. Each group has its own, decoupled as in ``torch.optim.AdamW``.
+    freeze : int or FreezeRule, optional
+        The last step that may change the variance, or a rule such as `qcomp.VarianceStable`; until then every step
+        synchronises. None, the default, never stops updating the variance.
+    variance_steps : callable, default DoublingIntervals(16)
+        Returns whether a step, counted from 1, updates the variance with the exact mean gradient.
+    sync_steps : callable, default LocalSteps()
+        Returns whether a step synchronises the ranks with compression.
+    compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
+    exact : callable, bool or None, default ExactBelow(10_000)
+        Which tensors stay exact: a policy such as `qcomp.ExactBelow`, True for all, False or None for none. Each group
+        may have its own, fixed from the first step on.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `qcomp.Averaging`.
+    clip_norm : float, optional
+        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    comm : communicator, optional
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+
+    See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
+
+    Examples
+    --------
+    >>> import torch, qcomp.torch
+    >>> model = torch.nn.Linear(128, 128)
+    >>> optimizer = qcomp.torch.ZeroOneAdam(model.parameters())
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> optimizer.core_state.step, optimizer.core_state.stage
+    (1, 'warmup')
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule | None = None,
+        variance_steps: Schedule = DoublingIntervals(16),
+        sync_steps: Schedule = LocalSteps(32_678, 16),
+        compressor: Compressor = ScaledSign(scale="rms"),
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compressor": compressor,
+            "exact": exact,
+        }
+        settings: dict[str, Any] = {
+            "freeze": freeze,
+            "variance_steps": variance_steps,
+            "sync_steps": sync_steps,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm)

@@ -1,0 +1,203 @@
+"""The settings of parameter groups, which schedulers change between steps, as those of an optimizer of the core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.groups import Group
+from qcomp.core.policies.exact_below import ExactPolicy, Tensor
+
+__all__ = ["LiveSettings", "compressors_of", "exact_of"]
+
+
+class LiveSettings:
+    """An optimizer of the core with the settings that the parameter groups have now.
+
+    Parameters
+    ----------
+    make : callable
+        Returns an optimizer of the core, from ``learning_rate``, ``weight_decay``, ``groups`` and the shared settings.
+    names : sequence of sequence of str
+        The names of the parameters in each group.
+    shared : sequence of str
+        The keys of param_groups, besides lr and weight_decay, that are read in every step; equal in all groups.
+    """
+
+    def __init__(
+        self, make: Callable[..., Optimizer], names: Sequence[Sequence[str]], shared: Sequence[str]
+    ) -> None:
+        self._make = make
+        self._names = names
+        self._shared = shared
+        self._values: tuple[Any, ...] | None = None
+        self._rate = _Rate()
+        self._optimizer: Optimizer | None = None
+
+    def skipping(self) -> Optimizer:
+        """Return the last optimizer, which now skips steps with gradients that are not finite."""
+        assert self._optimizer is not None
+        found = replace(self._optimizer, nonfinite="skip")
+        vars(found)["compression"] = self._optimizer.compression
+        return found
+
+    def optimizer(self, groups: Sequence[Mapping[str, Any]], step: int) -> Optimizer:
+        """Return the optimizer for the next step.
+
+        Parameters
+        ----------
+        groups : sequence of mappings
+            The ``param_groups``.
+        step : int
+            Completed steps.
+
+        Raises
+        ------
+        ValueError
+            If a value is out of range, or differs between groups where it must not.
+        """
+        rates, decays = _not_negative(groups, "lr"), _not_negative(groups, "weight_decay")
+        shared = {key: _shared(groups, key) for key in self._shared}
+        self._rate.advance(step, max(rates))
+        factors = tuple(rate / max(rates) if max(rates) else 1.0 for rate in rates)
+        values = (factors, decays, *shared.values())
+        if self._optimizer is not None and values == self._values:
+            return self._optimizer
+        found = self._make(
+            learning_rate=self._rate,
+            weight_decay=decays[0],
+            groups=tuple(
+                Group(tuple(names), factor, decay)
+                for names, factor, decay in zip(self._names, factors, decays, strict=True)
+                if names and (factor, decay) != (1.0, decays[0])
+            ),
+            **shared,
+        )
+        if self._optimizer is not None:
+            vars(found)["compression"] = (
+                self._optimizer.compression
+            )  # its layouts do not depend on what changes
+        self._values, self._optimizer = values, found
+        return found
+
+
+def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
+    """Return the numbers of all groups under a key, which a scheduler may have made tensors."""
+    for number, group in enumerate(groups):
+        if not 0 <= float(group[key]) < math.inf:
+            raise ValueError(
+                f"param_groups[{number}] has {key}={group[key]!r}; expected a finite number >= 0"
+            )
+    return tuple(float(group[key]) for group in groups)
+
+
+def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
+    first = groups[0][key]
+    for number, group in enumerate(groups):
+        if group[key] != first:
+            raise ValueError(
+                f"param_groups[{number}] has {key}={group[key]!r}, param_groups[0] has {first!r}; expected one value "
+                "for all groups, which are averaged in the same messages: use an optimizer for each value"
+            )
+    return tuple(first) if isinstance(first, list) else first
+
+
+class _Rate:
+    """The largest learning rate of all groups as a schedule: known for the next step and the one before.
+
+    A freeze rule asks whether the rate will rise, which a scheduler decides only after the step: so the last change
+    counts once more.
+    """
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._before = self._now = 0.0
+
+    def advance(self, step: int, rate: float) -> None:
+        """Take the rate of the next step, after so many."""
+        if step != self._step:
+            self._before = self._now if self._step >= 0 else rate
+        self._step, self._now = step, rate
+
+    def __call__(self, step: int) -> float:
+        change = self._now - self._before
+        return max(0.0, self._now + change * ((step > self._step) - (step < self._step)))
+
+    def __repr__(self) -> str:
+        return "of param_groups"
+
+
+@dataclass(frozen=True, repr=False)
+class _ByGroup:
+    """What the groups have for each of their tensors."""
+
+    names: tuple[tuple[str, ...], ...]
+    settings: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return type(self).__name__  # the ranks compare what it chooses
+
+    def of(self, name: str) -> int:
+        return next(number for number, names in enumerate(self.names) if name in names)
+
+
+class _ExactByGroup(_ByGroup):
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[bool]:
+        chosen = [self._choices(setting, tensors) for setting in self.settings]
+        return tuple(chosen[self.of(tensor.name)][number] for number, tensor in enumerate(tensors))
+
+    @staticmethod
+    def _choices(setting: ExactPolicy | bool | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+        if callable(setting):
+            return setting(tensors)
+        return [bool(setting)] * len(tensors)
+
+
+class _CompressorByGroup(_ByGroup):
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Compressor, ...]:
+        return tuple(self.settings[self.of(tensor.name)] for tensor in tensors)
+
+
+def exact_of(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> ExactPolicy | None:
+    """Return the policy of all groups: that of the first if all have it.
+
+    Parameters
+    ----------
+    groups : sequence of mappings
+        The ``param_groups``; ``exact`` is a policy, or True or False for all tensors of the group, or None for False.
+    names : sequence of sequence of str
+        The names of the parameters in each group.
+    """
+    settings = [group["exact"] for group in groups]
+    if all(setting == settings[0] for setting in settings) and not isinstance(settings[0], bool):
+        found: ExactPolicy | None = settings[0]
+        return found
+    return _ExactByGroup(tuple(map(tuple, names)), tuple(settings))
+
+
+def compressors_of(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> _CompressorByGroup | None:
+    """Return the policy of groups with different compressors, None if all have the same.
+
+    Parameters
+    ----------
+    groups : sequence of mappings
+        The ``param_groups``.
+    names : sequence of sequence of str
+        The names of the parameters in each group.
+    """
+    settings = tuple(group["compressor"] for group in groups)
+    for number, compressor in enumerate(settings):
+        if not isinstance(compressor, Compressor):
+            raise TypeError(
+                f"param_groups[{number}] has compressor={compressor!r}; expected a qcomp.Compressor; exact=True keeps "
+                "the tensors of a group exact"
+            )
+    if all(compressor == settings[0] for compressor in settings):
+        return None
+    return _CompressorByGroup(tuple(map(tuple, names)), settings)

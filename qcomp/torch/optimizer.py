@@ -1,0 +1,274 @@
+"""The base of the optimizers for torch: parameter groups outside, an optimizer of the core inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from qcomp.comm.base import Communicator
+from qcomp.comm.launch import world
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.mean.stages import drive
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.unused import stages_of_used
+from qcomp.core.state import OptimizerState
+from qcomp.torch.live import LiveSettings, compressors_of, exact_of
+
+__all__ = ["AveragingOptimizer"]
+
+_FIXED = ("compressor", "exact")
+"""The settings of groups that stay as they are from the first step on, and that are no plain values."""
+
+_AVERAGING = "averaging"
+"""The key of what belongs to no single parameter in a saved state."""
+
+
+class AveragingOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers for torch, which average over the ranks themselves.
+
+    Every rank makes the same steps, so `step` and `load_state_dict` are collective, as is making an optimizer.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters, pairs of names and parameters, or dicts of groups, as for every optimizer of torch.
+    defaults : dict
+        The settings of groups that do not have their own.
+    make : callable
+        Returns the optimizer of the core from its settings.
+    comm : communicator, optional
+        By default a `TorchCommunicator` if torch.distributed is initialised, else `qcomp.comm.world`.
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
+    """The keys of param_groups that must be equal in all groups; read in every step."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        make: Callable[..., Optimizer],
+        comm: Communicator | None,
+    ) -> None:
+        self._make = make
+        self._state: OptimizerState | None = None
+        super().__init__(params, defaults)
+        self._comm = comm or _communicator()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Compare the parameters of all ranks, and start with moments of zero."""
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        groups = self.param_groups
+        of_groups = [[p for p in group["params"] if p.requires_grad] for group in groups]
+        self._tensors = list(chain.from_iterable(of_groups))
+        if not self._tensors:
+            raise ValueError("params has no parameter that requires a gradient; expected at least one")
+        names = _names(groups)
+        self._names = tuple(chain.from_iterable(names))
+        exact, compressors = exact_of(groups, names), compressors_of(groups, names)
+        make, compressor = self._make, groups[0]["compressor"]
+        self._settings = LiveSettings(
+            lambda **live: make(exact=exact, compressors=compressors, compressor=compressor, **live),
+            names,
+            self.shared,
+        )
+        optimizer = self._settings.optimizer(groups, 0)
+        self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator over which the ranks average."""
+        return self._comm
+
+    @property
+    def core_state(self) -> OptimizerState:
+        """The state of the optimizer of the core, with its stage; the next step overwrites its arrays."""
+        assert self._state is not None
+        return self._state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, before the first step.
+
+        Parameters
+        ----------
+        param_group : dict
+            The parameters under ``"params"``, and the settings in which they differ from the defaults.
+
+        Raises
+        ------
+        RuntimeError
+            After the first step: all parameters share one warm-up, which a new one would enter too late.
+        """
+        state = self._state
+        if state is not None and state.step:
+            raise RuntimeError(
+                f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
+                "warm-up: add groups before the first step, or make another optimizer for them"
+            )
+        super().add_param_group(param_group)
+        if state is not None:
+            self._begin()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average over the ranks, and update the parameters.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and the gradients again; the step uses those.
+
+        Returns
+        -------
+        The loss that ``closure`` returned, else None.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a gradient on any rank is not finite, unless ``nonfinite="skip"`` or a GradScaler scales
+            the loss. Parameters and state do not change.
+        RuntimeError
+            If a parameter requires a gradient now but did not when the optimizer was made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_frozen()
+        optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
+        values = self._values()
+        gradients, scaled = self._gradients()
+        if scaled and optimizer.nonfinite != "skip":
+            optimizer = self._settings.skipping()
+        stages = stages_of_used(optimizer, values, gradients, self.core_state, donate=True)
+        moved, state = drive(stages, self._comm)
+        for value, new in zip(values, moved, strict=True):
+            if new.data_ptr() != value.data_ptr():
+                value.copy_(new)
+        self._take(state)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: that of each parameter, the groups, and under "averaging" what is of all or of this rank.
+
+        Residuals differ between ranks, so every rank must save its own.
+        """
+        saved = super().state_dict()
+        optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
+        whole = optimizer.state_dict(self.core_state)
+        own = {f"{kind}.{name}" for name, p in self._named() for kind in self.state[p]}
+        saved[_AVERAGING] = {key: value for key, value in whole.items() if key not in own}
+        saved["param_groups"] = [
+            {key: value for key, value in group.items() if key not in _FIXED}
+            for group in saved["param_groups"]
+        ]
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a saved state.
+
+        Parameters
+        ----------
+        state_dict : mapping, or sequence of mappings
+            What `state_dict` returned on this rank. Or a list with what it returned on all ranks that saved, whose
+            number may be another.
+
+        Raises
+        ------
+        ValueError
+            If it belongs to another rank, number of ranks, model or optimizer.
+        """
+        several = isinstance(state_dict, Sequence)
+        saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
+        flat = [self._flat(one) for one in saved]
+        before = [dict(group) for group in self.param_groups]
+        try:
+            if saved:
+                super().load_state_dict({"state": {}, "param_groups": saved[0]["param_groups"]})
+                for group, old in zip(self.param_groups, before, strict=True):
+                    group.update({key: old[key] for key in _FIXED})
+            step = int(flat[0]["step"]) if flat else 0
+            optimizer = self._settings.optimizer(self.param_groups, step)
+            loaded = optimizer.load_state_dict(
+                flat if several else flat[0], self._values(), self._comm, self._names
+            )
+        except Exception:
+            self.param_groups[:] = before
+            self._take(self.core_state)
+            raise
+        self._take(loaded)
+
+    def _flat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state as the core has it: arrays by kind and name."""
+        if _AVERAGING not in saved:
+            raise ValueError(
+                f"state_dict has the keys {sorted(saved)}, but not {_AVERAGING!r}: expected what the state_dict of "
+                "one of qcomp's optimizers returned on this rank, or a list with that of all ranks"
+            )
+        flat = dict(saved[_AVERAGING])
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        tensors = [p for group in self.param_groups for p in group["params"]]
+        if len(numbers) != len(tensors):
+            raise ValueError(f"state_dict has {len(numbers)} parameters; this optimizer has {len(tensors)}")
+        names = {id(p): name for name, p in self._named()}
+        for number, p in zip(numbers, tensors, strict=True):
+            for kind, array in saved["state"].get(number, {}).items():
+                flat[f"{kind}.{names.get(id(p), number)}"] = array.clone()  # steps overwrite it
+        return flat
+
+    def _named(self) -> Iterable[tuple[str, Any]]:
+        return zip(self._names, self._tensors, strict=True)
+
+    def _values(self) -> list[Any]:
+        return [p.detach() for p in self._tensors]
+
+    def _require_frozen(self) -> None:
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                "a parameter requires a gradient now that did not when the optimizer was made, which therefore never "
+                "averages it: make the optimizer again"
+            )
+
+    def _gradients(self) -> tuple[list[Any], bool]:
+        """Return the gradient of each parameter, without the scale of a GradScaler, and whether there was one."""
+        gradients = [p.grad for p in self._tensors]
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            gradients = [None if g is None else g * inverse for g in gradients]
+        return gradients, getattr(self, "found_inf", None) is not None
+
+    def _take(self, state: OptimizerState) -> None:
+        """Make a state the current one, and show each parameter's part of it where torch has it."""
+        self._state = state
+        kinds = {"momentum": state.momentum, "variance": state.variance, **state.arrays}
+        for number, p in enumerate(self._tensors):
+            self.state[p] = {kind: arrays[number] for kind, arrays in kinds.items() if arrays}
+
+
+def _communicator() -> Communicator:
+    if dist.is_available() and dist.is_initialized():
+        return TorchCommunicator()
+    return world()
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names of the parameters of each group that require gradients: as given, else their numbers."""
+    found: list[list[str]] = []
+    number = 0
+    for group in groups:
+        given = group.get("param_names") or [""] * len(group["params"])
+        names = []
+        for name, p in zip(given, group["params"], strict=True):
+            if p.requires_grad:
+                names.append(name or str(number))
+                number += 1
+        found.append(names)
+    return found

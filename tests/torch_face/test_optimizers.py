@@ -1,0 +1,608 @@
+"""The optimizers for torch make the steps of the core, and are optimizers of torch in all else."""
+
+import copy
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import qcomp
+import qcomp.torch
+from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.optimizers.unused import stages_of_used
+
+FREEZE = 4
+SMALL = {"exact": qcomp.ExactBelow(100)}
+SIGN = qcomp.ScaledSign(bucket_size=64)
+FACES = {
+    "CompressedSGD": (qcomp.CompressedSGD, {"lr": 0.05, "compressor": qcomp.QSGD(7, 64)}),
+    "OneBitAdam": (qcomp.OneBitAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
+    "OneBitLamb": (qcomp.OneBitLamb, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
+    "QAdam": (qcomp.QAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": qcomp.MinMaxUInt8(64)}),
+    "ZeroOneAdam": (qcomp.ZeroOneAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
+}
+RULE = qcomp.VarianceStable()
+EXPECTED = "the variance of .* no longer fits|the variance is frozen after|nothing is compressed yet"
+every_face = pytest.mark.parametrize("name", FACES)
+
+
+def network():
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 31, bias=False), torch.nn.BatchNorm1d(31), torch.nn.Tanh(), torch.nn.Linear(31, 9)
+    )
+
+
+NETWORK = network()
+
+
+def model_of(rank):
+    return copy.deepcopy(NETWORK)
+
+
+def backward(model, rank, step):
+    draws = torch.Generator().manual_seed(1000 * step + rank)
+    model(torch.randn(8, 20, generator=draws)).square().sum().backward()
+
+
+def face(name, params, comm, **changes):
+    _, settings = FACES[name]
+    return getattr(qcomp.torch, name)(params, **{**settings, **SMALL, **changes}, comm=comm)
+
+
+def core(name, **changes):
+    make, settings = FACES[name]
+    settings = {**settings, **SMALL}
+    return make(learning_rate=settings.pop("lr"), **{**settings, **changes})
+
+
+def content(optimizer):
+    """The bits of parameters and state."""
+    state = optimizer.core_state
+    arrays = [*state.momentum, *state.variance, *state.exchange.worker, *state.exchange.server]
+    arrays += [array for of_kind in state.arrays.values() for array in of_kind]
+    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    return [np.asarray(x).tobytes() for x in params + arrays], state.numbers, state.step, state.stage
+
+
+def train(optimizer, model, rank, steps, scheduler=None):
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore",
+            "the variance of .* no longer fits|the variance is frozen after|nothing is compressed yet",
+        )
+        yield
+
+
+# --- the steps -------------------------------------------------------------------------------------------------------
+
+
+@every_face
+def test_steps_are_those_of_the_core_bit_for_bit(name):
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face(name, model.named_parameters(), comm)
+        twin, opt = model_of(comm.rank), core(name)
+        names = [key for key, _ in twin.named_parameters()]
+        params = [p.detach().clone() for p in twin.parameters()]
+        state = opt.init(params, comm, names)
+        for step in range(2 * FREEZE + 2):
+            backward(model, comm.rank, step)
+            params, state = opt.step(params, [p.grad.clone() for p in model.parameters()], state, comm)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(map(torch.equal, params, (p.detach() for p in model.parameters())))
+        assert state.stage == optimizer.core_state.stage != "warmup"
+        return [p.sum().item() for p in params]
+
+    results = run_local(2, main)
+    assert name == "ZeroOneAdam" or results[0] == results[1]  # whose ranks are apart
+
+
+def test_the_warm_up_alone_is_adamw():
+    model, twin = model_of(0), model_of(0)
+    optimizer = face(
+        "OneBitAdam", model.parameters(), LocalCommunicator.alone(), weight_decay=0.1, freeze=100
+    )
+    stock = torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(20):
+        for net, opt in ((model, optimizer), (twin, stock)):
+            backward(net, 0, step)
+            opt.step()
+            opt.zero_grad()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_groups_have_rates_and_decays_of_their_own_that_a_scheduler_changes():
+    """Against the core with the schedule and the groups that it has for this."""
+
+    def main(comm):
+        model, twin = model_of(comm.rank), model_of(comm.rank)
+        weights = [pair for pair in model.named_parameters() if pair[1].ndim == 2]
+        others = [pair for pair in model.named_parameters() if pair[1].ndim == 1]
+        groups = [{"params": weights, "weight_decay": 0.25}, {"params": others, "lr": 0.005}]
+        optimizer = face("OneBitAdam", groups, comm)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        order = [name for name, _ in weights + others]
+        opt = core("OneBitAdam")
+        opt = qcomp.OneBitAdam(
+            learning_rate=lambda step: 0.01 * 0.5**step,
+            weight_decay=0.25,
+            groups=[qcomp.Group([name for name, _ in others], 0.5, 0.0)],
+            freeze=FREEZE,
+            compressor=SIGN,
+            exact=opt.exact,
+        )
+        named = dict(twin.named_parameters())
+        params = [named[name].detach().clone() for name in order]
+        state = opt.init(params, comm, order)
+        for step in range(8):
+            backward(model, comm.rank, step)
+            grads = [dict(model.named_parameters())[name].grad.clone() for name in order]
+            params, state = opt.step(params, grads, state, comm)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            found = [dict(model.named_parameters())[name].detach() for name in order]
+            assert all(map(torch.equal, params, found)), step
+
+    run_local(2, main)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 2),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 4]),
+    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, total_iters=3),
+    "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 8),
+    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
+    "PolynomialLR": lr_scheduler.PolynomialLR,
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.001, 0.01, step_size_up=3),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.02, total_steps=20),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt), lr_scheduler.ExponentialLR(opt, 0.9)], [3]
+    ),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", ["OneBitAdam", "CompressedSGD"])
+def test_every_scheduler_changes_what_the_steps_use(name, scheduler):
+    """Each step is that of an optimizer made with the values of that moment, from the same state."""
+    comm = LocalCommunicator.alone()
+    model = model_of(0)
+    optimizer = face(name, model.named_parameters(), comm)
+    rates = SCHEDULERS[scheduler](optimizer)
+    used = set()
+    for step in range(8):
+        group, state = optimizer.param_groups[0], optimizer.core_state
+        backward(model, 0, step)
+        now = {key: group[key] for key in ("betas", "momentum") if key in group}
+        fresh = core(name, **now)
+        fresh = type(fresh)(**{**vars_of(fresh), "learning_rate": group["lr"]})
+        grads = [p.grad.clone() for p in model.parameters()]
+        params = [p.detach().clone() for p in model.parameters()]
+        own = state._replace(
+            momentum=tuple(m.clone() for m in state.momentum),
+            variance=tuple(v.clone() for v in state.variance),
+        )
+        expected, _ = fresh.step(params, grads, own, comm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, expected, (p.detach() for p in model.parameters())))
+        used.add((float(group["lr"]), str(now)))
+        rates.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
+    assert len(used) > 1
+
+
+def vars_of(optimizer):
+    return {
+        name: getattr(optimizer, name)
+        for name in type(optimizer).__dataclass_fields__
+        if name != "warmup_steps"
+    }
+
+
+def test_a_rising_rate_keeps_the_variance_from_freezing():
+    """The rule is told of the rise, as it is of one in a schedule of the core."""
+    stages = {}
+    for factor in (1.0, 1.01):
+        param = torch.nn.Parameter(torch.ones(200))
+        optimizer = face("OneBitAdam", [param], LocalCommunicator.alone(), freeze=RULE, betas=(0.9, 0.9))
+        scheduler = lr_scheduler.ExponentialLR(optimizer, factor)
+        for _ in range(80):
+            param.grad = torch.full((200,), 0.1)
+            optimizer.step()
+            scheduler.step()
+        stages[factor] = optimizer.core_state.stage
+    assert stages == {1.0: "compressed", 1.01: "warmup"}
+
+
+# --- an optimizer of torch -------------------------------------------------------------------------------------------
+
+
+def test_a_closure_computes_what_the_step_uses():
+    model, twin = model_of(0), model_of(0)
+    comm = LocalCommunicator.alone()
+    optimizer, other = (face("OneBitAdam", net.parameters(), comm) for net in (model, twin))
+
+    def closure():
+        optimizer.zero_grad()
+        backward(model, 0, 0)
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    train(other, twin, 0, [0])
+    assert content(optimizer) == content(other)
+
+
+def test_hooks_run_around_a_step():
+    model = model_of(0)
+    optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(optimizer, model, 0, [0])
+    assert seen == ["before", "after"]
+
+
+def test_each_parameter_shows_its_state():
+    model = model_of(0)
+    optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone(), watch=None)
+    train(optimizer, model, 0, range(2))
+    for p in model.parameters():
+        assert {key: x.shape for key, x in optimizer.state[p].items()} == {
+            "momentum": p.shape,
+            "variance": p.shape,
+        }
+
+
+def test_a_group_may_be_added_before_the_first_step_only():
+    model = model_of(0)
+    first, *others = model.parameters()
+    optimizer = face("OneBitAdam", [first], LocalCommunicator.alone())
+    optimizer.add_param_group({"params": others, "lr": 0.5})
+    assert len(optimizer.core_state.momentum) == len(others) + 1
+    train(optimizer, model, 0, [0])
+    with pytest.raises(RuntimeError, match="add_param_group was called after 1 steps"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda p, c: face("OneBitAdam", [], c), ValueError, "empty parameter list"),
+        (
+            lambda p, c: face("OneBitAdam", [p[0].detach()], c),
+            ValueError,
+            "no parameter that requires a gradient",
+        ),
+        (lambda p, c: face("OneBitAdam", p, c, lr=-1.0), ValueError, "-1.0; expected a finite number >= 0"),
+        (
+            lambda p, c: face("OneBitAdam", p, c, lr=float("nan")),
+            ValueError,
+            "nan; expected a finite number >= 0",
+        ),
+        (lambda p, c: face("OneBitAdam", p, c, betas=(0.9, 1.0)), ValueError, "betas is"),
+        (
+            lambda p, c: face("OneBitAdam", p, c, weight_decay=-1.0),
+            ValueError,
+            "weight_decay=-1.0; expected a finite",
+        ),
+        (
+            lambda p, c: face("OneBitAdam", p, c, compressor="sign"),
+            TypeError,
+            "compressor='sign'; expected a qcomp",
+        ),
+        (
+            lambda p, c: face("OneBitAdam", [{"params": p[:1]}, {"params": p[1:], "betas": (0.8, 0.99)}], c),
+            ValueError,
+            r"param_groups\[1\] has betas=\(0.8, 0.99\), param_groups\[0\] has \(0.9, 0.999\); expected one value",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(make, error, text):
+    with pytest.raises(error, match=text):
+        make(list(model_of(0).parameters()), LocalCommunicator.alone())
+
+
+def test_a_rate_that_goes_out_of_range_is_an_error_that_changes_nothing():
+    model = model_of(0)
+    optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
+    train(optimizer, model, 0, range(2))
+    before = content(optimizer)
+    optimizer.param_groups[0]["lr"] = float("inf")
+    backward(model, 0, 2)
+    with pytest.raises(ValueError, match="expected a finite number"):
+        optimizer.step()
+    assert content(optimizer) == before
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+    assert optimizer.core_state.step == 3
+
+
+def test_groups_choose_what_is_compressed_and_how():
+    model = model_of(0)
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": weights[:1], "exact": True},
+        {"params": weights[1:], "compressor": qcomp.QSGD(7, 64), "exact": False},
+        {"params": others},
+    ]
+    optimizer = face("OneBitAdam", groups, LocalCommunicator.alone())
+    assert optimizer.core_state.exact == (True, False, True, True, True)
+    assert optimizer.core_state.compressors == (qcomp.QSGD(7, 64),)
+
+
+# --- parameters without gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in FACES if n != "ZeroOneAdam"])
+@pytest.mark.parametrize("steps", [2, FREEZE + 2], ids=["warm-up", "compressed"])
+def test_what_no_rank_uses_stays_as_it_is(name, steps):
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face(name, model.named_parameters(), comm, weight_decay=0.1)
+        train(optimizer, model, comm.rank, range(steps))
+        own = parts_of(optimizer, 0)
+        before = {key: x.clone() for key, x in own.items()}
+        others = [p.detach().clone() for p in model.parameters()]
+        backward(model, comm.rank, steps)
+        model[0].weight.grad = None
+        optimizer.step()
+        after = parts_of(optimizer, 0)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], before[key]) for key in before)
+        assert not torch.equal(model[3].weight, others[-1])
+        return len(before)
+
+    kept = run_local(2, main)
+    assert kept[0] >= (1 if name == "CompressedSGD" else 3)
+
+
+@pytest.mark.parametrize("topology", ["all_gather", "ring", "hierarchical"])
+def test_its_residuals_stay_in_every_topology(topology):
+    def main(comm):
+        model = model_of(comm.rank)
+        averaging = qcomp.Averaging(topology=topology)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm, averaging=averaging)
+        train(optimizer, model, comm.rank, range(FREEZE + 2))
+        before = {key: x.clone() for key, x in parts_of(optimizer, 0).items()}
+        others = [x.clone() for x in optimizer.core_state.exchange.worker]
+        backward(model, comm.rank, FREEZE + 2)
+        model[0].weight.grad = None
+        optimizer.step()
+        after = parts_of(optimizer, 0)
+        assert all(torch.equal(after[key], before[key]) for key in before)
+        changed = not all(map(torch.equal, optimizer.core_state.exchange.worker, others))
+        return changed, sum("residual" in key for key in before)
+
+    changed, kept = zip(*run_local(4, main, hosts=list("aabb")), strict=True)
+    assert any(changed)  # the residuals of other parameters
+    assert sum(kept) > 0
+
+
+def parts_of(optimizer, number):
+    """The parameter of a number, its moments, and the residuals of its elements."""
+    saved = optimizer.state_dict()
+    name = optimizer.param_groups[0]["param_names"][number]
+    residuals = {k: x for k, x in saved["averaging"].items() if "residual" in k and f".{name}" in k}
+    moments = {k: x for k, x in saved["state"][number].items() if k in ("momentum", "variance")}
+    return {"parameter": optimizer.param_groups[0]["params"][number].detach(), **moments, **residuals}
+
+
+def test_what_one_rank_uses_moves_by_its_share():
+    """The other rank contributes zeros, as to the mean over all ranks."""
+
+    def main(comm):
+        model, twin = model_of(comm.rank), model_of(comm.rank)
+        optimizer, other = (face("OneBitAdam", net.named_parameters(), comm) for net in (model, twin))
+        for step in range(2 * FREEZE):
+            for net, opt, empty in ((model, optimizer, lambda _: None), (twin, other, torch.zeros_like)):
+                backward(net, comm.rank, step)
+                if comm.rank == 1:
+                    net[0].weight.grad = empty(net[0].weight)
+                opt.step()
+                opt.zero_grad()
+            assert content(optimizer) == content(other)
+
+    run_local(2, main)
+
+
+def test_zeros_instead_would_be_seen(monkeypatch):
+    """If a gradient of zero stood for one that no rank has, weight decay and momentum would move the parameter."""
+
+    def zeros(optimizer, params, grads, state, *, donate):
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+        return optimizer.stages(params, filled, state, donate=donate)
+
+    monkeypatch.setattr(qcomp.torch.optimizer, "stages_of_used", zeros)
+    with pytest.raises(AssertionError):
+        test_what_no_rank_uses_stays_as_it_is("OneBitAdam", FREEZE + 2)
+
+
+def test_what_does_not_require_a_gradient_is_left_out_until_it_does():
+    model = model_of(0)
+    model[0].weight.requires_grad_(False)
+    optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
+    before = model[0].weight.clone()
+    train(optimizer, model, 0, range(2))
+    assert torch.equal(model[0].weight, before)
+    assert len(optimizer.core_state.momentum) == len(list(model.parameters())) - 1
+    model[0].weight.requires_grad_(True)
+    backward(model, 0, 2)
+    with pytest.raises(
+        RuntimeError, match="requires a gradient now that did not when the optimizer was made"
+    ):
+        optimizer.step()
+
+
+def test_the_bits_are_beside_the_first_exchange(lockstep):
+    """As many exchanges as without them, and one that all ranks start at the same time."""
+    opt = core("OneBitAdam", exact=None)
+    params = [torch.ones(200), torch.ones(3)]
+    states = [opt.initial_state(params, ("a", "b"), rank, 2) for rank in range(2)]
+    grads = [[torch.ones(200), None], [None, None]]
+    results = lockstep([stages_of_used(opt, params, g, s) for g, s in zip(grads, states, strict=True)])
+    for moved, state in results:
+        assert not torch.equal(moved[0], params[0])
+        assert torch.equal(moved[1], params[1])
+        assert not state.momentum[1].any()
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@every_face
+@pytest.mark.parametrize("stop", [2, FREEZE + 3])
+def test_a_restart_goes_on_bit_for_bit(name, stop):
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face(name, model.named_parameters(), comm)
+        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        train(optimizer, model, comm.rank, range(stop), scheduler)
+        files = through_a_file([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
+        train(optimizer, model, comm.rank, range(stop, stop + 4), scheduler)
+
+        again = model_of(comm.rank)
+        other = face(name, again.named_parameters(), comm, lr=0.3)
+        later = lr_scheduler.CosineAnnealingLR(other, 20)
+        again.load_state_dict(files[0])
+        other.load_state_dict(files[1])
+        later.load_state_dict(files[2])
+        kept = copy.deepcopy(files[1])
+        train(other, again, comm.rank, range(stop, stop + 4), later)
+        assert content(other) == content(optimizer)
+        assert all(
+            torch.equal(x, files[1]["state"][i][k])
+            for i, own in kept["state"].items()
+            for k, x in own.items()
+        )
+
+    run_local(2, main)
+
+
+def test_a_restart_with_other_ranks_keeps_what_is_owed():
+    def first(comm):
+        model = model_of(comm.rank)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm)
+        train(optimizer, model, comm.rank, range(FREEZE + 3))
+        return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+    saved = run_local(3, first)
+
+    def second(comm):
+        model = model_of(comm.rank)
+        model.load_state_dict(saved[0][0])
+        optimizer = face("OneBitAdam", model.named_parameters(), comm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.load_state_dict([of_rank for _, of_rank in saved])
+        assert (optimizer.core_state.step, optimizer.core_state.size) == (FREEZE + 3, 2)
+        train(optimizer, model, comm.rank, range(FREEZE + 3, FREEZE + 6))
+        return [p.sum().item() for p in model.parameters()]
+
+    results = run_local(2, second)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda saved: saved.pop("averaging"), "but not 'averaging'"),
+        (lambda saved: saved["averaging"].update(size=3), "belongs to rank 0 of 3"),
+        (lambda saved: saved["state"][0].pop("momentum"), "it lacks 'momentum."),
+        (lambda saved: saved["param_groups"][0]["params"].pop(), "4 parameters; this optimizer has 5"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(damage, text):
+    comm = LocalCommunicator.alone()
+    model = model_of(0)
+    optimizer = face("OneBitAdam", model.named_parameters(), comm)
+    train(optimizer, model, 0, range(FREEZE + 2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 77.0
+    damage(saved)
+    before = content(optimizer)
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(saved)
+    assert content(optimizer) == before
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    train(optimizer, model, 0, [9])
+
+
+# --- values that are not finite --------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_on_every_rank():
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm)
+        train(optimizer, model, comm.rank, range(FREEZE + 1))
+        before = content(optimizer)
+        backward(model, comm.rank, 9)
+        if comm.rank == 1:
+            model[0].weight.grad[0, 0] = float("nan")
+        with pytest.raises(
+            qcomp.NonFiniteError, match=r"the gradient of '0\.weight' on rank 1 is not finite"
+        ):
+            optimizer.step()
+        assert content(optimizer) == before
+
+    run_local(2, main)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_skips_on_all_ranks_alike(unscales):
+    """A scale changes no step, but for the skipped one; torch finds infinities on one rank only."""
+
+    def main(comm):
+        model, twin = model_of(comm.rank), model_of(comm.rank)
+        optimizer, plain = (face("OneBitAdam", net.named_parameters(), comm) for net in (model, twin))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        for step in range(2 * FREEZE):
+            overflows = step in (1, FREEZE + 1)
+            draws = torch.Generator().manual_seed(1000 * step + comm.rank)
+            scaler.scale(model(torch.randn(8, 20, generator=draws)).square().sum()).backward()
+            if overflows and comm.rank == 1:
+                model[0].weight.grad[0, 0] = float("inf")
+            if unscales:
+                scaler.unscale_(optimizer)
+            before = content(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if overflows:
+                assert content(optimizer) == before
+            else:
+                train(plain, twin, comm.rank, [step])
+                assert content(optimizer)[0] == content(plain)[0]
+        assert optimizer.core_state.skipped == 2
+        return scaler.get_scale()
+
+    assert len(set(run_local(2, main))) == 2  # scales may differ: each rank divides by its own
