@@ -37,13 +37,20 @@ class LiveSettings:
         self._values: tuple[Any, ...] | None = None
         self._rate = _Rate()
         self._optimizer: Optimizer | None = None
+        self._skipping: Optimizer | None = None
+        self.text = ""
+        """What `optimizer` has read last, in words that are equal where that is."""
+
+    def anew(self) -> LiveSettings:
+        """Return these settings without what they remember of earlier steps."""
+        return LiveSettings(self._make, self._names, self._shared)
 
     def skipping(self) -> Optimizer:
         """Return the last optimizer, which now skips steps with gradients that are not finite."""
         assert self._optimizer is not None
-        found = replace(self._optimizer, nonfinite="skip")
-        vars(found)["compression"] = self._optimizer.compression
-        return found
+        if self._skipping is None:
+            self._skipping = _with_layouts(replace(self._optimizer, nonfinite="skip"), self._optimizer)
+        return self._skipping
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], step: int) -> Optimizer:
         """Return the optimizer for the next step.
@@ -63,6 +70,7 @@ class LiveSettings:
         rates, decays = _not_negative(groups, "lr"), _not_negative(groups, "weight_decay")
         shared = {key: _shared(groups, key) for key in self._shared}
         self._rate.advance(step, max(rates))
+        self.text = ", ".join(f"{k}={v}" for k, v in {"lr": rates, "weight_decay": decays, **shared}.items())
         factors = tuple(rate / max(rates) if max(rates) else 1.0 for rate in rates)
         values = (factors, decays, *shared.values())
         if self._optimizer is not None and values == self._values:
@@ -78,11 +86,15 @@ class LiveSettings:
             **shared,
         )
         if self._optimizer is not None:
-            vars(found)["compression"] = (
-                self._optimizer.compression
-            )  # its layouts do not depend on what changes
-        self._values, self._optimizer = values, found
+            found = _with_layouts(found, self._optimizer)
+        self._values, self._optimizer, self._skipping = values, found, None
         return found
+
+
+def _with_layouts(optimizer: Optimizer, other: Optimizer) -> Optimizer:
+    """Return an optimizer with the layouts of another, which do not depend on the settings that change."""
+    vars(optimizer)["compression"] = other.compression
+    return optimizer
 
 
 def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:

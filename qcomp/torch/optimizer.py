@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from qcomp.comm.base import Communicator
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.errors import MismatchError
+from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.stages import drive
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
@@ -70,6 +73,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._tensors = list(chain.from_iterable(of_groups))
         if not self._tensors:
             raise ValueError("params has no parameter that requires a gradient; expected at least one")
+        self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
         names = _names(groups)
         self._names = tuple(chain.from_iterable(names))
         exact, compressors = exact_of(groups, names), compressors_of(groups, names)
@@ -81,6 +85,13 @@ class AveragingOptimizer(torch.optim.Optimizer):
         )
         optimizer = self._settings.optimizer(groups, 0)
         self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: a copy would have the same communicator, or none."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, because it has a communicator: make another, and "
+            "load_state_dict(optimizer.state_dict())"
+        )
 
     @property
     def comm(self) -> Communicator:
@@ -112,9 +123,16 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
                 "warm-up: add groups before the first step, or make another optimizer for them"
             )
+        before = dict(vars(self))
         super().add_param_group(param_group)
-        if state is not None:
+        if state is None:
+            return
+        try:
             self._begin()
+        except Exception:
+            self.param_groups.pop()
+            vars(self).update(before)
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -134,20 +152,27 @@ class AveragingOptimizer(torch.optim.Optimizer):
         NonFiniteError
             On every rank, if a gradient on any rank is not finite, unless ``nonfinite="skip"`` or a GradScaler scales
             the loss. Parameters and state do not change.
+        MismatchError
+            On every rank, if the settings of the groups differ between ranks, as where each rank's own loss steers a
+            scheduler. Parameters and state do not change.
         RuntimeError
             If a parameter requires a gradient now but did not when the optimizer was made.
+        ValueError
+            If a setting of a group is out of range, or ``exact`` or ``compressor`` has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_frozen()
+        self._require_unchanged()
         optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
         values = self._values()
         gradients, scaled = self._gradients()
         if scaled and optimizer.nonfinite != "skip":
             optimizer = self._settings.skipping()
-        stages = stages_of_used(optimizer, values, gradients, self.core_state, donate=True)
+        stages = stages_of_used(
+            optimizer, values, gradients, self.core_state, settings=self._settings.text, donate=True
+        )
         moved, state = drive(stages, self._comm)
         for value, new in zip(values, moved, strict=True):
             if new.data_ptr() != value.data_ptr():
@@ -158,7 +183,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state: that of each parameter, the groups, and under "averaging" what is of all or of this rank.
 
-        Residuals differ between ranks, so every rank must save its own.
+        Residuals differ between ranks, so every rank must save its own, as a whole: torch.distributed.checkpoint keeps
+        only what belongs to parameters, which is not enough to load.
         """
         saved = super().state_dict()
         optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
@@ -183,27 +209,58 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            If it belongs to another rank, number of ranks, model or optimizer.
+            If it belongs to another rank, number of ranks, model or optimizer. Nothing has changed then.
+        MismatchError
+            On the other ranks, if some rank raises ValueError.
         """
         several = isinstance(state_dict, Sequence)
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
-        flat = [self._flat(one) for one in saved]
+        flat, groups = self._agree_on(saved)
         before = [dict(group) for group in self.param_groups]
         try:
-            if saved:
-                super().load_state_dict({"state": {}, "param_groups": saved[0]["param_groups"]})
-                for group, old in zip(self.param_groups, before, strict=True):
-                    group.update({key: old[key] for key in _FIXED})
-            step = int(flat[0]["step"]) if flat else 0
-            optimizer = self._settings.optimizer(self.param_groups, step)
-            loaded = optimizer.load_state_dict(
+            super().load_state_dict({"state": {}, "param_groups": groups})
+            for group, fixed in zip(self.param_groups, self._fixed, strict=True):
+                group.update(fixed)
+            settings = self._settings.anew()  # the rate of the step before is unknown
+            loaded = settings.optimizer(self.param_groups, 0).load_state_dict(
                 flat if several else flat[0], self._values(), self._comm, self._names
             )
         except Exception:
             self.param_groups[:] = before
             self._take(self.core_state)
             raise
+        self._settings = settings
         self._take(loaded)
+
+    def _agree_on(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+        """Return saved states as the core has them, and the groups: of the first rank that has some, if this has none.
+
+        Raises
+        ------
+        ValueError
+            If a state does not fit.
+        MismatchError
+            On the other ranks then.
+        """
+        flat, groups, problem = [], None, None
+        try:
+            flat = [self._flat(one) for one in saved]
+            groups = saved[0]["param_groups"] if saved else None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = error
+        own = json.dumps([str(problem) if problem else None, groups], default=float)
+        texts = drive(gather_texts(own, self._comm.size, self._tensors[0]), self._comm)
+        if problem is not None:
+            raise ValueError(f"state_dict does not fit: {problem}") from problem
+        for rank, (refusal, found) in enumerate(map(json.loads, texts)):
+            if refusal:
+                raise MismatchError(f"rank {rank} cannot load its state: {refusal}")
+            groups = groups or found
+        if groups is None:
+            raise ValueError(
+                "state_dict is an empty list on every rank; expected the states of all ranks that saved"
+            )
+        return flat, groups
 
     def _flat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved state as the core has it: arrays by kind and name."""
@@ -213,10 +270,13 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 "one of qcomp's optimizers returned on this rank, or a list with that of all ranks"
             )
         flat = dict(saved[_AVERAGING])
+        sizes, own = (
+            [len(g["params"]) for g in groups] for groups in (saved["param_groups"], self.param_groups)
+        )
+        if sizes != own:
+            raise ValueError(f"state_dict has groups of {sizes} parameters; this optimizer has {own}")
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         tensors = [p for group in self.param_groups for p in group["params"]]
-        if len(numbers) != len(tensors):
-            raise ValueError(f"state_dict has {len(numbers)} parameters; this optimizer has {len(tensors)}")
         names = {id(p): name for name, p in self._named()}
         for number, p in zip(numbers, tensors, strict=True):
             for kind, array in saved["state"].get(number, {}).items():
@@ -229,7 +289,15 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _values(self) -> list[Any]:
         return [p.detach() for p in self._tensors]
 
-    def _require_frozen(self) -> None:
+    def _require_unchanged(self) -> None:
+        """Raise if something was changed that a step does not read again."""
+        for number, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
+            for key, value in fixed.items():
+                if group[key] is not value and group[key] != value:
+                    raise ValueError(
+                        f"param_groups[{number}] has {key}={group[key]!r} now; expected {value!r}, which it had when "
+                        "the optimizer was made: residuals depend on it. Make the optimizer again"
+                    )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "a parameter requires a gradient now that did not when the optimizer was made, which therefore never "

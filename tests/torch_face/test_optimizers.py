@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import warnings
 
 import numpy as np
@@ -262,6 +263,62 @@ def test_hooks_run_around_a_step():
     assert seen == ["before", "after"]
 
 
+def test_a_group_that_does_not_fit_is_not_added():
+    model = model_of(0)
+    first, *others = model.parameters()
+    optimizer = face("OneBitAdam", [first], LocalCommunicator.alone())
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has betas"):
+        optimizer.add_param_group({"params": others, "betas": (0.5, 0.999)})
+    train(optimizer, model, 0, range(2))
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.core_state.momentum) == 1
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(of):
+    optimizer = face("OneBitAdam", model_of(0).parameters(), LocalCommunicator.alone())
+    with pytest.raises(
+        TypeError, match="OneBitAdam cannot be copied or pickled, because it has a communicator"
+    ):
+        of(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    """Moments have the dtype of the arithmetic."""
+
+    def main(comm):
+        model = model_of(comm.rank).to(dtype)
+        optimizer = face("OneBitAdam", model.parameters(), comm)
+        for step in range(FREEZE + 2):
+            draws = torch.Generator().manual_seed(1000 * step + comm.rank)
+            model(torch.randn(8, 20, generator=draws).to(dtype)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        computed = torch.float64 if dtype == torch.float64 else torch.float32
+        assert {m.dtype for m in optimizer.core_state.momentum} == {computed}
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        return [p.double().sum().item() for p in model.parameters()]
+
+    first, second = run_local(2, main)
+    assert first == second
+
+
+def test_strides_stay():
+    """Also such as are not in C order; the steps are those of contiguous copies."""
+    shapes = [torch.randn(10, 6).t(), torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)]
+    params = [torch.nn.Parameter(x.clone()) for x in shapes]
+    twins = [torch.nn.Parameter(x.contiguous()) for x in shapes]
+    for own in (params, twins):
+        optimizer = face("CompressedSGD", own, LocalCommunicator.alone(), exact=False)
+        for _ in range(3):
+            sum(p.square().sum() for p in own).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [p.stride() for p in params] == [x.stride() for x in shapes]
+    assert all(map(torch.equal, params, twins))
+
+
 def test_each_parameter_shows_its_state():
     model = model_of(0)
     optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone(), watch=None)
@@ -323,6 +380,58 @@ def test_what_is_wrong_is_said(make, error, text):
         make(list(model_of(0).parameters()), LocalCommunicator.alone())
 
 
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "betas"])
+@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+@pytest.mark.parametrize("steps", [2, FREEZE + 2])
+def test_ranks_with_other_settings_are_told(key, topology, steps):
+    """As where a scheduler follows each rank's own validation loss. Nothing has changed then."""
+
+    def main(comm):
+        model = model_of(comm.rank)
+        averaging = qcomp.Averaging(topology=topology)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm, averaging=averaging)
+        train(optimizer, model, comm.rank, range(steps))
+        before, value = content(optimizer), optimizer.param_groups[0][key]
+        other = (0.8, 0.999) if key == "betas" else value + 0.01
+        optimizer.param_groups[0][key] = other if comm.rank == 1 else value
+        backward(model, comm.rank, steps)
+        text = rf"differ between ranks 0 and 2, and rank 1: rank {comm.rank} has .*{key}="
+        with pytest.raises(qcomp.MismatchError, match=text):
+            optimizer.step()
+        assert content(optimizer) == before
+        optimizer.param_groups[0][key] = value
+        optimizer.step()
+        return content(optimizer)[0][:5]
+
+    first, *others = run_local(3, main)
+    assert all(found == first for found in others)
+
+
+def test_other_settings_of_0_1_adam_are_seen_when_ranks_synchronise():
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face(
+            "ZeroOneAdam", model.named_parameters(), comm, sync_steps=lambda step: step % 3 == 0, freeze=1
+        )
+        train(optimizer, model, comm.rank, range(3))
+        assert optimizer.core_state.stage == "local"
+        optimizer.param_groups[0]["lr"] += 0.01 * comm.rank
+        with pytest.raises(qcomp.MismatchError, match="differ between rank 0, and rank 1"):
+            train(optimizer, model, comm.rank, range(3))
+
+    run_local(2, main)
+
+
+@pytest.mark.parametrize(("key", "value"), [("compressor", qcomp.QSGD(7, 64)), ("exact", True)])
+def test_what_is_fixed_cannot_be_changed_without_a_word(key, value):
+    model = model_of(0)
+    optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
+    optimizer.param_groups[0][key] = value
+    backward(model, 0, 0)
+    with pytest.raises(ValueError, match=rf"param_groups\[0\] has {key}=.* now; expected"):
+        optimizer.step()
+
+
 def test_a_rate_that_goes_out_of_range_is_an_error_that_changes_nothing():
     model = model_of(0)
     optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
@@ -378,6 +487,19 @@ def test_what_no_rank_uses_stays_as_it_is(name, steps):
     assert kept[0] >= (1 if name == "CompressedSGD" else 3)
 
 
+@pytest.mark.parametrize("steps", [2, FREEZE, FREEZE + 2])
+def test_a_step_without_any_gradient_is_none(steps):
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm, weight_decay=0.1)
+        train(optimizer, model, comm.rank, range(steps))
+        before = content(optimizer)
+        optimizer.step()
+        assert content(optimizer) == before
+
+    run_local(2, main)
+
+
 @pytest.mark.parametrize("topology", ["all_gather", "ring", "hierarchical"])
 def test_its_residuals_stay_in_every_topology(topology):
     def main(comm):
@@ -430,7 +552,7 @@ def test_what_one_rank_uses_moves_by_its_share():
 def test_zeros_instead_would_be_seen(monkeypatch):
     """If a gradient of zero stood for one that no rank has, weight decay and momentum would move the parameter."""
 
-    def zeros(optimizer, params, grads, state, *, donate):
+    def zeros(optimizer, params, grads, state, *, settings, donate):
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
         return optimizer.stages(params, filled, state, donate=donate)
 
@@ -531,13 +653,60 @@ def test_a_restart_with_other_ranks_keeps_what_is_owed():
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_state_that_one_rank_cannot_load_is_everybodys_error(bad):
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm)
+        train(optimizer, model, comm.rank, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.5
+        if comm.rank == bad:
+            del saved["averaging"]
+        before = content(optimizer)
+        with pytest.raises(
+            ValueError if comm.rank == bad else qcomp.MismatchError, match="but not 'averaging'"
+        ):
+            optimizer.load_state_dict(saved)
+        assert content(optimizer) == before
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        train(optimizer, model, comm.rank, [2])
+
+    run_local(2, main)
+
+
+def test_ranks_without_files_get_the_groups_of_those_with_them():
+    def first(comm):
+        model = model_of(comm.rank)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm, lr=0.25, betas=(0.5, 0.999))
+        train(optimizer, model, comm.rank, [0])
+        return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+    (weights, state), *_ = run_local(1, first)
+
+    def second(comm):
+        model = model_of(comm.rank)
+        model.load_state_dict(weights)
+        optimizer = face("OneBitAdam", model.named_parameters(), comm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.load_state_dict([] if comm.rank else [state])
+        train(optimizer, model, comm.rank, [1])
+        return optimizer.param_groups[0]["lr"], tuple(optimizer.param_groups[0]["betas"])
+
+    assert run_local(3, second) == [(0.25, (0.5, 0.999))] * 3
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
         (lambda saved: saved.pop("averaging"), "but not 'averaging'"),
         (lambda saved: saved["averaging"].update(size=3), "belongs to rank 0 of 3"),
         (lambda saved: saved["state"][0].pop("momentum"), "it lacks 'momentum."),
-        (lambda saved: saved["param_groups"][0]["params"].pop(), "4 parameters; this optimizer has 5"),
+        (
+            lambda saved: saved["param_groups"][0]["params"].pop(),
+            r"\[4\] parameters; this optimizer has \[5\]",
+        ),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(damage, text):
@@ -579,7 +748,10 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_every_rank():
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_scaler_skips_on_all_ranks_alike(unscales):
-    """A scale changes no step, but for the skipped one; torch finds infinities on one rank only."""
+    """A scale changes no step, but for the skipped one; torch finds infinities on one rank only.
+
+    The settings of the groups change meanwhile.
+    """
 
     def main(comm):
         model, twin = model_of(comm.rank), model_of(comm.rank)
@@ -587,6 +759,8 @@ def test_a_scaler_skips_on_all_ranks_alike(unscales):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         for step in range(2 * FREEZE):
             overflows = step in (1, FREEZE + 1)
+            for opt in (optimizer, plain):
+                opt.param_groups[0].update(weight_decay=0.01 * step, betas=(0.9 - 0.01 * step, 0.999))
             draws = torch.Generator().manual_seed(1000 * step + comm.rank)
             scaler.scale(model(torch.randn(8, 20, generator=draws)).square().sum()).backward()
             if overflows and comm.rank == 1:

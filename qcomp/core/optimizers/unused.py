@@ -1,14 +1,21 @@
-"""Steps in which some parameters have no gradient, on this rank or on all."""
+"""Steps whose settings may change, and in which some parameters have no gradient, on this rank or on all."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
-from qcomp.core.mean.stages import AllGather, Stages, pipeline
+from qcomp.core.errors import MismatchError
+from qcomp.core.mean.stages import AllGather, Exchange, Stages, pipeline
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
 __all__ = ["stages_of_used"]
+
+_DIGEST = 8
+"""Bytes of a digest of settings."""
 
 
 def stages_of_used(
@@ -17,6 +24,7 @@ def stages_of_used(
     grads: Sequence[Array | None],
     state: OptimizerState,
     *,
+    settings: str = "",
     donate: bool = False,
 ) -> Stages[tuple[list[Array], OptimizerState]]:
     """Make one step as a generator of pure stages; a parameter without a gradient on any rank stays as it is.
@@ -35,37 +43,67 @@ def stages_of_used(
         This rank's gradients; None where there is none.
     state : OptimizerState
         From `Optimizer.init` or the last step.
+    settings : str
+        The settings that may have changed since the last step, in words that are equal where they are.
     donate : bool
         As for `Optimizer.step`; ignored on a rank that lacks a gradient.
 
+    Raises
+    ------
+    MismatchError
+        On every rank, if the settings differ. Nothing has changed then.
+
     Notes
     -----
-    Every rank sends a bit for each parameter to all others, beside the first exchange of the step.
+    Beside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others.
     """
     used = [g is not None for g in grads]
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-    if optimizer.apart(state.stage):
-        return (yield from optimizer.stages(params, filled, state, donate=donate))
     # What no rank uses this rank does not use either: else nothing of the old state is needed.
     step = optimizer.stages(params, filled, state, donate=donate and all(used))
+    try:
+        first = next(step)
+    except StopIteration as stop:  # it sends nothing
+        result: tuple[list[Array], OptimizerState] = stop.value
+        return result
     anywhere, (new_params, new_state) = yield from pipeline(
-        [_used_anywhere(used, state.size, params[0]), step]
+        [_agreed(used, settings, state, params[0]), _continued(first, step)]
     )
     left_out = {number for number, found in enumerate(anywhere) if not found}
-    if not left_out:
+    if not left_out or optimizer.apart(state.stage):
         return new_params, new_state
+    if len(left_out) == len(params):  # there was no step
+        return list(params), state
     kept = [p if i in left_out else new for i, (p, new) in enumerate(zip(params, new_params, strict=True))]
     return kept, _without(optimizer, left_out, state, new_state)
 
 
-def _used_anywhere(used: Sequence[bool], size: int, like: Array) -> Stages[Any]:
-    """Return whether each parameter has a gradient on some rank, the same on all ranks."""
+def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
+    """Return a computation whose first exchange is known already."""
+    request = first
+    while True:
+        try:
+            request = stages.send((yield request))
+        except StopIteration as stop:
+            return stop.value
+
+
+def _agreed(used: Sequence[bool], settings: str, state: OptimizerState, like: Array) -> Stages[Any]:
+    """Return whether each parameter has a gradient on some rank; raise on all ranks if their settings differ."""
+    own = blake2b(settings.encode(), digest_size=_DIGEST).digest()
     bits = sum(1 << number for number, is_used in enumerate(used) if is_used)
-    nbytes = (len(used) + 7) // 8
-    arrived = yield AllGather(from_host_bytes(bits.to_bytes(nbytes, "little"), like), (nbytes,) * size)
-    found = 0
-    for message in arrived:
-        found |= int.from_bytes(host_bytes(message), "little")
+    message = own + bits.to_bytes((len(used) + 7) // 8, "little")
+    arrived = yield AllGather(from_host_bytes(message, like), (len(message),) * state.size)
+    found, ranks_of = 0, defaultdict[bytes, list[int]](list)
+    for rank, received in enumerate(map(host_bytes, arrived)):
+        found |= int.from_bytes(received[_DIGEST:], "little")
+        ranks_of[bytes(received[:_DIGEST])].append(rank)
+    if len(ranks_of) > 1:
+        groups = ", and ".join(map(name_ranks, ranks_of.values()))
+        raise MismatchError(
+            f"the settings of step {state.step + 1} differ between {groups}: rank {state.rank} has {settings}. What "
+            "changes them, such as a scheduler, must see the same on all ranks, for instance the mean of their losses"
+        )
     return [bool(found >> number & 1) for number in range(len(used))]
 
 
