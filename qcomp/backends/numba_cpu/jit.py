@@ -90,12 +90,12 @@ class Kernel:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the compiled function."""
-        return (self._compiled or self.compile())(*arguments)
+        return self.compiled(*arguments)
 
-    @property
+    @functools.cached_property
     def compiled(self) -> Callable[..., Any]:
         """The compiled function, for callers that call it many times."""
-        return self._compiled or self.compile()
+        return self.compile()
 
     def compile(self) -> Callable[..., Any]:
         """Return the compiled function."""

@@ -201,7 +201,7 @@ class NumbaKernels:
         """Compress all segments of some chunks in a call of a kernel for each compressor."""
         plan = plan_of(frames)
         donated = outs is tensors
-        if plan.groups is None or (blends and (donated or any(b[1:] != blends[0][1:] for b in blends))):
+        if plan.groups is None or (blends and (donated or len({b[1:] for b in blends}) > 1)):
             return None
         found = {VALUES: _addresses_of(tensors, plan.tensors)}
         if residuals:

@@ -173,8 +173,10 @@ class Adam(Optimizer):
         """
         correction = 1 - self.betas[0] ** (state.step + 1)
         return tuple(
-            StepNumbers(rate, correction, self.eps, decay if self.decoupled_weight_decay else 0.0)
-            for rate, decay in zip(self.rates(state), self.weight_decays(state), strict=True)
+            [
+                StepNumbers(rate, correction, self.eps, decay if self.decoupled_weight_decay else 0.0)
+                for rate, decay in zip(self.rates(state), self.weight_decays(state), strict=True)
+            ]
         )
 
 

@@ -427,7 +427,7 @@ class Optimizer(TakesAveraging, ABC):
             The state of the last step.
         """
         rate = self.rate(state)
-        return tuple(rate * g.learning_rate_factor for g in group_of_each(tuple(self.groups), state.names))
+        return tuple([rate * g.learning_rate_factor for g in group_of_each(tuple(self.groups), state.names)])
 
     def weight_decays(self, state: OptimizerState) -> tuple[float, ...]:
         """Return the weight decay of each tensor.
@@ -438,8 +438,10 @@ class Optimizer(TakesAveraging, ABC):
             The state of the last step.
         """
         return tuple(
-            self.weight_decay if g.weight_decay is None else g.weight_decay
-            for g in group_of_each(tuple(self.groups), state.names)
+            [
+                self.weight_decay if g.weight_decay is None else g.weight_decay
+                for g in group_of_each(tuple(self.groups), state.names)
+            ]
         )
 
     def _world(

@@ -95,7 +95,7 @@ class Average(NamedTuple):
             values.update(zip(part.tensors, means, strict=True))
             if part.state is self.exchange:
                 exchange = state
-        return Means(tuple(values[i] for i in range(len(values))), exchange, self.own)
+        return Means(tuple([values[i] for i in range(len(values))]), exchange, self.own)
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ class Compression:
                 ]
             parts.append(self.exact_part(exact, plain, state))
         if compressed:
-            chosen = tuple(values[i] for i in compressed)
-            chosen_blends = tuple(blends[i] for i in compressed) if blends else ()
+            chosen = tuple([values[i] for i in compressed])
+            chosen_blends = tuple([blends[i] for i in compressed]) if blends else ()
             parts.append(
                 Part(self.mean_of(state), tuple(compressed), chosen, state.exchange, key, chosen_blends)
             )

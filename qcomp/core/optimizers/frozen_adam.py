@@ -145,7 +145,7 @@ class FrozenVarianceAdam(Optimizer):
             tensors, momentum, state.variance, self.adam.numbers(state), donate=means.donate
         )
         new_state = state._replace(
-            step=state.step + 1, momentum=tuple(m for _, m in moved), exchange=means.exchange
+            step=state.step + 1, momentum=tuple([m for _, m in moved]), exchange=means.exchange
         )
         return [p for p, _ in moved], self._watched(new_state, beside, tensors)
 
