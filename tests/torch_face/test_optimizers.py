@@ -183,7 +183,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["OneBitAdam", "CompressedSGD"])
+@pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("CompressedSGD", marks=pytest.mark.slow)])
 def test_every_scheduler_changes_what_the_steps_use(name, scheduler):
     """Each step is that of an optimizer made with the values of that moment, from the same state."""
     comm = LocalCommunicator.alone()
@@ -380,7 +380,9 @@ def test_what_is_wrong_is_said(make, error, text):
         make(list(model_of(0).parameters()), LocalCommunicator.alone())
 
 
-@pytest.mark.parametrize("key", ["lr", "weight_decay", "betas"])
+@pytest.mark.parametrize(
+    "key", ["lr", *(pytest.param(k, marks=pytest.mark.slow) for k in ("weight_decay", "betas"))]
+)
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 @pytest.mark.parametrize("steps", [2, FREEZE + 2])
 def test_ranks_with_other_settings_are_told(key, topology, steps):
