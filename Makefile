@@ -11,8 +11,13 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-test: $(INSTALLED)  ## Run the fast tests that need no GPU.
-	$(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 1536 -m "not gpu and not nvrtc and not peers and not slow"
+# Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
+QUICK = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 1536 \
+	-m "not gpu and not nvrtc and not peers and not slow"
+
+test: $(INSTALLED)  ## Run the fast tests that need no GPU: those of kernels, then all others.
+	$(QUICK) tests/backends
+	$(QUICK) --ignore tests/backends
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers"
