@@ -126,7 +126,7 @@ class Cpu:
 
 def event_seconds(call: Callable[[], object], repeats: int) -> float:
     """Return the seconds of one call on the device, averaged over repeats."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     for _ in range(repeats):

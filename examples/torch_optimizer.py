@@ -56,7 +56,7 @@ def main() -> None:
             batch = torch.randint(0, TRAINED, (BATCH,), generator=draws)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = functional.cross_entropy(model(inputs[batch]), targets[batch]) / MICRO_BATCHES
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has no hints here
+            scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # this rank's gradients, before they are averaged
         scaler.step(optimizer)

@@ -50,8 +50,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
-        # `make test` leaves these tests out; only `make test-gpu` without a device comes here.
-        pytest.skip("there is no CUDA device")
+        pytest.skip(
+            reason="there is no CUDA device, which is what this tests; only `make test-gpu` comes here"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,52 @@ class CompressedSGD(AveragingOptimizer):
         super().__init__(params, of_groups, partial(optimizers.CompressedSGD, **settings), comm)
 
 
-class OneBitAdam(AveragingOptimizer):
+class _FrozenVarianceAdam(AveragingOptimizer):
+    """Base of 1-bit Adam and QAdam, which take the same settings."""
+
+    algorithm: ClassVar[type[optimizers.OneBitAdam | optimizers.QAdam]]
+    compressor: ClassVar[Compressor]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule = VarianceStable(),
+        watch: VarianceWatch | None = VarianceWatch(),
+        decoupled_weight_decay: bool = True,
+        compressor: Compressor | None = None,
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compressor": self.compressor if compressor is None else compressor,
+            "exact": exact,
+        }
+        settings: dict[str, Any] = {
+            "freeze": freeze,
+            "watch": watch,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(self.algorithm, **settings), comm)
+
+
+class OneBitAdam(_FrozenVarianceAdam):
     """1-bit Adam: exact Adam until the variance is stable, then a momentum with one bit per element.
 
     Parameters
@@ -155,43 +200,8 @@ class OneBitAdam(AveragingOptimizer):
     (1, 'warmup')
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze: int | FreezeRule = VarianceStable(),
-        watch: VarianceWatch | None = VarianceWatch(),
-        decoupled_weight_decay: bool = True,
-        compressor: Compressor = ScaledSign(scale="rms"),
-        exact: ExactPolicy | bool | None = ExactBelow(10_000),
-        averaging: Averaging = Averaging(),
-        clip_norm: float | None = None,
-        seed: int = 0,
-        nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
-    ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "compressor": compressor,
-            "exact": exact,
-        }
-        settings: dict[str, Any] = {
-            "freeze": freeze,
-            "watch": watch,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-        }
-        super().__init__(params, of_groups, partial(optimizers.OneBitAdam, **settings), comm)
+    algorithm = optimizers.OneBitAdam
+    compressor = ScaledSign(scale="rms")
 
 
 class OneBitLamb(AveragingOptimizer):
@@ -303,7 +313,7 @@ class OneBitLamb(AveragingOptimizer):
         super().__init__(params, of_groups, partial(optimizers.OneBitLamb, **settings), comm)
 
 
-class QAdam(AveragingOptimizer):
+class QAdam(_FrozenVarianceAdam):
     """QAdam: `OneBitAdam` with 8 bits per element.
 
     Parameters
@@ -357,43 +367,8 @@ class QAdam(AveragingOptimizer):
     (1, 'warmup')
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze: int | FreezeRule = VarianceStable(),
-        watch: VarianceWatch | None = VarianceWatch(),
-        decoupled_weight_decay: bool = True,
-        compressor: Compressor = MinMaxUInt8(),
-        exact: ExactPolicy | bool | None = ExactBelow(10_000),
-        averaging: Averaging = Averaging(),
-        clip_norm: float | None = None,
-        seed: int = 0,
-        nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
-    ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "compressor": compressor,
-            "exact": exact,
-        }
-        settings: dict[str, Any] = {
-            "freeze": freeze,
-            "watch": watch,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-        }
-        super().__init__(params, of_groups, partial(optimizers.QAdam, **settings), comm)
+    algorithm = optimizers.QAdam
+    compressor = MinMaxUInt8()
 
 
 class ZeroOneAdam(AveragingOptimizer):

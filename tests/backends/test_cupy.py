@@ -53,8 +53,9 @@ emulator = _load_emulator()
 def compiler():
     """The C++ compiler of the emulation, which no Python package brings along."""
     if emulator.COMPILER is None:
-        # The tests need Python and make alone, and a GPU needs no emulation.
-        pytest.skip("g++ is not installed, which compiles the emulation of CUDA")
+        pytest.skip(
+            reason="the emulation of CUDA needs g++; whoever runs the tests needs only Python and make"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +108,7 @@ class Device:
 
     def array(self, values, shift=0):
         if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
-            pytest.skip("CuPy before 14 has no arrays of bfloat16 to compress")
+            pytest.skip(reason="CuPy before 14 has no arrays of bfloat16, so there is nothing to compress")
         whole = self.cupy.empty(values.size + shift, dtype=values.dtype)
         whole[shift:].set(values)
         return whole[shift:]

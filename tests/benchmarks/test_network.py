@@ -474,8 +474,7 @@ def allowed():
         with shaped.shaped_network(1, None):
             pass
     except shaped.NetworkError as error:
-        # The package needs neither: only its benchmark does.
-        pytest.skip(f"network namespaces need root and a kernel that allows them: {error}")
+        pytest.skip(reason=f"only root can shape a network, and only the benchmark needs one: {error}")
 
 
 @pytest.fixture

@@ -256,6 +256,12 @@ def test_an_ordinary_script_with_an_optimizer_for_torch():
 
 
 @pytest.mark.slow
+def test_the_same_script_under_mpirun(mpirun):
+    job = mpirun(3, ["-m", "mpi4py", EXAMPLES / "torch_optimizer.py"], timeout=200)
+    assert "all 3 ranks hold identical parameters" in job.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
 def test_ranks_of_torchrun_end_with_identical_parameters(method):
     stdout = torchrun("torch_ddp_hook.py", "--method", method)

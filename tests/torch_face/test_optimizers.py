@@ -1,9 +1,11 @@
 """The optimizers for torch make the steps of the core, and are optimizers of torch in all else."""
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -235,6 +237,54 @@ def test_a_rising_rate_keeps_the_variance_from_freezing():
     assert stages == {1.0: "compressed", 1.01: "warmup"}
 
 
+# --- the settings ----------------------------------------------------------------------------------------------------
+
+OTHER = {
+    "freeze": qcomp.FreezeAt(77),
+    "watch": None,
+    "decoupled_weight_decay": False,
+    "averaging": qcomp.Averaging("all_gather"),
+    "clip_norm": 3.0,
+    "seed": 5,
+    "nonfinite": "skip",
+    "nesterov": True,
+    "momentum": 0.5,
+    "betas": (0.8, 0.9),
+    "eps": 1e-3,
+    "weight_decay": 0.5,
+    "compressor": qcomp.QSGD(15, 64),
+    "exact": qcomp.ExactBelow(7),
+    "trust_bounds": (0.5, 2.0),
+    "trust_decay": 0.5,
+    "factor_bounds": (0.25, 2.0),
+    "factor_change": 0.5,
+    "variance_steps": qcomp.DoublingIntervals(3),
+    "sync_steps": qcomp.LocalSteps(5, 3),
+}
+"""A value of each setting that is not the default of any optimizer."""
+
+
+@every_face
+def test_every_setting_of_the_core_is_there_and_reaches_it(name):
+    """But for schedules and policies by name, which groups stand for, and what 0/1 Adam has no choice of."""
+    kind, _ = FACES[name]
+    of_face = inspect.signature(getattr(qcomp.torch, name)).parameters
+    of_core = {f.name: f.default for f in fields(kind)}
+    instead = {"learning_rate", "groups", "compressors"}
+    fixed = {"decoupled_weight_decay"} if name == "ZeroOneAdam" else set()
+    assert of_face.keys() - {"params", "lr", "comm"} == of_core.keys() - instead - fixed
+    for setting in of_face.keys() - {"params", "lr", "comm"}:
+        assert setting == "compressor" or of_face[setting].default == of_core[setting]
+        params, comm = model_of(0).parameters(), LocalCommunicator.alone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some freeze early, or compress nothing
+            optimizer = getattr(qcomp.torch, name)(params, comm=comm, **{setting: OTHER[setting]})
+            plain = getattr(qcomp.torch, name)(model_of(0).parameters(), comm=comm)
+        reached = optimizer._settings.optimizer(optimizer.param_groups, 0)
+        assert getattr(reached, setting) == OTHER[setting] != of_core[setting]
+        assert plain._settings.optimizer(plain.param_groups, 0).compressor == of_core["compressor"]
+
+
 # --- an optimizer of torch -------------------------------------------------------------------------------------------
 
 
@@ -250,6 +300,15 @@ def test_a_closure_computes_what_the_step_uses():
 
     assert optimizer.step(closure) == 7.0
     train(other, twin, 0, [0])
+    assert content(optimizer) == content(other)
+
+
+def test_a_compiled_model_makes_the_same_steps():
+    model, twin = model_of(0), model_of(0)
+    comm = LocalCommunicator.alone()
+    optimizer, other = (face("OneBitAdam", net.parameters(), comm) for net in (model, twin))
+    train(optimizer, torch.compile(model, backend="eager"), 0, range(FREEZE + 2))
+    train(other, twin, 0, range(FREEZE + 2))
     assert content(optimizer) == content(other)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from array_api_compat import is_array_api_obj
 
@@ -87,12 +87,12 @@ class Key(_KeyParts):
         bucket: Any = 0,
     ) -> Self:
         """Check the parts and make the key."""
-        return cls._make((seed, step, tensor, rank, hop, bucket))
+        return cls._checked((seed, step, tensor, rank, hop, bucket))
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # mypy knows no subclass of `_make`
-        """Return the key of these parts; `_replace` uses this too."""
-        key = super()._make(iterable)
+    def _checked(cls, parts: Iterable[Any]) -> Self:
+        """Return the key of these parts."""
+        key = super()._make(parts)
         if set(map(type, key)) == {int} and min(key) >= 0 and max(key[:2]) >> 64 == max(key[2:]) >> 32 == 0:
             return key
         for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
@@ -113,7 +113,10 @@ class Key(_KeyParts):
         """
         seed, step, tensor, rank, old_hop, old_bucket = self
         new = old_hop if hop is None else hop, old_bucket if bucket is None else bucket
-        return self._make((seed, step, tensor, rank, *new))
+        return self._checked((seed, step, tensor, rank, *new))
+
+    if not TYPE_CHECKING:
+        _make = _checked  # so that `_replace`, which calls it, checks too; a checker of types has its own idea of both
 
 
 class _IntWords:

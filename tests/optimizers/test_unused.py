@@ -1,0 +1,64 @@
+"""Steps in which some parameters have no gradient, in every array library; see also `tests/torch_face`."""
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core.optimizers.unused import stages_of_used
+
+SHAPES = {"a": (150,), "b": (3,), "c": (40, 2)}
+OPTIMIZERS = {
+    "exact": qcomp.Adam(learning_rate=0.1, weight_decay=0.1),
+    "compressed": qcomp.CompressedSGD(
+        learning_rate=0.1, weight_decay=0.1, exact=None, compressor=qcomp.ScaledSign(bucket_size=16)
+    ),
+}
+
+
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_no_rank_uses_stays_as_it_is(lockstep, library, opt):
+    """Rank 1 lacks two gradients: of one that rank 0 has, and of one that nobody has."""
+    names, shapes = tuple(SHAPES), tuple(SHAPES.values())
+    params = [library.array(np.full(shape, 0.5, np.float32)) for shape in shapes]
+    states = [opt.initial_state(params, names, rank, 2) for rank in range(2)]
+    draws = [
+        [
+            np.random.default_rng([rank, i]).standard_normal(shape, np.float32)
+            for i, shape in enumerate(shapes)
+        ]
+        for rank in range(2)
+    ]
+    missing = ({"b"}, {"a", "b"})
+
+    def steps(grads):
+        return lockstep([stages_of_used(opt, params, g, s) for g, s in zip(grads, states, strict=True)])
+
+    given = [
+        [None if name in absent else library.array(g) for name, g in zip(names, own, strict=True)]
+        for own, absent in zip(draws, missing, strict=True)
+    ]
+    zeros = [
+        [library.array(np.zeros_like(g) if name in absent else g) for name, g in zip(names, own, strict=True)]
+        for own, absent in zip(draws, missing, strict=True)
+    ]
+    for (moved, state), (expected, filled), before in zip(steps(given), steps(zeros), states, strict=True):
+        kept, used = np.asarray(moved[1]), [np.asarray(moved[i]) for i in (0, 2)]
+        assert kept.tobytes() == np.asarray(params[1]).tobytes() != np.asarray(expected[1]).tobytes()
+        assert np.asarray(state.momentum[1]).tobytes() == np.asarray(before.momentum[1]).tobytes()
+        assert [x.tobytes() for x in used] == [np.asarray(expected[i]).tobytes() for i in (0, 2)]
+        assert state.step == filled.step == 1
+
+
+def test_settings_that_differ_are_an_error_on_every_rank(lockstep):
+    opt = OPTIMIZERS["exact"]
+    params = [np.ones(5, np.float32)]
+    states = [opt.initial_state(params, ("a",), rank, 3) for rank in range(3)]
+    computations = [
+        stages_of_used(opt, params, params, state, settings=text)
+        for state, text in zip(states, ("lr=1", "lr=2", "lr=1"), strict=True)
+    ]
+    errors = lockstep(computations, catch=qcomp.MismatchError)
+    assert [str(error).partition("What changes")[0] for error in errors] == [
+        f"the settings of step 1 differ between ranks 0 and 2, and rank 1: rank {rank} has lr={rate}. "
+        for rank, rate in enumerate((1, 2, 1))
+    ]
