@@ -55,6 +55,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         )
 
 
+@pytest.fixture(params=["numba", "pure"])
+def kernels(request):
+    """The kernels that steps use, by name."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    with importlib.import_module("qcomp.backends").use(request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="session")
 def launcher() -> Path:
     """The mpirun of the environment, which qcomp[dev] brings along."""

@@ -11,14 +11,6 @@ from qcomp.core.errors import NonFiniteError
 SHAPES = ((40, 5), (), (0,), (1030,), (7,))
 
 
-@pytest.fixture(params=["numba", "pure"])
-def kernels(request):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    with qcomp.backends.use(request.param):
-        yield request.param
-
-
 @pytest.fixture(params=["numpy", "torch"])
 def as_array(request):
     return np.asarray if request.param == "numpy" else pytest.importorskip("torch").asarray

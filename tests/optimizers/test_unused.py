@@ -49,6 +49,16 @@ def test_what_no_rank_uses_stays_as_it_is(lockstep, library, opt):
         assert state.step == filled.step == 1
 
 
+def test_a_trust_ratio_stays_of_the_tensor_that_nobody_uses(lockstep):
+    """And not of one whose name ends like its name."""
+    opt = qcomp.OneBitLamb(learning_rate=0.1, weight_decay=0.1, exact=None)
+    params = [np.full(5, 2, np.float32), np.full(5, 2, np.float32)]
+    states = [opt.initial_state(params, ("weight", "0.weight"), rank, 2) for rank in range(2)]
+    grads = [None, np.ones(5, np.float32)]
+    for _, state in lockstep([stages_of_used(opt, params, grads, state) for state in states]):
+        assert state.numbers["trust.weight"] == 1.0 != state.numbers["trust.0.weight"]
+
+
 def test_settings_that_differ_are_an_error_on_every_rank(lockstep):
     opt = OPTIMIZERS["exact"]
     params = [np.ones(5, np.float32)]

@@ -134,17 +134,21 @@ def test_groups_have_rates_and_decays_of_their_own_that_a_scheduler_changes():
 
     def main(comm):
         model, twin = model_of(comm.rank), model_of(comm.rank)
+        *others, last = [pair for pair in model.named_parameters() if pair[1].ndim == 1]
         weights = [pair for pair in model.named_parameters() if pair[1].ndim == 2]
-        others = [pair for pair in model.named_parameters() if pair[1].ndim == 1]
-        groups = [{"params": weights, "weight_decay": 0.25}, {"params": others, "lr": 0.005}]
+        groups = [
+            {"params": weights, "weight_decay": 0.25},
+            {"params": others, "lr": 0.005},
+            {"params": [last], "weight_decay": 0.5},
+        ]
         optimizer = face("OneBitAdam", groups, comm)
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        order = [name for name, _ in weights + others]
+        order = [name for name, _ in [*weights, *others, last]]
         opt = core("OneBitAdam")
         opt = qcomp.OneBitAdam(
             learning_rate=lambda step: 0.01 * 0.5**step,
             weight_decay=0.25,
-            groups=[qcomp.Group([name for name, _ in others], 0.5, 0.0)],
+            groups=[qcomp.Group([name for name, _ in others], 0.5, 0.0), qcomp.Group([last[0]], 1.0, 0.5)],
             freeze=FREEZE,
             compressor=SIGN,
             exact=opt.exact,
@@ -527,7 +531,7 @@ def test_groups_choose_what_is_compressed_and_how():
 
 @pytest.mark.parametrize("name", [n for n in FACES if n != "ZeroOneAdam"])
 @pytest.mark.parametrize("steps", [2, FREEZE + 2], ids=["warm-up", "compressed"])
-def test_what_no_rank_uses_stays_as_it_is(name, steps):
+def test_what_no_rank_uses_stays_as_it_is(kernels, name, steps):  # kernels overwrite what they are given
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face(name, model.named_parameters(), comm, weight_decay=0.1)
@@ -619,7 +623,26 @@ def test_zeros_instead_would_be_seen(monkeypatch):
 
     monkeypatch.setattr(qcomp.torch.optimizer, "stages_of_used", zeros)
     with pytest.raises(AssertionError):
-        test_what_no_rank_uses_stays_as_it_is("OneBitAdam", FREEZE + 2)
+        test_what_no_rank_uses_stays_as_it_is("pure", "OneBitAdam", FREEZE + 2)
+
+
+def test_what_nobody_uses_is_synchronised_after_local_steps():
+    """The ranks of 0/1 Adam moved it apart, so it must not stay where it is."""
+
+    def main(comm):
+        model = model_of(comm.rank)
+        fifth = lambda step: step == 5  # noqa: E731, counted from the freeze on
+        optimizer = face("ZeroOneAdam", model.named_parameters(), comm, sync_steps=fifth)
+        train(optimizer, model, comm.rank, range(FREEZE + 4))
+        apart = model[0].weight.detach().clone()
+        backward(model, comm.rank, FREEZE + 4)
+        model[0].weight.grad = None
+        optimizer.step()
+        return apart, model[0].weight.detach()
+
+    (one, first), (other, second) = run_local(2, main)
+    assert torch.equal(first, second)
+    assert not torch.equal(one, other)
 
 
 def test_what_does_not_require_a_gradient_is_left_out_until_it_does():
@@ -663,7 +686,7 @@ def through_a_file(saved):
 
 @every_face
 @pytest.mark.parametrize("stop", [2, FREEZE + 3])
-def test_a_restart_goes_on_bit_for_bit(name, stop):
+def test_a_restart_goes_on_bit_for_bit(kernels, name, stop):  # kernels overwrite what they are given
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face(name, model.named_parameters(), comm)

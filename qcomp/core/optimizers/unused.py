@@ -142,9 +142,11 @@ def _without(
             )
         )
         exchange = exchange._replace(worker=worker, server=server)
-    own = tuple(f".{state.names[number]}" for number in left_out)
+    own = {state.names[number] for number in left_out}
     return new._replace(
-        numbers={key: state.numbers[key] if key.endswith(own) else x for key, x in new.numbers.items()},
+        numbers={
+            key: state.numbers[key] if key.partition(".")[2] in own else x for key, x in new.numbers.items()
+        },
         momentum=kept(state.momentum, new.momentum),
         variance=kept(state.variance, new.variance),
         arrays={kind: kept(state.arrays[kind], after) for kind, after in new.arrays.items()},
