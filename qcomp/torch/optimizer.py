@@ -13,8 +13,7 @@ import torch.distributed as dist
 from qcomp.comm.base import Communicator
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core.errors import MismatchError
-from qcomp.core.handshake import gather_texts
+from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import drive
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
@@ -247,14 +246,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
             flat = [self._flat(one) for one in saved]
             groups = saved[0]["param_groups"] if saved else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = error
-        own = json.dumps([str(problem) if problem else None, groups], default=float)
-        texts = drive(gather_texts(own, self._comm.size, self._tensors[0]), self._comm)
-        if problem is not None:
-            raise ValueError(f"state_dict does not fit: {problem}") from problem
-        for rank, (refusal, found) in enumerate(map(json.loads, texts)):
-            if refusal:
-                raise MismatchError(f"rank {rank} cannot load its state: {refusal}")
+            problem = ValueError(f"state_dict does not fit: {error}")
+        like = self._tensors[0]
+        agree(self._comm, problem, what="load its state", like=like)
+        own = json.dumps(groups, default=float)
+        for found in map(json.loads, drive(gather_texts(own, self._comm.size, like), self._comm)):
             groups = groups or found
         if groups is None:
             raise ValueError(
