@@ -298,10 +298,11 @@ class ReplicatedGradients:
         self._unit = unit
         self._comm = comm
         self._terms = terms
+        nothing = all(terms.exact[name] for name in unit.names)
         self._mean = GradientMean(
-            compressor=compressor,
-            averaging=Averaging(topology=topology, feedback=terms.feedback),
-            exact=_Chosen(terms.exact),
+            compressor=Identity() if nothing else compressor,
+            averaging=Averaging(topology=topology, feedback=terms.feedback and not nothing),
+            exact=None if nothing else _Chosen(terms.exact),
             exact_iterations=0,
             seed=terms.seed,
         )

@@ -15,6 +15,7 @@ from qcomp.core.compressors import QSGD
 from qcomp.core.errors import MismatchError
 from qcomp.core.handshake import agree, handshake
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
+from qcomp.core.reporting import warn_caller
 from qcomp.torch.exchanges import GatheredWeights, ReplicatedGradients, ScatteredGradients, Terms
 from qcomp.torch.units import Unit, units_of
 
@@ -123,6 +124,11 @@ def compress(
     ]
     kept = exact(tensors) if exact is not None else [False] * len(tensors)
     is_exact = {tensor.name: bool(found) for tensor, found in zip(tensors, kept, strict=True)}
+    if all(is_exact.values()):
+        warn_caller(
+            f"compress compresses nothing: exact={exact!r} keeps all {len(tensors)} parameters exact (the largest has "
+            f"{max(tensor.size for tensor in tensors)} elements); pass exact=None to compress all"
+        )
     facts = {
         "gradients": gradients and gradients.spec,
         "weights": weights and weights.spec,

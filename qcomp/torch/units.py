@@ -139,14 +139,14 @@ def units_of(model: Any) -> list[Unit]:
 
 
 def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tuple[Any, str, str, Any]]:
-    """Yield the sharded module of each parameter, its name, and the parameter with its name."""
+    """Yield the sharded module of each parameter, its name, and the parameter with its name: children first."""
     if isinstance(module, FSDPModule):
         owner, owner_name = module, prefix.removesuffix(".")
+    for name, child in module.named_children():
+        yield from _owned(child, f"{prefix}{name}.", owner, owner_name)
     if owner is not None:
         for name, p in module.named_parameters(recurse=False):
             yield owner, owner_name, prefix + name, p
-    for name, child in module.named_children():
-        yield from _owned(child, f"{prefix}{name}.", owner, owner_name)
 
 
 def _shard_dims(p: Any) -> int:
