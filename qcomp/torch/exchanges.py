@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.compressor import Compressor
@@ -22,6 +21,13 @@ from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.policies.exact_below import Tensor
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.torch.units import Unit
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+except ImportError as error:
+    raise ImportError(
+        f"qcomp.torch.fsdp needs a torch whose FSDP2 takes other collectives, 2.9 or newer; this is {torch.__version__}"
+    ) from error
 
 __all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
 
