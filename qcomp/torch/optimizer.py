@@ -15,8 +15,10 @@ from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import drive
+from qcomp.core.numeric.arrays import digest
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import averaged_by
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
@@ -97,6 +99,37 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
             self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    def attach(self, model: Any) -> None:
+        """Take part in the backward passes of a wrapped model from now on, as ``model=`` does.
+
+        For frameworks that make the optimizer before they wrap the model. Collective, before the first step.
+
+        Parameters
+        ----------
+        model : torch.nn.parallel.DistributedDataParallel
+            A model of this optimizer's parameters, without a communication hook.
+
+        Raises
+        ------
+        RuntimeError
+            After the first step, or if there is a model already.
+        TypeError, ValueError
+            If ``model`` is not wrapped, or averages other parameters.
+        """
+        if self._model is not None or self.core_state.step:
+            raise RuntimeError(
+                f"attach was called after {self.core_state.step} steps"
+                f"{' and another model' if self._model is not None else ''}; expected once, before the first step"
+            )
+        before = dict(vars(self))
+        self._model = model
+        try:
+            self._begin()
+            self._overlap(None)
+        except Exception:
+            vars(self).update(before)
+            raise
 
     def _overlap(self, comm: Any) -> None:
         """Let the model's backward passes start the exchange."""
@@ -201,6 +234,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
         values = self._values()
         gradients, scaled = self._gradients()
+        if not self.core_state.step:
+            self._warn_if_averaged(gradients)
         if scaled and optimizer.nonfinite != "skip":
             optimizer = self._settings.skipping()
         stages = stages_of_used(
@@ -340,6 +375,17 @@ class AveragingOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "a parameter requires a gradient now that did not when the optimizer was made, which therefore never "
                 "averages it: make the optimizer again"
+            )
+
+    def _warn_if_averaged(self, gradients: Sequence[Any]) -> None:
+        """Warn before the first step if all ranks have the same gradients, which they would average in vain."""
+        own = next((digest(g.detach()) for g in gradients if g is not None and g.any()), "")
+        texts = drive(gather_texts(own, self._comm.size, self._tensors[0]), self._comm)
+        if own and len(texts) > 1 and set(texts) == {own}:
+            warn_caller(
+                f"all {len(texts)} ranks have the same gradients before {type(self).__name__} averages them: if a "
+                "DistributedDataParallel has averaged them, pass it as model=, or do not wrap the model; if not, the "
+                "ranks train on the same data"
             )
 
     def _require_no_scaler(self) -> None:
