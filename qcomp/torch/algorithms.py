@@ -121,6 +121,7 @@ class _FrozenVarianceAdam(AveragingOptimizer):
         weight_decay: float = 0.0,
         *,
         freeze: int | FreezeRule = VarianceStable(),
+        variance_floor: float = 1e-3,
         watch: VarianceWatch | None = VarianceWatch(),
         decoupled_weight_decay: bool = True,
         compressor: Compressor | None = None,
@@ -142,6 +143,7 @@ class _FrozenVarianceAdam(AveragingOptimizer):
         }
         settings: dict[str, Any] = {
             "freeze": freeze,
+            "variance_floor": variance_floor,
             "watch": watch,
             "decoupled_weight_decay": decoupled_weight_decay,
             "averaging": averaging,
@@ -171,6 +173,10 @@ class OneBitAdam(_FrozenVarianceAdam):
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
+    variance_floor : float, default 1e-3
+        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
+        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -233,6 +239,10 @@ class OneBitLamb(AveragingOptimizer):
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
+    variance_floor : float, default 1e-3
+        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
+        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -289,6 +299,7 @@ class OneBitLamb(AveragingOptimizer):
         weight_decay: float = 0.0,
         *,
         freeze: int | FreezeRule = VarianceStable(),
+        variance_floor: float = 1e-3,
         watch: VarianceWatch | None = VarianceWatch(),
         decoupled_weight_decay: bool = True,
         trust_bounds: tuple[float, float] = (0.01, 10.0),
@@ -314,6 +325,7 @@ class OneBitLamb(AveragingOptimizer):
         }
         settings: dict[str, Any] = {
             "freeze": freeze,
+            "variance_floor": variance_floor,
             "watch": watch,
             "decoupled_weight_decay": decoupled_weight_decay,
             "trust_bounds": trust_bounds,
@@ -347,6 +359,10 @@ class QAdam(_FrozenVarianceAdam):
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
+    variance_floor : float, default 1e-3
+        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
+        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True

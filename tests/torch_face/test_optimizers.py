@@ -246,6 +246,7 @@ def test_a_rising_rate_keeps_the_variance_from_freezing():
 OTHER = {
     "freeze": qcomp.FreezeAt(77),
     "watch": None,
+    "variance_floor": 0.0,
     "decoupled_weight_decay": False,
     "averaging": qcomp.Averaging("all_gather"),
     "clip_norm": 3.0,

@@ -15,6 +15,7 @@ from qcomp.core.numeric.sums import totals
 from qcomp.core.optimizers.adam import Adam, corrected, rate_rises
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
@@ -40,7 +41,8 @@ class FrozenVarianceAdam(Optimizer):
     - Stage "rewarm", only with ``rewarm_steps`` of a `VarianceWatch`: some Adam steps on the exact mean gradient, after
       which the variance is frozen again, without another bias correction.
 
-    The variance of exact tensors is frozen too; only their momentum is averaged exactly. Elements whose frozen variance
+    The variance of exact tensors is frozen too; only their momentum is averaged exactly. That of compressed tensors
+    has a floor, see `variance_floor`. Elements whose frozen variance
     is zero, because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a
     gradient receive the rest of their momentum and then the corrections of feedback, so their total displacement stays
     bounded.
@@ -53,6 +55,8 @@ class FrozenVarianceAdam(Optimizer):
         See `OneBitAdam`.
     freeze : int or rule
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
+    variance_floor : float
+        Smallest frozen variance of an element, as a fraction of the mean of its tensor.
     watch : VarianceWatch or None
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     """
@@ -65,12 +69,14 @@ class FrozenVarianceAdam(Optimizer):
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     freeze: int | FreezeRule
+    variance_floor: float = 1e-3
     watch: VarianceWatch | None = VarianceWatch()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.adam  # noqa: B018 - raises if its settings do not fit
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
+        require_floor(self.variance_floor)
 
     @cached_property
     def adam(self) -> Adam:
@@ -164,7 +170,7 @@ class FrozenVarianceAdam(Optimizer):
         verdict = ask(freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=rising)
         if not verdict.frozen:
             return state._replace(history=verdict.history)
-        frozen = corrected(state.variance, beta2, state.step)
+        frozen = floored(corrected(state.variance, beta2, state.step), state.exact, self.variance_floor)
         return self.enter(state._replace(variance=frozen, history=()), "compressed")
 
     def _watched(
@@ -205,6 +211,7 @@ class FrozenVarianceAdam(Optimizer):
         if left:
             return state
         assert self.watch is not None
+        state = state._replace(variance=floored(state.variance, state.exact, self.variance_floor))
         return self.watch.begin(state)._replace(stage="compressed")
 
     @staticmethod

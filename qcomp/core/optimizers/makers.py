@@ -12,6 +12,8 @@ __all__ = ["maker", "require_maker"]
 
 _COMPRESSORS = ("compressor", "compressors")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # where residuals lie shows in the keys of a state
+_ADDED = ("variance_floor",)
+"""Settings that states of earlier releases do not name; what they govern is in the arrays of a state."""
 _DROPPED = {"rescale_feedback": "False", "feedback": "False"}
 """Settings that all optimizers once had, with what they are for those that no longer have them."""
 
@@ -36,7 +38,8 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
             "strict=False if its arrays mean the same to both"
         )
     before, after = _DROPPED | then["settings"], _DROPPED | now["settings"]
-    differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    unnamed = {name for name in _ADDED if name not in before}
+    differing = [n for n in sorted({*before, *after} - unnamed) if before.get(n) != after.get(n)]
     if "rescale_feedback" in differing:
         raise ValueError("the state was saved with rescale_feedback=True, which this release does not have")
     for name in differing:

@@ -1,0 +1,33 @@
+"""The floor of a variance that divides compressed momenta."""
+
+import math
+from collections.abc import Sequence
+
+from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.sums import total
+
+__all__ = ["floored", "require_floor"]
+
+
+def floored(variance: Sequence[Array], exact: Sequence[bool], floor: float) -> tuple[Array, ...]:
+    """Return the variance of compressed tensors with at least this fraction of the tensor's mean, where it is not zero.
+
+    An element of a compressed momentum is as large as its neighbours, however small it was. Divided by the root of a
+    variance that is millions of times smaller than theirs, it would move its parameter by millions of learning rates.
+    """
+    return tuple(
+        v if is_exact or not floor or not math.prod(v.shape) else _floored(v, floor)
+        for v, is_exact in zip(variance, exact, strict=True)
+    )
+
+
+def _floored(v: Array, floor: float) -> Array:
+    xp = array_namespace(v)
+    least = total(v) * (floor / math.prod(v.shape))
+    return xp.where((v > 0) & (v < least), least, v)
+
+
+def require_floor(floor: float) -> None:
+    """Raise ValueError unless this is a variance_floor."""
+    if not 0 <= floor <= 1:
+        raise ValueError(f"variance_floor is {floor!r}; expected a fraction of the mean, from 0 to 1")

@@ -1,0 +1,130 @@
+"""A frozen variance has a floor: what was hardly ever active does not fly away once momenta are compressed."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.checkpoint.format import MAKER, plain
+from qcomp.core.optimizers.floor import floored
+
+SETTINGS = {"learning_rate": 0.1, "betas": (0.0, 0.9), "freeze": 1, "watch": None}
+TINY = np.asarray([3.0, -1.0, 1e-4, 0.0, 2.0, 1.0, 1.0, -1.0], np.float32)
+
+
+def test_it_is_a_fraction_of_the_mean_where_there_is_a_variance(library):
+    v = np.asarray([4.0, 1e-9, 0.0, 2.0], np.float32)
+    (found,) = floored([library.array(v)], [False], 0.01)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray([4.0, v.mean() * 0.01, 0.0, 2.0], np.float32))
+
+
+def test_exact_and_empty_tensors_have_none(library):
+    v = [library.array(np.asarray([1.0, 1e-9], np.float32)), library.array(np.zeros(0, np.float32))]
+    for found, given in zip(floored(v, [True, False], 0.01), v, strict=True):
+        assert np.asarray(found).tobytes() == np.asarray(given).tobytes()
+
+
+def after_the_freeze(kind, **changes):
+    """Return how far one compressed step moves each element, in learning rates."""
+    comm = LocalCommunicator.alone()
+    compressor = qcomp.ScaledSign(bucket_size=8, scale="rms")
+    opt = getattr(qcomp, kind)(**SETTINGS, exact=None, compressor=compressor, **changes)
+    params = np.full(8, 100.0, np.float32)
+    state = opt.init(params, comm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frozen, state = opt.step(params, TINY, state, comm)
+        moved, _ = opt.step(frozen, np.abs(TINY), state, comm)
+    return np.abs(moved - frozen) / 0.1
+
+
+@pytest.mark.parametrize("floor", [1e-3, 0.1])
+def test_no_element_moves_further_than_the_floor_allows(floor):
+    """One bit has the same size for all: the root of the mean square, over the root of the floor."""
+    moved = after_the_freeze("OneBitAdam", variance_floor=floor)
+    assert moved[2] == pytest.approx(1 / np.sqrt(floor), rel=1e-3)
+    assert moved[3] == 0  # never had a gradient
+    assert moved.max() == moved[2]
+
+
+def test_without_it_an_element_flies_away():
+    assert after_the_freeze("OneBitAdam", variance_floor=0.0)[2] > 1e4
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.5, float("nan")])
+def test_what_is_no_fraction_is_refused(floor):
+    with pytest.raises(
+        ValueError, match=r"variance_floor is .*; expected a fraction of the mean, from 0 to 1"
+    ):
+        qcomp.OneBitAdam(learning_rate=0.1, variance_floor=floor)
+
+
+def test_a_state_of_an_earlier_release_loads_without_a_word():
+    """It does not name the floor, and goes on with the variance that it has."""
+    comm = LocalCommunicator.alone()
+    opt = qcomp.OneBitAdam(**SETTINGS | {"betas": (0.0, 0.0)}, exact=None)
+    params = np.ones(8, np.float32)
+    state = opt.init(params, comm)
+    params, state = opt.step(params, TINY, state, comm)
+    saved = opt.state_dict(state)
+    named = str(plain(saved[MAKER]))
+    saved[MAKER] = named.replace('"variance_floor": "0.001", ', "")
+    assert saved[MAKER] != named
+    opt.load_state_dict(saved, params, comm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam"])
+def test_a_network_with_dead_units_learns_as_with_adam(kind):
+    """An ordinary convolutional network: some of its channels die in the warm-up, others are active now and then."""
+    torch = pytest.importorskip("torch")
+    datasets = pytest.importorskip("sklearn.datasets")
+    torch_face = pytest.importorskip("qcomp.torch")
+    images, labels = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(512, 10),
+    )
+    rate = 1e-2 if kind == "OneBitLamb" else 2e-3
+
+    def end(**settings):
+        def rank_main(comm):
+            model = copy.deepcopy(network)
+            optimizer = getattr(torch_face, kind)(
+                model.parameters(),
+                lr=rate,
+                betas=(0.9, 0.95),
+                watch=None,
+                exact=qcomp.ExactBelow(2000),
+                comm=comm,
+                **settings,
+            )
+            draws, losses = torch.Generator().manual_seed(comm.rank), []
+            for _ in range(140):
+                batch = torch.randint(0, 1500, (32,), generator=draws)
+                loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return np.mean(losses[-40:])
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_local(2, rank_main)[0]
+
+    exact = end(freeze=1000)
+    assert exact < 0.25
+    assert end(freeze=60) < 1.5 * exact
+    if kind == "OneBitAdam":
+        assert end(freeze=60, variance_floor=0.0) > 10 * exact
