@@ -23,7 +23,7 @@ from transformers import (
 import qcomp.torch
 from qcomp.integrations import ddp
 
-EPOCHS, BATCH, FREEZE, TRAINED = 4, 32, 40, 1500
+EPOCHS, BATCH, FREEZE, TRAINED = 4, 16, 90, 1500
 EXACT = qcomp.ExactBelow(2000)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     )
     config.num_labels = 10
     # With these betas the variance averages over 20 steps, so that it can be frozen in this short training.
-    settings = {"lr": 2e-3, "betas": (0.9, 0.95), "freeze": FREEZE, "exact": EXACT}
+    settings = {"lr": 5e-4, "betas": (0.9, 0.95), "freeze": FREEZE, "exact": EXACT}
     model = BertForSequenceClassification(config)
     compress = Compress(with_hook=with_hook)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def main() -> None:
                 folder,
                 num_train_epochs=EPOCHS,
                 per_device_train_batch_size=BATCH,
-                learning_rate=2e-3,
+                learning_rate=5e-4,
                 use_cpu=True,
                 ddp_backend="gloo",
                 ddp_find_unused_parameters=False,

@@ -229,11 +229,21 @@ def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
 def torchrun(script, *arguments, ranks=2):
     """Run an example on ranks of torchrun; return what it printed."""
     launcher = Path(sys.executable).parent / "torchrun"
+    return printed([launcher, "--nproc-per-node", str(ranks), EXAMPLES / script, *arguments], ranks)
+
+
+def python(script, *arguments, ranks=2):
+    """Run an example that starts its ranks itself; return what it printed."""
+    return printed([sys.executable, EXAMPLES / script, *arguments], ranks)
+
+
+def printed(command, ranks):
+    """Run a command that trains on ranks; return what it printed."""
     job = subprocess.run(
-        [launcher, "--nproc-per-node", str(ranks), EXAMPLES / script, *arguments],
+        command,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -271,6 +281,23 @@ def test_a_sharded_script(mesh, ranks):
     )  # bytes of a step's gradients and weights, or of a mean of all
     assert int(sent.split()[0].replace(",", "")) < exact / 2.5
     assert float(read.split("%")[0]) > 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(), ("--hook",)], ids=["optimizer", "hook"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+def test_frameworks_that_wrap_the_model(framework, arguments):
+    pytest.importorskip(framework)
+    script = f"with_{framework}.py"
+    if framework == "lightning":  # which starts its processes itself
+        line = python(script, *arguments).splitlines()[-1]
+    else:
+        line = torchrun(script, *arguments).splitlines()[-1]
+    assert "all 2 ranks hold identical parameters" in line
+    if framework == "transformers":
+        assert float(line.split("loss ")[1].split()[0]) < 2.1  # a guess has 2.3
+    else:
+        assert float(line.split("; ")[1].split("%")[0]) > 80
 
 
 @pytest.mark.slow

@@ -153,6 +153,28 @@ assert optimizer.core_state.step == 1
     )
 
 
+def test_a_norm_may_be_computed_by_clipping_to_infinity(said):
+    """Which multiplies all gradients by 1: training loops do this to log the norm."""
+    said(
+        2,
+        """
+model, twin = wrapped(), wrapped()
+optimizer, other = face("OneBitAdam", model), face("OneBitAdam", twin)
+for step in range(FREEZE + 3):
+    for net, made in ((model, optimizer), (twin, other)):
+        backward(net, step)
+        if net is model:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        made.step()
+        made.zero_grad()
+assert same(model, twin) and optimizer.core_state.stage == "compressed"
+backward(model, 9)
+model.module[2].weight.grad[3, 4] += 1
+assert refusal(optimizer.step).startswith("RuntimeError: the gradient of '2.weight' was changed")
+""",
+    )
+
+
 REFUSALS = {
     "of another model": (
         "face('OneBitAdam', wrapped(), wrapped().parameters())",

@@ -77,6 +77,8 @@ class OverlappedOptimizer(Joinable):
         )
         self._model = model
         self._witness: Witness | None = None
+        self._is_written_to = False
+        """Whether something writes to gradients between backward pass and step, perhaps without changing them."""
         model.register_comm_hook(self, _exchange)
 
     @property
@@ -189,7 +191,7 @@ class OverlappedOptimizer(Joinable):
         for part in running.parts:
             if part.of_gradients:
                 self._fill_in(part)
-        self._witness = Witness([p.grad for p in self._step.params.tensors])
+        self._witness = Witness([p.grad for p in self._step.params.tensors], sums=self._is_written_to)
 
     def _fill_in(self, part: Part) -> None:
         """Set the gradients of parameters that this rank did not use to the means.
@@ -218,7 +220,9 @@ class OverlappedOptimizer(Joinable):
         if self._witness is None:
             return {}  # gradients come only from other ranks' inputs, and this rank cannot have changed them
         params = self._step.params
-        changed = self._witness.changed([p.grad for p in params.tensors])
+        now = [p.grad for p in params.tensors]
+        changed = self._witness.changed(now)
+        self._is_written_to = self._is_written_to or self._witness.written_to(now)
         gone = [number for number in changed if params.tensors[number].grad is None]
         if gone:
             raise RuntimeError(

@@ -23,9 +23,13 @@ class Witness:
     Parameters
     ----------
     gradients : sequence of torch.Tensor or None
+    sums : bool, default False
+        Whether a write that leaves a gradient's sum of bits as it was is no change, such as a multiplication by 1 in
+        ``clip_grad_norm_(..., inf)``. Costs one reading of all gradients.
     """
 
-    def __init__(self, gradients: Sequence[Any]) -> None:
+    def __init__(self, gradients: Sequence[Any], *, sums: bool = False) -> None:
+        self._sums = [_sum_of_bits(g) for g in gradients] if sums else []
         self._gradients = list(gradients)
         self._versions = [_version(g) for g in gradients]
         self._views = [_sample(g) for g in gradients if g is not None]
@@ -37,7 +41,8 @@ class Witness:
         found = {
             number
             for number, (now, then) in enumerate(zip(gradients, self._gradients, strict=True))
-            if now is not then or _version(now) != self._versions[number]
+            if now is not then
+            or (_version(now) != self._versions[number] and not self._same_sum(number, now))
         }
         if self._values is not None and not torch.equal(torch.cat(self._views), self._values):
             parts = torch.split(self._values, [view.shape[0] for view in self._views])
@@ -47,6 +52,24 @@ class Witness:
                 if not torch.equal(view.to(part.dtype), part)
             }
         return sorted(found)
+
+    def _same_sum(self, number: int, now: Any) -> bool:
+        return bool(self._sums) and _sum_of_bits(now) == self._sums[number]
+
+    def written_to(self, gradients: Sequence[Any]) -> bool:
+        """Return whether torch has counted a write to any gradient."""
+        return any(_version(g) != version for g, version in zip(gradients, self._versions, strict=True))
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(gradient: Any) -> int:
+    """Return the sum of the elements, read as integers."""
+    if gradient is None:
+        return 0
+    detached = gradient.detach()
+    return int(detached.view(_BITS[detached.element_size()]).sum(dtype=torch.int64))
 
 
 def _version(gradient: Any) -> int | None:
