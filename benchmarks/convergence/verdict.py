@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 import page
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from convergence.methods import BASELINE, METHODS
 from convergence.task import Task
@@ -127,6 +128,9 @@ def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figur
             high = [m + s for m, s in zip(middle, spread, strict=True)]
             axes.fill_between(steps, low, high, color=method.colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="step", ylabel=task.metric, yscale="log", title=task.title)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
     return figure
