@@ -1,5 +1,6 @@
 """How Sphinx makes the documentation: `make docs`."""
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ html_show_copyright = False
 pygments_style = "default"
 pygments_dark_style = "monokai"
 
+LONG = 20
+"""Characters of a default from which on it is only in the text."""
+
 DECISIONS = "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
 """What puts the decision records into the site's contents; in their list it would be in the way of other readers."""
 
@@ -51,6 +55,7 @@ def setup(app: Sphinx) -> None:
     reference.write(Path(app.srcdir) / reference.FOLDER)
     app.connect("source-read", list_decisions)
     app.connect("autodoc-skip-member", skip_undocumented)
+    app.connect("autodoc-process-signature", name_arguments)
     app.connect("autodoc-process-docstring", escape_norms, priority=900)  # after numpydoc
     app.connect("env-check-consistency", require_all_names)
 
@@ -65,6 +70,19 @@ def skip_undocumented(*arguments: object) -> bool | None:
     """Leave out a field of a named tuple of which Python says its number alone."""
     member = arguments[3]
     return True if str(getattr(member, "__doc__", "")).startswith("Alias for field number") else None
+
+
+def name_arguments(*arguments: Any) -> tuple[str, str] | None:
+    """Return the arguments of a class, with defaults if these are short; Sphinx would look at ``__new__`` first."""
+    kind, value = arguments[1], arguments[3]
+    if kind != "class" or issubclass(value, BaseException) or getattr(value, "_is_protocol", False):
+        return None
+    parameters = []
+    for parameter in inspect.signature(value).parameters.values():
+        long = parameter.default is not parameter.empty and len(repr(parameter.default)) >= LONG
+        shown = Ellipsis if long else parameter.default
+        parameters.append(parameter.replace(annotation=parameter.empty, default=shown))
+    return str(inspect.Signature(parameters)).replace("Ellipsis", "..."), ""
 
 
 def escape_norms(*arguments: Any) -> None:

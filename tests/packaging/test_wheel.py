@@ -1,5 +1,6 @@
 """What is shipped is complete: a wheel made of the sdist works outside of the repository."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -36,8 +37,15 @@ assert stage == "compressed" and np.array_equal(first, second)
 
 
 def run(*command, **options):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=200, check=False, **options
+        list(map(str, command)),
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        **options,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
