@@ -139,7 +139,7 @@ def picture(results: Results) -> Figure | None:
     journeys, times = _journeys(results), _times(results)
     if not journeys or not times:
         return None
-    figure = Figure(figsize=(5.5 * len(times), 4.5), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(times), 5), layout="constrained")
     panels = figure.subplots(1, len(times), squeeze=False)[0]
     for panel, (link, of_link) in zip(panels, times.items(), strict=True):
         for journey in journeys:
@@ -161,5 +161,5 @@ def picture(results: Results) -> Figure | None:
         panel.xaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("validation loss, nats a byte")
-    panels[-1].legend(fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return figure

@@ -61,6 +61,8 @@ def draw(advice: Advice, path: str | Path) -> None:
     axes.axvline(8 * link.bandwidth / 1e9, color="0.5", linewidth=1)
     axes.axhline(advice.job.compute, color="0.8", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s each way", ylabel="seconds a step")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.set_title(f"{advice.job.params / 1e6:,.4g}M parameters, {advice.cluster.ranks} ranks")
     axes.legend(fontsize="x-small", loc="upper right")
     figure.savefig(path, dpi=120)
