@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -76,6 +77,15 @@ class TestPublic:
         namespace = {}
         exec(f"from qcomp import {name}", namespace)
         assert namespace[name] is getattr(qcomp, name)
+
+    @pytest.mark.parametrize(
+        "name", [name for name in qcomp.__all__ if isinstance(getattr(qcomp, name), ModuleType)]
+    )
+    def test_every_listed_module_can_be_imported_from(self, name):
+        module = importlib.import_module(f"qcomp.{name}")
+        assert module is getattr(qcomp, name)
+        for public in module.__all__:
+            assert hasattr(module, public)
 
     def test_every_public_thing_is_listed(self):
         """What the package's own modules say is public and a user is meant to touch."""
