@@ -1,6 +1,7 @@
 """The pages of the reference: one for each public module, and one for each name in its ``__all__``."""
 
 import ast
+import functools
 import inspect
 import shutil
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import qcomp
 
-__all__ = ["FOLDER", "public", "write"]
+__all__ = ["FOLDER", "file_of", "public", "write"]
 
 FOLDER = "api"
 """Where the pages are, under docs/."""
@@ -63,6 +64,7 @@ Every public name, by module. What is not here is not public, and may change in 
 """
 
 
+@functools.cache
 def public() -> dict[str, list[str]]:
     """Return the names in ``__all__`` of each public module that are no modules themselves, by module.
 
@@ -96,7 +98,7 @@ def write(folder: Path) -> None:
         for name in names:
             value = getattr(_module(module), name)
             twin = documented.setdefault(id(value), f"{module}.{name}")
-            (folder / f"{module}.{name}.rst").write_text(_page_of(module, name, value, twin))
+            (folder / f"{file_of(module, name)}.rst").write_text(_page_of(module, name, value, twin))
             rows.append(f"   * - :py:obj:`{name} <{module}.{name}>`\n     - {_summary(name, value)}")
         page = _MODULE.format(
             name=module,
@@ -107,6 +109,12 @@ def write(folder: Path) -> None:
         (folder / f"{module}.rst").write_text(page)
     tops = [module for module in modules if module.count(".") < 2]
     (folder / "index.rst").write_text(_INDEX.format(pages=_lines(tops)))
+
+
+def file_of(module: str, name: str) -> str:
+    """Return the file of a name, without its suffix; names may differ in case alone, which some file systems ignore."""
+    twins = [other for other in public()[module] if other.lower() == name.lower()]
+    return f"{module}.{name}" + ("-lower" if len(twins) > 1 and name.islower() else "")
 
 
 def _page_of(module: str, name: str, value: object, twin: str) -> str:

@@ -31,9 +31,15 @@ def test_every_public_name_has_a_page(reference, tmp_path):
         page = (tmp_path / "api" / f"{module}.rst").read_text()
         for name in names:
             assert f":py:obj:`{name} <{module}.{name}>`\n" in page
-            entry = (tmp_path / "api" / f"{module}.{name}.rst").read_text()
+            entry = (tmp_path / "api" / f"{reference.file_of(module, name)}.rst").read_text()
             assert f".. currentmodule:: {module}\n" in entry
             assert f":: {name}\n" in entry
+
+
+def test_no_two_pages_differ_in_case_alone(reference, tmp_path):
+    reference.write(tmp_path / "api")
+    files = [path.name.lower() for path in (tmp_path / "api").iterdir()]
+    assert len(set(files)) == len(files)
 
 
 def test_what_is_no_module_is_a_name(reference):
