@@ -12,7 +12,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.reporting import name_ranks
 from qcomp.version import __version__
 
-__all__ = ["gather_texts", "handshake"]
+__all__ = ["agree", "gather_texts", "handshake"]
 
 _ABSENT = object()
 _LONGEST_VALUE = 100
@@ -68,6 +68,35 @@ def handshake(
         values = [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held]
         differences.append(explain[key](values) if key in explain else _describe(key, values))
     raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
+
+
+def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array) -> None:
+    """Raise on every rank if any has a problem, before anything has changed.
+
+    Parameters
+    ----------
+    comm : Communicator
+    problem : Exception or None
+        What keeps this rank from going on.
+    what : str
+        What a rank with a problem cannot do, such as ``"load its state"``.
+    like : array
+        Gives the library and the device of the exchanged buffers.
+
+    Raises
+    ------
+    Exception
+        This rank's problem.
+    MismatchError
+        On the other ranks.
+    """
+    own = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    texts = drive(gather_texts(own, comm.size, like), comm)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text:
+            raise MismatchError(f"rank {rank} cannot {what}: {text}")
 
 
 def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:

@@ -51,6 +51,10 @@ class CompressedSGD(AveragingOptimizer):
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
+        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
+        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -83,6 +87,7 @@ class CompressedSGD(AveragingOptimizer):
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
         comm: Communicator | None = None,
+        model: Any = None,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -98,7 +103,7 @@ class CompressedSGD(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(optimizers.CompressedSGD, **settings), comm)
+        super().__init__(params, of_groups, partial(optimizers.CompressedSGD, **settings), comm, model)
 
 
 class _FrozenVarianceAdam(AveragingOptimizer):
@@ -125,6 +130,7 @@ class _FrozenVarianceAdam(AveragingOptimizer):
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
         comm: Communicator | None = None,
+        model: Any = None,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -143,7 +149,7 @@ class _FrozenVarianceAdam(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(self.algorithm, **settings), comm)
+        super().__init__(params, of_groups, partial(self.algorithm, **settings), comm, model)
 
 
 class OneBitAdam(_FrozenVarianceAdam):
@@ -185,6 +191,10 @@ class OneBitAdam(_FrozenVarianceAdam):
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
+        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
+        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -251,6 +261,10 @@ class OneBitLamb(AveragingOptimizer):
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
+        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
+        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -288,6 +302,7 @@ class OneBitLamb(AveragingOptimizer):
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
         comm: Communicator | None = None,
+        model: Any = None,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -310,7 +325,7 @@ class OneBitLamb(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(optimizers.OneBitLamb, **settings), comm)
+        super().__init__(params, of_groups, partial(optimizers.OneBitLamb, **settings), comm, model)
 
 
 class QAdam(_FrozenVarianceAdam):
@@ -352,6 +367,10 @@ class QAdam(_FrozenVarianceAdam):
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
+        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
+        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -410,6 +429,10 @@ class ZeroOneAdam(AveragingOptimizer):
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
+        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
+        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 
@@ -443,6 +466,7 @@ class ZeroOneAdam(AveragingOptimizer):
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
         comm: Communicator | None = None,
+        model: Any = None,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -461,4 +485,4 @@ class ZeroOneAdam(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm)
+        super().__init__(params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm, model)

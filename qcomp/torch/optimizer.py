@@ -13,13 +13,16 @@ import torch.distributed as dist
 from qcomp.comm.base import Communicator
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core.errors import MismatchError
-from qcomp.core.handshake import gather_texts
+from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import drive
+from qcomp.core.numeric.arrays import digest
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.parameters import averaged_by
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
+from qcomp.torch.overlapped import LiveOverlapped
 
 __all__ = ["AveragingOptimizer"]
 
@@ -44,7 +47,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
     make : callable
         Returns the optimizer of the core from its settings.
     comm : communicator, optional
-        By default a `TorchCommunicator` if torch.distributed is initialised, else `qcomp.comm.world`.
+        By default a `TorchCommunicator` if torch.distributed is initialised, else `qcomp.comm.world`; with ``model``
+        one of its process group.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        Whose backward pass the exchange overlaps with; it must have no communication hook.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
@@ -58,12 +64,19 @@ class AveragingOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         make: Callable[..., Optimizer],
         comm: Communicator | None,
+        model: Any = None,
     ) -> None:
         self._make = make
+        self._model = model
+        self._overlapped: LiveOverlapped | None = None
         self._state: OptimizerState | None = None
         super().__init__(params, defaults)
-        self._comm = comm or _communicator()
-        self._begin()
+        if model is None:
+            self._comm = comm or _communicator()
+            self._begin()
+        else:
+            self._begin()
+            self._overlap(comm)
 
     def _begin(self) -> None:
         """Compare the parameters of all ranks, and start with moments of zero."""
@@ -74,7 +87,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if not self._tensors:
             raise ValueError("params has no parameter that requires a gradient; expected at least one")
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
-        names = _names(groups)
+        names = _names(groups, self._model)
         self._names = tuple(chain.from_iterable(names))
         exact, compressors = exact_of(groups, names), compressors_of(groups, names)
         make, compressor = self._make, groups[0]["compressor"]
@@ -83,8 +96,52 @@ class AveragingOptimizer(torch.optim.Optimizer):
             names,
             self.shared,
         )
-        optimizer = self._settings.optimizer(groups, 0)
-        self._take(optimizer.init(self._values(), self._comm, self._names))
+        if self._model is None:
+            optimizer = self._settings.optimizer(groups, 0)
+            self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    def attach(self, model: Any) -> None:
+        """Take part in the backward passes of a wrapped model from now on, as ``model=`` does.
+
+        For frameworks that make the optimizer before they wrap the model. Collective, before the first step.
+
+        Parameters
+        ----------
+        model : torch.nn.parallel.DistributedDataParallel
+            A model of this optimizer's parameters, without a communication hook.
+
+        Raises
+        ------
+        RuntimeError
+            After the first step, or if there is a model already.
+        TypeError, ValueError
+            If ``model`` is not wrapped, or averages other parameters.
+        """
+        if self._model is not None or self.core_state.step:
+            raise RuntimeError(
+                f"attach was called after {self.core_state.step} steps"
+                f"{' and another model' if self._model is not None else ''}; expected once, before the first step"
+            )
+        before = dict(vars(self))
+        self._model = model
+        try:
+            self._begin()
+            self._overlap(None)
+        except Exception:
+            vars(self).update(before)
+            raise
+
+    def _overlap(self, comm: Any) -> None:
+        """Let the model's backward passes start the exchange."""
+
+        def live() -> tuple[Optimizer, str]:
+            step = 0 if self._state is None else self._state.step
+            return self._settings.optimizer(self.param_groups, step), self._settings.text
+
+        overlapped = LiveOverlapped(self._model, live, comm)
+        self._overlapped, self._comm = overlapped, overlapped.comm
+        self._names, self._tensors = overlapped.parameters
+        self._take(overlapped.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied or pickled: a copy would have the same communicator, or none."""
@@ -118,6 +175,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
             After the first step: all parameters share one warm-up, which a new one would enter too late.
         """
         state = self._state
+        if self._overlapped is not None:
+            raise RuntimeError(
+                "add_param_group was called after the optimizer was made with model=: give it all parameters at once"
+            )
         if state is not None and state.step:
             raise RuntimeError(
                 f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
@@ -165,9 +226,16 @@ class AveragingOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_unchanged()
+        if self._overlapped is not None:
+            self._require_no_scaler()
+            self._overlapped.step()
+            self._take(self._overlapped.state)
+            return loss
         optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
         values = self._values()
         gradients, scaled = self._gradients()
+        if not self.core_state.step:
+            self._warn_if_averaged(gradients)
         if scaled and optimizer.nonfinite != "skip":
             optimizer = self._settings.skipping()
         stages = stages_of_used(
@@ -187,7 +255,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
         only what belongs to parameters, which is not enough to load.
         """
         saved = super().state_dict()
-        optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
+        overlapped = self._overlapped
+        optimizer = (
+            overlapped.in_use
+            if overlapped
+            else self._settings.optimizer(self.param_groups, self.core_state.step)
+        )
         whole = optimizer.state_dict(self.core_state)
         own = {f"{kind}.{name}" for name, p in self._named() for kind in self.state[p]}
         saved[_AVERAGING] = {key: value for key, value in whole.items() if key not in own}
@@ -222,9 +295,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
             for group, fixed in zip(self.param_groups, self._fixed, strict=True):
                 group.update(fixed)
             settings = self._settings.anew()  # the rate of the step before is unknown
-            loaded = settings.optimizer(self.param_groups, 0).load_state_dict(
-                flat if several else flat[0], self._values(), self._comm, self._names
-            )
+            optimizer, saved_states = settings.optimizer(self.param_groups, 0), flat if several else flat[0]
+            if self._overlapped is not None:
+                self._overlapped.adopt(saved_states, optimizer)
+                loaded = self._overlapped.state
+            else:
+                loaded = optimizer.load_state_dict(saved_states, self._values(), self._comm, self._names)
         except Exception:
             self.param_groups[:] = before
             self._take(self.core_state)
@@ -247,14 +323,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
             flat = [self._flat(one) for one in saved]
             groups = saved[0]["param_groups"] if saved else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = error
-        own = json.dumps([str(problem) if problem else None, groups], default=float)
-        texts = drive(gather_texts(own, self._comm.size, self._tensors[0]), self._comm)
-        if problem is not None:
-            raise ValueError(f"state_dict does not fit: {problem}") from problem
-        for rank, (refusal, found) in enumerate(map(json.loads, texts)):
-            if refusal:
-                raise MismatchError(f"rank {rank} cannot load its state: {refusal}")
+            problem = ValueError(f"state_dict does not fit: {error}")
+        like = self._tensors[0]
+        agree(self._comm, problem, what="load its state", like=like)
+        own = json.dumps(groups, default=float)
+        for found in map(json.loads, drive(gather_texts(own, self._comm.size, like), self._comm)):
             groups = groups or found
         if groups is None:
             raise ValueError(
@@ -304,6 +377,24 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 "averages it: make the optimizer again"
             )
 
+    def _warn_if_averaged(self, gradients: Sequence[Any]) -> None:
+        """Warn before the first step if all ranks have the same gradients, which they would average in vain."""
+        own = next((digest(g.detach()) for g in gradients if g is not None and g.any()), "")
+        texts = drive(gather_texts(own, self._comm.size, self._tensors[0]), self._comm)
+        if own and len(texts) > 1 and set(texts) == {own}:
+            warn_caller(
+                f"all {len(texts)} ranks have the same gradients before {type(self).__name__} averages them: if a "
+                "DistributedDataParallel has averaged them, pass it as model=, or do not wrap the model; if not, the "
+                "ranks train on the same data"
+            )
+
+    def _require_no_scaler(self) -> None:
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler scales the loss, but with model= momenta are averaged during the backward pass, before "
+                "it can unscale: use bfloat16 without a scaler, or leave out model= and DistributedDataParallel"
+            )
+
     def _gradients(self) -> tuple[list[Any], bool]:
         """Return the gradient of each parameter, without the scale of a GradScaler, and whether there was one."""
         gradients = [p.grad for p in self._tensors]
@@ -327,16 +418,30 @@ def _communicator() -> Communicator:
     return world()
 
 
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the names of the parameters of each group that require gradients: as given, else their numbers."""
+def _names(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
+    """Return the names of the parameters of each group that require gradients.
+
+    Those within the model under DistributedDataParallel, if there is one; else as given, else their numbers.
+    """
+    of_model = None if model is None else {id(p): name for name, p in averaged_by(model)}
     found: list[list[str]] = []
     number = 0
-    for group in groups:
+    for index, group in enumerate(groups):
         given = group.get("param_names") or [""] * len(group["params"])
         names = []
         for name, p in zip(given, group["params"], strict=True):
             if p.requires_grad:
-                names.append(name or str(number))
+                if of_model is not None and id(p) not in of_model:
+                    raise ValueError(
+                        f"param_groups[{index}] has a parameter of shape {tuple(p.shape)} that model does not average; "
+                        "expected parameters of model.module"
+                    )
+                names.append((name or str(number)) if of_model is None else of_model.pop(id(p)))
                 number += 1
         found.append(names)
+    if of_model:
+        raise ValueError(
+            f"params lacks {', '.join(map(repr, list(of_model.values())[:3]))}, which model averages; expected all "
+            "parameters of model.module that require gradients"
+        )
     return found

@@ -226,11 +226,11 @@ def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
     assert "scale=rms' on rank 1" in job.stderr
 
 
-def torchrun(script, *arguments):
-    """Run an example on two ranks; return what it printed."""
+def torchrun(script, *arguments, ranks=2):
+    """Run an example on ranks of torchrun; return what it printed."""
     launcher = Path(sys.executable).parent / "torchrun"
     job = subprocess.run(
-        [launcher, "--nproc-per-node", "2", EXAMPLES / script, *arguments],
+        [launcher, "--nproc-per-node", str(ranks), EXAMPLES / script, *arguments],
         capture_output=True,
         text=True,
         timeout=200,
@@ -238,7 +238,7 @@ def torchrun(script, *arguments):
         check=False,
     )
     assert job.returncode == 0, job.stderr
-    assert "all 2 ranks hold identical parameters" in job.stdout
+    assert f"all {ranks} ranks hold identical parameters" in job.stdout
     return job.stdout
 
 
@@ -259,6 +259,18 @@ def test_an_ordinary_script_with_an_optimizer_for_torch():
 def test_the_same_script_under_mpirun(mpirun):
     job = mpirun(3, ["-m", "mpi4py", EXAMPLES / "torch_optimizer.py"], timeout=200)
     assert "all 3 ranks hold identical parameters" in job.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
+def test_a_sharded_script(mesh, ranks):
+    lines = torchrun("torch_fsdp.py", "--mesh", mesh, ranks=ranks).splitlines()
+    sent, read = lines[-1].split("; ")
+    exact = (
+        4 * 2 * 101_706 * 100 * (1 - 1 / ranks)
+    )  # bytes of a step's gradients and weights, or of a mean of all
+    assert int(sent.split()[0].replace(",", "")) < exact / 2.5
+    assert float(read.split("%")[0]) > 80
 
 
 @pytest.mark.slow

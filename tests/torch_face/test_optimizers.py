@@ -276,8 +276,8 @@ def test_every_setting_of_the_core_is_there_and_reaches_it(name):
     of_core = {f.name: f.default for f in fields(kind)}
     instead = {"learning_rate", "groups", "compressors"}
     fixed = {"decoupled_weight_decay"} if name == "ZeroOneAdam" else set()
-    assert of_face.keys() - {"params", "lr", "comm"} == of_core.keys() - instead - fixed
-    for setting in of_face.keys() - {"params", "lr", "comm"}:
+    assert of_face.keys() - {"params", "lr", "comm", "model"} == of_core.keys() - instead - fixed
+    for setting in of_face.keys() - {"params", "lr", "comm", "model"}:
         assert setting == "compressor" or of_face[setting].default == of_core[setting]
         params, comm = model_of(0).parameters(), LocalCommunicator.alone()
         with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["stages_of_used"]
+__all__ = ["same_settings", "stages_of_used"]
 
 _DIGEST = 8
 """Bytes of a digest of settings."""
@@ -86,6 +86,21 @@ def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
             request = stages.send((yield request))
         except StopIteration as stop:
             return stop.value
+
+
+def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[None]:
+    """Raise MismatchError on every rank if the settings of the next step differ; sends 8 bytes to all others.
+
+    Parameters
+    ----------
+    settings : str
+        In words that are equal where the settings are.
+    state : OptimizerState
+        Gives the rank, the number of ranks and the step.
+    like : array
+        Gives the library and the device of the buffers.
+    """
+    yield from _agreed((), settings, state, like)
 
 
 def _agreed(used: Sequence[bool], settings: str, state: OptimizerState, like: Array) -> Stages[Any]:

@@ -134,6 +134,20 @@ class BucketedStep:
             end()
         return record.future
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no bucket of the next backward pass has arrived yet."""
+        return not self.running.buckets
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Make the next steps with an optimizer that differs in settings of the update alone."""
+        self.optimizer = _separable(optimizer)
+
+    def run_beside(self, stages: Stages[Any], *, done: Callable[[Any], None]) -> None:
+        """Run a computation in stages beside the first bucket of a backward pass; ``done`` takes also its error."""
+        context = partial(self._stream.after, self._stream.mark())
+        self._conveyor.put([Job(stages, done=done, failed=done, context=context)], last=False)
+
     def take(self) -> Means:
         """Return the averages of all tensors, as `Average.stages` does; the next step can start."""
         parts, self.running = self.running.parts, self._new_pass()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AveragedParameters", "is_dense"]
+__all__ = ["AveragedParameters", "averaged_by", "is_dense"]
 
 
 class AveragedParameters:
@@ -34,20 +34,12 @@ class AveragedParameters:
     """
 
     def __init__(self, model: Any) -> None:
-        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
-            )
+        named = averaged_by(model)
         for name, layer in model.module.named_modules():
             if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse:
                 raise ValueError(
                     f"the layer {name!r} has sparse gradients, which cannot be compressed: make it with sparse=False"
                 )
-        named = [
-            (name, p)
-            for name, p in model.module.named_parameters()
-            if p.requires_grad and name not in model.parameters_to_ignore
-        ]
         self.names = tuple(name for name, _ in named)
         self.tensors: list[Any] = [p for _, p in named]
         self.some_may_be_unused = bool(model.find_unused_parameters or model.static_graph)
@@ -99,6 +91,25 @@ class AveragedParameters:
         """Return the names of the first parameters, and the number of others."""
         first = ", ".join(repr(self.names[number]) for number in numbers[:3])
         return f"{first} and {len(numbers) - 3} more" if len(numbers) > 3 else first
+
+
+def averaged_by(model: Any) -> list[tuple[str, Any]]:
+    """Return the parameters that a DistributedDataParallel averages, with their names within ``model.module``.
+
+    Raises
+    ------
+    TypeError
+        If the model is not a DistributedDataParallel.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
+        )
+    return [
+        (name, p)
+        for name, p in model.module.named_parameters()
+        if p.requires_grad and name not in model.parameters_to_ignore
+    ]
 
 
 def is_dense(x: Any) -> bool:

@@ -1,16 +1,53 @@
 """Two phases: each rank averages a chunk of the vector, and sends the compressed average to all."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qcomp.core.kernels import Blend
 from qcomp.core.mean.chunks import Chunks
-from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
+from qcomp.core.mean.framing import Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.random import Key
 
-__all__ = ["TwoPhase"]
+__all__ = ["Arrived", "TwoPhase", "to_servers"]
 
 _WORKER, _SERVER = 0, 1
 """The hops of the draws."""
+
+
+class Arrived(NamedTuple):
+    """What a server holds after the first phase."""
+
+    sent: Compressed
+    """What this rank has sent to all servers."""
+    opened: list[Opened]
+    """Its own chunk, from each rank."""
+    verdicts: Verdicts
+    """What the ranks say of their values; not read yet, if the length of messages is fixed."""
+
+
+def to_servers(
+    codec: Codec,
+    layout: Layout,
+    values: Sequence[Array],
+    residuals: Sequence[Array],
+    key: Key,
+    *,
+    donate: bool = False,
+    blends: Sequence[Blend] = (),
+    into: Sequence[Array | None] = (),
+) -> Stages[Arrived]:
+    """Send each server the payload of its chunk, the first phase; see `Codec.encode` for the parameters."""
+    own = layout.frames[layout.rank]
+    verdicts = Verdicts(at_once=layout.operands.variable_length)
+    sent = codec.encode(layout.frames, values, residuals, key, donate=donate, blends=blends, into=into)
+    arrived = yield AllToAll(sent.messages, (own.nbytes,) * layout.world)
+    return Arrived(sent, codec.open(arrived, (own,) * layout.world, verdicts, sent.error), verdicts)
 
 
 class TwoPhase(Topology):
@@ -33,10 +70,9 @@ class TwoPhase(Topology):
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each chunk to its server, and its average to all."""
         layout, codec = call.layout, Codec(call.values)
-        own = layout.frames[layout.rank]
-        verdicts = Verdicts(at_once=layout.operands.variable_length)
-        worker = codec.encode(
-            layout.frames,
+        worker, opened, verdicts = yield from to_servers(
+            codec,
+            layout,
             call.values,
             call.worker,
             call.key.at(hop=_WORKER),
@@ -44,8 +80,6 @@ class TwoPhase(Topology):
             blends=call.blends,
             into=call.into.worker,
         )
-        arrived = yield AllToAll(worker.messages, (own.nbytes,) * layout.world)
-        opened = codec.open(arrived, (own,) * layout.world, verdicts, worker.error)
         server = codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
         arrived = yield AllGather(server.messages[0], layout.message_sizes)
         opened = codec.open(arrived, layout.frames, verdicts, server.error)

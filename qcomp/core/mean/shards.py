@@ -1,0 +1,205 @@
+"""Tensors in shards: the mean of which each rank keeps its shard, and the shards of all ranks for all."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qcomp.core import feedback
+from qcomp.core.compressor import Compressor
+from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.nodes import Nodes
+from qcomp.core.mean.stages import AllGather, Stages, announce_lengths
+from qcomp.core.mean.topologies.two_phase import to_servers
+from qcomp.core.numeric.arrays import Array, concat, cut_like, dtype_name, is_mutable, to_compute_dtype
+from qcomp.core.numeric.random import Key
+
+__all__ = ["Shards"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Tensors of which every rank has a shard of the same size, and how they are compressed.
+
+    All shards form one vector: rank after rank, and for each rank its shard of every tensor.
+
+    Parameters
+    ----------
+    compressors : tuple of Compressor
+        One for each tensor.
+    sizes : tuple of int
+        Elements of a shard of each tensor, the same on all ranks; shorter shards are padded.
+    rank, world : int
+        Number of this rank, and number of ranks.
+    """
+
+    compressors: tuple[Compressor, ...]
+    sizes: tuple[int, ...]
+    rank: int
+    world: int
+
+    @property
+    def size(self) -> int:
+        """Elements of what each rank has."""
+        return sum(self.sizes)
+
+    def require_contraction(self) -> None:
+        """Raise ValueError if error feedback would diverge."""
+        for compressor in self.compressors:
+            feedback.require_contraction(compressor)
+
+    def scatter_mean(
+        self, values: Array, residual: Array | None, key: Key
+    ) -> Stages[tuple[Array, Array | None]]:
+        """Average over the ranks, and keep this rank's shards.
+
+        Parameters
+        ----------
+        values : array, shape (world * size,)
+            This rank's values of all shards.
+        residual : array or None, shape (world * size,)
+            What earlier calls have not sent, in float64 for float64 and in float32 otherwise; None without feedback.
+        key : Key
+            Seed, step and tensor; the rank is filled in.
+
+        Returns
+        -------
+        mean : array, shape (size,)
+            In the dtype of the residual.
+        residual : array or None
+            A new array; the old one is not written to.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a value on any rank is not finite.
+
+        Notes
+        -----
+        With b bytes in the payload of all shards a rank of N sends (N - 1) / N * b. Sum identity: the means of T steps
+        add up to those of the exact means minus mean_i e_i, the residuals after the last step.
+        """
+        result: tuple[Array, Array | None] = yield from self._announced(
+            self._scatter_mean(to_compute_dtype(values), residual, key._replace(rank=self.rank))
+        )
+        return result
+
+    def gather(self, own: Array, key: Key, *, into: Array | None = None) -> Stages[Array]:
+        """Return the shards of all ranks, as all of them decode them: also this rank's own.
+
+        Parameters
+        ----------
+        own : array, shape (size,)
+            This rank's shards.
+        key : Key
+            As for `scatter_mean`.
+        into : array, shape (world * size,), optional
+            A buffer for the result in the dtype in which ``own`` is computed; a part of it may be ``own``.
+
+        Returns
+        -------
+        array, shape (world * size,)
+            The same on all ranks bit for bit.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a value on any rank is not finite.
+        """
+        result: Array = yield from self._announced(
+            self._gather(to_compute_dtype(own), key._replace(rank=self.rank), into)
+        )
+        return result
+
+    def gather_changes(self, own: Array, reference: Array, key: Key) -> Stages[Array]:
+        """Return the shards of all ranks as a reference plus what has changed since, of which less is lost.
+
+        Parameters
+        ----------
+        own : array, shape (size,)
+            This rank's shards.
+        reference : array, shape (world * size,)
+            What the last call returned, the same on all ranks; in float64 for float64 and in float32 otherwise.
+        key : Key
+            As for `scatter_mean`.
+
+        Returns
+        -------
+        array, shape (world * size,)
+            The same on all ranks bit for bit; the next reference.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a value on any rank is not finite.
+
+        Notes
+        -----
+        What one call loses is part of the next change, so the error stays bounded for contractions. Source: Richtarik
+        et al. (EF21), NeurIPS 2021.
+        """
+        start = self.rank * self.size
+        changes = to_compute_dtype(own) - reference[start : start + self.size]
+        found: Array = reference + (yield from self.gather(changes, key))
+        return found
+
+    def _scatter_mean(
+        self, values: Array, residual: Array | None, key: Key
+    ) -> Stages[tuple[Array, Array | None]]:
+        layout = self._layout(dtype_name(values.dtype))
+        pieces = self._pieces(values)
+        codec = Codec(pieces)
+        owed = () if residual is None else self._pieces(residual)
+        arrived = yield from to_servers(codec, layout, pieces, owed, key)
+        arrived.verdicts.require_accepted(arrived.sent.error)
+        new = concat(list(arrived.sent.residuals)) if owed else None
+        return concat(codec.average(arrived.opened)), new
+
+    def _gather(self, own: Array, key: Key, into: Array | None) -> Stages[Array]:
+        layout = self._layout(dtype_name(own.dtype))
+        mine = cut_like(own, self.sizes)
+        codec = Codec(mine * self.world)
+        frame, verdicts = layout.frames[self.rank], Verdicts(at_once=layout.operands.variable_length)
+        sent = codec.encode([frame], mine * self.world, (), key, donate=False)
+        arrived = yield AllGather(sent.messages[0], layout.message_sizes)
+        opened = codec.open(arrived, layout.frames, verdicts, sent.error)
+        verdicts.require_accepted(sent.error)
+        if into is not None and is_mutable(into):
+            codec.decode_into(self._pieces(into), opened)
+            return into
+        return concat([value for one in opened for value in codec.decode(one)])
+
+    def _announced(self, stages: Stages[Any]) -> Stages[Any]:
+        variable = any(c.variable_length for c in self.compressors)
+        return announce_lengths(stages, self.rank) if variable else stages
+
+    def _pieces(self, vector: Array) -> list[Array]:
+        """Return views of each rank's shard of each tensor."""
+        return cut_like(vector, self.sizes * self.world)
+
+    def _layout(self, dtype: str) -> Layout:
+        known = self._layouts
+        if dtype not in known:
+            known[dtype] = self._resolved(dtype)
+        return known[dtype]
+
+    @cached_property
+    def _layouts(self) -> dict[str, Layout]:
+        return {}
+
+    def _resolved(self, dtype: str) -> Layout:
+        """Return the layout whose chunks are the ranks' shards; no two of them share the draws of a bucket."""
+        count = len(self.sizes)
+        operands = Operands(
+            self.compressors * self.world,
+            self.sizes * self.world,
+            (dtype,) * (count * self.world),
+            self.rank,
+            Nodes.of(self.world, ()),
+        )
+        (whole,) = operands.chunks(1)
+        chunks = tuple(
+            tuple(segment for segment in whole if segment.tensor // count == rank)
+            for rank in range(self.world)
+        )
+        return Layout(operands, chunks, Residuals(operands.whole, ()))

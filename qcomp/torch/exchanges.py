@@ -1,0 +1,379 @@
+"""What FSDP2 calls in place of its own collectives: compressed reduce-scatter, all-gather, and mean over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed import ReduceOp
+
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import Identity
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.averaging import Averaging
+from qcomp.core.mean.shards import Shards
+from qcomp.core.mean.stages import drive
+from qcomp.core.numeric.random import Key
+from qcomp.core.optimizers.agreement import stream_of
+from qcomp.core.policies.exact_below import Tensor
+from qcomp.integrations.ddp.gradient_mean import GradientMean
+from qcomp.torch.units import Unit
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+except ImportError as error:
+    raise ImportError(
+        f"qcomp.torch.fsdp needs a torch whose FSDP2 takes other collectives, 2.9 or newer; this is {torch.__version__}"
+    ) from error
+
+__all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all exchanges of a model have in common; see `qcomp.torch.fsdp.compress`."""
+
+    feedback: bool
+    exact: Mapping[str, bool]
+    """Whether each parameter stays exact, by name."""
+    seed: int
+    nonfinite: Literal["raise", "propagate"]
+
+
+class _Allocates:
+    """Takes memory for messages as FSDP2 does by default."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Sharded(_Allocates):
+    """The shards of one unit over one communicator."""
+
+    def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
+        self._unit = unit
+        self._compressor = compressor
+        self._comm = comm
+        self._terms = terms
+        self._calls = 0
+        self._stream = stream_of(unit.names, unit.params)
+        self._known: dict[tuple[str, ...], Shards] = {}
+        _ = self._shards(unit)  # refuses now what would diverge
+
+    def _shards(self, unit: Unit) -> Shards:
+        """Return the shards of parameters whose places in a message are known."""
+        if unit.names not in self._known:
+            compressors = [
+                Identity() if self._terms.exact[name] else self._compressor.for_shape((p.numel(),))
+                for name, p in zip(unit.names, unit.params, strict=True)
+            ]
+            self._known[unit.names] = self._of(tuple(compressors), unit.sizes(self._comm.size))
+        return self._known[unit.names]
+
+    def _of(self, compressors: tuple[Compressor, ...], sizes: tuple[int, ...]) -> Shards:
+        return Shards(compressors, sizes, self._comm.rank, self._comm.size)
+
+    def _for(self, unit: Unit, size: int) -> Shards | None:
+        """Return the shards in a message with so many elements for each rank; None if it has not all parameters."""
+        if unit.by_parameter and unit.params and (shards := self._shards(unit)).size == size:
+            return shards
+        return None
+
+    def _joined(self, size: int) -> Shards:
+        """Return the shards of a message as those of one tensor, for want of the places of the parameters."""
+        return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
+
+    def _key(self) -> Key:
+        key = Key(seed=self._terms.seed, step=self._calls, tensor=self._stream)
+        self._calls += 1
+        return key
+
+
+class ScatteredGradients(_Sharded, ReduceScatter):
+    """The compressed reduce-scatter of one unit.
+
+    Parameters
+    ----------
+    unit : Unit
+        The parameters.
+    compressor : Compressor
+        For those that do not stay exact.
+    comm : TorchCommunicator
+        The ranks over which the unit is sharded.
+    terms : Terms
+        Feedback, what stays exact, seed, and what happens to gradients that are not finite.
+    """
+
+    def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
+        super().__init__(unit, compressor, comm, terms)
+        self.skipped = 0
+        self._residual: torch.Tensor | None = None
+        if terms.feedback:
+            self._shards(unit).require_contraction()
+            if not unit.by_parameter:
+                raise ValueError(
+                    f"feedback is True; {unit.label} is sharded along more than one mesh dimension, so that torch "
+                    "does not tell which residual belongs to which parameter: use an unbiased compressor with "
+                    "feedback=False"
+                )
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,  # noqa: ARG002 - the one that `comm` was made of
+        op: Any,
+        async_op: bool = False,  # noqa: ARG002 - backward passes wait for it at once
+    ) -> None:
+        """Average ``input_tensor`` over the ranks, and put this rank's shards into ``output_tensor``."""
+        factor = self._factor(op)
+        unit = self._unit.trained()
+        shards = self._for(unit, output_tensor.shape[0])
+        residual = self._owed(shards, input_tensor) if self._terms.feedback else None
+        try:
+            mean, new = drive(
+                (shards or self._joined(output_tensor.shape[0])).scatter_mean(
+                    input_tensor, residual, self._key()
+                ),
+                self._comm,
+            )
+        except NonFiniteError:
+            self.skipped += 1
+            if self._terms.nonfinite == "raise":
+                raise
+            output_tensor.fill_(torch.nan)
+            return
+        self._residual = new
+        output_tensor.copy_(mean if factor == 1 else mean * factor)
+
+    def _factor(self, op: Any) -> float:
+        """Return by what the mean is multiplied in a reduction."""
+        if op == ReduceOp.AVG:
+            return 1
+        if op == ReduceOp.SUM:
+            return self._comm.size
+        raise ValueError(
+            f"{self._unit.label} has a gradient_divide_factor, which torch hides in its reduction {op!r}: call "
+            "set_force_sum_reduction_for_comms(True) too, so that FSDP2 divides itself"
+        )
+
+    def _owed(self, shards: Shards | None, like: torch.Tensor) -> torch.Tensor:
+        """Return the residual for a message."""
+        if shards is None:
+            raise ValueError(
+                f"feedback is True, but some parameters of {self._unit.label} have no gradient, and torch does not "
+                "tell which: call set_reduce_scatter_unused_params(True), so that they have zeros, or use an unbiased "
+                "compressor with feedback=False"
+            )
+        if self._residual is None:
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            return torch.zeros(like.shape, dtype=dtype, device=like.device)
+        if self._residual.shape != like.shape:
+            raise ValueError(
+                f"{self._unit.label} has other parameters that require a gradient than before; residuals are of those "
+                "it had: load a state, or call compress again"
+            )
+        return self._residual
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals by a factor."""
+        if self._residual is not None:
+            self._residual *= factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals as whole tensors by name, and the number of calls."""
+        residuals = {}
+        if self._residual is not None:
+            unit = self._unit.trained()
+            residuals = dict(zip(unit.names, unit.to_whole(self._residual, self._comm.size), strict=True))
+        return {"calls": self._calls, "skipped": self.skipped, "residuals": residuals}
+
+    def checked(self, saved: Sequence[Mapping[str, Any]]) -> tuple[int, int, torch.Tensor | None]:
+        """Return what `load` takes: the counters, and the mean of the residuals of some states."""
+        calls = {int(one["calls"]) for one in saved}
+        if len(calls) != 1:
+            raise ValueError(f"the states were saved after {sorted(calls)} exchanges of {self._unit.label}")
+        unit = self._unit.trained()
+        residual = None
+        for one in saved:
+            if not one["residuals"]:
+                continue
+            if not self._terms.feedback:
+                raise ValueError(f"{self._unit.label} has residuals in it; feedback is False here")
+            if tuple(one["residuals"]) != unit.names:
+                raise ValueError(
+                    f"{self._unit.label} has the parameters {unit.names}; the state is of {tuple(one['residuals'])}"
+                )
+            for name, p in zip(unit.names, unit.params, strict=True):
+                if one["residuals"][name].shape != p.shape:
+                    raise ValueError(
+                        f"{name} has the shape {tuple(p.shape)}; the residual has {tuple(one['residuals'][name].shape)}"
+                    )
+            vector = unit.to_vector(list(one["residuals"].values()), self._comm.size)
+            residual = vector if residual is None else residual + vector
+        if residual is not None:
+            residual = (residual / len(saved)).to(unit.params[0].device)
+        return calls.pop(), sum(int(one["skipped"]) for one in saved) // len(saved), residual
+
+    def load(self, checked: tuple[int, int, torch.Tensor | None]) -> None:
+        """Continue from what `checked` returned."""
+        self._calls, self.skipped, self._residual = checked
+
+
+class GatheredWeights(_Sharded, AllGather):
+    """The compressed all-gather of one unit.
+
+    Parameters
+    ----------
+    unit, compressor, comm, terms
+        As for `ScatteredGradients`.
+    changes : bool
+        Whether only what has changed since the last all-gather is compressed.
+    """
+
+    def __init__(
+        self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, *, changes: bool
+    ) -> None:
+        super().__init__(unit, compressor, comm, terms)
+        self._changes = changes
+        self._last: torch.Tensor | None = None
+        if changes:
+            self._shards(unit).require_contraction()
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        async_op: bool = False,  # noqa: ARG002 - it is complete on return
+    ) -> None:
+        """Put the weights of all ranks, as all of them decode them, into ``output_tensor``."""
+        if group.size() != self._comm.size:
+            raise ValueError(
+                f"{self._unit.label} is gathered over {group.size()} ranks, but sharded over {self._comm.size}: "
+                "reshard_after_forward must be True or False where weights are compressed"
+            )
+        if input_tensor.dtype == torch.uint8:
+            raise ValueError(
+                f"{self._unit.label} has parameters of several dtypes, which torch gathers as bytes: give them one "
+                "dtype, or set weights=None"
+            )
+        size = input_tensor.shape[0]
+        shards = self._for(self._unit, size) or self._joined(size)
+        if self._changes:
+            self._last = self._gather_changes(shards, input_tensor)
+            output_tensor.copy_(self._last)
+            return
+        into = output_tensor if output_tensor.dtype in (torch.float32, torch.float64) else None
+        found = drive(shards.gather(input_tensor, self._key(), into=into), self._comm)
+        if found is not output_tensor:
+            output_tensor.copy_(found)
+
+    def _gather_changes(self, shards: Shards, own: torch.Tensor) -> torch.Tensor:
+        """Return the last weights and their changes; at first all weights, exactly."""
+        if self._last is None:
+            exact = self._of((Identity(),), (shards.size,))
+            first: torch.Tensor = drive(exact.gather(own, self._key()), self._comm)
+            return first
+        found: torch.Tensor = drive(shards.gather_changes(own, self._last, self._key()), self._comm)
+        return found
+
+    def forget(self) -> None:
+        """Gather all weights anew the next time, since a state was loaded."""
+        self._last = None
+
+
+class ReplicatedGradients:
+    """The compressed mean over replicas of the gradients of one unit, which FSDP2 has reduced inside a shard group.
+
+    Parameters
+    ----------
+    unit, compressor, comm, terms
+        As for `ScatteredGradients`, but the ranks are those that have the same shards.
+    topology : str
+        See `qcomp.CompressedMean`.
+    """
+
+    def __init__(
+        self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, topology: str
+    ) -> None:
+        self._unit = unit
+        self._comm = comm
+        self._terms = terms
+        nothing = all(terms.exact[name] for name in unit.names)
+        self._mean = GradientMean(
+            compressor=Identity() if nothing else compressor,
+            averaging=Averaging(topology=topology, feedback=terms.feedback and not nothing),
+            exact=None if nothing else _Chosen(terms.exact),
+            exact_iterations=0,
+            seed=terms.seed,
+        )
+        self._sizes = unit.sizes(unit.shards)
+        self._state = self._mean.init(self._like(), comm, unit.names)
+
+    def _like(self) -> list[Any]:
+        return self._unit.own_shards(self._unit.shards)
+
+    @property
+    def skipped(self) -> int:
+        """How often the gradients were not finite on some rank."""
+        return self._state.skipped
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        """Replace this rank's gradients by their mean over the replicas."""
+        if gradients.shape[0] != sum(self._sizes):
+            raise ValueError(
+                f"{self._unit.label} has gradients of {gradients.shape[0]} elements, but shards of {sum(self._sizes)}: "
+                "some parameters have none, and torch does not tell which: call set_reduce_scatter_unused_params(True)"
+            )
+        parts = list(gradients.split(self._sizes))
+        try:
+            means, self._state = self._mean.step(parts, parts, self._state, self._comm)
+        except NonFiniteError:
+            self._state = self._state._replace(skipped=self._state.skipped + 1)
+            if self._terms.nonfinite == "raise":
+                raise
+            gradients.fill_(torch.nan)
+            return
+        for part, mean in zip(parts, means, strict=True):
+            part.copy_(mean)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals by a factor."""
+        self._state = self._state._replace(exchange=self._state.exchange.rescaled(factor))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals of this rank's shards."""
+        where = {"shard": self._unit.shard, "shards": self._unit.shards}
+        return {**where, "mean": self._mean.state_dict(self._state)}
+
+    def checked(self, saved: Sequence[Mapping[str, Any]]) -> Any:
+        """Return what `load` takes: the state of this rank among the replicas; collective over them."""
+        if any(one["shards"] != self._unit.shards for one in saved):
+            raise ValueError(
+                f"{self._unit.label} is in {self._unit.shards} shards; the state is of {saved[0]['shards']}"
+            )
+        own = [one["mean"] for one in saved if one["shard"] == self._unit.shard]
+        found = own[0] if len(saved) == 1 else own
+        return self._mean.load_state_dict(found, self._like(), self._comm, self._unit.names)
+
+    def load(self, checked: Any) -> None:
+        """Continue from what `checked` returned."""
+        self._state = checked
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The policy that `qcomp.torch.fsdp.compress` has asked already, about whole parameters."""
+
+    exact: Mapping[str, bool]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[bool]:
+        return [self.exact[tensor.name] for tensor in tensors]
+
+    def __repr__(self) -> str:
+        return type(self).__name__  # the ranks compare what it chooses

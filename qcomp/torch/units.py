@@ -1,0 +1,165 @@
+"""The parameters that each module of a sharded model gathers and reduces together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+__all__ = ["Unit", "units_of"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters of one ``fully_shard``, of which every rank has a shard.
+
+    Parameters
+    ----------
+    module : FSDPModule
+        The module that was sharded.
+    name : str
+        Its name within the model; empty for the model itself.
+    names : tuple of str
+        The names of the parameters within the model, in the order in which FSDP2 has them.
+    params : tuple of DTensor
+        The parameters.
+    """
+
+    module: Any
+    name: str
+    names: tuple[str, ...]
+    params: tuple[Any, ...]
+
+    @property
+    def label(self) -> str:
+        """The unit in an error."""
+        return f"the module {self.name!r}" if self.name else "the model"
+
+    @property
+    def by_parameter(self) -> bool:
+        """Whether each parameter is sharded along one dimension only, so that its place in a message is known."""
+        return all(_shard_dims(p) <= 1 for p in self.params)
+
+    @property
+    def group(self) -> Any:
+        """The process group over which the parameters are sharded."""
+        p = self.params[0]
+        (dim,) = [i for i, placement in enumerate(p.placements) if isinstance(placement, Shard)]
+        return p.device_mesh.get_group(dim)
+
+    @property
+    def shards(self) -> int:
+        """Into how many shards each parameter is cut; 1 where it is replicated."""
+        return self._size_of(Shard)
+
+    @property
+    def shard(self) -> int:
+        """Number of this rank's shards."""
+        p = self.params[0]
+        at = zip(p.placements, p.device_mesh.get_coordinate(), strict=True)
+        return max((number for placement, number in at if isinstance(placement, Shard)), default=0)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same shard, over which FSDP2 itself sums."""
+        return self._size_of(Replicate)
+
+    def _size_of(self, kind: type) -> int:
+        p = self.params[0]
+        sizes = [p.device_mesh.size(i) for i, at in enumerate(p.placements) if isinstance(at, kind)]
+        return max(sizes, default=1)
+
+    def trained(self) -> Unit:
+        """Return this unit without the parameters that require no gradient now."""
+        pairs = [(n, p) for n, p in zip(self.names, self.params, strict=True) if p.requires_grad]
+        return Unit(self.module, self.name, tuple(n for n, _ in pairs), tuple(p for _, p in pairs))
+
+    def sizes(self, world: int) -> tuple[int, ...]:
+        """Return the elements of a shard of each parameter, padded where they do not divide it."""
+        return tuple(_padded_shape(p, world).numel() for p in self.params)
+
+    def own_shards(self, world: int) -> list[Any]:
+        """Return this rank's shard of each parameter, flat, with zeros as padding."""
+        local = [p.detach().to_local().flatten() for p in self.params]
+        return [
+            torch.nn.functional.pad(x, (0, size - x.shape[0]))
+            for x, size in zip(local, self.sizes(world), strict=True)
+        ]
+
+    def to_whole(self, vector: Any, world: int) -> list[Any]:
+        """Return whole tensors in the shapes of the parameters, from a vector with the shards of all ranks."""
+        pieces = vector.split(self.sizes(world) * world)
+        count = len(self.params)
+        whole = []
+        for i, p in enumerate(self.params):
+            dim, shape = _shard_dim(p), _padded_shape(p, world)
+            joined = torch.cat([pieces[r * count + i].reshape(shape) for r in range(world)], dim)
+            whole.append(joined.narrow(dim, 0, p.shape[dim]).contiguous())
+        return whole
+
+    def to_vector(self, whole: Sequence[Any], world: int) -> Any:
+        """Return the vector of which `to_whole` returns these tensors."""
+        of_params = []
+        for x, p in zip(whole, self.params, strict=True):
+            dim, shape = _shard_dim(p), _padded_shape(p, world)
+            missing = shape[dim] * world - x.shape[dim]
+            filling = x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))
+            of_params.append(torch.cat([x, filling], dim).split(shape[dim], dim))
+        return torch.cat([of_param[r].flatten() for r in range(world) for of_param in of_params])
+
+
+def units_of(model: Any) -> list[Unit]:
+    """Return the units of a model, in the order of its modules.
+
+    Raises
+    ------
+    TypeError
+        If nothing in it was sharded.
+    """
+    found: dict[int, tuple[Any, str, list[tuple[str, Any]]]] = {}
+    for owner, module_name, name, p in _owned(model, "", None, ""):
+        _, _, named = found.setdefault(id(owner._get_fsdp_state()), (owner, module_name, []))
+        if isinstance(p, DTensor) and all(p is not other for _, other in named):
+            named.append((name, p))
+    units = [
+        Unit(module, name, tuple(n for n, _ in named), tuple(p for _, p in named))
+        for module, name, named in found.values()
+        if named
+    ]
+    if not units:
+        raise TypeError(
+            f"model is a {type(model).__name__} without sharded parameters; expected one after "
+            "torch.distributed.fsdp.fully_shard(model)"
+        )
+    return units
+
+
+def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tuple[Any, str, str, Any]]:
+    """Yield the sharded module of each parameter, its name, and the parameter with its name: children first."""
+    if isinstance(module, FSDPModule):
+        owner, owner_name = module, prefix.removesuffix(".")
+    for name, child in module.named_children():
+        yield from _owned(child, f"{prefix}{name}.", owner, owner_name)
+    if owner is not None:
+        for name, p in module.named_parameters(recurse=False):
+            yield owner, owner_name, prefix + name, p
+
+
+def _shard_dims(p: Any) -> int:
+    return sum(not isinstance(placement, Replicate) for placement in p.placements)
+
+
+def _shard_dim(p: Any) -> int:
+    """Return the dimension along which a parameter is sharded; the first of one that is not."""
+    dims = [placement.dim for placement in p.placements if isinstance(placement, Shard)]
+    return int(dims[0]) if dims else 0
+
+
+def _padded_shape(p: Any, world: int) -> torch.Size:
+    """Return the shape of the largest shard of a parameter."""
+    dim = _shard_dim(p)
+    return torch.Size([-(-n // world) if i == dim else n for i, n in enumerate(p.shape)])

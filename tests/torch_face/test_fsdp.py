@@ -1,0 +1,556 @@
+"""Sharded models average what stock FSDP2 averages, but for what compression loses, and owe the rest."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+HEAD = """
+import io, os, warnings
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.tensor import DTensor, Shard
+import qcomp
+import qcomp.torch.fsdp
+from qcomp.torch.fsdp import compress
+from qcomp.torch.units import units_of
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "the states come from|the dicts come from|.*another number of ranks")
+me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
+dist.init_process_group("gloo", store=store, rank=me, world_size=n)
+everyone = dist.init_device_mesh("cpu", (n,))
+SIGN = qcomp.ScaledSign(bucket_size=64)
+SMALL = {"exact": qcomp.ExactBelow(100)}
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(18)
+        self.up, self.down = torch.nn.Linear(18, 35), torch.nn.Linear(35, 18, bias=False)
+        self.extra = torch.nn.Linear(18, 18)
+        self.uses_extra = True
+    def forward(self, x):
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return self.extra(x) if self.uses_extra else x
+
+def network():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(7, 18), Block(), Block(), torch.nn.Linear(18, 5))
+
+def sharded(mesh=everyone, model=None, blocks=True, **options):
+    model = network() if model is None else model
+    for layer in model[1:3] if blocks else ():
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+def backward(model, step, factor=1.0):
+    draws = torch.Generator().manual_seed(1000 * step + me)
+    (factor * model(torch.randn(6, 7, generator=draws)).square().sum()).backward()
+
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+def gradients(model):
+    return {k: local(p.grad).clone() for k, p in model.named_parameters() if p.grad is not None}
+
+def whole_gradients(model):
+    return {k: p.grad.full_tensor() for k, p in model.named_parameters()}
+
+def close(xs, ys, **tolerance):
+    assert xs.keys() == ys.keys() and xs
+    for key in xs:
+        torch.testing.assert_close(xs[key], ys[key], **tolerance, msg=lambda text: f"{key}: {text}")
+
+def refusal(do):
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+@pytest.fixture
+def said(ddp_ranks):
+    """Run a script on ranks with a process group, and return the lines of each."""
+
+    def run(n, body):
+        return [rank.out.splitlines() for rank in ddp_ranks(n, HEAD + body, timeout=120.0)]
+
+    return run
+
+
+PLACES = {
+    "blocks": "lambda: sharded()",
+    "whole": "lambda: sharded(blocks=False)",
+    "kept": "lambda: sharded(reshard_after_forward=False)",
+    "columns": "lambda: sharded(shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.shape[-1] == 18 else None)",
+    "bfloat16": "lambda: sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))",
+    "float16": "lambda: sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))",
+    "float64": "lambda: sharded(model=network().double())",
+}
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_without_loss_it_is_stock_fsdp(said, n):
+    """Every way to shard, uneven shards, accumulation, and parameters that need no gradient or have none."""
+    places = {k: v for k, v in PLACES.items() if n == 2 or k != "columns"}  # torch wants these even
+    said(
+        n,
+        f"""
+for name, make in {{ {", ".join(f"{k!r}: {v}" for k, v in places.items())} }}.items():
+    stock, ours = make(), make()
+    if name == "blocks":
+        for model in (stock, ours):
+            model[1].up.weight.requires_grad_(False)
+    compression = compress(ours, qcomp.Identity(), qcomp.Identity(), exact=None)
+    for step in range(3):
+        for model in (stock, ours):
+            model[2].uses_extra = step != 1
+            x = {{torch.float64: torch.float64}}.get(next(model.parameters()).dtype, torch.float32)
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                draws = torch.Generator().manual_seed(1000 * step + 10 * me + micro)
+                model(torch.randn(6, 7, generator=draws, dtype=x)).square().sum().backward()
+        exact = {{"float16": 2e-3, "float64": 1e-12}}.get(name, 1e-5)
+        close(gradients(ours), gradients(stock), rtol=exact, atol=10 * exact)
+        for model in (stock, ours):
+            model.zero_grad()
+    assert compression.bytes_sent
+""",
+    )
+
+
+def test_the_parameters_of_a_unit_are_in_the_order_of_torch(said):
+    """Else a bucket would begin in the middle of a parameter, and what is exact would be another part of a message."""
+    said(
+        2,
+        """
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(6, 6, bias=False)
+        self.first = torch.nn.Embedding(6, 6)
+        self.first.weight = self.last.weight
+        self.scale = torch.nn.Parameter(torch.ones(3))
+for model in (sharded(), sharded(blocks=False), fully_shard(Tied(), mesh=everyone)):
+    units = units_of(model)
+    for unit in units:
+        (group,) = unit.module._get_fsdp_state()._fsdp_param_groups
+        assert [id(p.sharded_param) for p in group.fsdp_params] == [id(p) for p in unit.params]
+    assert len({id(p) for unit in units for p in unit.params}) == len(list(model.parameters()))
+pair = network()
+fully_shard([pair[1], pair[2]], mesh=everyone)
+fully_shard(pair, mesh=everyone)
+units = units_of(pair)
+assert [unit.name for unit in units] == ["", "1"]
+(group,) = pair[1]._get_fsdp_state()._fsdp_param_groups
+assert [id(p.sharded_param) for p in group.fsdp_params] == [id(p) for p in units[1].params]
+""",
+    )
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_not_sent_is_owed(said, n):
+    """The compressed gradients of all steps and the mean of what the ranks owe add up to the exact gradients."""
+    said(
+        n,
+        """
+for columns in (False, True) if n == 2 else (False,):
+    along = {"shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] == 18 else None} if columns else {}
+    stock, ours = sharded(**along), sharded(**along)
+    compression = compress(ours, SIGN, **SMALL)
+    sums = [dict.fromkeys(dict(stock.named_parameters()), 0) for _ in range(2)]
+    for step in range(4):
+        for total, model in zip(sums, (stock, ours)):
+            backward(model, step)
+            for key, g in whole_gradients(model).items():
+                total[key] = total[key] + g
+            model.zero_grad()
+    owed = [r for part in compression.state_dict()["parts"].values() for r in part["residuals"].items()]
+    assert len(owed) == len(sums[0])
+    for key, residual in owed:
+        dist.all_reduce(residual)
+        torch.testing.assert_close(sums[1][key] + residual / n, sums[0][key], rtol=1e-5, atol=1e-4)
+    kept = {key: residual.abs().max().item() for key, residual in owed}
+    assert kept["1.up.weight"] > 0.01 and kept["1.norm.weight"] == kept["3.bias"] == 0
+""",
+    )
+
+
+def test_four_bits_send_an_eighth(said):
+    """And 32 bits for each bucket of 128 elements; the bias stays exact, and nothing else is sent."""
+    said(
+        2,
+        """
+model = fully_shard(torch.nn.Linear(256, 256), mesh=everyone)
+compression = compress(model)
+before = compression.bytes_sent
+model(torch.randn(6, 256)).square().sum().backward()
+sent, half = compression.bytes_sent - before, 256 * 256 // 2
+assert 0 <= sent - (half // 2 + half // 128 * 4 + 128 * 4) < 16, sent
+""",
+    )
+
+
+def test_gradients_are_unbiased(said):
+    """Over 60 draws the mean of an element is within 6 standard errors of the exact one."""
+    said(
+        2,
+        """
+stock, ours = sharded(blocks=False), sharded(blocks=False)
+compress(ours, qcomp.QSGD(7, 128), exact=None)
+backward(stock, 0)
+exact, found = gradients(stock)["1.up.weight"], []
+for step in range(60):
+    backward(ours, 0)
+    found.append(gradients(ours)["1.up.weight"])
+    ours.zero_grad()
+found = torch.stack(found)
+spread = found.std(0) / 60**0.5
+assert (spread > 0).float().mean() > 0.5
+assert ((found.mean(0) - exact).abs() <= 6 * spread + 1e-3).all()
+""",
+    )
+
+
+def test_all_ranks_compute_with_the_same_weights(said):
+    said(
+        2,
+        """
+model = sharded()
+before = {k: p.full_tensor().detach() for k, p in model.named_parameters()}
+compress(model, None, qcomp.MinMaxUInt8(bucket_size=64), **SMALL)
+model.unshard()
+for layer in model[1:3]:
+    layer.unshard()
+used = dict(model.named_parameters())
+for key, value in used.items():
+    value = value.detach()
+    both = [torch.empty_like(value) for _ in range(n)]
+    dist.all_gather(both, value.contiguous())
+    assert torch.equal(both[0], both[1]), key
+    assert torch.equal(value, before[key]) == (value.numel() < 100 or value.ndim == 1), key
+    torch.testing.assert_close(value, before[key], rtol=0, atol=before[key].abs().max().item() / 120)
+model.reshard()
+for layer in model[1:3]:
+    layer.reshard()
+after = {k: p.full_tensor().detach() for k, p in model.named_parameters()}
+close(after, before, rtol=0, atol=0)
+""",
+    )
+
+
+def test_changes_of_weights_lose_less_each_time(said):
+    """With EF21's contraction: the first gather is exact, and what one call loses is in the next change."""
+    said(
+        2,
+        """
+model = sharded(blocks=False)
+compression = compress(model, None, qcomp.QSGD(7, 128), weight_changes=True, exact=None)
+def used():
+    model.unshard()
+    found = {k: p.detach().clone() for k, p in model.named_parameters()}
+    model.reshard()
+    return found
+def distance():
+    exact = {k: p.full_tensor().detach() for k, p in model.named_parameters()}
+    return max((x - exact[k]).abs().max().item() for k, x in used().items())
+assert distance() == 0
+with torch.no_grad():
+    for p in model.parameters():
+        x = p.to_local()
+        x += torch.linspace(0.1, 0.4, max(1, x.numel()))[: x.numel()].reshape(x.shape)
+lost = [distance() for _ in range(8)]
+assert lost[0] < 0.2 and lost[-1] < 1e-5, lost
+compression.load_state_dict(compression.state_dict())
+assert distance() == 0
+""",
+    )
+
+
+GRID = """
+mesh = dist.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicas", "shard"))
+"""
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_between_replicas_without_loss_it_is_the_mean_of_all(said, kind):
+    n = 4 if kind == "sharded" else 2
+    said(
+        n,
+        f"""
+if {kind == "sharded"}:
+    mesh = dist.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicas", "shard"))
+    make = lambda: sharded(mesh["shard"])
+else:
+    mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("replicas", "alone"))
+    make = lambda: replicate(network(), mesh=mesh["alone"])
+stock, ours = sharded(), make()
+compress(ours, qcomp.Identity(), replicas=mesh["replicas"], exact=None)
+for step in range(2):
+    for model in (stock, ours):
+        backward(model, step)
+    close(whole_gradients(ours), whole_gradients(stock), rtol=1e-5, atol=1e-4)
+""",
+    )
+
+
+@pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
+def test_replicas_stay_equal_bit_for_bit(said, topology):
+    said(
+        4,
+        f"""
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+model = sharded(mesh["shard"])
+compression = compress(model, SIGN, replicas=mesh["replicas"], topology={topology!r}, **SMALL)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(4):
+    backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+for key, p in model.named_parameters():
+    both = [torch.empty_like(p.to_local()) for _ in range(2)]
+    dist.all_gather(both, p.to_local().detach(), group=mesh["replicas"].get_group())
+    assert torch.equal(both[0], both[1]), key
+assert compression.bytes_sent
+""",
+    )
+
+
+def test_hsdp_compresses_inside_a_shard_group(said):
+    said(
+        4,
+        """
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+stock, ours = sharded(mesh), sharded(mesh)
+compress(ours, qcomp.Identity(), qcomp.Identity(), exact=None)
+for model in (stock, ours):
+    backward(model, 0)
+close(gradients(ours), gradients(stock), rtol=1e-5, atol=1e-4)
+say(refusal(lambda: compress(ours, SIGN, replicas=mesh["replicas"])))
+""",
+    )
+
+
+CHECKPOINT = """
+def through_a_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+def train(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+def of_all(saved):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, saved)
+    return found
+"""
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_restart_goes_on_bit_for_bit(said, between):
+    said(
+        4 if between else 2,
+        f"""{CHECKPOINT}
+if {between}:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+    make, options = (lambda: sharded(mesh["shard"])), {{"replicas": mesh["replicas"]}}
+else:
+    make, options = sharded, {{}}
+compressor = qcomp.Scaled(qcomp.QSGD(7, 64))  # draws, and owes
+model = make()
+compression = compress(model, compressor, **options, **SMALL)
+train(model, range(3))
+weights, saved = model.state_dict(), through_a_file(compression.state_dict())
+weights = {{k: v.clone() for k, v in weights.items()}}
+train(model, range(3, 6))
+for states in (saved, of_all(saved)):
+    again = make()
+    other = compress(again, compressor, **options, **SMALL)
+    again.load_state_dict(weights)
+    other.load_state_dict(states)
+    train(again, range(3, 6))
+    for key, p in model.named_parameters():
+        assert torch.equal(p.to_local(), dict(again.named_parameters())[key].to_local()), key
+""",
+    )
+
+
+def test_another_number_of_ranks_owes_the_same(said, tmp_path):
+    """Residuals are whole tensors, whatever the mesh; each new rank continues with the mean of the old ones."""
+    path = str(tmp_path / "saved")
+    said(
+        3,
+        f"""{CHECKPOINT}
+model = sharded()
+compression = compress(model, SIGN, **SMALL)
+train(model, range(3))
+saved = of_all(compression.state_dict())
+if me == 0:
+    torch.save(saved, {path!r})
+""",
+    )
+    said(
+        2,
+        f"""{CHECKPOINT}
+saved = torch.load({path!r}, weights_only=True)
+compression = compress(sharded(), SIGN, **SMALL)
+compression.load_state_dict(saved)
+for name, part in compression.state_dict()["parts"].items():
+    for key, residual in part["residuals"].items():
+        expected = sum(one["parts"][name]["residuals"][key] for one in saved) / 3
+        torch.testing.assert_close(residual, expected, rtol=1e-6, atol=1e-7)
+assert refusal(lambda: compression.load_state_dict(saved[0])).startswith(
+    "ValueError: saved does not fit: ValueError: it belongs to rank 0 of 3"
+)
+assert "expected each rank that saved once" in refusal(lambda: compression.load_state_dict(saved[:2]))
+broken = {{**saved[0], "rank": me, "size": 2}}
+if me:
+    broken["parts"] = {{}}
+text = refusal(lambda: compression.load_state_dict(broken))
+expected = "MismatchError: rank 1 cannot load its state" if me == 0 else "ValueError: saved does not fit"
+assert text.startswith(expected), text
+train(sharded(), range(1))
+""",
+    )
+
+
+def test_gradients_that_are_not_finite(said):
+    said(
+        2,
+        """
+for how in ("raise", "propagate"):
+    model = sharded(blocks=False)
+    compression = compress(model, SIGN, nonfinite=how, **SMALL)
+    backward(model, 0)
+    model.zero_grad()
+    before = compression.state_dict()["parts"][""]["residuals"]
+    text = refusal(lambda: backward(model, 1, torch.inf if me == 1 else 1.0))
+    if how == "raise":
+        assert text.startswith("NonFiniteError: a value on rank 1 is not finite"), text
+    else:
+        assert text == "nothing" and all(g.isnan().all() for g in gradients(model).values() if g.numel())
+    assert compression.skipped == 1
+    close(compression.state_dict()["parts"][""]["residuals"], before, rtol=0, atol=0)
+""",
+    )
+
+
+def test_a_gradient_scaler_skips_on_all_ranks(said):
+    said(
+        2,
+        """
+from torch.amp import GradScaler
+model = sharded(blocks=False)
+compression = compress(model, SIGN, nonfinite="propagate", **SMALL)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
+moved = []
+for step in range(4):
+    before = model[0].weight.to_local().clone()
+    draws = torch.Generator().manual_seed(1000 * step + me)
+    bad = torch.inf if (step, me) == (1, 1) else 1.0
+    (scaler.scale(model(torch.randn(6, 7, generator=draws)).square().sum()) * bad).backward()
+    scaler.step(optimizer)
+    old = scaler.get_scale()
+    scaler.update()
+    compression.rescale(scaler.get_scale() / old)
+    optimizer.zero_grad()
+    moved.append(not torch.equal(before, model[0].weight.to_local()))
+assert moved == [True, False, True, True], moved
+""",
+    )
+
+
+REFUSALS = {
+    "not sharded": ("compress(network())", "TypeError: model is a Sequential without sharded parameters"),
+    "nothing to do": ("compress(sharded(), None)", "ValueError: gradients and weights are None"),
+    "no compressor": (
+        "compress(sharded(), 'qsgd')",
+        "TypeError: gradients is 'qsgd'; expected a qcomp.Compressor",
+    ),
+    "diverges": (
+        "compress(sharded(), qcomp.QSGD(1, 512), feedback=True, exact=None)",
+        "ValueError: feedback=True around qsgd",
+    ),
+    "replicate": (
+        "compress(replicate(network(), mesh=everyone))",
+        "ValueError: the model is replicated over 2 ranks, over which FSDP2 sums exactly before it asks anybody",
+    ),
+    "replicas": (
+        "compress(sharded(), replicas=3)",
+        "TypeError: replicas is 3; expected a one-dimensional DeviceMesh",
+    ),
+    "nonfinite": ("compress(sharded(), nonfinite='skip')", "ValueError: nonfinite is 'skip'"),
+    "other settings": (
+        "compress(sharded(), qcomp.QSGD(7 + 8 * me, 128), exact=None)",
+        "MismatchError: the ranks were not started alike: gradients is ",
+    ),
+    "unused": (
+        "model = sharded(); model[1].uses_extra = False; compress(model, SIGN, **SMALL); backward(model, 0)",
+        "ValueError: feedback is True, but some parameters of the module '1' have no gradient",
+    ),
+    "factor": (
+        "model = sharded(); model.set_gradient_divide_factor(3.0); compress(model, **SMALL); backward(model, 0)",
+        "ValueError: the model has a gradient_divide_factor",
+    ),
+    "dtypes": (
+        "model = sharded(blocks=False); compress(model, None, qcomp.MinMaxUInt8(), **SMALL); "
+        "bytes_ = torch.zeros(8, dtype=torch.uint8); "
+        "(group,) = model._get_fsdp_state()._fsdp_param_groups; "
+        "group._all_gather_comm(bytes_, bytes_[:4], everyone.get_group())",
+        "ValueError: the model has parameters of several dtypes",
+    ),
+}
+
+
+def test_what_torch_cannot_carry_is_refused_on_every_rank(said):
+    cases = "".join(
+        f"""
+def case():
+    {code}
+text = refusal(case)
+assert text.startswith({expected!r}), (text, {expected!r})
+"""
+        for code, expected in REFUSALS.values()
+    )
+    said(2, cases)
+
+
+def test_replicas_that_differ_are_told(said):
+    said(
+        2,
+        """
+mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("replicas", "alone"))
+model = network()
+torch.nn.init.constant_(model[3].bias, me)
+text = refusal(lambda: compress(replicate(model, mesh=mesh["alone"]), replicas=mesh["replicas"], exact=None))
+assert text.startswith("MismatchError: the ranks were not started alike: the parameter '3.bias'"), text
+""",
+    )
+
+
+def test_unused_parameters_may_have_zeros(said):
+    said(
+        2,
+        """
+model = sharded()
+model.set_reduce_scatter_unused_params(True)
+model[1].uses_extra = False
+compress(model, SIGN, **SMALL)
+backward(model, 0)
+assert gradients(model)["1.extra.weight"].abs().max() == 0
+""",
+    )

@@ -1,0 +1,208 @@
+"""With ``model=`` the optimizers for torch make the steps of an OverlappedOptimizer, with live settings."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+HEAD = """
+import copy, io, os, warnings
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import qcomp
+import qcomp.torch
+from qcomp.integrations import ddp
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* no longer fits")
+me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
+dist.init_process_group("gloo", store=store, rank=me, world_size=n)
+FREEZE = 3
+SMALL = {"exact": qcomp.ExactBelow(100)}
+COMMON = {"freeze": FREEZE, "compressor": qcomp.ScaledSign(bucket_size=64), **SMALL}
+OF = {
+    "CompressedSGD": {"compressor": qcomp.QSGD(15, 64), **SMALL},
+    "OneBitAdam": COMMON,
+    "OneBitLamb": COMMON,
+    "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64)},
+    "ZeroOneAdam": COMMON,
+}
+
+def wrapped():
+    torch.manual_seed(7)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 41, bias=False), torch.nn.Linear(41, 5)
+    )
+    return DistributedDataParallel(network, bucket_cap_mb=4000 / 2**20, gradient_as_bucket_view=True)
+
+def backward(model, step):
+    draws = torch.Generator().manual_seed(1000 * step + me)
+    model(torch.randn(6, 33, generator=draws)).square().sum().backward()
+
+def face(name, model, params=None, **changes):
+    params = model.parameters() if params is None else params
+    return getattr(qcomp.torch, name)(params, model=model, **{"lr": 0.01, **OF[name], **changes})
+
+def same(one, other):
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+def refusal(do):
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+"""
+
+
+@pytest.fixture
+def said(ddp_ranks):
+    """Run a script on ranks with a process group."""
+
+    def run(n, body):
+        return [rank.out.splitlines() for rank in ddp_ranks(n, HEAD + body)]
+
+    return run
+
+
+def test_steps_are_those_of_an_overlapped_optimizer(said):
+    """With a schedule, accumulation, groups, a restart, and a restart without DistributedDataParallel's buckets."""
+    said(
+        2,
+        """
+for name, settings in OF.items():
+    ours, theirs = wrapped(), wrapped()
+    weights, vectors = ([p for p in ours.parameters() if (p.ndim == 1) == flat] for flat in (False, True))
+    optimizer = face(name, ours, [{"params": vectors, "weight_decay": 0.0}, {"params": weights, "weight_decay": 0.1}])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    flat = qcomp.Group([k for k, p in theirs.module.named_parameters() if p.ndim == 1], weight_decay=0.0)
+    other = ddp.OverlappedOptimizer(theirs, getattr(qcomp, name)(
+        learning_rate=lambda step: 0.01 * 0.9**step, weight_decay=0.1, groups=[flat], **settings))
+    def train(model, made, steps, scheduler=None):
+        for step in steps:
+            with model.no_sync():
+                backward(model, 100 + step)
+            backward(model, step)
+            made.step()
+            made.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+    train(ours, optimizer, range(5), scheduler)
+    train(theirs, other, range(5))
+    assert same(ours, theirs), name
+    file = io.BytesIO()
+    torch.save([ours.module.state_dict(), optimizer.state_dict(), scheduler.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    train(ours, optimizer, range(5, 8), scheduler)
+    again = wrapped()
+    weights, vectors = ([p for p in again.parameters() if (p.ndim == 1) == flat] for flat in (False, True))
+    later = face(name, again, [{"params": vectors}, {"params": weights}], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(later, 0.9)
+    again.module.load_state_dict(saved[0])
+    later.load_state_dict(saved[1])
+    schedule.load_state_dict(saved[2])
+    train(again, later, range(5, 8), schedule)
+    assert same(again, ours), name
+    assert optimizer.core_state.stage != "warmup", name
+""",
+    )
+
+
+def test_settings_that_differ_between_ranks_are_told_and_change_nothing(said):
+    said(
+        2,
+        """
+for steps in (1, FREEZE + 1):
+    model, twin = wrapped(), wrapped()
+    optimizer, other = face("OneBitAdam", model), face("OneBitAdam", twin)
+    for step in range(steps):
+        for net, made in ((model, optimizer), (twin, other)):
+            backward(net, step)
+            made.step()
+            made.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.01 + me
+    backward(model, steps)
+    text = refusal(optimizer.step)
+    assert text.startswith(f"MismatchError: the settings of step {steps + 1} differ between rank 0, and rank 1"), text
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.01
+    for net, made in ((model, optimizer), (twin, other)):
+        backward(net, steps)
+        made.step()
+    assert same(model, twin)
+""",
+    )
+
+
+def test_settings_that_change_after_the_backward_pass_are_refused(said):
+    said(
+        2,
+        """
+model = wrapped()
+optimizer = face("OneBitAdam", model)
+backward(model, 0)
+optimizer.param_groups[0]["lr"] = 0.02
+assert refusal(optimizer.step).startswith("RuntimeError: the settings of param_groups were lr=(0.01,)")
+optimizer.param_groups[0]["lr"] = 0.01
+optimizer.step()
+assert optimizer.core_state.step == 1
+""",
+    )
+
+
+REFUSALS = {
+    "of another model": (
+        "face('OneBitAdam', wrapped(), wrapped().parameters())",
+        "ValueError: param_groups[0] has a parameter of shape (65, 33) that model does not average",
+    ),
+    "too few": (
+        "model = wrapped(); face('OneBitAdam', model, list(model.parameters())[:2])",
+        "ValueError: params lacks '2.weight', '3.weight', '3.bias', which model averages",
+    ),
+    "not wrapped": (
+        "face('OneBitAdam', wrapped().module)",
+        "TypeError: model is a Sequential; expected a torch.nn.parallel.DistributedDataParallel",
+    ),
+    "more groups": (
+        "model = wrapped(); face('OneBitAdam', model).add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
+        "RuntimeError: add_param_group was called after the optimizer was made with model=",
+    ),
+    "no backward pass": (
+        "face('OneBitAdam', wrapped()).step()",
+        "RuntimeError: step was called without a whole backward pass",
+    ),
+    "a scaler": (
+        "model = wrapped(); optimizer = face('OneBitAdam', model); scaler = torch.amp.GradScaler('cpu'); "
+        "scaler.scale(model(torch.ones(2, 33)).sum()).backward(); scaler.step(optimizer)",
+        "RuntimeError: a GradScaler scales the loss, but with model= momenta are averaged",
+    ),
+    "a hook": (
+        "model = wrapped(); face('OneBitAdam', model); face('OneBitAdam', model)",
+        "RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called once",
+    ),
+    "clipped": (
+        "model = wrapped(); optimizer = face('OneBitAdam', model)\\n"
+        "    for step in range(FREEZE + 1):\\n"
+        "        backward(model, step); torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1); optimizer.step()\\n"
+        "        optimizer.zero_grad()",
+        "RuntimeError: the gradient of '0.weight', '0.bias', '2.weight' and 2 more was changed after the backward pass",
+    ),
+}
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(said):
+    said(
+        2,
+        "".join(
+            f"""
+def case():
+    {code}
+text = refusal(case)
+assert text.startswith({expected!r}), text
+"""
+            for code, expected in REFUSALS.values()
+        ).replace("\\n", "\n"),
+    )
