@@ -6,7 +6,7 @@ PEERS := .venv-peers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network lint format clean
+.PHONY: demo test test-all test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network docs lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
@@ -51,6 +51,10 @@ bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over f
 bench-network: $(INSTALLED)  ## Time training over links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
 	$(BIN)/python benchmarks/network_times.py
 
+docs: $(INSTALLED)  ## Make the documentation site in build/docs/.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python -m sphinx --jobs auto --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
+
 lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +65,7 @@ format: $(INSTALLED)  ## Format the code.
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environments and all results.
-	rm -rf $(VENV) $(PEERS) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build docs/api runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qcomp needs Python 3.11 or newer")'

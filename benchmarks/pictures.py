@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 __all__ = ["bars", "line", "ratios"]
 
@@ -16,9 +17,9 @@ COLOURS = {
     "encode in a step": "#d1495b",
     "decode into a buffer": "#2e86ab",
     "decode and add": "#3d9970",
-    "finish_mean": "#2e86ab",
-    "momentum": "#e0962b",
-    "frozen_step": "#d1495b",
+    "finish_mean": "#7b5ea7",
+    "momentum": "#8c564b",
+    "frozen_step": "black",
 }
 STYLES = {"pure": ":", "numba": "-"}
 
@@ -42,9 +43,9 @@ def ratios(rows: Rows, path: Path) -> None:
         finish(panel, subject)
     for panel in panels.flat[len(subjects) :]:
         panel.axis("off")
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    more, other = panels.flat[len(subjects) - 1].get_legend_handles_labels()
-    panels.flat[-1].legend([*handles, *more], [*labels, *other], loc="center", fontsize=9)
+    handles = [Line2D([], [], color=colour, marker="o", ms=4, label=what) for what, colour in COLOURS.items()]
+    handles += [Line2D([], [], color="0.4", ls=style, label=kernels) for kernels, style in STYLES.items()]
+    panels.flat[-1].legend(handles=handles, loc="center", fontsize=11)
     figure.supylabel("time over a copy of the input")
     figure.savefig(path, dpi=100)
 

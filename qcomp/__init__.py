@@ -8,8 +8,7 @@ determine which one is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qcomp import backends
-from qcomp.core import checkpoint, feedback
+from qcomp import backends, checkpoint, feedback, topologies
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import (
     QSGD,
@@ -25,7 +24,6 @@ from qcomp.core.compressors import (
 )
 from qcomp.core.diagnostics import Diagnostics
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
-from qcomp.core.mean import topologies
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.ef21 import EF21Mean

@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 import page
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from convergence.methods import BASELINE, METHODS
 from convergence.task import Task
@@ -109,6 +110,11 @@ def table(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> str:
     return f"{about}\n\n{page.table(head, rows)}"
 
 
+WIDE = (1, 1.2, 1.5, 2, 3, 4, 5, 7)
+NARROW = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 7, 8, 9)
+"""Where a logarithmic axis has ticks in a decade, by the range that it shows."""
+
+
 def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figure:
     """Return the mean curve of each method over seeds, in a band of one standard deviation."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -127,6 +133,10 @@ def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figur
             high = [m + s for m, s in zip(middle, spread, strict=True)]
             axes.fill_between(steps, low, high, color=method.colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="step", ylabel=task.metric, yscale="log", title=task.title)
+    least, most = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=NARROW if most < 4 * least else WIDE))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
     return figure

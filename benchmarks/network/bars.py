@@ -1,44 +1,66 @@
-"""Draws the matrix: a step of each method relative to computation alone, by link."""
+"""Draws the matrix: the milliseconds of a step of each method, over the links."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from network.launch import LINKS
-from network.methods import METHODS
+from network.methods import COMPUTE, METHODS
 from network.results import Run
 from network.tables import NAMES
 
 __all__ = ["picture"]
 
+MARKERS = "osD^v<>P"
+
 
 def picture(runs: Sequence[Run]) -> Figure | None:
-    """Return a figure with a panel for each link, model and number of ranks; None if there are no runs."""
+    """Return a figure with a column for each model and a row for each number of ranks; None if there are no runs."""
     if not runs:
         return None
+    models, counts = (list(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("model", "ranks"))
     links = [link for link in LINKS if any(run.link == link for run in runs)]
-    groups = list(dict.fromkeys((run.ranks, run.model) for run in runs))
-    methods = [m for m in METHODS if any(m in run.averaging for run in runs)]
-    figure = Figure(figsize=(4.2 * len(links), 2.4 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), len(links), squeeze=False, sharey=True)
-    for (ranks, model), of_group in zip(groups, panels, strict=True):
-        for link, panel in zip(links, of_group, strict=True):
-            run = next((r for r in runs if (r.ranks, r.model, r.link) == (ranks, model, link)), None)
-            shown = [] if run is None else [m for m in methods if m in run.methods]
-            if run is None or not shown:
+    figure = Figure(figsize=(5.2 * len(models), 3.6 * len(counts) + 0.9), layout="constrained")
+    panels = figure.subplots(len(counts), len(models), squeeze=False, sharex=True)
+    handles: dict[str, Any] = {}
+    for ranks, row in zip(counts, panels, strict=True):
+        for model, panel in zip(models, row, strict=True):
+            of_panel = {run.link: run for run in runs if (run.ranks, run.model) == (ranks, model)}
+            if not of_panel:
                 panel.axis("off")
                 continue
-            ratios = [run.seconds(m) / run.compute for m in shown]
-            drawn = panel.barh(
-                [METHODS[m].label for m in shown], ratios, color=[METHODS[m].colour for m in shown]
-            )
-            panel.bar_label(drawn, labels=[f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=8)
-            panel.axvline(1, color="0.4", lw=1)
-            panel.set(xscale="log", xlim=(0.7, 2.2 * max(ratios)))
-            panel.xaxis.set_major_formatter("{x:g}")
-            panel.xaxis.set_minor_formatter("")  # the bars are labelled
-            panel.set_title(f"{model}, {ranks} ranks, {NAMES[link]}", fontsize=9)
-            panel.grid(alpha=0.3, axis="x")
-        of_group[0].invert_yaxis()
-    figure.supxlabel("step over compute alone")
+            handles |= _draw(panel, of_panel, links)
+            panel.set_title(f"{model}, {ranks} ranks")
+    for row in panels:
+        row[0].set_ylabel("ms a step")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=9)
     return figure
+
+
+def _draw(panel: Axes, runs: dict[str, Run], links: Sequence[str]) -> dict[str, Any]:
+    """Draw a line for each method, and return the lines by their labels."""
+    lines = {}
+    for marker, (name, method) in zip(MARKERS, _averaging(), strict=False):
+        points = [
+            (links.index(link), 1e3 * run.seconds(name)) for link, run in runs.items() if name in run.methods
+        ]
+        if points:
+            (lines[method.label],) = panel.plot(
+                *zip(*points, strict=True), marker=marker, ms=5, lw=1.3, color=method.colour
+            )
+    points = [(links.index(link), 1e3 * run.compute) for link, run in runs.items()]
+    (lines[METHODS[COMPUTE].label],) = panel.plot(*zip(*points, strict=True), color="black", ls="--", lw=1)
+    panel.set(yscale="log", xlim=(-0.3, len(links) - 0.7))
+    panel.set_xticks(range(len(links)), [NAMES[link] for link in links])
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.grid(alpha=0.3)
+    return lines
+
+
+def _averaging() -> list[tuple[str, Any]]:
+    return [(name, method) for name, method in METHODS.items() if name != COMPUTE]

@@ -139,18 +139,27 @@ def picture(results: Results) -> Figure | None:
     journeys, times = _journeys(results), _times(results)
     if not journeys or not times:
         return None
-    figure = Figure(figsize=(5.5 * len(times), 4.5), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(times), 5), layout="constrained")
     panels = figure.subplots(1, len(times), squeeze=False)[0]
     for panel, (link, of_link) in zip(panels, times.items(), strict=True):
         for journey in journeys:
             clock, recipe = journey.clock(of_link), RECIPES[journey.method]
-            points = [(clock[step], loss) for step, loss in journey.losses]
-            panel.plot(*zip(*points, strict=True), color=recipe.colour, label=recipe.label)
-        for near in NEAR:
-            panel.axhline(target(journeys, near), color="0.6", lw=1)
-        # Nothing is learned in the first second.
-        panel.set(xscale="log", xlabel="seconds", title=NAMES[link], xlim=(1, None), ylim=(None, 4.5))
-        panel.grid(alpha=0.3)
+            # From the first loss after some steps on: a logarithmic axis has no place for the one at 0 s.
+            points = [(clock[step], loss) for step, loss in journey.losses if step > 0]
+            panel.plot(*zip(*points, strict=True), color=recipe.colour, marker=".", label=recipe.label)
+        for wanted in {target(journeys, near) for near in NEAR}:
+            panel.axhline(wanted, color="0.4", lw=1, ls="--")
+            panel.annotate(
+                f"target {wanted:.3f}",
+                (0.01, wanted),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 3),
+                textcoords="offset points",
+                fontsize=9,
+            )
+        panel.set(xscale="log", xlabel="seconds", title=NAMES[link])
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("validation loss, nats a byte")
-    panels[0].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return figure

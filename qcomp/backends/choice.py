@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -12,8 +11,6 @@ from qcomp.core.kernels import Coders, KernelSet, chosen, use_chooser, use_kerne
 from qcomp.core.numeric.arrays import Array, dtype_name, is_traced
 
 __all__ = ["Choice", "automatic", "choose", "choose_coders", "explain", "set_default", "use"]
-
-_log = logging.getLogger("qcomp")
 
 
 class Choice(NamedTuple):
@@ -191,5 +188,9 @@ def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
 def _warn_once(name: str, what: str, error: UnavailableError) -> None:
     """Warn that something is slow, once for each name."""
     if name not in _told:
+        import logging  # noqa: PLC0415  (a part of the time of `import qcomp`)
+
         _told.add(name)
-        _log.warning("%s by the pure version, which is many times slower: %s", what, error)
+        logging.getLogger("qcomp").warning(
+            "%s by the pure version, which is many times slower: %s", what, error
+        )

@@ -3,11 +3,11 @@
 import sys
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 __all__ = ["name_ranks", "warn_caller"]
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = __file__[: -len("core/reporting.py")]
+"""The folder of the package, with what ends it; pathlib would be a part of the time of `import qcomp`."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

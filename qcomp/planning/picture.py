@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from qcomp.core.mean.topologies.registry import names
-from qcomp.planning.advice import Advice
+from qcomp.planning.advice import Advice, Row
 from qcomp.planning.model import ALLREDUCES, Method, step_time
 
 __all__ = ["draw"]
 
 _POINTS = 61
+_MOST_CURVES = 8
 _DECADES = 2.0
 """Factor of bandwidth on each side of the given link."""
 _STYLES = ("-", (0, (1, 1, 4, 1)), ":", "-.", "--")
@@ -23,6 +24,9 @@ _PLAIN = {"plain": "black", "16-bit": "0.5"}
 
 def draw(advice: Advice, path: str | Path) -> None:
     """Write a picture of the step time over the bandwidth between nodes; the suffix names the format.
+
+    It shows, of the methods that send the same in different topologies, the one that is fastest on the given link; at
+    most eight methods.
 
     Raises
     ------
@@ -38,27 +42,47 @@ def draw(advice: Advice, path: str | Path) -> None:
     axes = figure.subplots()
     link = advice.cluster.link
     around = [link.bandwidth * 10 ** (_DECADES * (2 * i / (_POINTS - 1) - 1)) for i in range(_POINTS)]
+    curves = [
+        (row, [_seconds(advice, row.time.method, bandwidth) for bandwidth in around])
+        for row in _shown(advice)
+    ]
     colours: dict[str, str] = {}
-    for row in advice.rows:
+    for row, times in sorted(curves, key=lambda curve: -curve[1][0]):  # the legend in the order of the curves
         method = row.time.method
-        times = [_seconds(advice, method, bandwidth) for bandwidth in around]
-        kind = "16-bit" if method.half else "plain" if method.compressor is None else method.compressor.spec
-        colour = _PLAIN.get(kind) or colours.setdefault(kind, f"C{len(colours)}")
-        width = 2.8 if row is advice.best else 1.2
+        colour = _PLAIN.get(_kind(method)) or colours.setdefault(_kind(method), f"C{len(colours)}")
         axes.plot(
             [8 * b / 1e9 for b in around],
             times,
             linestyle=_style(method),
             color=colour,
-            linewidth=width,
+            linewidth=2.8 if row is advice.best else 1.2,
             label=method.label,
         )
     axes.axvline(8 * link.bandwidth / 1e9, color="0.5", linewidth=1)
     axes.axhline(advice.job.compute, color="0.8", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s each way", ylabel="seconds a step")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.set_title(f"{advice.job.params / 1e6:,.4g}M parameters, {advice.cluster.ranks} ranks")
     axes.legend(fontsize="x-small", loc="upper right")
     figure.savefig(path, dpi=120)
+
+
+def _shown(advice: Advice) -> list[Row]:
+    """Return the fastest method of each kind of payload: plain ones, and the best of the others."""
+    fastest = {_kind(advice.best.time.method): advice.best}
+    for row in advice.rows:  # fastest first
+        fastest.setdefault(_kind(row.time.method), row)
+    plain = [row for kind, row in fastest.items() if kind in _PLAIN]
+    compressed = [row for kind, row in fastest.items() if kind not in _PLAIN]
+    return plain + compressed[: _MOST_CURVES - len(plain)]
+
+
+def _kind(method: Method) -> str:
+    """Return what a method sends: numbers of some width, or the payloads of a compressor."""
+    if method.compressor is not None:
+        return method.compressor.spec
+    return "16-bit" if method.half else "plain"
 
 
 def _style(method: Method) -> Any:

@@ -6,7 +6,20 @@ They average over the ranks themselves, started by torchrun or mpirun: wrap no m
 would average the gradients too.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from qcomp.torch.algorithms import CompressedSGD, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
 from qcomp.torch.optimizer import AveragingOptimizer
 
-__all__ = ["AveragingOptimizer", "CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"]
+if TYPE_CHECKING:
+    from qcomp.torch import fsdp
+
+__all__ = ["AveragingOptimizer", "CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam", "fsdp"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only newer releases of torch can run."""
+    if name == "fsdp":
+        return importlib.import_module("qcomp.torch.fsdp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

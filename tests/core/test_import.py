@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,8 +17,8 @@ CORE = sorted((PACKAGE / "core").rglob("*.py"))
 LIBRARIES = ("numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "array_api_strict")
 
 
-def loaded_by(code: str) -> list[str]:
-    """Which array libraries and transports a fresh interpreter has loaded after some code."""
+def modules_after(code: str) -> set[str]:
+    """Which modules a fresh interpreter has loaded after some code."""
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"],
         capture_output=True,
@@ -25,12 +26,34 @@ def loaded_by(code: str) -> list[str]:
         timeout=60,
         check=True,
     )
-    return [name for name in LIBRARIES if name in json.loads(done.stdout.splitlines()[-1])]
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def loaded_by(code: str) -> list[str]:
+    """Which array libraries and transports a fresh interpreter has loaded after some code."""
+    loaded = modules_after(code)
+    return [name for name in LIBRARIES if name in loaded]
 
 
 class TestLoads:
     def test_import_loads_no_array_library(self):
         assert loaded_by("import qcomp") == []
+
+    def test_import_loads_little(self):
+        """So that it takes about a tenth of a second: what is slow to load, or rarely used, waits for its use."""
+        loaded = modules_after("import qcomp") - modules_after("")
+        slow = {
+            "asyncio",
+            "email",
+            "importlib.metadata",
+            "logging",
+            "pathlib",
+            "socket",
+            "subprocess",
+            "urllib.parse",
+        }
+        assert not loaded & slow
+        assert 50 < sum(name.startswith("qcomp") for name in loaded) <= 125
 
     def test_nor_does_choosing_an_optimizer(self):
         code = (
@@ -54,6 +77,15 @@ class TestPublic:
         namespace = {}
         exec(f"from qcomp import {name}", namespace)
         assert namespace[name] is getattr(qcomp, name)
+
+    @pytest.mark.parametrize(
+        "name", [name for name in qcomp.__all__ if isinstance(getattr(qcomp, name), ModuleType)]
+    )
+    def test_every_listed_module_can_be_imported_from(self, name):
+        module = importlib.import_module(f"qcomp.{name}")
+        assert module is getattr(qcomp, name)
+        for public in module.__all__:
+            assert hasattr(module, public)
 
     def test_every_public_thing_is_listed(self):
         """What the package's own modules say is public and a user is meant to touch."""

@@ -9,6 +9,7 @@ import pytest
 import qcomp
 from qcomp.cli import main
 from qcomp.planning import CPU, Cluster, Job, Link, Measured, advise, gpu, methods_of
+from qcomp.planning.picture import draw
 
 EXAMPLE = ["plan", "--params", "350M", "--ranks", "64", "--link", "10gbit", "--compute-ms", "300"]
 
@@ -84,6 +85,24 @@ class TestPredicting:
         pytest.importorskip("matplotlib")
         printed(capsys, *EXAMPLE, "--picture", str(tmp_path / "plan.png"))
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_picture_has_few_curves_in_the_order_of_its_legend(self, tmp_path, monkeypatch):
+        figure = pytest.importorskip("matplotlib.figure").Figure
+        saved = []
+        monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: saved.append(self))
+        compressors = [qcomp.QSGD(levels=2**bits - 1) for bits in range(1, 8)]
+        cluster = Cluster(64, Link(1.25e9))
+        methods = methods_of(cluster, 4, [*compressors, qcomp.ScaledSign(), qcomp.MinMaxUInt8()])
+        advice = advise(Job(350_000_000, 0.3), cluster, gpu(), methods=methods)
+        draw(advice, tmp_path / "plan.svg")
+        (axes,) = saved[0].axes
+        curves = [line for line in axes.lines if not line.get_label().startswith("_")]
+        labels = [line.get_label() for line in curves]
+        assert len(labels) == len(set(labels)) == 8
+        assert advice.best.time.method.label in labels
+        assert advice.plain.time.method.label in labels
+        heights = [line.get_ydata()[0] for line in curves]
+        assert heights == sorted(heights, reverse=True)
 
     def test_a_picture_without_matplotlib(self, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

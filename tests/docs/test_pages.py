@@ -1,0 +1,150 @@
+"""Pages keep their promises: their Python runs as written, and the files and targets that they name exist."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qcomp.cli import main
+from tests.docs import pages
+from tests.docs.pages import DOCS, PAGES, ROOT
+
+WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, _ in pages.blocks(page))]
+LANGUAGES = {"python", "sh", "text", "diff", "toml", "{toctree}", "{include}"}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3"),  # the page on torch shows that
+    # The gradients of the page on Bagua shrink to a thousandth after the freeze, of which the watch warns.
+    pytest.mark.filterwarnings("ignore:the variance of QAdam no longer fits the gradients"),
+]
+
+
+def ids(paths):
+    return [pages.name_of(path) for path in paths]
+
+
+SLOW = {"ddp"}
+"""Pages for which torch must load much; they run on two ranks anyway."""
+
+
+def once(page):
+    name = pages.name_of(page)
+    return pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.parametrize("page", [once(page) for page in WITH_PYTHON])
+def test_python_runs(page, reader, monkeypatch):
+    scope = pages.run(page, monkeypatch)
+    check = CHECKS.get(pages.name_of(page))
+    if check is not None:
+        check(scope)
+
+
+def check_readme(scope):
+    (announced,) = re.findall(r"payload\.nbytes +# (\d+)", (ROOT / "README.md").read_text())
+    assert scope["payload"].nbytes == int(announced)
+
+
+def check_deepspeed(scope):
+    assert scope["stages"] == [("compressed", 60)] * 2
+    assert scope["state"].step == 21
+    assert scope["state"].momentum[0].tolist() == pytest.approx([0.9 * 0.1 + 0.1] * 3)
+    assert scope["new"].freeze.step == 20
+
+
+def check_bagua(scope):
+    assert max(scope["distances"]) < 0.2
+    assert scope["means"] == pytest.approx([0.5, 0.5], abs=1e-2)
+    assert (scope["closest"].mean.feedback, scope["closest"].mean.topology) == (False, "hierarchical")
+
+
+def check_torchft(scope):
+    assert scope["means"] == pytest.approx([1.0] * 3, abs=1e-2)
+
+
+def check_choose(scope):
+    assert max(scope["errors"].values()) < 0.1
+
+
+CHECKS = {
+    "README": check_readme,
+    "migrate/deepspeed": check_deepspeed,
+    "migrate/bagua": check_bagua,
+    "migrate/torchft": check_torchft,
+    "choose": check_choose,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "ddp"])
+def test_runs_on_two_ranks_of_torchrun(name, tmp_path):
+    (tmp_path / "page.py").write_text(pages.code(DOCS / f"{name}.md"))
+    launcher = Path(sys.executable).parent / "torchrun"
+    command = [sys.executable, launcher, "--standalone", "--nproc-per-node", "2", "page.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_runs_on_two_ranks_of_mpirun(mpirun, tmp_path, monkeypatch):
+    (tmp_path / "page.py").write_text(pages.code(DOCS / "mpirun.md"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    mpirun(2, ["-m", "mpi4py", "page.py"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_every_block_says_its_language(page):
+    """What is Python is run, so nothing may be Python without saying so."""
+    assert {language for language, _ in pages.blocks(page)} <= LANGUAGES
+    prose = pages.FENCE.sub("", page.read_text())
+    assert not re.search(r"^    (import |from |\w+ = |with |def |qcomp\.)", prose, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_links_lead_somewhere(page):
+    """Those to headings are checked by Sphinx."""
+    for link in re.findall(r"\]\(((?!http|#)[^)#\s]+)", pages.FENCE.sub("", page.read_text())):
+        if link != "api/index.rst":  # made with the site
+            assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_make_targets_exist(page):
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"(?:^    |`|sudo )make ([a-z-]+)", page.read_text(), re.MULTILINE)
+    for target in commands:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def commands(page):
+    """Return the commands ``qcomp plan ...`` on a page that need nothing but their arguments."""
+    lines = re.findall(r"^(?:    )?(qcomp plan .*)$", page.read_text(), re.MULTILINE)
+    return [line for line in lines if "--measured" not in line]
+
+
+PLANS = [(page, command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), PLANS, ids=[pages.name_of(page) for page, _ in PLANS])
+def test_plans_can_be_made(page, command, reader, capsys):
+    assert main(shlex.split(command)[1:]) == 0
+    assert "ompress" in capsys.readouterr().out.splitlines()[-1]  # the advice
+
+
+def test_figures_are_those_of_the_committed_run():
+    for run in json.loads((DOCS / "demo" / "summary.json").read_text()):
+        loss, sent = f"{run['validation_loss']:.3f}", f"{run['bytes_sent_per_rank'] / 1e6:.0f} MB"
+        row = f"| {loss} | {sent} | {run['compression_ratio']:.2f}x |"
+        if run["compressed_stage_ratio"] is not None:
+            row += f" {run['compressed_stage_ratio']:.1f}x |"
+        assert row in (ROOT / "README.md").read_text()

@@ -1,0 +1,82 @@
+"""The index of messages cannot go stale: each entry is in the sources, and no warning or error of ranks is missing."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+import qcomp
+from tests.docs.pages import DOCS
+
+PACKAGE = Path(qcomp.__file__).parent
+GAP = "…"
+LISTED = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+WARNS = {"warn", "warn_caller", "warning"}
+RAISES = {
+    "CommunicatorError",
+    "ImportError",
+    "MismatchError",
+    "NonFiniteError",
+    "RuntimeError",
+    "UnavailableError",
+}
+"""Errors whose message does not name an argument, so that the reader needs to be told more."""
+
+
+def text_of(node):
+    """Return the text of an expression, with a gap for what is only known when it runs; None if it has no text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.replace("%s", GAP)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or GAP for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return f"{text_of(node.left) or GAP}{text_of(node.right) or GAP}"
+    return None
+
+
+def normal(text):
+    return re.sub(rf"(\s*{GAP}+\s*)+", f" {GAP} ", text).strip()
+
+
+@functools.cache
+def sources():
+    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+@functools.cache
+def texts():
+    """Return every text in the sources."""
+    found = {text_of(node) for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    return {normal(text) for text in found if text}
+
+
+def messages():
+    """Yield what the package warns of, and raises on no single argument; what `qcomp` prints itself is not among it."""
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args or "cli" in path.parts:
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            text = text_of(node.args[0])
+            if name in WARNS | RAISES and text and text.strip(f"{GAP} ,in"):
+                yield normal(text)
+
+
+@pytest.mark.parametrize("entry", LISTED)
+def test_every_entry_is_a_message(entry):
+    assert any(text.startswith(normal(entry)) for text in texts())
+
+
+@pytest.mark.parametrize("message", sorted(set(messages())))
+def test_every_message_has_an_entry(message):
+    assert any(message.startswith(normal(entry)) for entry in LISTED)
+
+
+def test_an_entry_that_is_no_message_would_be_seen():
+    assert not any(text.startswith(normal("the gradient of … is not quite finite")) for text in texts())
+
+
+def test_entries_differ():
+    assert len(set(map(normal, LISTED))) == len(LISTED)
