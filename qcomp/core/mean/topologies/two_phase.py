@@ -1,11 +1,15 @@
 """Two phases: each rank averages a chunk of the vector, and sends the compressed average to all."""
 
+from collections.abc import Sequence
+
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Chunks
-from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["TwoPhase"]
 
@@ -33,7 +37,6 @@ class TwoPhase(Topology):
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each chunk to its server, and its average to all."""
         layout, codec = call.layout, Codec(call.values)
-        own = layout.frames[layout.rank]
         verdicts = Verdicts(at_once=layout.operands.variable_length)
         worker = codec.encode(
             layout.frames,
@@ -44,13 +47,37 @@ class TwoPhase(Topology):
             blends=call.blends,
             into=call.into.worker,
         )
-        arrived = yield AllToAll(worker.messages, (own.nbytes,) * layout.world)
-        opened = codec.open(arrived, (own,) * layout.world, verdicts, worker.error)
-        server = codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
+        arrived = yield AllToAll(worker.messages, (layout.own.nbytes,) * layout.world)
+        server = self.serve(codec, call, arrived, verdicts, worker.error)
         arrived = yield AllGather(server.messages[0], layout.message_sizes)
         opened = codec.open(arrived, layout.frames, verdicts, server.error)
-        verdicts.require_accepted(worker.error or server.error)
-        return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals)
+        unread = verdicts.require_accepted(worker.error or server.error)
+        return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals, unread)
+
+    def serve(
+        self,
+        codec: Codec,
+        call: Call,
+        arrived: Sequence[Array],
+        verdicts: Verdicts,
+        error: NonFiniteError | None,
+    ) -> Compressed:
+        """Average what has arrived for this rank's chunk, and compress the average for all.
+
+        Parameters
+        ----------
+        codec : Codec
+        call : Call
+        arrived : sequence of arrays
+            The message of each rank for this rank's chunk.
+        verdicts : Verdicts
+            Takes theirs.
+        error : NonFiniteError or None
+            What kept this rank from compressing its own values.
+        """
+        frames = (call.layout.own,) * call.layout.world
+        opened = codec.open(arrived, frames, verdicts, error)
+        return codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""
