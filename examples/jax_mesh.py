@@ -67,7 +67,7 @@ def main() -> None:
         state, "data"
     )  # residuals belong to a device, all else is the same on all
     state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    params = jax.device_put(params, NamedSharding(mesh, P()))
+    params, cut = jax.device_put(params, NamedSharding(mesh, P())), NamedSharding(mesh, P("data"))
     step = jax.jit(
         jax.shard_map(
             step,
@@ -81,7 +81,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     for number in range(STEPS):
         batch = rng.choice(TRAIN, BATCH, replace=False)
-        params, state, value = step(params, state, images[batch], labels[batch])
+        params, state, value = step(params, state, *jax.device_put((images[batch], labels[batch]), cut))
         if (number + 1) % 50 == 0:
             print(f"step {number + 1:3}  loss {float(value):.4f}", flush=True)
 

@@ -344,7 +344,7 @@ def _compressed(state: OptimizerState) -> list[str]:
 
 def _varies(x: Array, axis_name: str) -> bool:
     """Return whether JAX tracks that an array differs between the devices of an axis."""
-    return axis_name in getattr(jax.typeof(x), "vma", ())
+    return axis_name in jax.typeof(x).mat.varying
 
 
 def _none_refused(means: Sequence[Array]) -> Array:

@@ -18,8 +18,9 @@ from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
+from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.adam import Adam, corrected
-from qcomp.core.optimizers.tensors import zeros_like
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.jax.mesh import MeshMean, MeshState, Residuals
@@ -29,6 +30,9 @@ __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam
 
 PyTree = Any
 Array = Any
+
+_Moved = tuple[list[Array], list[Array], list[Array], Residuals, Array]
+"""Directions, momenta, variances, residuals, and whether the step was accepted."""
 
 _ALWAYS = 2**31 - 1
 """How many steps in a row may be skipped: any number."""
@@ -143,7 +147,8 @@ def scale_by_onebit_adam(
 
     def init(params: PyTree) -> OneBitAdamState:
         taken = Tree.of(params, "params")
-        momentum, variance = (taken.whole(zeros_like(list(map(jnp.asarray, taken.leaves)))) for _ in range(2))
+        tensors = taken.whole(as_tensors(list(map(jnp.asarray, taken.leaves)), "params"))
+        momentum, variance = (jax.tree.map(_zeros_like, tensors) for _ in range(2))
         return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, mean.residuals(params))
 
     def update(
@@ -151,50 +156,49 @@ def scale_by_onebit_adam(
     ) -> tuple[PyTree, OneBitAdamState]:
         del params
         taken = Tree.of(updates, "updates")
-        moments = [
-            taken.like(tree, name)
-            for tree, name in ((state.momentum, "momentum"), (state.variance, "variance"))
-        ]
-        zeros = [jnp.zeros_like(m) for m in moments[0]]
+        old_momentum = taken.like(state.momentum, "momentum")
+        old_variance = taken.like(state.variance, "variance")
+        zeros = [jnp.zeros_like(m) for m in old_momentum]
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.
         of_momentum, of_variance = (_correction(b, count).astype(zeros[0].dtype) for b in (b1, b2))
         numbers = StepNumbers(-1.0, of_momentum, eps, 0.0)
 
-        def warm_up() -> Any:
+        def warm_up() -> _Moved:
             means, residuals, accepted = mean.average(updates, state.residuals, state.step, exactly=True)
             gradients = [
-                g.astype(m.dtype) for g, m in zip(taken.like(means, "means"), moments[0], strict=True)
+                g.astype(m.dtype) for g, m in zip(taken.like(means, "means"), old_momentum, strict=True)
             ]
-            of_adam = AdamNumbers(adam.betas, of_variance, 0.0, numbers)
-            moved = primitives.adam_steps(zeros, *moments, gradients, [of_adam] * len(zeros))
-            direction, momentum, variance = zip(*moved, strict=True)
+            of_adam = [AdamNumbers(adam.betas, of_variance, 0.0, numbers)] * len(zeros)
+            moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
+            direction, momentum, variance = map(list, zip(*moved, strict=True))
             frozen = corrected(variance, b2, freeze)
             variance = [jnp.where(count == freeze, f, v) for f, v in zip(frozen, variance, strict=True)]
-            return direction, list(momentum), variance, residuals, accepted
+            return direction, momentum, variance, residuals, accepted
 
-        def compress() -> Any:
+        def compress() -> _Moved:
             means, residuals, accepted = mean.average(
                 updates, state.residuals, state.step, momenta=state.momentum, beta=b1
             )
             momenta = taken.like(means, "means")
-            moved = primitives.frozen_steps(zeros, momenta, moments[1], [numbers] * len(zeros))
-            direction, momentum = zip(*moved, strict=True)
-            return direction, list(momentum), moments[1], residuals, accepted
+            moved = primitives.frozen_steps(zeros, momenta, old_variance, [numbers] * len(zeros))
+            direction, momentum = map(list, zip(*moved, strict=True))
+            return direction, momentum, old_variance, residuals, accepted
 
-        direction, momentum, variance, residuals, accepted = jax.lax.cond(
-            state.step < freeze, warm_up, compress
+        moved = jax.lax.cond(state.step < freeze, warm_up, compress)
+        direction, momentum, variance, residuals, accepted = moved
+        took = accepted.astype(jnp.int32)
+        new = OneBitAdamState(
+            state.step + took,
+            state.skipped + 1 - took,
+            taken.whole([jnp.where(accepted, m, old) for m, old in zip(momentum, old_momentum, strict=True)]),
+            taken.whole([jnp.where(accepted, v, old) for v, old in zip(variance, old_variance, strict=True)]),
+            residuals,
         )
-        kept = [
-            taken.whole([jnp.where(accepted, new, old) for new, old in zip(news, olds, strict=True)])
-            for news, olds in zip((momentum, variance), moments, strict=True)
-        ]
         scaled = [
             jnp.where(accepted, d, jnp.nan).astype(g.dtype)
             for d, g in zip(direction, taken.leaves, strict=True)
         ]
-        took = accepted.astype(jnp.int32)
-        new = OneBitAdamState(state.step + took, state.skipped + 1 - took, *kept, residuals)
         return taken.whole(scaled), new
 
     return optax.GradientTransformation(init, update)
@@ -289,3 +293,8 @@ def onebit_adam(
 def _correction(beta: float, count: Array) -> Array:
     """Return 1 - beta**count, correct to an ulp or two in float32."""
     return -jnp.expm1(count * (math.log(beta) if beta else -math.inf))
+
+
+def _zeros_like(x: Array) -> Array:
+    """Return zeros in the dtype in which an array is computed, wherever JAX places them."""
+    return jnp.zeros(x.shape, compute_dtype_name(x.dtype.name))

@@ -205,7 +205,7 @@ class SpmdMean(CompressedMean):
                 )
 
     @cached_property
-    def resolved(self) -> Topology:  # type: ignore[override]
+    def resolved(self) -> Topology:
         """The topology of this mean's name, on its axis."""
         return TOPOLOGIES[self.topology](self.axis_name)
 

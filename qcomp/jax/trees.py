@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -287,7 +287,7 @@ def _register(kind: Any, arrays: tuple[str, ...]) -> None:
         children = [(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in arrays]
         return children, tuple(_hashable(getattr(state, name)) for name in static)
 
-    def unflatten(fixed: tuple[Any, ...], children: Sequence[Any]) -> Any:
+    def unflatten(fixed: Any, children: Iterable[Any]) -> Any:
         named = {**dict(zip(arrays, children, strict=True)), **dict(zip(static, fixed, strict=True))}
         if "numbers" in named:
             named["numbers"] = dict(named["numbers"])
