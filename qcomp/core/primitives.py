@@ -448,7 +448,7 @@ def _whole_adam_step(
     if numbers.coupled_decay:
         g = g + numbers.coupled_decay * to_compute_dtype(p)
     m, v = momentum(m, g, beta1, 1.0), momentum(v, g * g, beta2, 1.0)
-    return adam_step(p, m, v / numbers.variance_correction, numbers.step), m, v
+    return adam_step(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
 
 
 def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:

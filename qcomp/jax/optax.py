@@ -12,18 +12,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
-from qcomp.core.kernels import AdamNumbers, StepNumbers
+from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.jax.mesh import MeshMean, MeshState, Residuals
+from qcomp.jax.rounding import Rounding
 from qcomp.jax.trees import Tree
 
 __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
@@ -143,6 +145,7 @@ def scale_by_onebit_adam(
     if not isinstance(freeze, int) or freeze < 1:
         raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
     adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
+    of_momentum, of_variance = _corrections(b1, _until_one(b1)), _corrections(b2, freeze)
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
 
     def init(params: PyTree) -> OneBitAdamState:
@@ -161,15 +164,14 @@ def scale_by_onebit_adam(
         zeros = [jnp.zeros_like(m) for m in old_momentum]
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.
-        of_momentum, of_variance = (_correction(b, count).astype(zeros[0].dtype) for b in (b1, b2))
-        numbers = StepNumbers(-1.0, of_momentum, eps, 0.0)
+        numbers = StepNumbers(-1.0, _at(of_momentum, count), eps, 0.0)
 
         def warm_up() -> _Moved:
             means, residuals, accepted = mean.average(updates, state.residuals, state.step, exactly=True)
             gradients = [
                 g.astype(m.dtype) for g, m in zip(taken.like(means, "means"), old_momentum, strict=True)
             ]
-            of_adam = [AdamNumbers(adam.betas, of_variance, 0.0, numbers)] * len(zeros)
+            of_adam = [AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)] * len(zeros)
             moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
             direction, momentum, variance = map(list, zip(*moved, strict=True))
             frozen = corrected(variance, b2, freeze)
@@ -185,7 +187,8 @@ def scale_by_onebit_adam(
             direction, momentum = map(list, zip(*moved, strict=True))
             return direction, momentum, old_variance, residuals, accepted
 
-        moved = jax.lax.cond(state.step < freeze, warm_up, compress)
+        with use_kernels(Rounding(state.step)):
+            moved = jax.lax.cond(state.step < freeze, warm_up, compress)
         direction, momentum, variance, residuals, accepted = moved
         took = accepted.astype(jnp.int32)
         new = OneBitAdamState(
@@ -290,9 +293,19 @@ def onebit_adam(
     return optax.chain(direction, optax.apply_if_finite(rest, _ALWAYS))
 
 
-def _correction(beta: float, count: Array) -> Array:
-    """Return 1 - beta**count, correct to an ulp or two in float32."""
-    return -jnp.expm1(count * (math.log(beta) if beta else -math.inf))
+def _until_one(beta: float) -> int:
+    """Return a number of steps after which 1 - beta**steps is 1 in float32."""
+    return 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
+
+
+def _corrections(beta: float, steps: int) -> np.ndarray:
+    """Return 1 - beta**step for the first steps, rounded as the core does it."""
+    return 1 - beta ** np.arange(1, steps + 1, dtype=np.float64)
+
+
+def _at(corrections: np.ndarray, count: Array) -> Array:
+    """Return the correction of a step, the last one for all later steps."""
+    return jnp.asarray(corrections)[jnp.minimum(count, len(corrections)) - 1]
 
 
 def _zeros_like(x: Array) -> Array:
