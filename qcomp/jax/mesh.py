@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
-from qcomp.core.kernels import Blend
+from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
@@ -22,6 +22,7 @@ from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
+from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.spmd import SpmdMean, drive
 from qcomp.jax.trees import Tree
 
@@ -273,7 +274,8 @@ class MeshMean:
             blends = [] if momenta is None else [Blend(m, beta, 1.0) for m in taken.like(momenta, "momenta")]
             key = Key(seed=self.seed, step=step, tensor=state.stream)
             request = self._compression.average(tensors, state, key, blends)
-        means = drive(request.stages(), self.axis_name)
+        with use_kernels(TracedKernels(step)):
+            means = drive(request.stages(), self.axis_name)
         accepted = _none_refused(means.values)
         values = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in means.values]
         new = Residuals(

@@ -24,8 +24,8 @@ from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh import MeshMean, MeshState, Residuals
-from qcomp.jax.rounding import Rounding
 from qcomp.jax.trees import Tree
 
 __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
@@ -187,7 +187,7 @@ def scale_by_onebit_adam(
             direction, momentum = map(list, zip(*moved, strict=True))
             return direction, momentum, old_variance, residuals, accepted
 
-        with use_kernels(Rounding(state.step)):
+        with use_kernels(TracedKernels(state.step)):
             moved = jax.lax.cond(state.step < freeze, warm_up, compress)
         direction, momentum, variance, residuals, accepted = moved
         took = accepted.astype(jnp.int32)

@@ -41,7 +41,7 @@ def test_a_mesh_of_jax():
         check=True,
     )
     assert "all 8 devices hold identical parameters" in job.stdout
-    assert float(re.search(r"accuracy ([0-9.]+)", job.stdout)[1]) > 0.9
+    assert float(re.search(r"accuracy ([0-9.]+)", job.stdout)[1]) > 0.8
 
 
 # Stands in for CuPy: with NumPy's arrays, and as many GPUs as the environment says.

@@ -79,6 +79,7 @@ class TestInOptax:
             assert len(others) == 3
             assert all(other.tobytes() == first.tobytes() for other in others)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["compressed", "onebit_adam"])
     def test_the_types_of_shard_map_hold(self, kind):
         """With check_vma JAX itself proves that parameters stay the same on all devices."""
@@ -102,6 +103,7 @@ class TestInOptax:
         with pytest.raises(ValueError, match=r"'w' the same values on all devices .*pcast"):
             jax.jit(run)(tree, state)
 
+    @pytest.mark.slow
     def test_a_refused_step_of_one_bit_adam_changes_nothing(self):
         n = 2
         tx = qcomp.jax.optax.onebit_adam(
@@ -134,6 +136,7 @@ class TestInOptax:
             assert int(state[0].step) == step + 1
             params = optax.apply_updates(params, updates)
 
+    @pytest.mark.slow
     def test_orbax_restores_it(self, tmp_path):
         checkpoint = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
         tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))
@@ -165,6 +168,7 @@ class TestInOptax:
         (one, *_), (other, *_) = (self.trained(tx, steps=3, params=p, state=s) for p, s in copies)
         assert bits(one) == bits(other)
 
+    @pytest.mark.slow
     def test_parameters_of_flax(self):
         nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
         model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))

@@ -55,7 +55,11 @@ class Averager:
 class TestTheMean:
     @pytest.mark.parametrize(
         ("topology", "shapes"),
-        [("two_phase", SHAPES), ("all_gather", SHAPES), ("two_phase", {"layers": [(24,)] * 12})],
+        [
+            ("two_phase", {"layers": [(24,)] * 12}),
+            pytest.param("two_phase", SHAPES, marks=pytest.mark.slow),
+            pytest.param("all_gather", SHAPES, marks=pytest.mark.slow),
+        ],
     )
     def test_the_sum_identity(self, topology, shapes):
         """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" comes after "layers/9"."""
@@ -81,7 +85,7 @@ class TestTheMean:
         assert np.abs(owed).max() > 0.1
         assert_allclose(sums + owed, exact, atol=2e-5)
 
-    @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+    @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
     def test_it_is_unbiased_over_all_draws(self, topology):
         """Values are multiples of a quarter of a step, so four draws stand for all."""
         n, shapes = 2, [(12,)]
@@ -105,8 +109,15 @@ class TestTheMean:
                     count += 1
         assert_allclose(total / count, values[0].mean(axis=0), atol=1e-6)
 
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, np.float32(2.0**101)])
-    @pytest.mark.parametrize("where", [0, 1])
+    @pytest.mark.parametrize(
+        ("bad", "where"),
+        [
+            (np.nan, 0),
+            (np.nan, 1),
+            pytest.param(np.inf, 0, marks=pytest.mark.slow),
+            pytest.param(np.float32(2.0**101), 1, marks=pytest.mark.slow),
+        ],
+    )
     def test_a_value_that_is_not_finite_refuses_on_all_devices(self, bad, where):
         """In an exact tensor as in a compressed one."""
         n, shapes = 4, [(16,), (64, 3)]
@@ -123,6 +134,7 @@ class TestTheMean:
         assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(means))
         assert (int(average.state.step), int(average.state.skipped)) == (2, 1)
 
+    @pytest.mark.slow
     def test_tensors_of_all_kinds(self):
         """Empty ones, scalars, half precision, and fewer buckets than devices."""
         n = 8

@@ -24,6 +24,7 @@ from tests.jax_face.on_devices.problems import (
 )
 
 STEPS = 50
+DRAWING = qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=BUCKET))
 
 
 class Recorder:
@@ -121,16 +122,11 @@ class TestTheSameAsTheCore:
         [
             (2, SIGN, "two_phase"),
             (4, SIGN, "two_phase"),
-            (4, qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=BUCKET)), "two_phase"),
-            (4, SIGN, "all_gather"),
             pytest.param(8, SIGN, "two_phase", marks=pytest.mark.slow),
+            pytest.param(4, SIGN, "all_gather", marks=pytest.mark.slow),
+            pytest.param(4, DRAWING, "two_phase", marks=pytest.mark.slow),
+            pytest.param(2, DRAWING, "all_gather", marks=pytest.mark.slow),
             pytest.param(2, qcomp.MinMaxUInt8(bucket_size=32), "two_phase", marks=pytest.mark.slow),
-            pytest.param(
-                2,
-                qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=BUCKET)),
-                "all_gather",
-                marks=pytest.mark.slow,
-            ),
         ],
     )
     def test_bytes_and_parameters(self, n, compressor, topology, monkeypatch):
@@ -158,6 +154,7 @@ class TestTheSameAsTheCore:
                     assert len(of_exchange[rank]) == len(wanted)
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
+    @pytest.mark.slow
     def test_exact_tensors_travel_in_the_same_messages(self, monkeypatch):
         shapes = {"b": (32,), "w": (64, 3)}
         opt = qcomp.CompressedSGD(

@@ -1,7 +1,9 @@
-"""Steps of Adam inside a compiled program, rounded as the core rounds them.
+"""The kernels of JAX inside a compiled program, which round as the core rounds.
 
 XLA contracts products and sums, and compression amplifies that: a momentum that differs by an ulp may have another
-sign, and then a whole bucket differs. So the arithmetic of `qcomp.backends.jax_xla` stands in for the pure version.
+sign, and then a whole bucket differs. The programs of `qcomp.backends.jax_xla` prevent it by an integer that the
+compiler does not know, which here must come from the program around them. They are also traced once for each shape
+instead of once for each tensor.
 """
 
 from __future__ import annotations
@@ -12,18 +14,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from qcomp.backends.jax_xla.arithmetic import adam_step, frozen_step, momentum
-from qcomp.core.kernels import AdamNumbers, Blend, Partial, StepNumbers
+from qcomp.backends.jax_xla.kernel_set import JaxKernels
+from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import is_traced
-from qcomp.core.numeric.random import Key
-from qcomp.core.traits import AnyCompressor
 
-__all__ = ["Rounding"]
+__all__ = ["TracedKernels"]
 
 Array = Any
 
 
-class Rounding(Partial):
-    """The primitives of optimizers on traced arrays; all others are left to the pure version.
+class TracedKernels(JaxKernels):
+    """The kernels for traced arrays.
 
     Parameters
     ----------
@@ -39,32 +40,6 @@ class Rounding(Partial):
     def takes(self, x: Array) -> bool:
         """Return whether x is traced."""
         return is_traced(x)
-
-    def encode(
-        self,
-        compressor: AnyCompressor,
-        x: Array,
-        residual: Array | None,
-        key: Key | None,
-        *,
-        out: Array | None,
-        blend: Blend | None,
-    ) -> None:
-        """Return None."""
-
-    def decode(
-        self,
-        compressor: AnyCompressor,
-        data: Array,
-        like: Array,
-        *,
-        out: Array | None,
-        accumulate: bool,
-    ) -> None:
-        """Return None."""
-
-    def finish_mean(self, total: Array, count: int) -> None:
-        """Return None."""
 
     def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array:
         """Return ``beta1 * m + (1 - beta1) * scale * g``."""
