@@ -24,7 +24,7 @@ from tests.jax_face.on_devices.problems import (
 
 
 class TestInOptax:
-    def trained(self, tx, *, check_vma=False, steps=30, params=None, state=None, n=4):
+    def trained(self, tx, *, check_vma=False, steps=30, params=None, state=None, n=2):
         """Return parameters and state after some steps with the same gradients on all devices, and the losses."""
         mesh = mesh_of(n)
         params = jax.tree.map(jnp.asarray, tree_of(0)) if params is None else params
@@ -76,7 +76,7 @@ class TestInOptax:
         assert losses[-1] < 0.6 * losses[0]
         for leaf in jax.tree.leaves(params):
             first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
-            assert len(others) == 3
+            assert len(others) == 1
             assert all(other.tobytes() == first.tobytes() for other in others)
 
     @pytest.mark.slow
@@ -151,6 +151,7 @@ class TestInOptax:
             restored = saver.restore(tmp_path / "state", like)
         self.assert_goes_on_alike(tx, (params, state), (restored["params"], restored["state"]))
 
+    @pytest.mark.slow
     def test_flax_restores_it(self):
         serialization = pytest.importorskip("flax.serialization", reason="flax is not installed")
         tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))

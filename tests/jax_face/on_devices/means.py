@@ -53,32 +53,28 @@ class Averager:
 
 
 class TestTheMean:
-    @pytest.mark.parametrize(
-        ("topology", "shapes"),
-        [
-            ("two_phase", {"layers": [(24,)] * 12}),
-            pytest.param("two_phase", SHAPES, marks=pytest.mark.slow),
-            pytest.param("all_gather", SHAPES, marks=pytest.mark.slow),
-        ],
-    )
-    def test_the_sum_identity(self, topology, shapes):
+    @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
+    def test_the_sum_identity(self, topology):
         """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" comes after "layers/9"."""
-        n = 4
-        average = Averager(n, qcomp.jax.MeshMean(SIGN, "data", topology, exact=None), shapes)
+        n, shapes, chosen = (
+            4,
+            {"layers": [(8,)] * 2 + [(40,)] + [(8,)] * 7 + [(40,)]},
+            ("layers/2", "layers/10"),
+        )
+        policy = lambda tensors: [tensor.name not in chosen for tensor in tensors]  # noqa: E731
+        average = Averager(n, qcomp.jax.MeshMean(SIGN, "data", topology, exact=policy), shapes)
         sums = exact = 0.0
         for step in range(12):
             values = stacked(n, step, shapes)
             means = average(values)
-            sums += np.concatenate([np.asarray(x[0], np.float64).ravel() for x in jax.tree.leaves(means)])
-            exact += np.concatenate(
-                [x.mean(axis=0, dtype=np.float64).ravel() for x in jax.tree.leaves(values)]
-            )
+            sums += np.concatenate([np.asarray(means["layers"][i][0], np.float64) for i in (2, 10)])
+            exact += np.concatenate([values["layers"][i].mean(axis=0, dtype=np.float64) for i in (2, 10)])
+            for i in (0, 9):
+                assert_allclose(means["layers"][i][0], values["layers"][i].mean(axis=0), rtol=1e-5, atol=1e-6)
         worker, server = average.state.residuals
-        names = qcomp.jax.names_of(tree_of(0, shapes))
-        owed = np.concatenate([np.asarray(worker[name], np.float64).mean(axis=0) for name in names])
+        owed = np.concatenate([np.asarray(worker[name], np.float64).mean(axis=0) for name in chosen])
         if topology == "two_phase":
-            sizes = [x.size for x in jax.tree.leaves(tree_of(0, shapes))]
-            served = [sum(segment.size for segment in chunk) for chunk in cut(sizes, BUCKET, n)]
+            served = [sum(segment.size for segment in chunk) for chunk in cut((40, 40), BUCKET, n)]
             of_devices = [np.asarray(row) for row in server[0]]
             assert not any(row[size:].any() for row, size in zip(of_devices, served, strict=True))
             owed += np.concatenate([row[:size] for row, size in zip(of_devices, served, strict=True)])
@@ -115,7 +111,7 @@ class TestTheMean:
             (np.nan, 0),
             (np.nan, 1),
             pytest.param(np.inf, 0, marks=pytest.mark.slow),
-            pytest.param(np.float32(2.0**101), 1, marks=pytest.mark.slow),
+            (np.float32(2.0**101), 1),
         ],
     )
     def test_a_value_that_is_not_finite_refuses_on_all_devices(self, bad, where):

@@ -120,7 +120,7 @@ class TestTheSameAsTheCore:
     @pytest.mark.parametrize(
         ("n", "compressor", "topology"),
         [
-            (2, SIGN, "two_phase"),
+            pytest.param(2, SIGN, "two_phase", marks=pytest.mark.slow),
             (4, SIGN, "two_phase"),
             pytest.param(8, SIGN, "two_phase", marks=pytest.mark.slow),
             pytest.param(4, SIGN, "all_gather", marks=pytest.mark.slow),
@@ -173,7 +173,8 @@ class TestTheSameAsTheCore:
                 for of_exchange, wanted in zip(of_step, wanted_of_step, strict=True):
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
-    @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("n", [2, 4])
     def test_one_bit_adam(self, n, monkeypatch):
         settings = {"eps": 0.01, "compressor": SIGN, "exact": None}
         opt = qcomp.OneBitAdam(learning_rate=2**-7, freeze=20, betas=(0.9, 0.95), watch=None, **settings)
