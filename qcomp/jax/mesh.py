@@ -15,6 +15,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.optimizers.compression import Average, Compression
@@ -357,4 +358,7 @@ def _none_refused(means: Sequence[Array]) -> Array:
 
 def _tensors(tree: Tree) -> list[Array]:
     """Return the arrays of a tree, of which some may be NumPy's."""
-    return as_tensors([jnp.asarray(leaf) for leaf in tree.leaves], "tree")
+    arrays = [jnp.asarray(leaf) for leaf in tree.leaves]
+    for name, x in zip(tree.names, arrays, strict=True):
+        compute_dtype_name(dtype_name(x.dtype), argument=f"the array at {name!r}")  # raises for integers
+    return as_tensors(arrays, "tree")

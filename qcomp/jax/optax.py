@@ -142,7 +142,7 @@ def scale_by_onebit_adam(
         Its state is a `OneBitAdamState`. In a step with a value that is not finite the result is NaN, on all devices,
         and the moments and residuals stay as they are.
     """
-    if not isinstance(freeze, int) or freeze < 1:
+    if type(freeze) is not int or freeze < 1:
         raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
     adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
     of_momentum, of_variance = _corrections(b1, _until_one(b1)), _corrections(b2, freeze)

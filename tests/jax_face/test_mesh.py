@@ -66,7 +66,7 @@ def test_settings_that_do_not_fit(settings, match):
         qcomp.jax.MeshMean(**{"compressor": qcomp.ScaledSign(), "axis_name": "data", **settings})
 
 
-@pytest.mark.parametrize("freeze", [0, 1.5, None])
+@pytest.mark.parametrize("freeze", [0, 1.5, True, None])
 def test_a_freeze_that_is_no_step(freeze):
     import qcomp.jax.optax
 

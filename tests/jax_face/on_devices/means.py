@@ -188,3 +188,7 @@ class TestErrors:
         run = jax.shard_map(mean, mesh=mesh_of(2), in_specs=(ALL, ALL), out_specs=(ALL, ALL), check_vma=False)
         with pytest.raises(ValueError, match="cut as partition_specs says"):
             jax.jit(run)({"w": jnp.ones(8)}, state)
+
+    def test_integers(self):
+        with jax.set_mesh(mesh_of(2)), pytest.raises(TypeError, match="the array at 'a/w' has dtype int32"):
+            qcomp.jax.MeshMean(SIGN, "data").init({"a": {"w": jnp.arange(9)}})
