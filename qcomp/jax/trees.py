@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,8 +126,8 @@ class PytreeOptimizer:
     >>> params = {"w": jnp.ones(4), "b": jnp.zeros(())}
     >>> state = opt.init(params, comm)
     >>> params, state = opt.step(params, params, state, comm)
-    >>> state.names, params["w"].round(3).tolist()
-    (('b', 'w'), [0.8999999761581421, 0.8999999761581421, 0.8999999761581421, 0.8999999761581421])
+    >>> state.names, round(float(params["w"][0]), 3)
+    (('b', 'w'), 0.9)
     """
 
     optimizer: Optimizer
@@ -293,7 +294,8 @@ def _register(kind: Any, arrays: tuple[str, ...]) -> None:
             named["numbers"] = dict(named["numbers"])
         return kind(**named)
 
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+    with suppress(ValueError):  # a module that is executed twice has done it
+        jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
 
 
 def _hashable(value: Any) -> Any:

@@ -15,33 +15,34 @@ import qcomp
 pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 
-CASES = [Path(__file__).parent / "on_devices" / f"{name}.py" for name in ("steps", "means", "in_optax")]
+CASES = ("steps", "means", "in_optax")
 
 
-def run_on_devices(marked: str, *flags: str) -> None:
-    flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *flags)
+def run_on_devices(marked: str, *cases: str) -> None:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    paths = [str(Path(__file__).parent / "on_devices" / f"{case}.py") for case in cases]
     job = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marked, *map(str, CASES)],
-        env=os.environ | {"XLA_FLAGS": " ".join(flags).strip(), "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marked, *paths],
+        env=os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert job.returncode == 0, job.stdout[-8000:] + job.stderr[-2000:]
     assert " passed" in job.stdout
 
 
+@pytest.mark.timeout(600)
 def test_on_devices():
-    """With less optimised programs, which compile in a third of the time."""
-    run_on_devices(
-        "not slow", "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"
-    )
+    run_on_devices("not slow", *CASES)
 
 
 @pytest.mark.slow
-def test_more_on_devices():
-    run_on_devices("slow or not slow")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_more_on_devices(case):
+    run_on_devices("slow", case)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class TestTheMean:
     def test_the_sum_identity(self, topology):
         """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" comes after "layers/9"."""
         n, shapes, chosen = (
-            4,
+            2,
             {"layers": [(8,)] * 2 + [(40,)] + [(8,)] * 7 + [(40,)]},
             ("layers/2", "layers/10"),
         )

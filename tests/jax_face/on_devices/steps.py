@@ -120,8 +120,8 @@ class TestTheSameAsTheCore:
     @pytest.mark.parametrize(
         ("n", "compressor", "topology"),
         [
-            pytest.param(2, SIGN, "two_phase", marks=pytest.mark.slow),
-            (4, SIGN, "two_phase"),
+            (2, SIGN, "two_phase"),
+            pytest.param(4, SIGN, "two_phase", marks=pytest.mark.slow),
             pytest.param(8, SIGN, "two_phase", marks=pytest.mark.slow),
             pytest.param(4, SIGN, "all_gather", marks=pytest.mark.slow),
             pytest.param(4, DRAWING, "two_phase", marks=pytest.mark.slow),
