@@ -55,7 +55,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, integrations, planning, testing, torch
+    from qcomp import comm, compat, integrations, jax, planning, testing, torch
 
 __all__ = [
     "EF21SGD",
@@ -111,6 +111,7 @@ __all__ = [
     "compressor_names",
     "feedback",
     "integrations",
+    "jax",
     "planning",
     "register",
     "testing",
@@ -118,7 +119,7 @@ __all__ = [
     "torch",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "integrations", "planning", "testing", "torch")
+_SUBPACKAGES = ("comm", "compat", "integrations", "jax", "planning", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -102,7 +102,7 @@ def encode(
     Returns
     -------
     Encoded
-        Its ``refused`` tells of values out of range that were found by a device.
+        Its ``refused`` tells of values out of range that were found by a device, or will be by a compiled program.
 
     Raises
     ------
@@ -136,13 +136,16 @@ def encode(
         compensated = flush(flush(compensated) + to_compute_dtype(residual, argument="residual"))
     values = xp.reshape(compensated, (-1,))
     refused = None
-    if is_traced(values) or not is_read_late(values):
+    if not is_read_late(values):
         require_below(values, LIMIT, compressor.spec)
-    else:  # what is refused means nothing, but goes through all that follows: zeros do
+    else:
         refused = out_of_range(values, LIMIT)
         accepted = refused == 0
-        values = xp.where(accepted, values, xp.zeros_like(values))
-        compensated = xp.reshape(values, compensated.shape)
+        if not is_traced(
+            values
+        ):  # what is refused means nothing, but goes through all that follows: zeros do
+            values = xp.where(accepted, values, xp.zeros_like(values))
+            compensated = xp.reshape(values, compensated.shape)
     spec = compressor.payload_spec(values.shape[0], dtype_name(values.dtype))
     parts = compressor.encode(values, key)
     data = spec.join(parts)
@@ -157,15 +160,21 @@ def encode(
 
 def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:
     data = plain.data
-    if plain.refused is not None and int(plain.refused[0]):
+    if _is_refused(plain):
         data = array_namespace(data).zeros_like(data)  # what was refused means nothing, and may not be codes
     return plain._replace(data=coder.shorten(data, size))
 
 
 def require_accepted(compressor: AnyCompressor, encoded: Encoded) -> None:
-    """Raise `NonFiniteError` if a device has found a value out of range; waits for the device."""
-    if encoded.refused is not None and int(encoded.refused[0]):
+    """Raise `NonFiniteError` if a device has found a value out of range; waits for the device, but for no compiler."""
+    if _is_refused(encoded):
         raise refusal(compressor)
+
+
+def _is_refused(encoded: Encoded) -> bool:
+    """Return whether a device has found a value out of range, as far as it can be read."""
+    refused = encoded.refused
+    return refused is not None and not is_traced(refused) and bool(int(refused[0]))
 
 
 def refusal(compressor: AnyCompressor) -> NonFiniteError:
@@ -439,7 +448,7 @@ def _whole_adam_step(
     if numbers.coupled_decay:
         g = g + numbers.coupled_decay * to_compute_dtype(p)
     m, v = momentum(m, g, beta1, 1.0), momentum(v, g * g, beta2, 1.0)
-    return adam_step(p, m, v / numbers.variance_correction, numbers.step), m, v
+    return adam_step(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
 
 
 def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:

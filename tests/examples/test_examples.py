@@ -29,6 +29,21 @@ def test_the_twins_differ_in_little_more_than_the_gradient():
     assert len(set(theirs) - set(ours)) <= 6
 
 
+@pytest.mark.slow
+def test_a_mesh_of_jax():
+    pytest.importorskip("optax", reason="optax is not installed")
+    job = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "jax_mesh.py"],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert "all 8 devices hold identical parameters" in job.stdout
+    assert float(re.search(r"accuracy ([0-9.]+)", job.stdout)[1]) > 0.8
+
+
 # Stands in for CuPy: with NumPy's arrays, and as many GPUs as the environment says.
 CUPY = """
 import os

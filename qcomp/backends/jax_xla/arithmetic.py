@@ -11,7 +11,7 @@ import numpy as np
 
 from qcomp.core.numeric.arrays import bitcast, divide, flush, sqrt
 
-__all__ = ["finish_mean", "frozen_step", "momentum", "scalars"]
+__all__ = ["adam_step", "finish_mean", "frozen_step", "momentum", "scalars"]
 
 Array = Any
 
@@ -32,11 +32,29 @@ def momentum(m: Array, g: Array, numbers: Mapping[str, Array]) -> Array:
 def frozen_step(p: Array, m: Array, v: Array, numbers: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return the new parameters and the masked momentum; see `qcomp.core.primitives.frozen_step`."""
     masked = jnp.where(v > 0, m, jnp.zeros_like(m))
-    corrected = _rounded(divide(masked, numbers["correction"]), numbers)
+    return _moved(p, masked, v, numbers), masked
+
+
+@jax.jit
+def adam_step(
+    p: Array, m: Array, v: Array, g: Array, numbers: Mapping[str, Array]
+) -> tuple[Array, Array, Array]:
+    """Return the new parameters and moments, without coupled decay; see `qcomp.core.primitives.adam_steps`."""
+    m = momentum(m, g, numbers)
+    v = momentum(
+        v, _rounded(g * g, numbers), {**numbers, "beta1": numbers["beta2"], "weight": numbers["weight2"]}
+    )
+    corrected = _rounded(divide(v, numbers["variance_correction"]), numbers)
+    return _moved(p, m, corrected, numbers), m, v
+
+
+def _moved(p: Array, m: Array, v: Array, numbers: Mapping[str, Array]) -> Array:
+    """Return the new parameters; see `qcomp.core.primitives.adam_step`."""
+    corrected = _rounded(divide(m, numbers["correction"]), numbers)
     direction = divide(corrected, sqrt(v) + numbers["eps"])
     if "weight_decay" in numbers:
         direction = direction + _rounded(numbers["weight_decay"] * p, numbers)
-    return p - _rounded(numbers["rate"] * direction, numbers), masked
+    return p - _rounded(numbers["rate"] * direction, numbers)
 
 
 def _rounded(x: Array, numbers: Mapping[str, Array]) -> Array:

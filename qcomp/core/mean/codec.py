@@ -16,6 +16,7 @@ from qcomp.core.numeric.arrays import (
     device,
     host_bytes,
     is_mutable,
+    is_traced,
 )
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
@@ -62,16 +63,21 @@ class Verdicts:
         if self.at_once:
             self.require_accepted(error)
 
-    def require_accepted(self, error: NonFiniteError | None) -> None:
+    def require_accepted(self, error: NonFiniteError | None) -> tuple[Array, ...]:
         """Read all verdicts, and raise `NonFiniteError` on every rank alike if any rank has refused.
 
         The ranks to blame are those that refused in the first exchange with a refusal. The error is raised from
         ``error``, what kept this rank from compressing.
+
+        Returns the verdicts that cannot be read, because a compiler is tracing; see `Averaged.verdicts`.
         """
         unread, self._unread = self._unread, []
         if not unread:
-            return
-        flags = host_bytes(concat([verdict for of_exchange in unread for verdict in of_exchange]))
+            return ()
+        verdicts = concat([verdict for of_exchange in unread for verdict in of_exchange])
+        if is_traced(verdicts):
+            return (verdicts,)
+        flags = host_bytes(verdicts)
         start = 0
         for of_exchange in unread:
             found = flags[start : start + len(of_exchange)]
@@ -79,6 +85,7 @@ class Verdicts:
             if any(found):
                 ranks = name_ranks([rank for rank, flag in enumerate(found) if flag != _FINE])
                 raise NonFiniteError(f"a value on {ranks} is not finite, or too large to compress") from error
+        return ()
 
 
 class Codec:

@@ -390,7 +390,8 @@ class CompressedMean:
         Raises
         ------
         NonFiniteError
-            On every rank, if a value on any rank is not finite or too large. The state passed in stays valid.
+            On every rank, if a value on any rank is not finite or too large. The state passed in stays valid. Under
+            `jax.jit` nothing can be raised: all means are NaN on every rank, and the caller must keep the old state.
         """
         computation = self.begin(x, state, Terms(key, donate, blends, overwrite))
         return computation.finish((yield from pipeline(computation.rounds)))
@@ -454,7 +455,8 @@ class CompressedMean:
 
         def finish(results: Sequence[Averaged]) -> tuple[list[Array], MeanState]:
             average = join(results)
-            values = cut_like(average.means[0], sizes) if joined else average.means
+            means = _unless_refused(average.means, average.verdicts)
+            values = cut_like(means[0], sizes) if joined else means
             new_state = state._replace(worker=average.worker, server=average.server)
             return _shaped_like(values, targets), new_state
 
@@ -507,6 +509,15 @@ def _zeros_for(tensor: Array, size: int) -> Array:
     xp = array_namespace(tensor)
     dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
     return xp.zeros((size,), dtype=dtype, device=device(tensor))
+
+
+def _unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
+    """Return means as they are, or NaN if a verdict that a compiler traces refuses: nothing can be raised there."""
+    if not verdicts:
+        return means
+    xp = array_namespace(verdicts[0])
+    refused = xp.max(concat(list(verdicts))) > 0
+    return [xp.where(refused, xp.asarray(math.nan, dtype=mean.dtype), mean) for mean in means]
 
 
 def _shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:

@@ -117,6 +117,11 @@ class Layout:
         """The frame of each chunk's messages."""
         return tuple(map(self.operands.frame, self.chunks))
 
+    @property
+    def own(self) -> Frame:
+        """The frame of the chunk that this rank serves."""
+        return self.frames[self.rank]
+
     @cached_property
     def message_sizes(self) -> tuple[int, ...]:
         """Bytes of each chunk's message, of the longest one where the length varies."""

@@ -155,8 +155,13 @@ def in_rounds(
         computations.append(topology.stages(of_round))
 
     def join(results: Sequence[Averaged]) -> Averaged:
-        new_means, new_worker, new_server = zip(*results, strict=True)
-        return Averaged(list(means.joined(new_means)), worker.joined(new_worker), server.joined(new_server))
+        new_means, new_worker, new_server, verdicts = zip(*results, strict=True)
+        return Averaged(
+            list(means.joined(new_means)),
+            worker.joined(new_worker),
+            server.joined(new_server),
+            tuple(verdict for of_round in verdicts for verdict in of_round),
+        )
 
     return computations, join
 

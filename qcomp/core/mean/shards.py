@@ -150,10 +150,10 @@ class Shards:
         pieces = self._pieces(values)
         codec = Codec(pieces)
         owed = () if residual is None else self._pieces(residual)
-        arrived = yield from to_servers(codec, layout, pieces, owed, key)
-        arrived.verdicts.require_accepted(arrived.sent.error)
-        new = concat(list(arrived.sent.residuals)) if owed else None
-        return concat(codec.average(arrived.opened)), new
+        sent, messages, verdicts = yield from to_servers(codec, layout, pieces, owed, key)
+        opened = codec.open(messages, (layout.own,) * layout.world, verdicts, sent.error)
+        verdicts.require_accepted(sent.error)
+        return concat(codec.average(opened)), concat(list(sent.residuals)) if owed else None
 
     def _gather(self, own: Array, key: Key, into: Array | None) -> Stages[Array]:
         layout = self._layout(dtype_name(own.dtype))

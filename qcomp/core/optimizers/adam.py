@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from qcomp.core import primitives
 from qcomp.core.kernels import AdamNumbers, StepNumbers
-from qcomp.core.numeric.arrays import Array, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, divide, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors, zeros_like
@@ -182,7 +182,7 @@ class Adam(Optimizer):
 
 def corrected(variance: Sequence[Array], beta2: float, updates: int) -> tuple[Array, ...]:
     """Return the variance divided by 1 - b2^updates."""
-    return tuple(v / (1 - beta2**updates) for v in variance)
+    return tuple(divide(v, 1 - beta2**updates) for v in variance)
 
 
 def rate_rises(optimizer: Optimizer, state: OptimizerState) -> bool:

@@ -113,12 +113,15 @@ class Compression:
         ``mean`` for all.
     unbiased : bool
         Whether compressors must be unbiased.
+    plain : CompressedMean
+        The mean of the exact tensors.
     """
 
     mean: CompressedMean
     exact: ExactPolicy | None = None
     compressors: CompressorPolicy | None = None
     unbiased: bool = False
+    plain: CompressedMean = EXACT
 
     def __post_init__(self) -> None:
         self._require_suitable(self.mean.compressors)
@@ -224,8 +227,8 @@ class Compression:
     def exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
         """Return a part that averages these tensors exactly, with the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
-        topology = EXACT.topology if state.stage == "warmup" else self.mean_of(state).topology
-        return Part(EXACT.within(topology), tuple(tensors), tuple(values), nothing, Key())
+        topology = self.plain.topology if state.stage == "warmup" else self.mean_of(state).topology
+        return Part(self.plain.within(topology), tuple(tensors), tuple(values), nothing, Key())
 
     def _require_suitable(self, compressors: Sequence[Compressor]) -> None:
         """Raise ValueError if steps must be unbiased and a compressor is not."""

@@ -47,13 +47,13 @@ class AllGather(Topology):
         )
         arrived = yield Gather(worker.messages[0], (whole.nbytes,) * layout.world)
         opened = codec.open(arrived, (whole,) * layout.world, verdicts, worker.error)
-        verdicts.require_accepted(worker.error)
+        unread = verdicts.require_accepted(worker.error)
         places = call.places
         if places is not None:
             codec.average(opened, places)
             return Averaged(places, worker.residuals, ())
         means = assemble(layout.chunks, [codec.average(opened)], call.values)
-        return Averaged(means, worker.residuals, ())
+        return Averaged(means, worker.residuals, (), unread)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""

@@ -71,6 +71,8 @@ class Averaged(NamedTuple):
     """The new worker residuals; empty without feedback."""
     server: tuple[Array, ...]
     """The new server residuals; empty without feedback."""
+    verdicts: tuple[Array, ...] = ()
+    """The verdicts that nobody could read, because a compiler traces the mean: bytes, of which one above 0 refuses."""
 
 
 class Topology(ABC):

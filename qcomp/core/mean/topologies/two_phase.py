@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.chunks import Chunks
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
-from qcomp.core.mean.framing import Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
@@ -25,10 +25,10 @@ class Arrived(NamedTuple):
 
     sent: Compressed
     """What this rank has sent to all servers."""
-    opened: list[Opened]
-    """Its own chunk, from each rank."""
+    messages: Sequence[Array]
+    """Of each rank, for its own chunk."""
     verdicts: Verdicts
-    """What the ranks say of their values; not read yet, if the length of messages is fixed."""
+    """Takes what the ranks say of their values."""
 
 
 def to_servers(
@@ -43,11 +43,10 @@ def to_servers(
     into: Sequence[Array | None] = (),
 ) -> Stages[Arrived]:
     """Send each server the payload of its chunk, the first phase; see `Codec.encode` for the parameters."""
-    own = layout.frames[layout.rank]
     verdicts = Verdicts(at_once=layout.operands.variable_length)
     sent = codec.encode(layout.frames, values, residuals, key, donate=donate, blends=blends, into=into)
-    arrived = yield AllToAll(sent.messages, (own.nbytes,) * layout.world)
-    return Arrived(sent, codec.open(arrived, (own,) * layout.world, verdicts, sent.error), verdicts)
+    arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
+    return Arrived(sent, arrived, verdicts)
 
 
 class TwoPhase(Topology):
@@ -70,7 +69,7 @@ class TwoPhase(Topology):
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each chunk to its server, and its average to all."""
         layout, codec = call.layout, Codec(call.values)
-        worker, opened, verdicts = yield from to_servers(
+        worker, arrived, verdicts = yield from to_servers(
             codec,
             layout,
             call.values,
@@ -80,11 +79,36 @@ class TwoPhase(Topology):
             blends=call.blends,
             into=call.into.worker,
         )
-        server = codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
+        server = self.serve(codec, call, arrived, verdicts, worker.error)
         arrived = yield AllGather(server.messages[0], layout.message_sizes)
         opened = codec.open(arrived, layout.frames, verdicts, server.error)
-        verdicts.require_accepted(worker.error or server.error)
-        return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals)
+        unread = verdicts.require_accepted(worker.error or server.error)
+        return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals, unread)
+
+    def serve(
+        self,
+        codec: Codec,
+        call: Call,
+        arrived: Sequence[Array],
+        verdicts: Verdicts,
+        error: NonFiniteError | None,
+    ) -> Compressed:
+        """Average what has arrived for this rank's chunk, and compress the average for all.
+
+        Parameters
+        ----------
+        codec : Codec
+        call : Call
+        arrived : sequence of arrays
+            The message of each rank for this rank's chunk.
+        verdicts : Verdicts
+            Takes theirs.
+        error : NonFiniteError or None
+            What kept this rank from compressing its own values.
+        """
+        frames = (call.layout.own,) * call.layout.world
+        opened = codec.open(arrived, frames, verdicts, error)
+        return codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""

@@ -1,0 +1,98 @@
+"""A classifier of handwritten digits, trained with optax on a mesh whose devices send one bit per element.
+
+Run ``python examples/jax_mesh.py``. Without GPUs it makes eight devices of the CPU.
+"""
+
+import os
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sklearn.datasets import load_digits
+
+import qcomp.jax.optax
+
+TRAIN, STEPS, BATCH, WIDTH = 1500, 200, 256, 128
+
+Params = dict[str, Any]
+
+
+def first_params(key: Any) -> Params:
+    """Return a network of two layers."""
+    first, second = jax.random.split(key)
+    return {
+        "hidden": {"w": jax.random.normal(first, (64, WIDTH)) / 8, "b": jnp.zeros(WIDTH)},
+        "out": {"w": jax.random.normal(second, (WIDTH, 10)) / np.sqrt(WIDTH), "b": jnp.zeros(10)},
+    }
+
+
+def logits(params: Params, images: Any) -> Any:
+    hidden = jax.nn.relu(images @ params["hidden"]["w"] + params["hidden"]["b"])
+    return hidden @ params["out"]["w"] + params["out"]["b"]
+
+
+def loss(params: Params, images: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, images), labels).mean()
+
+
+def main() -> None:
+    """Train, check that all devices agree, and print the accuracy."""
+    images, labels = load_digits(return_X_y=True)
+    images, labels = jnp.asarray(images, jnp.float32) / 16, jnp.asarray(labels)
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    schedule = optax.cosine_decay_schedule(0.01, STEPS)
+    tx = optax.chain(
+        qcomp.jax.optax.compressed(
+            qcomp.ScaledSign(), "data", exact=qcomp.ExactBelow(1000)
+        ),  # biases stay exact
+        optax.apply_if_finite(optax.adam(schedule), 5),
+    )
+
+    def step(params: Params, state: Any, images: Any, labels: Any) -> tuple[Params, Any, Any]:
+        value, grads = jax.value_and_grad(loss)(params, images, labels)  # of this device's part of the batch
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
+
+    params = first_params(jax.random.key(0))
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+    specs = qcomp.jax.partition_specs(
+        state, "data"
+    )  # residuals belong to a device, all else is the same on all
+    state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    params, cut = jax.device_put(params, NamedSharding(mesh, P())), NamedSharding(mesh, P("data"))
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), specs, P("data"), P("data")),
+            out_specs=(P(), specs, P()),
+            check_vma=False,
+        ),
+        donate_argnums=(0, 1),
+    )
+    rng = np.random.default_rng(0)
+    for number in range(STEPS):
+        batch = rng.choice(TRAIN, BATCH, replace=False)
+        params, state, value = step(params, state, *jax.device_put((images[batch], labels[batch]), cut))
+        if (number + 1) % 50 == 0:
+            print(f"step {number + 1:3}  loss {float(value):.4f}", flush=True)
+
+    for leaf in jax.tree.leaves(params):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        if any(other.tobytes() != first.tobytes() for other in others):
+            raise SystemExit("the devices hold different parameters")
+    print(f"all {jax.device_count()} devices hold identical parameters")
+    right = jnp.argmax(logits(params, images[TRAIN:]), axis=1) == labels[TRAIN:]
+    print(f"accuracy {float(right.mean()):.3f} on digits not seen in training")
+
+
+if __name__ == "__main__":
+    main()

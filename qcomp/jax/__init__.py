@@ -1,0 +1,20 @@
+"""qcomp for JAX: pytrees of parameters, over a communicator or inside `jax.jit` over an axis of a mesh.
+
+- `PytreeOptimizer` and `PytreeMean` run over any communicator of `qcomp.comm`, such as MPI.
+- `qcomp.jax.optax.compressed` and `MeshMean` run inside `jax.shard_map`, with collectives of XLA.
+
+`qcomp.jax.optax` needs optax: ``pip install 'qcomp[jax]'``.
+"""
+
+from qcomp.jax.mesh import MeshMean, MeshState, Residuals, partition_specs
+from qcomp.jax.trees import PytreeMean, PytreeOptimizer, names_of
+
+__all__ = [
+    "MeshMean",
+    "MeshState",
+    "PytreeMean",
+    "PytreeOptimizer",
+    "Residuals",
+    "names_of",
+    "partition_specs",
+]

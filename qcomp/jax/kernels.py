@@ -1,0 +1,87 @@
+"""The kernels of JAX inside a compiled program, which round as the core rounds.
+
+XLA contracts products and sums, and compression amplifies that: a momentum that differs by an ulp may have another
+sign, and then a whole bucket differs. The programs of `qcomp.backends.jax_xla` prevent it by an integer that the
+compiler does not know, which here must come from the program around them. They are also traced once for each shape
+instead of once for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from qcomp.backends.jax_xla.arithmetic import adam_step, frozen_step, momentum
+from qcomp.backends.jax_xla.kernel_set import JaxKernels
+from qcomp.core.kernels import AdamNumbers, StepNumbers
+from qcomp.core.numeric.arrays import is_traced
+
+__all__ = ["TracedKernels"]
+
+Array = Any
+
+
+class TracedKernels(JaxKernels):
+    """The kernels for traced arrays.
+
+    Parameters
+    ----------
+    step : array of int32, shape ()
+        A number >= 0 that the compiler does not know. Weight decays must be 0.
+    """
+
+    name = "jax, traced"
+
+    def __init__(self, step: Array) -> None:
+        self._nothing = jnp.minimum(step, 0)
+
+    def takes(self, x: Array) -> bool:
+        """Return whether x is traced."""
+        return is_traced(x)
+
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array:
+        """Return ``beta1 * m + (1 - beta1) * scale * g``."""
+        return momentum(m, g, self._numbers(m, beta1=beta1, weight=(1 - beta1) * scale))
+
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:
+        """Return the parameters after a step with a frozen variance, and the masked momentum."""
+        moved: tuple[Array, Array] = frozen_step(p, m, v, self._of_step(m, numbers))
+        return moved
+
+    def adam_steps(
+        self,
+        params: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        gradients: Sequence[Array],
+        numbers: Sequence[AdamNumbers],
+        *,
+        donate: bool = False,  # noqa: ARG002 - no buffer of a compiled program can be written to
+    ) -> list[tuple[Array, Array, Array]]:
+        """Return parameters and moments of each tensor after a step of Adam."""
+        moved = []
+        for p, m, v, g, of_adam in zip(params, momenta, variances, gradients, numbers, strict=True):
+            beta1, beta2 = of_adam.betas
+            named = self._of_step(m, of_adam.step) | self._numbers(
+                m,
+                beta1=beta1,
+                weight=1 - beta1,
+                beta2=beta2,
+                weight2=1 - beta2,
+                variance_correction=of_adam.variance_correction,
+            )
+            moved.append(adam_step(p, m, v, g, named))
+        return moved
+
+    def _of_step(self, like: Array, numbers: StepNumbers) -> dict[str, Array]:
+        rate, correction, eps, _ = numbers
+        return self._numbers(like, rate=rate, correction=correction, eps=eps)
+
+    def _numbers(self, like: Array, **values: Any) -> dict[str, Array]:
+        """Return numbers in the dtype of an array, and zero as an integer that the compiler does not know."""
+        integer = jnp.int64 if like.dtype == jnp.float64 else jnp.int32
+        return {"nothing": self._nothing.astype(integer)} | {
+            name: jnp.asarray(value, like.dtype) for name, value in values.items()
+        }

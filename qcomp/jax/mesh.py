@@ -1,0 +1,364 @@
+"""A compressed mean of pytrees over an axis of a mesh, inside `jax.shard_map` and `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.kernels import Blend, use_kernels
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name
+from qcomp.core.numeric.random import Key
+from qcomp.core.optimizers.agreement import stream_of
+from qcomp.core.optimizers.compression import Average, Compression
+from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.state import OptimizerState
+from qcomp.jax.kernels import TracedKernels
+from qcomp.jax.spmd import SpmdMean, drive
+from qcomp.jax.trees import Tree
+
+__all__ = ["MeshMean", "MeshState", "Residuals", "partition_specs"]
+
+PyTree = Any
+Array = Any
+
+
+class Residuals(NamedTuple):
+    """What compression has lost so far, on each device of an axis.
+
+    The first axis of every array is the device: arrays of all N devices have N rows, and inside `jax.shard_map` one.
+    """
+
+    worker: dict[str, Array]
+    """The worker residual of each compressed tensor by its path, of shape (N, elements); empty without feedback."""
+    server: tuple[Array, ...]
+    """The server residual of each device's chunk, of shape (N, elements of the largest); empty without a server."""
+
+
+class MeshState(NamedTuple):
+    """What a `MeshMean` keeps between two calls: arrays only, for `jax.jit`, donation and any checkpoint."""
+
+    step: Array
+    """Completed calls, int32 of shape (); selects the random draws."""
+    skipped: Array
+    """Calls that were refused, because a value was not finite, int32 of shape ()."""
+    residuals: Residuals
+
+
+def partition_specs(state: PyTree, axis_name: str) -> PyTree:
+    """Return the `PartitionSpec` of each array of a state: residuals are cut along an axis, all else is replicated.
+
+    Parameters
+    ----------
+    state : pytree
+        A `MeshState`, or a state of optax that has one, or one of `qcomp.jax.optax`, anywhere inside.
+    axis_name : str
+        The axis of the mean.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, qcomp
+    >>> from jax.sharding import PartitionSpec
+    >>> residuals = qcomp.jax.Residuals({"w": jnp.zeros((4, 9))}, ())
+    >>> state = qcomp.jax.MeshState(jnp.zeros(()), jnp.zeros(()), residuals)
+    >>> specs = qcomp.jax.partition_specs((state, {"trace": jnp.zeros(9)}), "data")
+    >>> specs[0].residuals.worker["w"] == PartitionSpec("data"), specs[1]["trace"] == PartitionSpec()
+    (True, True)
+    """
+
+    def specs_of(part: PyTree) -> PyTree:
+        spec = PartitionSpec(axis_name) if isinstance(part, Residuals) else PartitionSpec()
+        return jax.tree.map(lambda _: spec, part)
+
+    return jax.tree.map(specs_of, state, is_leaf=lambda part: isinstance(part, Residuals))
+
+
+@dataclass(frozen=True)
+class MeshMean:
+    """The mean of a pytree over an axis of a mesh, with compressed messages, inside `jax.shard_map`.
+
+    It runs the stages of `CompressedMean` with collectives of XLA in place of a communicator: each device sends the
+    same payloads, and all hold the same mean bit for bit.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        Compresses on workers and servers; payloads must have a fixed length.
+    axis_name : str
+        The axis of the mesh whose devices are the ranks.
+    topology : {"two_phase", "all_gather"}, default "two_phase"
+        How the devices exchange payloads, see `CompressedMean`.
+    feedback : bool, default True
+        Whether workers and servers add what compression has lost to their next vector.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, see `ExactBelow`. None compresses everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, see `ByName`.
+    seed : int, default 0
+        Seed of the compressor's random draws.
+
+    Notes
+    -----
+    ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends
+    2 (N - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of
+    the longest in its exchange. The program has a branch for each device, of the code for that device's chunk, so its
+    size grows with the number of tensors and not with N times that.
+
+    Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
+    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, qcomp
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> average = qcomp.jax.MeshMean(qcomp.ScaledSign(bucket_size=8), "data", exact=None)
+    >>> tree = {"w": jnp.full(16, 3.0)}
+    >>> with jax.set_mesh(mesh):
+    ...     state = average.init(tree)
+    >>> specs = qcomp.jax.partition_specs(state, "data")
+    >>> specs = jax.sharding.PartitionSpec(), specs
+    >>> step = jax.shard_map(average, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    >>> mean, state = jax.jit(step)(tree, state)
+    >>> float(mean["w"][0]), int(state.step)
+    (3.0, 1)
+    """
+
+    compressor: Compressor
+    axis_name: str
+    topology: str = "two_phase"
+    feedback: bool = True
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis_name, str):
+            raise TypeError(f"axis_name is {self.axis_name!r}; expected the name of one axis of a mesh")
+        Key(seed=self.seed)
+        self._compression  # noqa: B018 - raises if the settings do not go together
+
+    @cached_property
+    def _compression(self) -> Compression:
+        mean = SpmdMean(self.compressor, self.topology, self.feedback, axis_name=self.axis_name)
+        plain = SpmdMean(Identity(), feedback=False, axis_name=self.axis_name)
+        return Compression(mean, self.exact, self.compressors, plain=plain)
+
+    @cached_property
+    def _chosen(self) -> dict[Any, OptimizerState]:
+        """What the policies have chosen, by the names and shapes of the tensors and the number of ranks."""
+        return {}
+
+    def init(self, tree: PyTree) -> MeshState:
+        """Return a state with residuals of zero.
+
+        Call it inside `jax.shard_map`, or where `jax.set_mesh` tells the size of the axis: the arrays are those of one
+        device, or of all. `partition_specs` says how they are cut.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            With the structure, shapes and dtypes of what will be averaged on each device.
+
+        Raises
+        ------
+        ValueError
+            If the size of the axis is not known.
+        """
+        return MeshState(jnp.int32(0), jnp.int32(0), self.residuals(tree))
+
+    def residuals(self, tree: PyTree) -> Residuals:
+        """Return residuals of zero; see `init`.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            As for `init`.
+        """
+        size, inside = self._size()
+        rows = 1 if inside else size
+        taken = Tree.of(tree, "tree")
+        tensors = _tensors(taken)
+        state = self._state(taken.names, tensors, size)
+        zeros = self._compression.zero_residuals(tensors, state)
+        worker, server = (
+            [jnp.zeros((rows, *e.shape), e.dtype) for e in owed] for owed in (zeros.worker, zeros.server)
+        )
+        return Residuals(dict(zip(_compressed(state), worker, strict=bool(worker))), tuple(server))
+
+    def __call__(self, tree: PyTree, state: MeshState) -> tuple[PyTree, MeshState]:
+        """Average a pytree over the axis, inside `jax.shard_map`.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            This device's values.
+        state : MeshState
+            From `init` or the last call.
+
+        Returns
+        -------
+        mean : pytree of arrays
+            With the dtypes of the tree; the same on all devices, and NaN if any had a value that is not finite.
+        state : MeshState
+            For the next call.
+
+        Raises
+        ------
+        ValueError
+            If the tree is not the one that `init` saw, or its values are the same on all devices already.
+        """
+        means, residuals, accepted = self.average(tree, state.residuals, state.step)
+        took = accepted.astype(jnp.int32)
+        return means, MeshState(state.step + took, state.skipped + 1 - took, residuals)
+
+    def average(
+        self,
+        tree: PyTree,
+        residuals: Residuals,
+        step: Array,
+        *,
+        momenta: PyTree = None,
+        beta: float = 0.0,
+        exactly: bool = False,
+    ) -> tuple[PyTree, Residuals, Array]:
+        """Average a pytree, or the momenta that it is blended into, for optimizers that keep their own state.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            This device's values.
+        residuals : Residuals
+            From `residuals` or the last call.
+        step : array of int32, shape ()
+            Selects the draws.
+        momenta : pytree of arrays, optional
+            Average ``beta * momenta + (1 - beta) * tree`` instead.
+        beta : float
+            The weight of the momenta.
+        exactly : bool
+            Whether to compress nothing; the residuals stay as they are.
+
+        Returns
+        -------
+        mean : pytree of arrays
+        residuals : Residuals
+        accepted : array of bool, shape ()
+            Whether all values of all devices were finite; otherwise the mean is NaN and the residuals are the old ones.
+        """
+        size, inside = self._size()
+        if not inside:
+            raise ValueError(
+                f"axis_name is {self.axis_name!r}, which no jax.shard_map around this call has; expected a call inside "
+                "jax.shard_map over a mesh with this axis"
+            )
+        taken = Tree.of(tree, "tree")
+        tensors = _tensors(taken)
+        self._require_own_values(taken)
+        state = self._state(taken.names, tensors, size)
+        exchange = self._exchange(state, tensors, residuals)
+        state = state._replace(exchange=exchange)
+        names = _compressed(state)
+        if exactly:
+            part = self._compression.exact_part(range(len(tensors)), tensors, state._replace(stage="warmup"))
+            request = Average((part,), exchange)
+        else:
+            blends = [] if momenta is None else [Blend(m, beta, 1.0) for m in taken.like(momenta, "momenta")]
+            key = Key(seed=self.seed, step=step, tensor=state.stream)
+            request = self._compression.average(tensors, state, key, blends)
+        with use_kernels(TracedKernels(step)):
+            means = drive(request.stages(), self.axis_name)
+        accepted = _none_refused(means.values)
+        values = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in means.values]
+        new = Residuals(
+            dict(zip(names, [e[None] for e in means.exchange.worker], strict=bool(residuals.worker))),
+            tuple(e[None] for e in means.exchange.server),
+        )
+        kept = jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, residuals)
+        return taken.whole(values), kept, accepted
+
+    def _size(self) -> tuple[int, bool]:
+        """Return the number of devices on the axis, and whether this is the program of one of them."""
+        try:
+            return int(jax.lax.axis_size(self.axis_name)), True
+        except NameError:
+            shape = dict(jax.sharding.get_abstract_mesh().shape)
+        if self.axis_name not in shape:
+            raise ValueError(
+                f"axis_name is {self.axis_name!r}, which no jax.shard_map and no jax.set_mesh around this call has "
+                f"(their axes: {', '.join(shape) or 'none'}); expected a call inside one of them"
+            )
+        return shape[self.axis_name], False
+
+    def _state(self, names: tuple[str, ...], tensors: Sequence[Array], size: int) -> OptimizerState:
+        """Return what the policies have chosen for these tensors, without any array."""
+        asked = names, tuple(tuple(t.shape) for t in tensors), size
+        known = self._chosen.get(asked)
+        if known is None:
+            first = OptimizerState.first("compressed", names, 0, size)
+            first = first._replace(stream=stream_of(names, tensors))
+            known = self._chosen[asked] = self._compression.choose(first, tensors, type(self).__name__)
+        return known
+
+    def _exchange(self, state: OptimizerState, tensors: Sequence[Array], residuals: Residuals) -> MeanState:
+        """Return the residuals of this device, as the core keeps them."""
+        zeros = jax.eval_shape(lambda: self._compression.zero_residuals(tensors, state)[2:4])
+        names = _compressed(state)
+        wanted = dict(zip(names, zeros[0], strict=bool(zeros[0]))), tuple(zeros[1])
+        expected = jax.tree.map(lambda e: (1, *e.shape), wanted)
+        given = jax.tree.map(lambda e: tuple(e.shape), (residuals.worker, residuals.server))
+        if given != expected:
+            raise ValueError(
+                f"state has residuals of shapes {given}; expected {expected}: those of init for this tree, cut as "
+                "partition_specs says"
+            )
+        # By name, since JAX sorts the keys of a dict.
+        found = [residuals.worker[name] for name in names if residuals.worker], residuals.server
+        worker, server = (tuple(e[0] for e in owed) for owed in found)
+        shapes = tuple(tuple(t.shape) for t, exact in zip(tensors, state.exact, strict=True) if not exact)
+        return MeanState(0, state.size, worker, server, shapes if worker else (), (), self.topology)
+
+    def _require_own_values(self, tree: Tree) -> None:
+        """Raise ValueError for values that are known to be the same on all devices."""
+        if not _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
+            return  # nothing is known with check_vma=False
+        for name, leaf in zip(tree.names, tree.leaves, strict=True):
+            if not _varies(leaf, self.axis_name):
+                raise ValueError(
+                    f"tree has at {name!r} the same values on all devices of {self.axis_name!r}: jax.grad adds up the "
+                    "gradients of replicated parameters. Differentiate with respect to "
+                    f"jax.lax.pcast(params, {self.axis_name!r}, to='varying'), or pass check_vma=False to jax.shard_map"
+                )
+
+
+def _compressed(state: OptimizerState) -> list[str]:
+    """Return the names of the compressed tensors."""
+    return [name for name, exact in zip(state.names, state.exact, strict=True) if not exact]
+
+
+def _varies(x: Array, axis_name: str) -> bool:
+    """Return whether JAX tracks that an array differs between the devices of an axis."""
+    return axis_name in jax.typeof(x).mat.varying
+
+
+def _none_refused(means: Sequence[Array]) -> Array:
+    """Return whether every mean was accepted: in those that were refused, all elements are NaN."""
+    refused = [jnp.isnan(jnp.ravel(mean)[0]) for mean in means if mean.size]
+    return ~jnp.any(jnp.stack(refused)) if refused else jnp.bool_(True)
+
+
+def _tensors(tree: Tree) -> list[Array]:
+    """Return the arrays of a tree, of which some may be NumPy's."""
+    arrays = [jnp.asarray(leaf) for leaf in tree.leaves]
+    for name, x in zip(tree.names, arrays, strict=True):
+        compute_dtype_name(dtype_name(x.dtype), argument=f"the array at {name!r}")  # raises for integers
+    return as_tensors(arrays, "tree")

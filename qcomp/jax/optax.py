@@ -1,0 +1,313 @@
+"""Compressed means and 1-bit Adam as gradient transformations of optax, inside `jax.shard_map` over a mesh.
+
+    tx = optax.chain(qcomp.jax.optax.compressed(qcomp.ScaledSign(), "data"), optax.adam(1e-3))
+
+They are chained, scheduled, masked and saved like any other. The gradients that they take are those of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from qcomp.core import primitives
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.sign import ScaledSign
+from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
+from qcomp.core.numeric.arrays import compute_dtype_name
+from qcomp.core.optimizers.adam import Adam, corrected
+from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.jax.kernels import TracedKernels
+from qcomp.jax.mesh import MeshMean, MeshState, Residuals
+from qcomp.jax.trees import Tree
+
+__all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
+
+PyTree = Any
+Array = Any
+
+_Moved = tuple[list[Array], list[Array], list[Array], Residuals, Array]
+"""Directions, momenta, variances, residuals, and whether the step was accepted."""
+
+_ALWAYS = 2**31 - 1
+"""How many steps in a row may be skipped: any number."""
+
+
+def compressed(
+    compressor: Compressor,
+    axis_name: str,
+    *,
+    topology: str = "two_phase",
+    feedback: bool = True,
+    exact: ExactPolicy | None = ExactBelow(10_000),
+    compressors: CompressorPolicy | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformation:
+    """Replace each device's gradients by their compressed mean over an axis of the mesh.
+
+    Parameters
+    ----------
+    compressor, axis_name, topology, feedback, exact, compressors, seed
+        See `MeshMean`, which this is.
+
+    Returns
+    -------
+    optax.GradientTransformation
+        Its state is a `MeshState`; `partition_specs` says how `jax.shard_map` must cut it.
+
+    Notes
+    -----
+    What stands before it in a chain sees the gradients of one device: `optax.clip_by_global_norm` clips each device's
+    own. What follows sees the mean, the same on all devices. If a gradient on any device is not finite, the mean is NaN
+    on all, and residuals stay as they are; put what follows into `optax.apply_if_finite` to skip such steps.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, optax, qcomp, qcomp.jax.optax
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> tx = optax.chain(qcomp.jax.optax.compressed(qcomp.ScaledSign(), "data", exact=None), optax.sgd(0.5))
+    >>> params = {"w": jnp.ones(8)}
+    >>> with jax.set_mesh(mesh):
+    ...     state = tx.init(params)
+    >>> def step(params, state, target):
+    ...     grads = jax.grad(lambda p: jnp.sum((p["w"] - target) ** 2) / 2)(params)
+    ...     updates, state = tx.update(grads, state, params)
+    ...     return optax.apply_updates(params, updates), state
+    >>> everywhere, specs = jax.sharding.PartitionSpec(), qcomp.jax.partition_specs(state, "data")
+    >>> step = jax.shard_map(
+    ...     step,
+    ...     mesh=mesh,
+    ...     in_specs=(everywhere, specs, everywhere),
+    ...     out_specs=(everywhere, specs),
+    ...     check_vma=False,
+    ... )
+    >>> params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, 3.0)
+    >>> float(params["w"][0])
+    2.0
+    """
+    mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
+
+    def update(updates: PyTree, state: MeshState, params: PyTree = None) -> tuple[PyTree, MeshState]:
+        del params
+        return mean(updates, state)
+
+    return optax.GradientTransformation(mean.init, update)
+
+
+class OneBitAdamState(NamedTuple):
+    """The state of `scale_by_onebit_adam`: arrays only."""
+
+    step: Array
+    """Completed steps, int32 of shape ()."""
+    skipped: Array
+    """Steps that were refused, because a value was not finite, int32 of shape ()."""
+    momentum: PyTree
+    """Adam's first moment of each parameter, in the dtype in which it is computed."""
+    variance: PyTree
+    """Adam's second moment; after the warm-up the constant, bias-corrected one of the freeze."""
+    residuals: Residuals
+
+
+def scale_by_onebit_adam(
+    freeze: int,
+    axis_name: str,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    compressor: Compressor = ScaledSign(scale="rms"),
+    topology: str = "two_phase",
+    feedback: bool = True,
+    exact: ExactPolicy | None = ExactBelow(10_000),
+    compressors: CompressorPolicy | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformation:
+    """Rescale gradients as `qcomp.OneBitAdam` does, without a learning rate: see `onebit_adam`.
+
+    Parameters
+    ----------
+    freeze, axis_name, b1, b2, eps, compressor, topology, feedback, exact, compressors, seed
+        See `onebit_adam`.
+
+    Returns
+    -------
+    optax.GradientTransformation
+        Its state is a `OneBitAdamState`. In a step with a value that is not finite the result is NaN, on all devices,
+        and the moments and residuals stay as they are.
+    """
+    if type(freeze) is not int or freeze < 1:
+        raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
+    adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
+    of_momentum, of_variance = _corrections(b1, _until_one(b1)), _corrections(b2, freeze)
+    mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
+
+    def init(params: PyTree) -> OneBitAdamState:
+        taken = Tree.of(params, "params")
+        tensors = taken.whole(as_tensors(list(map(jnp.asarray, taken.leaves)), "params"))
+        momentum, variance = (jax.tree.map(_zeros_like, tensors) for _ in range(2))
+        return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, mean.residuals(params))
+
+    def update(
+        updates: PyTree, state: OneBitAdamState, params: PyTree = None
+    ) -> tuple[PyTree, OneBitAdamState]:
+        del params
+        taken = Tree.of(updates, "updates")
+        old_momentum = taken.like(state.momentum, "momentum")
+        old_variance = taken.like(state.variance, "variance")
+        zeros = [jnp.zeros_like(m) for m in old_momentum]
+        count = state.step + 1
+        # A step from zero with the rate -1 is the direction of the step.
+        numbers = StepNumbers(-1.0, _at(of_momentum, count), eps, 0.0)
+
+        def warm_up() -> _Moved:
+            means, residuals, accepted = mean.average(updates, state.residuals, state.step, exactly=True)
+            gradients = [
+                g.astype(m.dtype) for g, m in zip(taken.like(means, "means"), old_momentum, strict=True)
+            ]
+            of_adam = [AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)] * len(zeros)
+            moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
+            direction, momentum, variance = map(list, zip(*moved, strict=True))
+            frozen = corrected(variance, b2, freeze)
+            variance = [jnp.where(count == freeze, f, v) for f, v in zip(frozen, variance, strict=True)]
+            return direction, momentum, variance, residuals, accepted
+
+        def compress() -> _Moved:
+            means, residuals, accepted = mean.average(
+                updates, state.residuals, state.step, momenta=state.momentum, beta=b1
+            )
+            momenta = taken.like(means, "means")
+            moved = primitives.frozen_steps(zeros, momenta, old_variance, [numbers] * len(zeros))
+            direction, momentum = map(list, zip(*moved, strict=True))
+            return direction, momentum, old_variance, residuals, accepted
+
+        with use_kernels(TracedKernels(state.step)):
+            moved = jax.lax.cond(state.step < freeze, warm_up, compress)
+        direction, momentum, variance, residuals, accepted = moved
+        took = accepted.astype(jnp.int32)
+        new = OneBitAdamState(
+            state.step + took,
+            state.skipped + 1 - took,
+            taken.whole([jnp.where(accepted, m, old) for m, old in zip(momentum, old_momentum, strict=True)]),
+            taken.whole([jnp.where(accepted, v, old) for v, old in zip(variance, old_variance, strict=True)]),
+            residuals,
+        )
+        scaled = [
+            jnp.where(accepted, d, jnp.nan).astype(g.dtype)
+            for d, g in zip(direction, taken.leaves, strict=True)
+        ]
+        return taken.whole(scaled), new
+
+    return optax.GradientTransformation(init, update)
+
+
+def onebit_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    freeze: int,
+    axis_name: str,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    compressor: Compressor = ScaledSign(scale="rms"),
+    topology: str = "two_phase",
+    feedback: bool = True,
+    exact: ExactPolicy | None = ExactBelow(10_000),
+    compressors: CompressorPolicy | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformation:
+    """Make steps of 1-bit Adam over an axis of the mesh: exact ones, then with a frozen variance and one bit.
+
+    Parameters
+    ----------
+    learning_rate : float or schedule of optax
+        Step size.
+    freeze : int
+        The number of exact steps, at least 1. The variance is constant afterwards.
+    axis_name : str
+        The axis of the mesh whose devices are the ranks.
+    b1, b2 : float
+        Decay rates of the momentum and the variance, from 0 to below 1.
+    eps : float
+        Added to the square root of the variance, >= 0.
+    weight_decay : float
+        Decoupled weight decay; `tx.update` then needs the parameters.
+    compressor : Compressor
+        Compresses the momentum, on workers and servers.
+    topology, feedback, exact, compressors, seed
+        See `MeshMean`. The warm-up averages in two phases.
+
+    Returns
+    -------
+    optax.GradientTransformation
+        If a gradient on any device is not finite, the step is skipped on all: nothing changes but counts of it.
+
+    Notes
+    -----
+    The steps are those of `qcomp.OneBitAdam` with an int for ``freeze`` and no watch: a rule or a watch would have to
+    read values on the host in every step.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, qcomp, qcomp.jax.optax
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> tx = qcomp.jax.optax.onebit_adam(0.1, freeze=10, axis_name="data", b2=0.9, exact=None)
+    >>> params = {"w": jnp.ones(8)}
+    >>> with jax.set_mesh(mesh):
+    ...     state = tx.init(params)
+    >>> everywhere, specs = jax.sharding.PartitionSpec(), qcomp.jax.partition_specs(state, "data")
+    >>> update = jax.jit(
+    ...     jax.shard_map(
+    ...         tx.update, mesh=mesh, in_specs=(everywhere, specs), out_specs=(everywhere, specs), check_vma=False
+    ...     )
+    ... )
+    >>> for _ in range(40):
+    ...     updates, state = update(params, state)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(abs(params["w"]).max() < 0.5)
+    True
+    """
+    direction = scale_by_onebit_adam(
+        freeze,
+        axis_name,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        compressor=compressor,
+        topology=topology,
+        feedback=feedback,
+        exact=exact,
+        compressors=compressors,
+        seed=seed,
+    )
+    rest = optax.scale_by_learning_rate(learning_rate)
+    if weight_decay:
+        rest = optax.chain(optax.add_decayed_weights(weight_decay), rest)
+    return optax.chain(direction, optax.apply_if_finite(rest, _ALWAYS))
+
+
+def _until_one(beta: float) -> int:
+    """Return a number of steps after which 1 - beta**steps is 1 in float32."""
+    return 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
+
+
+def _corrections(beta: float, steps: int) -> np.ndarray:
+    """Return 1 - beta**step for the first steps, rounded as the core does it."""
+    return 1 - beta ** np.arange(1, steps + 1, dtype=np.float64)
+
+
+def _at(corrections: np.ndarray, count: Array) -> Array:
+    """Return the correction of a step, the last one for all later steps."""
+    return jnp.asarray(corrections)[jnp.minimum(count, len(corrections)) - 1]
+
+
+def _zeros_like(x: Array) -> Array:
+    """Return zeros in the dtype in which an array is computed, wherever JAX places them."""
+    return jnp.zeros(x.shape, compute_dtype_name(x.dtype.name))

@@ -1,0 +1,214 @@
+"""The stages of the core on an axis of a mesh, inside `jax.shard_map`: one program for all ranks.
+
+The core has a program for each rank, since a layout belongs to a rank. Here the rank is the index of a device, which
+is known only when the program runs. It matters in two places. Draws depend on it, and a key takes it as it is. And in
+two phases each rank serves another chunk: there `jax.lax.switch` selects what `TwoPhase` does for that rank. All
+messages of an exchange have the length of the longest, as collectives of XLA demand; zeros fill the others up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.chunks import Chunks, Segment
+from qcomp.core.mean.codec import Codec, Compressed, Verdicts
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.stages import AllToAll, Exchange, Stages
+from qcomp.core.mean.topologies.all_gather import AllGather
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology
+from qcomp.core.mean.topologies.two_phase import TwoPhase
+from qcomp.core.numeric.arrays import concat, cut_like
+
+__all__ = ["TOPOLOGIES", "SpmdMean", "drive"]
+
+Array = Any
+Result = TypeVar("Result")
+
+
+def drive(stages: Stages[Result], axis_name: str) -> Result:
+    """Run a computation in stages to its end, with collectives over an axis, and return its result.
+
+    Parameters
+    ----------
+    stages : generator
+        All messages of one exchange must have the same length, as those of an `SpmdMean` have.
+    axis_name : str
+        An axis of the mesh, inside `jax.shard_map`.
+    """
+    arrived: list[Array] | None = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        arrived = _answer(request, axis_name)
+
+
+def _answer(request: Exchange, axis_name: str) -> list[Array]:
+    if isinstance(request, AllToAll):
+        rows = jax.lax.all_to_all(jnp.stack(request.send), axis_name, split_axis=0, concat_axis=0)
+    else:  # what all devices hold alike may leave a shard_map as one value
+        rows = jax.lax.all_gather(request.send, axis_name, to="invarying")
+    return [rows[rank] for rank in range(len(request.receive))]
+
+
+@dataclass(frozen=True, eq=False)
+class _PaddedFrame(Frame):
+    """A frame whose messages have zeros after the verdict."""
+
+    length: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return self.length
+
+    def join(self, payloads: Sequence[Array], verdict: Array) -> Array:
+        """Return the message of these payloads."""
+        message = super().join(payloads, verdict)
+        return jnp.pad(message, (0, self.length - message.shape[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class _SpmdLayout(Layout):
+    """A layout for whatever rank runs it: with messages of one length."""
+
+    @cached_property
+    def frames(self) -> tuple[Frame, ...]:
+        """The frame of each chunk's messages."""
+        frames = tuple(map(self.operands.frame, self.chunks))
+        longest = max(frame.nbytes for frame in frames)
+        return tuple(_PaddedFrame(f.chunk, f.compressors, f.dtypes, False, longest) for f in frames)
+
+    def at(self, rank: int) -> _SpmdLayout:
+        """Return the layout of one rank."""
+        return replace(self, operands=replace(self.operands, rank=rank))
+
+
+class _OnAxis:
+    """A topology whose rank is the index of the device on an axis."""
+
+    axis_name: str
+
+    def __init__(self, axis_name: str) -> None:
+        self.axis_name = axis_name
+
+    def here(self, call: Call) -> Call:
+        """Return a call with the draws of this device."""
+        return call._replace(key=call.key._replace(rank=jax.lax.axis_index(self.axis_name)))
+
+
+class _AllGatherOnAxis(_OnAxis, AllGather):
+    allows_rounds: ClassVar[bool] = False
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send everything to all."""
+        return super().stages(self.here(call))
+
+
+class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
+    """The server residuals of a rank are one vector, of the size of the largest chunk."""
+
+    allows_rounds: ClassVar[bool] = False
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Cut the tensors into a chunk for every rank."""
+        found = operands.chunks(operands.world) if chunks is None else chunks
+        most = max(sum(segment.size for segment in chunk) for chunk in found)
+        room = (Segment(0, 0, most, 0),) if most else ()
+        return _SpmdLayout(operands, found, Residuals(operands.whole, room))
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send each chunk to its server, and its average to all."""
+        return super().stages(self.here(call))
+
+    def serve(
+        self,
+        codec: Codec,
+        call: Call,
+        arrived: Sequence[Array],
+        verdicts: Verdicts,  # noqa: ARG002 - the server tells all ranks what it was told
+        error: NonFiniteError | None,
+    ) -> Compressed:
+        """Average what has arrived for this device's chunk, and compress the average for all."""
+        layout = call.layout
+        assert isinstance(layout, _SpmdLayout)
+        branches = [
+            self._server(codec, call._replace(layout=layout.at(r)), error) for r in range(layout.world)
+        ]
+        rank = jax.lax.axis_index(self.axis_name)
+        message, residuals = jax.lax.switch(rank, branches, list(arrived), tuple(call.server))
+        return Compressed((message,), residuals, None)
+
+    def _server(
+        self, codec: Codec, call: Call, error: NonFiniteError | None
+    ) -> Callable[[list[Array], tuple[Array, ...]], tuple[Array, tuple[Array, ...]]]:
+        """Return what one rank does as a server, from the messages and its residuals to its message and residuals."""
+        own = call.layout.own
+        sizes = [segment.size for segment in own.chunk]
+
+        def serve(arrived: list[Array], residuals: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+            cut = call._replace(server=cut_like(residuals[0], sizes) if residuals else ())
+            verdicts = Verdicts(at_once=False)
+            compressed = super(_TwoPhaseOnAxis, self).serve(codec, cut, arrived, verdicts, error)
+            told = jnp.max(concat(list(verdicts.require_accepted(error))))
+            message = compressed.messages[0].at[own.offsets[-1]].max(told)
+            if not residuals:
+                return message, ()
+            left = residuals[0][sum(sizes) :]
+            return message, (concat([*compressed.residuals, left]),)
+
+        return serve
+
+
+TOPOLOGIES: dict[str, Callable[[str], Topology]] = {
+    TwoPhase.name: _TwoPhaseOnAxis,
+    AllGather.name: _AllGatherOnAxis,
+}
+"""The topologies that run on an axis of a mesh, made from its name."""
+
+
+@dataclass(frozen=True)
+class SpmdMean(CompressedMean):
+    """A `CompressedMean` over an axis of a mesh, for `drive`; the rank in its states is 0 on all devices.
+
+    Parameters
+    ----------
+    compressor, topology, feedback, link
+        See `CompressedMean`. Payloads must have a fixed length.
+    axis_name : str
+        The axis.
+    """
+
+    axis_name: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topology not in TOPOLOGIES:
+            expected = " or ".join(map(repr, TOPOLOGIES))
+            raise ValueError(f"topology is {self.topology!r}; expected {expected} on an axis of a mesh")
+        for compressor in self.compressors:
+            if compressor.variable_length:
+                raise ValueError(
+                    f"compressor is {compressor.spec}, whose payloads vary in length; expected one with payloads of "
+                    "fixed length inside jax.jit, such as the same without coding"
+                )
+
+    @cached_property
+    def resolved(self) -> Topology:
+        """The topology of this mean's name, on its axis."""
+        return TOPOLOGIES[self.topology](self.axis_name)
+
+    @cached_property
+    def _of_one_vector(self) -> CompressedMean:
+        return replace(self, compressor=self.compressors[0])

@@ -1,0 +1,306 @@
+"""Pytrees over a communicator: an optimizer or a mean of the core, for parameters in nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.stages import Transport
+from qcomp.core.numeric.random import Key
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.state import OptimizerState
+
+__all__ = ["PytreeMean", "PytreeOptimizer", "Tree", "names_of"]
+
+PyTree = Any
+Array = Any
+
+
+class Tree(NamedTuple):
+    """A pytree of arrays, taken apart."""
+
+    names: tuple[str, ...]
+    """The path of each array, such as ``"layers/0/w"``."""
+    leaves: list[Array]
+    """The arrays."""
+    structure: Any
+    """What they were in."""
+
+    @classmethod
+    def of(cls, tree: PyTree, argument: str) -> Tree:
+        """Take a pytree apart.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+        argument : str
+            Its name in errors.
+
+        Raises
+        ------
+        ValueError
+            If there is no array in it, or two have the same path.
+        """
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+        if not names:
+            raise ValueError(f"{argument} is {tree!r}; expected a pytree with at least one array")
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(
+                f"{argument} has several arrays with the path {doubled[0]!r}; expected one of each"
+            )
+        return cls(names, [leaf for _, leaf in paths], structure)
+
+    def like(self, tree: PyTree, argument: str) -> list[Array]:
+        """Return the arrays of another pytree of the same structure.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+        argument : str
+            Its name in errors.
+
+        Raises
+        ------
+        ValueError
+            If it has another structure, naming a path that only one of the two has.
+        """
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        if structure == self.structure:
+            return leaves
+        names = names_of(tree)
+        different = [name for name in (*self.names, *names) if (name in names) != (name in self.names)]
+        where = f", which differ in {different[0]!r}" if different else ""
+        raise ValueError(f"{argument} has the structure {structure}; expected {self.structure}{where}")
+
+    def whole(self, leaves: Sequence[Array]) -> PyTree:
+        """Return a pytree of this structure with these arrays."""
+        return jax.tree_util.tree_unflatten(self.structure, leaves)
+
+
+def names_of(tree: PyTree) -> tuple[str, ...]:
+    """Return the path of each array of a pytree: its name in policies, groups and checkpoints.
+
+    Parameters
+    ----------
+    tree : pytree of arrays
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, qcomp
+    >>> qcomp.jax.names_of({"layers": [{"w": jnp.ones(2), "b": jnp.ones(1)}]})
+    ('layers/0/b', 'layers/0/w')
+    """
+    return Tree.of(tree, "tree").names
+
+
+@dataclass(frozen=True)
+class PytreeOptimizer:
+    """An optimizer of qcomp for a pytree of parameters, over a communicator.
+
+    For steps inside `jax.jit`, see `qcomp.jax.optax`. Here each step runs compiled kernels one after the other, and the
+    communicator moves the bytes between them.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any optimizer of qcomp.
+
+    Notes
+    -----
+    A state is the `OptimizerState` of the core, with the paths of the arrays as names. It is a pytree: its arrays are
+    leaves, all else is static. So `jax.tree.map`, `jax.device_put` and `jax.block_until_ready` apply to it. A
+    checkpoint also needs what is static, so save what `state_dict` returns, with any tool that saves a dict.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, qcomp
+    >>> opt = qcomp.jax.PytreeOptimizer(qcomp.CompressedSGD(learning_rate=0.1, exact=None))
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> params = {"w": jnp.ones(4), "b": jnp.zeros(())}
+    >>> state = opt.init(params, comm)
+    >>> params, state = opt.step(params, params, state, comm)
+    >>> state.names, round(float(params["w"][0]), 3)
+    (('b', 'w'), 0.9)
+    """
+
+    optimizer: Optimizer
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer is {self.optimizer!r}; expected an optimizer such as qcomp.OneBitAdam(...)"
+            )
+
+    def init(self, params: PyTree, comm: Transport) -> OptimizerState:
+        """Return the state before the first step; see `Optimizer.init`.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+            The parameters, equal on all ranks.
+        comm : Communicator
+            The ranks.
+        """
+        tree = Tree.of(params, "params")
+        return self.optimizer.init(tree.leaves, comm, tree.names)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: OptimizerState, comm: Transport, *, donate: bool = False
+    ) -> tuple[PyTree, OptimizerState]:
+        """Make one step; see `Optimizer.step`.
+
+        Parameters
+        ----------
+        params, grads : pytree of arrays
+            Parameters, the same on all ranks, and this rank's gradients of them, in the same structure.
+        state : OptimizerState
+            From `init` or the last step.
+        comm : Communicator
+            The one that `init` saw, or another of the same rank and size.
+        donate : bool
+            As for `Optimizer.step`.
+
+        Returns
+        -------
+        params : pytree of arrays
+        state : OptimizerState
+
+        Raises
+        ------
+        ValueError
+            If the gradients have another structure than the parameters, or the state belongs to other parameters.
+        NonFiniteError
+            As for `Optimizer.step`.
+        """
+        tree = Tree.of(params, "params")
+        if state.names != tree.names:
+            raise ValueError(f"params has arrays at {tree.names}; state is of {state.names}")
+        leaves, new_state = self.optimizer.step(
+            tree.leaves, tree.like(grads, "grads"), state, comm, donate=donate
+        )
+        return tree.whole(leaves), new_state
+
+    def state_dict(self, state: OptimizerState) -> dict[str, Any]:
+        """Return a state as a flat dict of named arrays and scalars; see `Optimizer.state_dict`.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state to save.
+        """
+        return self.optimizer.state_dict(state)
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: PyTree,
+        comm: Transport,
+        *,
+        strict: bool = True,
+    ) -> OptimizerState:
+        """Return the state saved by `state_dict`; see `Optimizer.load_state_dict`.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar, or sequence of them
+            This rank's own dict, or those of all ranks that saved.
+        params, comm
+            As for `init`.
+        strict : bool
+            As for `Optimizer.load_state_dict`.
+        """
+        tree = Tree.of(params, "params")
+        return self.optimizer.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict)
+
+
+@dataclass(frozen=True)
+class PytreeMean:
+    """A compressed mean of pytrees, over a communicator.
+
+    Parameters
+    ----------
+    mean : CompressedMean
+        Any mean of qcomp.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, qcomp
+    >>> allreduce = qcomp.jax.PytreeMean(qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=8)))
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> tree = {"w": jnp.full(8, 3.0), "b": [jnp.full(8, -1.0)]}
+    >>> state = allreduce.init(tree, comm)
+    >>> mean, state = allreduce(tree, state, comm)
+    >>> mean["b"][0].tolist()
+    [-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    """
+
+    mean: CompressedMean
+
+    def init(self, tree: PyTree, comm: Transport) -> MeanState:
+        """Return a state with residuals of zero; see `CompressedMean.init`.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            With the structure, shapes and dtypes of what will be averaged.
+        comm : Communicator
+            The ranks.
+        """
+        return self.mean.init(Tree.of(tree, "tree").leaves, comm)
+
+    def __call__(
+        self, tree: PyTree, state: MeanState, comm: Transport, *, key: Key | None = None
+    ) -> tuple[PyTree, MeanState]:
+        """Average a pytree over the ranks; see `CompressedMean.stages`.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            This rank's values.
+        state : MeanState
+            From `init` or from the last call.
+        comm : Communicator
+            The ranks.
+        key : Key, optional
+            Required by compressors that draw.
+        """
+        taken = Tree.of(tree, "tree")
+        leaves, new_state = self.mean(taken.leaves, state, comm, key=key)
+        return taken.whole(leaves), new_state
+
+
+_ARRAYS_OF_OPTIMIZER = ("momentum", "variance", "exchange", "arrays")
+_ARRAYS_OF_MEAN = ("worker", "server")
+
+
+def _register(kind: Any, arrays: tuple[str, ...]) -> None:
+    """Make a class of states a pytree whose leaves are in these fields; the other fields are static."""
+    static = tuple(name for name in kind._fields if name not in arrays)
+
+    def flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in arrays]
+        return children, tuple(_hashable(getattr(state, name)) for name in static)
+
+    def unflatten(fixed: Any, children: Iterable[Any]) -> Any:
+        named = {**dict(zip(arrays, children, strict=True)), **dict(zip(static, fixed, strict=True))}
+        if "numbers" in named:
+            named["numbers"] = dict(named["numbers"])
+        return kind(**named)
+
+    with suppress(ValueError):  # a module that is executed twice has done it
+        jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+_register(MeanState, _ARRAYS_OF_MEAN)
+_register(OptimizerState, _ARRAYS_OF_OPTIMIZER)

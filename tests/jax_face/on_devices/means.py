@@ -1,0 +1,202 @@
+"""The promises of a mean, on a mesh."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import qcomp
+from qcomp.core.mean.chunks import cut
+from qcomp.core.numeric.random import replace_draws
+from tests.jax_face.on_devices.problems import (
+    ALL,
+    BUCKET,
+    DATA,
+    SHAPES,
+    SIGN,
+    bits,
+    mesh_of,
+    own,
+    rows,
+    stacked,
+    tree_of,
+)
+
+
+class Averager:
+    """A `MeshMean` of stacked trees; its means come back stacked, one row for each device."""
+
+    def __init__(self, n, mean, shapes=SHAPES):
+        mesh = mesh_of(n)
+        with jax.set_mesh(mesh):
+            self.state = mean.init(tree_of(0, shapes))
+        specs = qcomp.jax.partition_specs(self.state, "data")
+
+        def call(values, state, draws):
+            source = (lambda key, block: draws[key.hop][0]) if draws else None
+            with replace_draws(source) if draws else contextlib.nullcontext():
+                means, state = mean(own(values), state)
+            return rows(means), state
+
+        self.run = jax.jit(
+            jax.shard_map(
+                call, mesh=mesh, in_specs=(DATA, specs, DATA), out_specs=(DATA, specs), check_vma=False
+            )
+        )
+
+    def __call__(self, values, draws=()):
+        means, self.state = self.run(values, self.state, draws)
+        return means
+
+
+LAYERS = {"layers": [(8,), (8,), (40,), *[(8,)] * 7, (24,)]}
+CHOSEN = "layers/2", "layers/10"
+
+
+def of_some(topology):
+    """A mean that compresses two layers and leaves the others exact: one program for several tests."""
+
+    def policy(tensors):
+        return [tensor.name not in CHOSEN for tensor in tensors]
+
+    return qcomp.jax.MeshMean(SIGN, "data", topology, exact=policy)
+
+
+class TestTheMean:
+    @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
+    def test_the_sum_identity(self, topology):
+        """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" comes after "layers/9"."""
+        n = 2
+        average = Averager(n, of_some(topology), LAYERS)
+        sums = exact = 0.0
+        for step in range(12):
+            values = stacked(n, step, LAYERS)
+            means = average(values)
+            sums += np.concatenate([np.asarray(means["layers"][i][0], np.float64) for i in (2, 10)])
+            exact += np.concatenate([values["layers"][i].mean(axis=0, dtype=np.float64) for i in (2, 10)])
+            for i in (0, 9):
+                assert_allclose(means["layers"][i][0], values["layers"][i].mean(axis=0), rtol=1e-5, atol=1e-6)
+        worker, server = average.state.residuals
+        owed = np.concatenate([np.asarray(worker[name], np.float64).mean(axis=0) for name in CHOSEN])
+        if topology == "two_phase":
+            served = [sum(segment.size for segment in chunk) for chunk in cut((40, 24), BUCKET, n)]
+            of_devices = [np.asarray(row) for row in server[0]]
+            assert not any(row[size:].any() for row, size in zip(of_devices, served, strict=True))
+            owed += np.concatenate([row[:size] for row, size in zip(of_devices, served, strict=True)])
+        assert np.abs(owed).max() > 0.1
+        assert_allclose(sums + owed, exact, atol=2e-5)
+
+    @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
+    def test_it_is_unbiased_over_all_draws(self, topology):
+        """Values are multiples of a quarter of a step, so four draws stand for all."""
+        n, shapes = 2, [(12,)]
+        compressor = qcomp.QSGD(levels=1, bucket_size=8)
+        average = Averager(
+            n, qcomp.jax.MeshMean(compressor, "data", topology, feedback=False, exact=None), shapes
+        )
+        rng = np.random.default_rng(0)
+        values = [np.concatenate([rng.integers(-4, 5, (n, 12)) / 4], axis=0).astype(np.float32)]
+        values[0][:, [0, 8]] = 1  # the step
+        draws = np.arange(4, dtype=np.float32)[:, None] * 16384
+        total, count = 0, 0
+        servers = range(4) if topology == "two_phase" else range(1)
+        for first in range(4):
+            for second in range(4):
+                for server in servers:
+                    of_worker = np.stack([draws[first], draws[second]])
+                    of_server = np.stack([draws[server], draws[server]])
+                    (mean,) = average(values, (of_worker, of_server))
+                    total = total + np.asarray(mean[0], np.float64)
+                    count += 1
+        assert_allclose(total / count, values[0].mean(axis=0), atol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("bad", "where"),
+        [
+            (np.nan, 0),
+            (np.nan, 2),
+            pytest.param(np.inf, 0, marks=pytest.mark.slow),
+            (np.float32(2.0**101), 2),
+        ],
+    )
+    def test_a_value_that_is_not_finite_refuses_on_all_devices(self, bad, where):
+        """In an exact tensor as in a compressed one."""
+        n = 2
+        average = Averager(n, of_some("two_phase"), LAYERS)
+        average(stacked(n, 1, LAYERS))
+        before = average.state
+        values = stacked(n, 2, LAYERS)
+        values["layers"][where][1, 5] = bad
+        means = average(values)
+        assert all(np.isnan(np.asarray(leaf)).all() for leaf in jax.tree.leaves(means))
+        assert bits(average.state.residuals) == bits(before.residuals)
+        assert (int(average.state.step), int(average.state.skipped)) == (1, 1)
+        means = average(stacked(n, 2, LAYERS))
+        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(means))
+        assert (int(average.state.step), int(average.state.skipped)) == (2, 1)
+
+    @pytest.mark.slow
+    def test_tensors_of_all_kinds(self):
+        """Empty ones, scalars, half precision, and fewer buckets than devices."""
+        n = 8
+        tree = {"e": jnp.zeros((0, 3)), "s": jnp.float32(2), "h": jnp.full((5,), 3, jnp.bfloat16)}
+        mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
+        values = jax.tree.map(lambda x: jnp.stack([x] * n), tree)
+        with jax.set_mesh(mesh_of(n)):
+            state = mean.init(tree)
+        specs = qcomp.jax.partition_specs(state, "data")
+        run = jax.jit(
+            jax.shard_map(
+                lambda x, s: mean(own(x), s)[0],
+                mesh=mesh_of(n),
+                in_specs=(DATA, specs),
+                out_specs=ALL,
+                check_vma=False,
+            )
+        )
+        found = run(values, state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), tree
+        )
+        assert float(found["s"]) == 2
+        assert_array_equal(np.asarray(found["h"], np.float32), 3)
+
+    def test_nothing_is_compressed_without_a_warning(self):
+        mean = qcomp.jax.MeshMean(SIGN, "data")
+        with jax.set_mesh(mesh_of(2)), pytest.warns(UserWarning, match="compresses nothing"):
+            state = mean.init(tree_of(0))
+        assert state.residuals == qcomp.jax.Residuals({}, ())
+
+
+class TestErrors:
+    def test_outside_a_mesh(self):
+        mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
+        with pytest.raises(
+            ValueError, match=r"axis_name is 'data', which no jax.shard_map and no jax.set_mesh"
+        ):
+            mean.init(tree_of(0))
+        with jax.set_mesh(mesh_of(2)):
+            state = mean.init(tree_of(0))
+            with pytest.raises(ValueError, match=r"expected a call inside jax\.shard_map"):
+                mean(tree_of(0), state)
+
+    def test_a_state_of_other_tensors(self):
+        mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
+        with jax.set_mesh(mesh_of(2)):
+            state = mean.init({"w": jnp.ones(8)})
+        specs = qcomp.jax.partition_specs(state, "data")
+        run = jax.shard_map(
+            mean, mesh=mesh_of(2), in_specs=(ALL, specs), out_specs=(ALL, specs), check_vma=False
+        )
+        with pytest.raises(ValueError, match="state has residuals of shapes"):
+            jax.jit(run)({"w": jnp.ones(9)}, state)
+        run = jax.shard_map(mean, mesh=mesh_of(2), in_specs=(ALL, ALL), out_specs=(ALL, ALL), check_vma=False)
+        with pytest.raises(ValueError, match="cut as partition_specs says"):
+            jax.jit(run)({"w": jnp.ones(8)}, state)
+
+    def test_integers(self):
+        with jax.set_mesh(mesh_of(2)), pytest.raises(TypeError, match="the array at 'a/w' has dtype int32"):
+            qcomp.jax.MeshMean(SIGN, "data").init({"a": {"w": jnp.arange(9)}})

@@ -1,0 +1,186 @@
+"""Training on a mesh sends the bytes of the core, and ends where the core ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_array_equal
+
+import qcomp
+import qcomp.jax.optax
+from qcomp.jax import spmd
+from tests.jax_face.on_devices.problems import (
+    BUCKET,
+    DATA,
+    SHAPES,
+    SIGN,
+    gradient,
+    mesh_of,
+    own,
+    quadratics,
+    rows,
+    tree_of,
+)
+
+STEPS = 50
+DRAWING = qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=BUCKET))
+
+
+class Recorder:
+    """A communicator that keeps what it sends."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.rank, self.size, self.sent = comm.rank, comm.size, []
+
+    def all_to_all(self, send, receive):
+        self.sent.append([np.asarray(message).copy() for message in send])
+        return self.comm.all_to_all(send, receive)
+
+    def all_gather(self, send, receive):
+        self.sent.append([np.asarray(send).copy()])
+        return self.comm.all_gather(send, receive)
+
+
+def begins_with(padded, message):
+    """Whether a message is another one, filled up with zeros."""
+    padded = np.asarray(padded)
+    return padded[: len(message)].tobytes() == message.tobytes() and not padded[len(message) :].any()
+
+
+def train_by_the_core(n, optimizer, shapes=SHAPES):
+    """Return the parameters of each rank, and the messages of each rank, step and exchange, with NumPy."""
+    curvatures, minima = quadratics(n, shapes)
+    leaves, structure = jax.tree.flatten(tree_of(0, shapes))
+    names = qcomp.jax.names_of(tree_of(0, shapes))
+
+    def rank_main(comm):
+        params, recorder = leaves, Recorder(comm)
+        state = optimizer.init(params, comm, names)
+        of_steps = []
+        for _ in range(STEPS):
+            problem = (jax.tree.map(lambda x: x[comm.rank], tree) for tree in (curvatures, minima))
+            grads = jax.tree.leaves(gradient(structure.unflatten(params), *problem))
+            recorder.sent = []
+            params, state = optimizer.step(params, grads, state, recorder)
+            of_steps.append(recorder.sent)
+        return params, of_steps
+
+    return qcomp.comm.run_local(n, rank_main)
+
+
+def train_on_mesh(n, tx, monkeypatch, shapes=SHAPES):
+    """Return the stacked parameters, and the stacked messages of each step and exchange."""
+    mesh = mesh_of(n)
+    params = tree_of(0, shapes)
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+    specs = qcomp.jax.partition_specs(state, "data")
+    answer, sent = spmd._answer, []
+
+    def record(request, axis_name):
+        messages = request.send if isinstance(request.send, tuple) else (request.send,)
+        sent.append(jnp.stack(messages)[None])
+        return answer(request, axis_name)
+
+    monkeypatch.setattr(spmd, "_answer", record)
+
+    def step(params, state, curvatures, minima):
+        sent.clear()
+        params = own(params)
+        updates, state = tx.update(gradient(params, own(curvatures), own(minima)), state, params)
+        inside_cond = any("onebit" in type(part).__name__.lower() for part in state)
+        return rows(optax.apply_updates(params, updates)), state, [] if inside_cond else list(sent)
+
+    run = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(DATA, specs, DATA, DATA),
+            out_specs=(DATA, specs, DATA),
+            check_vma=False,
+        ),
+        donate_argnums=(0, 1),
+    )
+    params = jax.tree.map(lambda x: jnp.stack([x] * n), params)
+    of_steps = []
+    for _ in range(STEPS):
+        params, state, messages = run(params, state, *quadratics(n, shapes))
+        of_steps.append([np.asarray(message) for message in messages])
+    return params, of_steps
+
+
+def assert_same_on_all_devices(tree):
+    for leaf in jax.tree.leaves(tree):
+        assert all(row.tobytes() == np.asarray(leaf)[0].tobytes() for row in np.asarray(leaf))
+
+
+class TestTheSameAsTheCore:
+    @pytest.mark.parametrize(
+        ("n", "compressor", "topology"),
+        [
+            (2, SIGN, "two_phase"),
+            pytest.param(4, SIGN, "two_phase", marks=pytest.mark.slow),
+            pytest.param(8, SIGN, "two_phase", marks=pytest.mark.slow),
+            pytest.param(4, SIGN, "all_gather", marks=pytest.mark.slow),
+            pytest.param(4, DRAWING, "two_phase", marks=pytest.mark.slow),
+            pytest.param(2, DRAWING, "all_gather", marks=pytest.mark.slow),
+            pytest.param(2, qcomp.MinMaxUInt8(bucket_size=32), "two_phase", marks=pytest.mark.slow),
+        ],
+    )
+    def test_bytes_and_parameters(self, n, compressor, topology, monkeypatch):
+        opt = qcomp.CompressedSGD(
+            learning_rate=0.125,
+            momentum=0,
+            compressor=compressor,
+            averaging=qcomp.Averaging(topology=topology),
+            exact=None,
+            seed=5,
+        )
+        tx = optax.chain(
+            qcomp.jax.optax.compressed(compressor, "data", topology=topology, exact=None, seed=5),
+            optax.sgd(0.125),
+        )
+        of_core = train_by_the_core(n, opt)
+        params, messages = train_on_mesh(n, tx, monkeypatch)
+        assert_same_on_all_devices(params)
+        for rank, (expected, sent) in enumerate(of_core):
+            for found, wanted in zip(jax.tree.leaves(params), expected, strict=True):
+                assert_array_equal(found[rank], wanted)
+            for step in range(STEPS):
+                assert len(sent[step]) == len(messages[step]) == (2 if topology == "two_phase" else 1)
+                for of_exchange, wanted in zip(messages[step], sent[step], strict=True):
+                    assert len(of_exchange[rank]) == len(wanted)
+                    assert all(map(begins_with, of_exchange[rank], wanted))
+
+    @pytest.mark.slow
+    def test_exact_tensors_travel_in_the_same_messages(self, monkeypatch):
+        shapes = {"b": (32,), "w": (64, 3)}
+        opt = qcomp.CompressedSGD(
+            learning_rate=0.125, momentum=0, compressor=SIGN, exact=qcomp.ExactBelow(100)
+        )
+        tx = optax.chain(
+            qcomp.jax.optax.compressed(SIGN, "data", exact=qcomp.ExactBelow(100)), optax.sgd(0.125)
+        )
+        of_core = train_by_the_core(4, opt, shapes)
+        params, messages = train_on_mesh(4, tx, monkeypatch, shapes)
+        assert_same_on_all_devices(params)
+        for rank, (expected, sent) in enumerate(of_core):
+            for found, wanted in zip(jax.tree.leaves(params), expected, strict=True):
+                assert_array_equal(found[rank], wanted)
+            for of_step, wanted_of_step in zip(messages, sent, strict=True):
+                for of_exchange, wanted in zip(of_step, wanted_of_step, strict=True):
+                    assert all(map(begins_with, of_exchange[rank], wanted))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("n", [2, 4])
+    def test_one_bit_adam(self, n, monkeypatch):
+        settings = {"eps": 0.01, "compressor": SIGN, "exact": None}
+        opt = qcomp.OneBitAdam(learning_rate=2**-7, freeze=20, betas=(0.9, 0.95), watch=None, **settings)
+        tx = qcomp.jax.optax.onebit_adam(2**-7, 20, "data", b1=0.9, b2=0.95, **settings)
+        of_core = train_by_the_core(n, opt)
+        params, _ = train_on_mesh(n, tx, monkeypatch)
+        assert_same_on_all_devices(params)
+        for found, wanted in zip(jax.tree.leaves(params), of_core[0][0], strict=True):
+            assert_array_equal(found[0], wanted)

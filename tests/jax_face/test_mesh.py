@@ -1,0 +1,75 @@
+"""Means and optimizers on a mesh: the tests in ``on_devices``, and what needs no devices.
+
+Those run in a process of their own with eight devices, which JAX counts only once.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qcomp
+
+pytest.importorskip("jax", reason="jax is not installed")
+pytest.importorskip("optax", reason="optax is not installed")
+
+CASES = ("steps", "means", "in_optax")
+
+
+def run_on_devices(marked: str, *cases: str) -> None:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    paths = [str(Path(__file__).parent / "on_devices" / f"{case}.py") for case in cases]
+    job = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marked, *paths],
+        env=os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert job.returncode == 0, job.stdout[-8000:] + job.stderr[-2000:]
+    assert " passed" in job.stdout
+
+
+@pytest.mark.timeout(600)
+def test_on_devices():
+    run_on_devices("not slow", *CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_more_on_devices(case):
+    run_on_devices("slow", case)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"topology": "ring"}, "topology is 'ring'; expected 'two_phase' or 'all_gather'"),
+        ({"topology": "auto"}, "topology is 'auto'; expected 'two_phase' or 'all_gather'"),
+        (
+            {"axis_name": ("data", "model")},
+            r"axis_name is \('data', 'model'\); expected the name of one axis",
+        ),
+        ({"seed": -1}, "seed is -1"),
+        (
+            {"compressor": qcomp.QSGD(levels=7, coding="elias"), "feedback": False},
+            "vary in length; expected one with payloads of fixed length",
+        ),
+        ({"compressor": qcomp.QSGD(levels=1, bucket_size=512)}, "Scaled"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        qcomp.jax.MeshMean(**{"compressor": qcomp.ScaledSign(), "axis_name": "data", **settings})
+
+
+@pytest.mark.parametrize("freeze", [0, 1.5, True, None])
+def test_a_freeze_that_is_no_step(freeze):
+    import qcomp.jax.optax
+
+    with pytest.raises(ValueError, match=f"freeze is {freeze!r}; expected the number of exact steps"):
+        qcomp.jax.optax.onebit_adam(1e-3, freeze, "data")
