@@ -57,7 +57,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, integrations, planning, testing, torch
+    from qcomp import comm, compat, extend, integrations, planning, testing, torch
 
 __all__ = [
     "EF21SGD",
@@ -111,6 +111,7 @@ __all__ = [
     "compat",
     "compressor",
     "compressor_names",
+    "extend",
     "feedback",
     "integrations",
     "planning",
@@ -120,7 +121,7 @@ __all__ = [
     "torch",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "integrations", "planning", "testing", "torch")
+_SUBPACKAGES = ("comm", "compat", "extend", "integrations", "planning", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:
