@@ -24,7 +24,7 @@ decompress and add to a sum. Beside them is the time as a multiple of a copy of 
 examples:
   qcomp bench
   qcomp bench --arrays torch --elements 16M
-  qcomp bench --compressor qsgd:levels=7,bucket_size=128 --compressor mycompressor
+  qcomp bench --compressor qsgd:levels=7,bucket_size=128 --compressor topk:k=4,bucket_size=64
   QCOMP_KERNELS=pure qcomp bench --json
 """
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``qcomp bench``."""
     add_selection(parser)
     parser.add_argument(
-        "--elements", type=explained(count), default=1 << 20, help="elements of the vector (default: 2^20)"
+        "--elements", type=explained(count), default=1 << 22, help="elements of the vector (default: 2^22)"
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="timings of which the median counts (default: %(default)s)"

@@ -1,6 +1,7 @@
 """The command ``qcomp``: its subcommands, and the status with which it ends."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ _COMMANDS = {
     "warmup": (warmup, "compile kernels ahead of time"),
 }
 
+_INTERRUPTED, _UNHEARD = 130, 141
+"""As shells say of a process that was ended by SIGINT or SIGPIPE."""
 _EPILOG = """
 status: 0 if all is well, 1 if a problem was found, 2 if the command was called wrongly
 
@@ -75,5 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(str(error))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        return 130
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader has left, such as head
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # where Python writes the rest at its end
+        return _UNHEARD
     return status

@@ -62,7 +62,10 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _read_file(path: Path) -> list[Run]:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from error
     try:
         document = json.loads(text)
     except json.JSONDecodeError:
@@ -73,7 +76,7 @@ def _read_file(path: Path) -> list[Run]:
         return [_of_lines(path, json.dumps(document))]
     if isinstance(document, list) and document and all(isinstance(entry, dict) for entry in document):
         if all("optimizer" in entry for entry in document):
-            return [_of_example(entry) for entry in document]
+            return [_of_example(path, entry) for entry in document]
         return [_of_lines(path, "\n".join(map(json.dumps, document)))]
     raise ValueError(f"{path} is JSON, but no log of a run; expected a dict for each step, or a list of runs")
 
@@ -115,23 +118,32 @@ def _of_study(path: Path, document: Mapping[str, Any]) -> Run:
     names = [str(document[key]) for key in ("task", "method", "seed") if key in document]
     run = Run(" ".join(names) or path.stem)
     run.figures = {key: value for key, value in document.items() if not isinstance(value, list | dict)}
-    for step, value in document["curve"]:
-        run.add(_LOSS, step, value)
+    try:
+        for step, value in document["curve"]:
+            run.add(_LOSS, step, value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: curve is {document['curve']!r}; expected a list of [step, value]"
+        ) from error
     return run
 
 
-def _of_example(entry: Mapping[str, Any]) -> Run:
+def _of_example(path: Path, entry: Mapping[str, Any]) -> Run:
     """Return a run of the example: an entry of its summary or of its curves."""
     run = Run(str(entry["optimizer"]))
     for name, value in entry.items():
-        if name == "validation":
-            for point in value:
-                run.add(_LOSS, point["step"], point["loss"])
-        elif name == "diagnostics":
-            for point in value:
-                for key, number in point.items():
-                    if key != "step":
-                        run.add(key, point["step"], number)
+        if name in ("validation", "diagnostics"):
+            try:
+                for point in value:
+                    step = point["step"]
+                    named = {_LOSS: point["loss"]} if name == "validation" else point
+                    for key, number in named.items():
+                        if key != "step":
+                            run.add(key, step, number)
+            except (KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}: {name} of {run.name}; expected points with a step and a loss"
+                ) from error
         elif isinstance(value, list):
             for step, number in enumerate(value, start=1):
                 run.add(name, step, number)

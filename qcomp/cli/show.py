@@ -28,6 +28,8 @@ examples:
 _WIDTH, _HEIGHT = 64, 14
 _FIRST = ("validation_loss", "loss", "training_loss")
 _COLOURS = (31, 34, 32, 35, 36, 33)
+_SEVERAL = "*"
+"""Where the points of several runs meet."""
 _MARKS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -134,7 +136,8 @@ def _picture(runs: Sequence[Run], metric: str, style: Style) -> list[str]:
         for x, y in of_run:
             column = round((x - left) / (right - left) * (_WIDTH - 1)) if right > left else 0
             row = round((high - y) / (high - low) * (_HEIGHT - 1)) if high > low else _HEIGHT // 2
-            grid[row][column] = style.number(mark, _COLOURS[number % len(_COLOURS)])
+            drawn = style.number(mark, _COLOURS[number % len(_COLOURS)])
+            grid[row][column] = drawn if grid[row][column] in (" ", drawn) else _SEVERAL
     labels = {0: f"{high:.4g}", _HEIGHT - 1: f"{low:.4g}"}
     width = max(map(len, labels.values()))
     lines = [style.strong(metric)]

@@ -9,7 +9,9 @@ __all__ = ["lockstep"]
 
 
 def lockstep(
-    computations: Sequence[Generator[Any, Any, Any]], *, catch: type[Exception] | tuple[()] = ()
+    computations: Sequence[Generator[Any, Any, Any]],
+    *,
+    catch: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> list[Any]:
     """Run one computation in stages per rank to its end, without threads and without a communicator.
 
@@ -17,13 +19,13 @@ def lockstep(
     ----------
     computations : sequence of generators
         The stages of rank 0, of rank 1 and so on.
-    catch : type, optional
-        An exception that all ranks raise in the same stage.
+    catch : type or tuple of types, optional
+        Exceptions that all ranks raise in the same stage.
 
     Returns
     -------
     list
-        What each computation returned, or the exception of this type that it raised.
+        What each computation returned, or the exception of these types that it raised.
 
     Raises
     ------
