@@ -62,6 +62,7 @@ class TestBench:
             assert main(["bench", "--compressor", "sign", *SMALL, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["kernels"] == "numba"
 
+    @pytest.mark.slow
     def test_torch(self, capsys):
         pytest.importorskip("torch")
         assert main(["bench", "--arrays", "torch", "--compressor", "sign", *SMALL]) == 0

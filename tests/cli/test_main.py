@@ -93,7 +93,7 @@ def test_tables_are_aligned():
 @pytest.mark.skipif(
     not hasattr(os, "openpty"), reason="colour is checked on a terminal, which this system has not"
 )
-@pytest.mark.parametrize("no_color", [False, True])
+@pytest.mark.parametrize("no_color", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_a_terminal(no_color):
     ours, theirs = os.openpty()
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}

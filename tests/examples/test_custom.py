@@ -53,6 +53,7 @@ def test_the_compressor_keeps_the_laws_that_are_soon_checked(example, law):
     contract_of(example("custom_compressor").TernGrad(bucket_size=64)).require(only=law)
 
 
+@pytest.mark.slow
 def test_training_with_it_lowers_the_loss(example):
     module = example("custom_compressor")
     before, after, sent = qcomp.comm.run_local(module.RANKS, module.train)[0]

@@ -25,11 +25,6 @@ def test_all_of_them_ran():
     assert len(ran) == len(LAWS_OF_IDENTITY) > 25
 
 
-@every_law(qcomp.CompressedSGD(learning_rate=0.1))
-def test_of_an_optimizer(law):
-    law()
-
-
 def test_each_law_is_checked_alone():
     cases = marked(every_law(AddsEpsilon()))
     laws = dict(zip(LAWS_OF_IDENTITY, [case.values[0] for case in cases], strict=True))

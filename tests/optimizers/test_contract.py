@@ -8,7 +8,7 @@ from qcomp.testing import check_optimizer
 from qcomp.testing.optimizer_laws import OptimizerCase
 from tests.optimizers.every import EVERY
 
-QUICK = ("1-bit, watched", "0/1")
+QUICK = ("1-bit, watched",)
 ONE_GRADIENT = [name for name, entry in EVERY.items() if not entry.pairs]
 
 
