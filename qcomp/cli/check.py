@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from qcomp.backends.registry import names as kernel_names
 from qcomp.cli.output import Style, UsageError, import_named, print_json, say, style_for
-from qcomp.core.mean.topologies.registry import topology
+from qcomp.core.entry_points import offered
+from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.core.registry import compressor, compressor_names
 
 if TYPE_CHECKING:
@@ -70,9 +71,11 @@ def run(options: argparse.Namespace) -> int:
         contracts = [contract_of(thing, xp, thorough=options.thorough) for xp in libraries]
     except (TypeError, ValueError) as error:
         raise UsageError(f"TARGET is {options.target!r}: {error}") from error
-    known = contracts[0].names
-    if options.law is not None and options.law not in known:
-        raise UsageError(f"--law is {options.law!r}; expected one of {', '.join(known)}")
+    if options.law is not None:
+        known = dict.fromkeys(name for contract in contracts for name in contract.names)
+        if options.law not in known:
+            raise UsageError(f"--law is {options.law!r}; expected one of {', '.join(known)}")
+        contracts = [contract for contract in contracts if options.law in contract.names]
     speaks = not options.json and getattr(thing, "rank", 0) == 0  # the first of the ranks of a communicator
     style = style_for(sys.stdout)
     reports = [_report(contract, options.law, style, speaks=speaks) for contract in contracts]
@@ -116,12 +119,19 @@ def _found(target: str) -> Any:
             return compressor(target)
         if target in kernel_names():
             return _kernels(target)
-        if ":" not in target:
+        if target in _topologies():
             return topology(target)
-    except ValueError as error:
-        hint = "" if ":" in target else "; or module:name of something else"
-        raise UsageError(f"TARGET is {target!r}; {error}{hint}") from error
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"TARGET is {target!r}; {error}") from error
+    if ":" not in target:
+        known = [*compressor_names(), *_topologies(), *kernel_names()[1:]]
+        raise UsageError(f"TARGET is {target!r}; expected module:name, or one of {', '.join(known)}")
     return import_named(target, "TARGET", what="name")
+
+
+def _topologies() -> list[str]:
+    """Return the names of all topologies, including those of installed packages."""
+    return [*names(), *(name for name in offered("topology", {}) if name not in names())]
 
 
 def _kernels(name: str) -> Any:

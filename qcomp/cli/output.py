@@ -107,6 +107,9 @@ def import_named(name: str, option: str, *, what: str = "function") -> Any:
         found = import_module(module)
     except ImportError as error:
         raise UsageError(f"{option} is {name!r}; {module} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module raises
+        text = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{option} is {name!r}; importing {module} raises {text}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{option} is {name!r}; {module} has no {what} {attribute!r}")

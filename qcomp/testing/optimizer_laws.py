@@ -163,6 +163,20 @@ def ranks_agree(case: OptimizerCase) -> None:
                 )
 
 
+def compresses_soon(case: OptimizerCase) -> None:
+    """If it has an averaging, it compresses something soon; the other laws would see nothing of it else."""
+    if not hasattr(case.optimizer, "averaging"):
+        return
+    states = [job.states[0] for job in case.whole_run]
+    assert not all(all(state.exact) for state in states), (
+        f"all tensors stay exact, of {SHAPES[0][0] * SHAPES[0][1]} elements and fewer; check it with another policy, "
+        "such as exact=qcomp.ExactBelow(100)"
+    )
+    assert any(state.stage != "warmup" for state in states), (
+        f"it is still in its warm-up after {STEPS} steps; check it with another setting, such as freeze=5"
+    )
+
+
 def shapes_and_dtypes(case: OptimizerCase) -> None:
     """New parameters have the shapes and dtypes of old ones; an array alone stays alone, a list stays a list."""
     for dtype in ("float32", "float64", "float16"):
@@ -386,7 +400,7 @@ def another_world_goes_on(case: OptimizerCase) -> None:
 OptimizerLaw = Callable[[OptimizerCase], None]
 
 OPTIMIZER_LAWS: tuple[tuple[OptimizerLaw, ...], ...] = (
-    (ranks_agree, shapes_and_dtypes),
+    (ranks_agree, shapes_and_dtypes, compresses_soon),
     (
         against_the_gradient,
         same_again,

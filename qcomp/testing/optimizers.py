@@ -24,7 +24,8 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     ----------
     optimizer : Optimizer
         The optimizer to check. Its step takes one gradient of each parameter. Choose settings with which it passes
-        through all its stages within twelve steps, such as ``freeze=5``: laws see only the stages that it reaches.
+        through all its stages within twelve steps, such as ``freeze=5``: laws see only the stages that it reaches. One
+        that has an ``averaging``, and compresses nothing within these steps, is refused by a law.
     xp : namespace
         The array library to run on.
 
@@ -37,8 +38,11 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
 
     Examples
     --------
+    One law of it, which takes less time:
+
     >>> import qcomp
-    >>> qcomp.testing.check_optimizer(qcomp.CompressedSGD(learning_rate=0.1))
+    >>> contract = qcomp.testing.contract_of(qcomp.CompressedSGD(learning_rate=0.1))
+    >>> contract.require(only="saved_after_any_step")
     """
     optimizer_contract(optimizer, xp).require()
 

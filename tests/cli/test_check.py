@@ -59,6 +59,7 @@ def fails():
 def module(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_classes", dict(registry._classes))
     (tmp_path / "checked_of_test.py").write_text(MODULE)
+    (tmp_path / "raises_of_test.py").write_text("raise ValueError('at import')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
     monkeypatch.delitem(sys.modules, "checked_of_test", raising=False)
@@ -141,6 +142,12 @@ def test_topologies_and_optimizers(capsys, module, target, law, subject):
     assert capsys.readouterr().out.splitlines() == [subject, f"  ok      {law}", "  1 law holds"]
 
 
+def test_a_law_of_one_library_only(capsys):
+    pytest.importorskip("torch")
+    assert main(["check", "all_gather", "--law", "same_as_on_numpy", "--xp", "numpy,torch"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "the topology 'all_gather' on torch"
+
+
 def test_kernels(capsys):
     pytest.importorskip("numba")
     assert main(["check", "numba", "--law", "buffers"]) == 0
@@ -150,7 +157,9 @@ def test_kernels(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_thing"], "topology is 'no_such_thing'; expected one of two_phase"),
+        (["no_such_thing"], "TARGET is 'no_such_thing'; expected module:name, or one of cast, identity"),
+        (["auto"], "ring, all_gather, hierarchical, numba, triton"),
+        (["raises_of_test:Thing"], "importing raises_of_test raises ValueError: at import"),
         (["no_such_module:Thing"], "no_such_module cannot be imported"),
         (["{}:Nothing"], "has no name 'Nothing'"),
         (["{}:"], "expected module:name"),

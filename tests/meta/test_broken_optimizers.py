@@ -113,7 +113,13 @@ class UsesUpWithoutDonation(Whole):
         return super().apply(params, means._replace(donate=True), state)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompressesNothing(Whole):
+    exact: qcomp.ExactBelow = qcomp.ExactBelow(10**6)  # noqa: RUF009 - immutable
+
+
 BROKEN = {
+    CompressesNothing: "compresses_soon",
     RanksDrift: "ranks_agree",
     ForgetsToCount: "ranks_agree",
     AlwaysSingle: "shapes_and_dtypes",
@@ -140,6 +146,14 @@ def test_broken_optimizer_is_caught_by_its_law(kind):
 @pytest.mark.slow
 def test_what_was_broken_is_whole():
     check_optimizer(Whole())
+
+
+def test_one_that_only_warms_up_is_told_so():
+    contract = optimizer_contract(qcomp.OneBitAdam(learning_rate=0.1))
+    with pytest.raises(
+        ContractError, match=r"compresses_soon: it is still in its warm-up after 12 steps; .* freeze=5"
+    ):
+        contract.require(only="compresses_soon")
 
 
 def test_the_error_names_the_optimizer_and_the_law():
