@@ -12,8 +12,8 @@ A topology is a subclass of `Topology`: `Operands` become a `Layout`, and a `Cal
 `Codec` and `Verdicts`. `register_topology` makes its name known, as does an entry point in the group
 ``qcomp.topologies``, which names the class or an instance.
 
-A kernel set is an object with the methods of `KernelSet`; `Partial` has all of them and returns None. Packages list it
-in the entry point group ``qcomp.kernels``.
+A kernel set is an object with the methods of `KernelSet`; `Partial` has those that work on several tensors at once, and
+leaves them to the pure version. Packages list it in the entry point group ``qcomp.kernels``.
 
 A communicator is an object with the verbs of `Communicator`; `Verbs` makes both of one exchange, and `drive` runs
 `Stages` over it. A framework with collectives of its own drives the stages itself: it answers each `AllToAll` and

@@ -1,16 +1,14 @@
 """The laws of topologies, each a function that raises AssertionError if a `World` breaks it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from qcomp.comm.local import LocalCommunicator, run_local
 from qcomp.core.compressors import QSGD, Identity, ScaledSign
-from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Cluster, Link, Load
@@ -19,7 +17,7 @@ from qcomp.core.mean.stages import AllGather, AllToAll, fuse, pipeline
 from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.registry import topology
 from qcomp.core.numeric.random import Key
-from qcomp.core.registry import compressor as from_spec
+from qcomp.testing.failure_laws import damage_is_noticed, over_a_communicator, refusals_are_shared
 from qcomp.testing.means import (
     SHAPES,
     SPECS,
@@ -29,16 +27,11 @@ from qcomp.testing.means import (
     draws_of,
     held_by,
     inputs,
-    refused,
     require_sum_identity,
 )
 from qcomp.testing.turns import lockstep
 
-__all__ = ["TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean", "refusals"]
-
-CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
-_SECONDS = 30.0
-"""Within which ranks in threads must end; a law takes a fraction of a second."""
+__all__ = ["TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
 
 
 def ranks_agree(world: World) -> None:
@@ -274,78 +267,6 @@ def coding_changes_nothing(world: World) -> None:
             assert held[0] == held[1], f"payloads of variable length ({coded}) give another result"
 
 
-def refusals_are_shared(world: World) -> None:
-    """A value that is not finite, on any rank, raises NonFiniteError on all, in the same stage, and changes nothing."""
-    for spec in (*SPECS, CODED):
-        for _ in refusals(world, spec):
-            pass
-
-
-def refusals(world: World, spec: str | QSGD) -> Iterator[tuple[int, list[Exception]]]:
-    """Yield, for values on each rank and in several chunks, the bad rank and the error that each rank raises."""
-    places = [(0, 0), (2, 0), (3, 37), (3, 161)]
-    mean = world.mean(spec)
-    _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
-    before = _held(states)
-    expected = average(mean, world.values(1), states, Key(step=1))
-    for bad in world.ranks:
-        for number, (tensor, at) in enumerate(places):
-            if world.size > 2 and spec != SPECS[0] and number != bad % 4:
-                continue
-            values = world.values(1)
-            values[bad][tensor].flat[at] = (np.nan, np.inf, -np.inf)[(bad + number) % 3]
-            passed = [bits(x) for x in values]
-            errors = refused(mean, values, states, key=Key(step=1), overwrite=number % 2 == 1)
-            assert [bits(x) for x in values] == passed, "values were written to before all ranks accepted"
-            assert _held(states) == before, "residuals were written to before all ranks accepted"
-            yield bad, errors
-    again = average(mean, world.values(1), states, Key(step=1))
-    assert bits(again.means) == bits(expected.means), "after a refusal, the next call gives another result"
-
-
-def damage_is_noticed(world: World) -> None:
-    """A message of another size raises PayloadError, which names its sender."""
-    if world.is_exact:
-        return
-    for c in (from_spec(SPECS[0]), CODED):
-        mean = world.mean(c)
-        for sender in _senders_to_first(world, mean):
-            text = ""
-            try:
-                _senders_to_first(world, mean, damaged=sender)
-            except PayloadError as error:
-                text = str(error)
-            assert text, f"rank 0 takes a message of rank {sender} that lacks 8 bytes"
-            assert f"rank {sender}" in text, f"the error does not name rank {sender}: {text}"
-
-
-def _senders_to_first(world: World, mean: CompressedMean, damaged: int | None = None) -> list[int]:
-    """Return the ranks that send rank 0 something in the first exchange in which any other does.
-
-    With ``damaged``, what that rank sends there lacks 8 bytes. Exchanges that announce lengths are not looked at.
-    """
-    found: list[int] = []
-
-    def looked_at(stages: Any) -> Any:
-        arrived, count = None, 0
-        while True:
-            try:
-                request = next(stages) if arrived is None else stages.send(arrived)
-            except StopIteration as stop:
-                return stop.value
-            arrived = yield request
-            senders = [rank for rank, b in enumerate(arrived) if rank and b.shape[0]]
-            if senders and not found and (count % 2 or not mean.compressors[0].variable_length):
-                found.extend(senders)
-                arrived = [b[: b.shape[0] - 8 * (rank == damaged)] for rank, b in enumerate(arrived)]
-            count += 1
-
-    states = world.start(mean, inputs(0, 0))
-    running = [mean.stages(inputs(rank, 0), states[rank], key=Key()) for rank in world.ranks]
-    lockstep([looked_at(running[0]), *running[1:]])
-    return found
-
-
 def stays_unbiased(world: World) -> None:
     """An unbiased compressor has an unbiased mean."""
     distance = distance_of_an_unbiased_mean(world)
@@ -382,28 +303,6 @@ def draws_have_keys_of_their_own(world: World) -> None:
     assert {(key.seed, key.step, key.tensor) for key in seen} == expected, "draws ignore the key of the call"
     assert {key.bucket for key in seen} == set(range(15)), "draws ignore the numbers of the buckets"
     assert {key.rank for key in seen} <= set(world.ranks), "draws have keys of ranks that do not exist"
-
-
-def over_a_communicator(world: World) -> None:
-    """Over a communicator it gives what the stages give, and nobody waits for a rank that refuses."""
-    mean = world.mean()
-    found = average(mean, world.values(0), world.start(mean, inputs(0, 0)))
-
-    def rank_main(comm: LocalCommunicator) -> tuple[bytes, bytes]:
-        state = mean.init(inputs(0, 0), comm)
-        x = inputs(comm.rank, 0)
-        if comm.rank == world.size - 1:
-            x[0][1, 1] = np.nan
-        try:
-            mean(x, state, comm)
-        except NonFiniteError:
-            means, state = mean(inputs(comm.rank, 0), state, comm)
-            return bits(means), held_by(state)
-        raise AssertionError("a mean of NaN raises nothing")
-
-    for rank, held in enumerate(run_local(world.size, rank_main, timeout=_SECONDS, hosts=world.hosts)):
-        expected = bits(found.means), held_by(found.states[rank])
-        assert held == expected, f"over a communicator, rank {rank} gets something else than its stages give"
 
 
 def sends_what_fits(world: World) -> None:

@@ -17,9 +17,10 @@ from qcomp.comm import run_local
 from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.core.numeric.random import replace_draws
 from qcomp.testing import read_only_numpy
+from qcomp.testing.failure_laws import CODED, refusals
 from qcomp.testing.means import SHAPES, inputs
 from qcomp.testing.topologies import same_as_on_numpy, worlds_of
-from qcomp.testing.topology_laws import CODED, TOPOLOGY_LAWS, distance_of_an_unbiased_mean, refusals
+from qcomp.testing.topology_laws import TOPOLOGY_LAWS, distance_of_an_unbiased_mean
 from tests.core.tree import Tree
 from tests.core.worlds import (
     SPECS,
