@@ -55,7 +55,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, integrations, jax, planning, testing, torch
+    from qcomp import comm, compat, extend, integrations, jax, planning, testing, torch
 
 __all__ = [
     "EF21SGD",
@@ -109,6 +109,7 @@ __all__ = [
     "compat",
     "compressor",
     "compressor_names",
+    "extend",
     "feedback",
     "integrations",
     "jax",
@@ -119,7 +120,7 @@ __all__ = [
     "torch",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "integrations", "jax", "planning", "testing", "torch")
+_SUBPACKAGES = ("comm", "compat", "extend", "integrations", "jax", "planning", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qcomp.core.mean.stages import AllToAll
-
 # What is tested is the pure version, which is the definition, also in ranks; tests of kernels ask for these.
 os.environ["QCOMP_KERNELS"] = "pure"
 
@@ -111,34 +109,10 @@ def mpirun(launcher: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def lockstep() -> Callable[..., list[Any]]:
-    """Run one computation in stages per rank, all in this thread: ``lockstep([stages_of_rank_0, ...])``.
+    """Run one computation in stages per rank, all in this thread; see `qcomp.testing.lockstep`."""
+    from qcomp.testing import lockstep
 
-    Returns what each of them returned. With ``catch``, the error that a rank raised stands in its place, and
-    all ranks must raise in the same stage.
-    """
-
-    def run(computations: Sequence[Any], *, catch: type[Exception] | tuple[()] = ()) -> list[Any]:
-        ranks = range(len(computations))
-        arrived: list[Any] = [None for _ in ranks]
-        while True:
-            requests, results = {}, {}
-            for rank, stages in enumerate(computations):
-                try:
-                    requests[rank] = stages.send(arrived[rank])
-                except StopIteration as stop:
-                    results[rank] = stop.value
-                except catch as error:
-                    results[rank] = error
-            if not requests:
-                return [results[rank] for rank in ranks]
-            assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
-            assert len({type(request) for request in requests.values()}) == 1
-            to_each = isinstance(requests[0], AllToAll)
-            arrived = [[requests[s].send[r] if to_each else requests[s].send for s in ranks] for r in ranks]
-            for rank in ranks:
-                assert [buffer.shape for buffer in arrived[rank]] == [(n,) for n in requests[rank].receive]
-
-    return run
+    return lockstep
 
 
 @dataclass(frozen=True)

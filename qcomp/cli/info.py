@@ -1,5 +1,6 @@
-"""``qcomp info``: which kernels run for which arrays, and why."""
+"""``qcomp info``: which kernels run for which arrays, and why; and what installed packages add."""
 
+import argparse
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -9,13 +10,38 @@ from typing import Any
 
 from qcomp.backends import explain
 from qcomp.backends.registry import BUILT_IN, UnavailableError, load, names
+from qcomp.cli.output import print_json, say, table
+from qcomp.core.entry_points import GROUPS, offered, source_of
+from qcomp.core.mean.topologies.registry import topology
 from qcomp.core.numeric.arrays import Array
+from qcomp.core.registry import find_class
 from qcomp.version import __version__
 
-__all__ = ["gather", "info"]
+__all__ = ["EPILOG", "add_arguments", "gather", "info", "run"]
+
+EPILOG = """
+examples:
+  qcomp info
+  qcomp info --json
+  QCOMP_KERNELS=pure qcomp info
+"""
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _JAX_DEVICE = "its device"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``qcomp info``."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the output; the status is 1 if something that a package adds cannot be loaded."""
+    facts = gather()
+    if options.json:
+        print_json(facts)
+    else:
+        say(_text(facts))
+    return int(any(plugin["problem"] for plugin in facts["plugins"]))
 
 
 def info() -> str:
@@ -26,7 +52,10 @@ def info() -> str:
     >>> print(info())  # doctest: +ELLIPSIS
     qcomp ...
     """
-    facts = gather()
+    return _text(gather())
+
+
+def _text(facts: Mapping[str, Any]) -> str:
     setting = facts["setting"]
     head = ["arrays", *_DTYPES, ""]
     rows = [
@@ -37,10 +66,15 @@ def info() -> str:
         f"qcomp {facts['qcomp']}, Python {facts['python']}, {facts['cores']} cores",
         f"kernels: {setting or 'auto'} (QCOMP_KERNELS is {'set' if setting else 'not set'})",
         "",
-        *_table([head, *rows]),
+        *table([head, *rows]),
         "",
         *(f"{kernels['name']}: {kernels['reason']}" for kernels in facts["kernels"]),
     ]
+    if facts["plugins"]:
+        lines.append("")
+    for plugin in facts["plugins"]:
+        problem = f"; cannot be loaded: {plugin['problem']}" if plugin["problem"] else ""
+        lines.append(f"{plugin['kind']} {plugin['name']!r}: {plugin['source']}{problem}")
     return "\n".join(lines)
 
 
@@ -52,7 +86,8 @@ def gather() -> dict[str, Any]:
     dict
         ``qcomp`` and ``python``, versions; ``cores``; ``setting``, the value of QCOMP_KERNELS or None; ``arrays``, for
         each kind of array the ``kernels`` for each dtype, None if such arrays do not exist, and the ``reason``;
-        ``kernels``, for each set its ``name``, whether it is ``available``, and the ``reason``.
+        ``kernels``, for each set its ``name``, whether it is ``available``, and the ``reason``; ``plugins``, for
+        everything that installed packages add its ``kind``, ``name``, ``source``, and the ``problem`` or None.
 
     Examples
     --------
@@ -68,7 +103,31 @@ def gather() -> dict[str, Any]:
         "setting": os.environ.get("QCOMP_KERNELS"),
         "arrays": [kind.row() for kind in kinds],
         "kernels": [_describe_set(name, missing) for name in names()],
+        "plugins": list(_plugins()),
     }
+
+
+def _plugins() -> Iterator[dict[str, str | None]]:
+    """Yield what installed packages offer, and why it cannot be loaded, if so."""
+    for kind, group in GROUPS.items():
+        try:
+            points = offered(kind, {})
+        except ValueError as error:  # of two packages with one name
+            yield {"kind": kind, "name": "?", "source": group, "problem": str(error)}
+            continue
+        for name, point in points.items():
+            problem = None
+            try:
+                _find(kind, name)
+            except Exception as error:  # of a package that is broken
+                problem = f"{type(error).__name__}: {error}"
+            yield {"kind": kind, "name": name, "source": source_of(point), "problem": problem}
+
+
+def _find(kind: str, name: str) -> object:
+    if kind == "compressor":
+        return find_class(name)
+    return topology(name) if kind == "topology" else load(name)
 
 
 class _Kind:
@@ -135,14 +194,6 @@ def _of_jax(name: str) -> Array | None:
     return jax.numpy.zeros(1, dtype=name)
 
 
-def _table(rows: list[list[str]]) -> Iterator[str]:
-    """Align all columns but the last."""
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    for *cells, reason in rows:
-        aligned = "  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True))
-        yield f"{aligned}  {reason}".rstrip()
-
-
 def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     """Return whether a set can run: it and a library and device for its arrays must be available."""
     if name == "pure":
@@ -151,6 +202,8 @@ def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str
         load(name)
     except UnavailableError as error:
         return {"name": name, "available": False, "reason": f"not available; {error}"}
+    except Exception as error:  # of another package's set
+        return {"name": name, "available": False, "reason": f"not available; {type(error).__name__}: {error}"}
     lacking = sorted({missing.get(kind, "") for kind in _arrays_of(name)})
     if lacking and all(lacking):
         return {"name": name, "available": False, "reason": f"not available; {'; '.join(lacking)}"}

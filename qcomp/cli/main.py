@@ -1,34 +1,87 @@
-"""The arguments of the command ``qcomp``."""
+"""The command ``qcomp``: its subcommands, and the status with which it ends."""
 
 import argparse
-import json
+import os
+import sys
 from collections.abc import Sequence
 
-from qcomp.cli.info import gather, info
-from qcomp.cli.plan import add_arguments, plan
+from qcomp.cli import bench, check, info, plan, show, warmup
+from qcomp.cli.output import UsageError
 from qcomp.version import __version__
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
+
+_COMMANDS = {
+    "info": (info, "print which kernels run for which arrays, and what packages add"),
+    "check": (check, "check the promises of a compressor, topology, optimizer, kernel set or communicator"),
+    "bench": (bench, "time compressors on this machine against a copy"),
+    "plan": (plan, "predict or measure whether compression pays off"),
+    "show": (show, "draw training runs from their logs"),
+    "warmup": (warmup, "compile kernels ahead of time"),
+}
+
+_INTERRUPTED, _UNHEARD = 130, 141
+"""As shells say of a process that was ended by SIGINT or SIGPIPE."""
+_EPILOG = """
+status: 0 if all is well, 1 if a problem was found, 2 if the command was called wrongly
+
+examples:
+  qcomp info
+  qcomp check mypackage:MyCompressor --xp numpy,torch
+  qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 10gbit
+
+'qcomp COMMAND --help' has more of them.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="qcomp",
+        description="Compressed communication for data-parallel training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"qcomp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (module, summary) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("--json", action="store_true", help="print JSON")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, parser=command)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status."""
-    parser = argparse.ArgumentParser(prog="qcomp", description="Compressed communication for training.")
-    parser.add_argument("--version", action="version", version=f"qcomp {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    about = commands.add_parser("info", help="print which kernels run for which arrays, and why")
-    planning = commands.add_parser("plan", help="predict or measure whether compression pays off")
-    add_arguments(planning)
-    for command in (about, planning):
-        command.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    if options.command == "info":
-        text = json.dumps(gather(), indent=1) if options.json else info()
-    else:
-        try:
-            text = plan(options)
-        except (ValueError, ImportError, OSError) as error:
-            planning.error(str(error))
-    if text:
-        print(text)  # noqa: T201
-    return 0
+    """Run a subcommand and return its exit status.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The arguments; by default those of the process.
+
+    Returns
+    -------
+    int
+        0 if all is well, 1 if a problem was found. Wrong usage raises SystemExit with status 2, as argparse does.
+    """
+    options = make_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except UsageError as error:
+        options.parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader has left, such as head
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # where Python writes the rest at its end
+        return _UNHEARD
+    return status

@@ -2,15 +2,11 @@
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from typing import Any
 
+from qcomp.cli.output import UsageError, explained, import_named, say, vector
 from qcomp.core.compressor import Compressor
-from qcomp.core.numeric.arrays import Array
 from qcomp.core.registry import compressor
 from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
 from qcomp.planning.advice import Advice, methods_of
@@ -18,7 +14,15 @@ from qcomp.planning.cluster import INSIDE
 from qcomp.planning.picture import draw
 from qcomp.planning.units import bandwidth, count, seconds, show_bandwidth, show_seconds
 
-__all__ = ["add_arguments", "plan"]
+__all__ = ["EPILOG", "add_arguments", "plan", "run"]
+
+EPILOG = """
+examples:
+  qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 10gbit
+  qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 1gbit --compressor sign --compressor qsgd:levels=7
+  mpirun -n 4 qcomp plan --measure --out cluster.json
+  qcomp plan --params 350M --compute-ms 200 --measured cluster.json --json
+"""
 
 _MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
 _LATENCY = 50e-6
@@ -27,7 +31,7 @@ _LATENCY = 50e-6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``qcomp plan``."""
     job = parser.add_argument_group("what is trained")
-    job.add_argument("--params", type=_unit(count), help="number of parameters, such as 350M")
+    job.add_argument("--params", type=explained(count), help="number of parameters, such as 350M")
     job.add_argument("--compute-ms", type=float, help="milliseconds of a step without communication")
     job.add_argument(
         "--gradient-bytes",
@@ -43,9 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the computation that overlaps with sending in plain training",
     )
     job.add_argument("--buckets", type=int, default=1, help="number of pieces that it then sends")
-    job.add_argument("--exact", type=_unit(count), default=0, help="parameters in exact tensors (default: 0)")
     job.add_argument(
-        "--tensors", type=_unit(count), default=1, help="number of compressed tensors (default: 1)"
+        "--exact", type=explained(count), default=0, help="parameters in exact tensors (default: 0)"
+    )
+    job.add_argument(
+        "--tensors", type=explained(count), default=1, help="number of compressed tensors (default: 1)"
     )
     job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap too")
     job.add_argument(
@@ -55,23 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--ranks", type=int)
     ranks.add_argument("--ranks-per-node", type=int)
     ranks.add_argument(
-        "--link", type=_unit(bandwidth), help="bandwidth between nodes, each way, such as 10gbit"
+        "--link", type=explained(bandwidth), help="bandwidth between nodes, each way, such as 10gbit"
     )
     ranks.add_argument(
-        "--latency", type=_unit(seconds), help="latency of a message, such as 25us (default: 50us)"
+        "--latency", type=explained(seconds), help="latency of a message, such as 25us (default: 50us)"
     )
     ranks.add_argument(
         "--streams", type=float, help="ranks of a node that get this bandwidth at once (default: 1)"
     )
     ranks.add_argument(
-        "--inside", type=_unit(bandwidth), help="bandwidth between the ranks of a node (default: 80gbit)"
+        "--inside", type=explained(bandwidth), help="bandwidth between the ranks of a node (default: 80gbit)"
     )
     ranks.add_argument("--machine", choices=_MACHINES, help="how fast ranks encode (default: cpu, one core)")
     ranks.add_argument("--measured", metavar="FILE", help="output of --measure, for all options not given")
     how = parser.add_argument_group("comparison and output")
     how.add_argument(
         "--compressor",
-        type=_unit(compressor),
+        type=explained(compressor),
         action="append",
         metavar="SPEC",
         help="compressor spec, such as qsgd:levels=7; repeatable",
@@ -86,12 +92,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrays", choices=("numpy", "torch", "torch-cuda"), default="numpy", help="(default: %(default)s)"
     )
     probing.add_argument(
-        "--elements", type=_unit(count), default=1 << 22, help="elements of the encoded vectors"
+        "--elements", type=explained(count), default=1 << 22, help="elements of the encoded vectors"
     )
     probing.add_argument(
         "--rounds", type=int, default=7, help="rounds of each measurement (default: %(default)s)"
     )
     probing.add_argument("--out", metavar="FILE", help="file for the measurements")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the output, on the first rank."""
+    try:
+        text = plan(options)
+    except (ValueError, ImportError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if text:
+        say(text)
+    return 0
 
 
 def plan(options: argparse.Namespace) -> str:
@@ -126,18 +143,6 @@ def plan(options: argparse.Namespace) -> str:
         return json.dumps(document, indent=1)
     text = _found(measured)
     return text if advised is None else f"{text}\n\n{advised.text}"
-
-
-def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser whose error texts argparse prints, unlike those of a ValueError."""
-
-    def parse_or_explain(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_or_explain
 
 
 def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
@@ -205,7 +210,7 @@ def _measure(options: argparse.Namespace) -> tuple[int, Measured]:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} is {getattr(options, name)}; expected at least 1")
     step = None if options.step is None else _import(options.step)
-    like = _vector(options.arrays, options.elements)
+    like = vector(options.arrays, options.elements)
     comm = world()
     compressors: list[Compressor] = options.compressor or _default_compressors()
     return comm.rank, measure(comm, compressors, like=like, step=step, rounds=options.rounds)
@@ -218,26 +223,12 @@ def _default_compressors() -> list[Compressor]:
 
 
 def _import(name: str) -> Callable[[], object]:
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise ValueError(f"--step is {name!r}; expected module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with python -m
-    found = getattr(import_module(module), function, None)
-    if not callable(found):
+    step = import_named(name, "--step")
+    if not callable(step):
+        module, _, function = name.partition(":")
         raise ValueError(f"--step is {name!r}; {module} has no function {function!r}")
-    step: Callable[[], object] = found
-    return step
-
-
-def _vector(arrays: str, size: int) -> Array:
-    """Return gradient-like values: normal ones, always the same."""
-    numpy = import_module("numpy")
-    values = numpy.random.default_rng(0).standard_normal(size, dtype=numpy.float32)
-    if arrays == "numpy":
-        return values
-    torch = import_module("torch")
-    return torch.from_numpy(values).to("cuda" if arrays == "torch-cuda" else "cpu")
+    found: Callable[[], object] = step
+    return found
 
 
 def _found(measured: Measured) -> str:

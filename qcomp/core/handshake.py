@@ -12,7 +12,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.reporting import name_ranks
 from qcomp.version import __version__
 
-__all__ = ["agree", "gather_texts", "handshake"]
+__all__ = ["agree", "gather_texts", "handshake", "handshake_stages"]
 
 _ABSENT = object()
 _LONGEST_VALUE = 100
@@ -58,8 +58,27 @@ def handshake(
     ...     print(error)
     the ranks were not started alike: seed is 0 on ranks 0 and 1, but 1 on rank 2
     """
+    drive(handshake_stages(facts, size=comm.size, like=like, explain=explain), comm)
+
+
+def handshake_stages(
+    facts: Mapping[str, object],
+    *,
+    size: int,
+    like: Array,
+    explain: Mapping[str, Callable[[Sequence[Any]], str | None]] = MappingProxyType({}),
+) -> Stages[None]:
+    """Verify that all ranks have the same facts, as a generator of pure stages; see `handshake`.
+
+    Parameters
+    ----------
+    facts, like, explain
+        As for `handshake`.
+    size : int
+        Number of ranks.
+    """
     text = json.dumps({"version": __version__, **facts}, sort_keys=True, default=str)
-    texts = drive(gather_texts(text, comm.size, like), comm)
+    texts = yield from gather_texts(text, size, like)
     if len(set(texts)) == 1:
         return
     held: list[dict[str, object]] = [json.loads(text) for text in texts]

@@ -1,17 +1,19 @@
 """Compressors by name: spec strings, and entry points of other packages."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from qcomp.core.compressor import Compressor
+from qcomp.core.entry_points import offered
 from qcomp.core.payload import make_compressors_with
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["compressor", "compressor_names", "register"]
 
-_GROUP = "qcomp.compressors"
 _MAX_SPEC = 1000
 """Longest accepted spec string, since specs arrive in files and messages, and nest."""
 
@@ -37,21 +39,9 @@ def register(cls: type[Compressor]) -> type[Compressor]:
 
 
 @cache
-def _offered() -> dict[str, Callable[[], type[Compressor]]]:
-    """Return the loaders of the compressors in installed packages, by name."""
-    from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the time of `import qcomp`)
-
-    offered: dict[str, tuple[str, Callable[[], type[Compressor]]]] = {}
-    for point in entry_points(group=_GROUP):
-        source = f"{point.value} of {point.dist.name if point.dist else 'an unknown package'}"
-        if point.name in _classes:
-            raise ValueError(f"{source} offers compressor {point.name!r}, a name of qcomp's own compressors")
-        if point.name in offered:
-            raise ValueError(
-                f"compressor {point.name!r} is offered by {offered[point.name][0]} and by {source}"
-            )
-        offered[point.name] = (source, point.load)
-    return {name: load for name, (_, load) in offered.items()}
+def _offered() -> "dict[str, EntryPoint]":
+    """Return the compressors of installed packages, by name."""
+    return offered("compressor", _classes)
 
 
 def compressor_names() -> list[str]:
@@ -91,7 +81,7 @@ def compressor(spec: str) -> Compressor:
     else:
         inner = ""
         name, _, options = spec.partition(":")
-    cls = _find(name)
+    cls = find_class(name)
     arguments: dict[str, Any] = {}
     hints = get_type_hints(cls)
     nested = [f.name for f in fields(cls) if hints[f.name] is Compressor]
@@ -114,14 +104,19 @@ def compressor(spec: str) -> Compressor:
     return cls(**arguments)
 
 
-def _find(name: str) -> type[Compressor]:
+def find_class(name: str) -> type[Compressor]:
+    """Return the compressor class of a name, imported if an installed package offers it."""
     found = _classes.get(name)
     if found is not None:
         return found
-    load = _offered().get(name)
-    if load is None:
+    point = _offered().get(name)
+    if point is None:
         raise ValueError(f"there is no compressor {name!r}; known: {', '.join(compressor_names())}")
-    cls = load()
+    cls: type[Compressor] = point.load()
+    if not (isinstance(cls, type) and issubclass(cls, Compressor)):
+        raise ValueError(
+            f"the entry point {name!r} leads to {cls!r}; expected a subclass of qcomp.Compressor"
+        )
     if cls.name != name:
         raise ValueError(f"the entry point {name!r} leads to {cls.__qualname__}, whose name is {cls.name!r}")
     return register(cls)

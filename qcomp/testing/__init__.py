@@ -1,6 +1,8 @@
-"""Checks of the contract: whether a compressor or a kernel set keeps its promises, and which ones it breaks.
+"""Checks of the contract: whether a compressor, kernel set, topology, communicator or optimizer keeps its promises.
 
-Needs the extra ``qcomp[testing]`` (hypothesis).
+Each check is a function that raises `ContractError`, an AssertionError that names the broken promises. `every_law`
+makes a pytest test of each law, and ``qcomp check`` runs them from the shell. Needs the extra ``qcomp[testing]``
+(hypothesis).
 """
 
 from importlib.util import find_spec
@@ -11,9 +13,29 @@ if find_spec("hypothesis") is None:
     )
 
 from qcomp.core.numeric.random import replace_draws
-from qcomp.testing.contract import ContractError, check_compressor
+from qcomp.testing.communicators import check_communicator
+from qcomp.testing.contract import check_compressor
+from qcomp.testing.dispatch import contract_of, every_law
 from qcomp.testing.kernels import check_kernels
 from qcomp.testing.laws import LAWS
 from qcomp.testing.libraries import read_only_numpy
+from qcomp.testing.optimizers import check_optimizer
+from qcomp.testing.promises import Contract, ContractError
+from qcomp.testing.topologies import check_topology
+from qcomp.testing.turns import lockstep
 
-__all__ = ["LAWS", "ContractError", "check_compressor", "check_kernels", "read_only_numpy", "replace_draws"]
+__all__ = [
+    "LAWS",
+    "Contract",
+    "ContractError",
+    "check_communicator",
+    "check_compressor",
+    "check_kernels",
+    "check_optimizer",
+    "check_topology",
+    "contract_of",
+    "every_law",
+    "lockstep",
+    "read_only_numpy",
+    "replace_draws",
+]

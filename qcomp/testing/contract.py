@@ -1,6 +1,5 @@
 """Runs all laws on a compressor and reports the broken ones."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,14 +12,11 @@ from qcomp.testing.case import Case
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 from qcomp.testing.laws import FORM_LAWS, MEAN_LAWS, STATE_LAWS, VALUE_LAWS, VECTOR_LAWS
 from qcomp.testing.libraries import Namespace
+from qcomp.testing.promises import Contract
 from qcomp.testing.state_laws import first_calls, independent_of_calls
 from qcomp.testing.vector_laws import VectorLaw
 
-__all__ = ["ContractError", "broken_laws", "check_compressor"]
-
-
-class ContractError(AssertionError):
-    """A compressor breaks promises; the message names each of them, with the first case that shows it."""
+__all__ = ["check_compressor", "compressor_contract"]
 
 
 def check_compressor(
@@ -75,45 +71,22 @@ def check_compressor(
             f"compressor is a {type(compressor).__name__}; expected an instance of a subclass of qcomp.Compressor"
         )
     case = Case(compressor, xp, jit=jit, thorough=thorough)
-    broken = [
-        f"- {name}: {message}" for name, message in broken_laws(case, max_examples * (10 if thorough else 1))
-    ]
-    if broken:
-        raise ContractError(f"{case!r} breaks {len(broken)} promise(s):\n" + "\n".join(broken))
+    compressor_contract(case, max_examples * (10 if thorough else 1)).require()
 
 
-Attempt = tuple[str, Callable[[], None]]
+def compressor_contract(case: Case, max_examples: int = 30) -> Contract:
+    """Return the laws about a compressor."""
 
-
-def broken_laws(case: Case, max_examples: int, *, only: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the name of each broken law (or only of the law ``only``), and its counterexample.
-
-    Skips all groups after the first with a broken law.
-    """
-    if only in (None, independent_of_calls.__name__):
+    def call_first() -> None:
         case.first_calls = first_calls(case)
-    for group in _groups(case, max_examples):
-        sound = True
-        for name, law in group:
-            if only not in (None, name):
-                continue
-            try:
-                with np.errstate(all="ignore"):  # of overflow before a documented error
-                    law()
-            except Exception as error:
-                sound = False
-                yield name, _describe(error)
-        if not sound:
-            return
 
-
-def _groups(case: Case, max_examples: int) -> Iterator[list[Attempt]]:
-    """Yield the groups of laws in order, with their cases."""
-    for laws in (FORM_LAWS, STATE_LAWS):
-        yield [(law.__name__, partial(law, case)) for law in laws]
     of_vectors = [(law.__name__, partial(_search, case, law, max_examples)) for law in VECTOR_LAWS]
-    yield [*((law.__name__, partial(law, case)) for law in VALUE_LAWS), *of_vectors]
-    yield [(law.__name__, partial(law, case.on_numpy)) for law in MEAN_LAWS]
+    groups = [
+        *([(law.__name__, partial(law, case)) for law in laws] for laws in (FORM_LAWS, STATE_LAWS)),
+        [*((law.__name__, partial(law, case)) for law in VALUE_LAWS), *of_vectors],
+        [(law.__name__, partial(law, case.on_numpy)) for law in MEAN_LAWS],
+    ]
+    return Contract(repr(case), groups, {independent_of_calls.__name__: call_first})
 
 
 def _search(case: Case, law: VectorLaw, max_examples: int) -> None:
@@ -152,8 +125,3 @@ def _is_beyond_range(case: Case, x: np.ndarray[Any, Any]) -> bool:
     except NonFiniteError:
         return True
     return False
-
-
-def _describe(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"

@@ -17,14 +17,14 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, Encoded, KernelSet, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import SHARED_RANK, Key
-from qcomp.testing.contract import ContractError
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
+from qcomp.testing.promises import Attempt, Contract
 
-__all__ = ["check_kernels"]
+__all__ = ["check_kernels", "kernel_contract"]
 
 Vector = np.ndarray[Any, Any]
 
@@ -136,27 +136,27 @@ def check_kernels(
     >>> from qcomp.backends.numba_cpu.kernel_set import KERNELS
     >>> check_kernels(KERNELS, compressors=[qcomp.ScaledSign(bucket_size=8)], max_examples=5)
     """
-    broken = []
-    parts: list[tuple[str, Callable[[], None]]] = [
+    kernel_contract(kernels, xp, compressors, max_examples).require()
+
+
+def kernel_contract(
+    kernels: KernelSet,
+    xp: Namespace,
+    compressors: Sequence[Compressor] = COMPRESSORS,
+    max_examples: int = 30,
+) -> Contract:
+    """Return the laws about a kernel set: one for each compressor, and one for each kind of primitive."""
+    laws: list[Attempt] = [
         ("mean, momentum or step with a frozen variance", lambda: check_updates(kernels, xp)),
         ("steps of Adam", lambda: check_steps(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
         ("chunks", lambda: check_chunks(kernels, xp, compressors)),
     ]
-    parts += [
+    laws += [
         (compressor.spec, partial(_search, kernels, xp, compressor, max_examples))
         for compressor in compressors
     ]
-    for what, check in parts:
-        try:
-            with np.errstate(all="ignore"):
-                check()
-        except Exception as error:
-            text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            broken.append(f"- {what}: {text}")
-    if broken:
-        where = f"kernels {kernels.name!r} on {library_name(xp)}"
-        raise ContractError(f"{where} differ from the pure version:\n" + "\n".join(broken))
+    return Contract(f"the kernel set {kernels.name!r} on {library_name(xp)}", [laws])
 
 
 def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examples: int) -> None:

@@ -18,7 +18,7 @@ SCRIPT = """
 import functools, json, sys
 import numpy as np, qcomp
 from qcomp.backends.numba_cpu import jit
-from qcomp.core.optimizers import base
+from qcomp.core.optimizers import starting
 
 loaded = []
 compile_ = jit.Kernel.compile
@@ -29,9 +29,9 @@ def noted(self):
 
 jit.Kernel.compile = noted
 if "lazily" in sys.argv:
-    base.rehearse = lambda *_, **__: None
+    starting.rehearse = lambda *_, **__: None
 elif "for the first compressor" in sys.argv:
-    base.rehearse = lambda compressors, *a, real=base.rehearse, **o: real(compressors[:1], *a, **o)
+    starting.rehearse = lambda compressors, *a, real=starting.rehearse, **o: real(compressors[:1], *a, **o)
 options = {"learning_rate": 1e-3, "freeze": 2, "exact": None, "weight_decay": 0.1}
 qsgd = qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=64))
 optimizers = {

@@ -10,7 +10,7 @@ import torch
 import qcomp
 from qcomp.testing import check_compressor, read_only_numpy
 from qcomp.testing.case import Case
-from qcomp.testing.contract import broken_laws
+from qcomp.testing.contract import compressor_contract
 
 COMPRESSORS = [
     qcomp.ScaledSign(),
@@ -71,7 +71,7 @@ def test_contract_in_other_libraries(compressor, xp):
     ],
 )
 def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
-    assert list(broken_laws(Case(compressor, xp), 5, only=law)) == []
+    assert list(compressor_contract(Case(compressor, xp), 5).broken(only=law)) == []
 
 
 # One of each kind: compiling is what takes the time, and the same code is compiled for other parameters.
@@ -101,7 +101,7 @@ def test_contract_under_jit(compressor):
 )
 def test_bytes_under_jit(compressor):
     """What the compiler may fuse, and must not, shows in the bytes; the other laws follow from those in NumPy."""
-    assert list(broken_laws(Case(compressor, jnp, jit=True), 10, only="same_bytes")) == []
+    assert list(compressor_contract(Case(compressor, jnp, jit=True), 10).broken(only="same_bytes")) == []
 
 
 def test_every_compressor_is_in_the_table():

@@ -20,12 +20,14 @@ from qcomp.core.numeric.arrays import (
     from_bytes_of,
     host_bytes,
     is_traced,
+    out_of_range,
     require_below,
     sqrt,
     to_compute_dtype,
     truncate_last_bit,
     write_into,
 )
+from qcomp.core.numeric.sums import sum_of_squares
 
 VALUES = np.random.default_rng(3).standard_normal(64).astype(np.float32).reshape(2, 32)
 DIVISORS = [3.0, 7.0, 61.0, 0.1]
@@ -242,6 +244,19 @@ def test_every_compressor_takes_what_is_below_the_limit(dtype):
                 NonFiniteError, match=r"cannot be compressed by .*; expected below 1\.26765e\+30"
             ):
                 c.compress(too_large, key=qcomp.Key())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_bad_element_of_a_long_vector_is_seen(library, bad):
+    """On the CPU, the maximum of XLA drops NaN from 12,100 elements, though not from 1,000."""
+    for at in (0, 6000, 12099):
+        values = np.ones(12100, dtype=np.float32)
+        assert not np.any(library.numpy(out_of_range(library.array(values), LIMIT)))
+        values[at] = bad
+        assert library.numpy(out_of_range(library.array(values), LIMIT)).tolist() == [1]
+        with pytest.raises(NonFiniteError, match=f"it holds {abs(bad):g}; expected below"):
+            require_below(library.array(values), LIMIT, "sign")
+        assert sum_of_squares(library.array(values)) == np.inf
 
 
 def test_require_below_lets_a_compiler_trace():

@@ -23,12 +23,12 @@ TOPOLOGIES = ["two_phase", "all_gather"]
 
 class TestSameOnAllRanks:
     @pytest.mark.parametrize("topology", TOPOLOGIES)
-    def test_an_array_a_tuple_and_a_list(self, lockstep, topology):
+    def test_an_array_a_tuple_and_a_list(self, topology):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
         x = [inputs(rank, 0, shapes=[(5, 7)])[0] for rank in range(2)]
-        alone, _ = average(lockstep, mean, x, start(mean, [x[0]], 2), None)
-        in_list, _ = average(lockstep, mean, [[v] for v in x], start(mean, [x[0]], 2), None)
-        in_tuple, _ = average(lockstep, mean, [(v,) for v in x], start(mean, [x[0]], 2), None)
+        alone, _ = average(mean, x, start(mean, [x[0]], 2), None)
+        in_list, _ = average(mean, [[v] for v in x], start(mean, [x[0]], 2), None)
+        in_tuple, _ = average(mean, [(v,) for v in x], start(mean, [x[0]], 2), None)
         assert alone.shape == (5, 7)
         assert alone.tobytes() == in_list[0].tobytes() == in_tuple[0].tobytes()
 
@@ -56,12 +56,12 @@ class TestSameOnAllRanks:
             assert len({held[step] for held in results}) == 1
         assert len(set(results[0])) == 3
 
-    def test_chunks_do_not_depend_on_who_serves_them(self, lockstep):
+    def test_chunks_do_not_depend_on_who_serves_them(self):
         """With one bucket a chunk, and a worker that sends the exact values, 2 and 4 ranks agree on the mean."""
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         x = np.sign(inputs(0, 0, shapes=[(64,)])[0])  # on the grid of the compressor: nothing is lost
-        two, _ = average(lockstep, mean, [x] * 2, start(mean, [x], 2), None)
-        four, _ = average(lockstep, mean, [x] * 4, start(mean, [x], 4), None)
+        two, _ = average(mean, [x] * 2, start(mean, [x], 2), None)
+        four, _ = average(mean, [x] * 4, start(mean, [x], 4), None)
         assert two.tobytes() == four.tobytes() == x.tobytes()
 
 
@@ -69,24 +69,24 @@ class TestExactMean:
     @pytest.mark.parametrize("topology", TOPOLOGIES)
     @pytest.mark.parametrize("feedback", [True, False])
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
-    def test_identity_is_the_mean_in_rank_order(self, lockstep, topology, feedback, size):
+    def test_identity_is_the_mean_in_rank_order(self, topology, feedback, size):
         mean = CompressedMean(qcomp.Identity(), topology=topology, feedback=feedback)
         values = [inputs(rank, 0) for rank in range(size)]
         states = start(mean, values[0], size)
         assert states[0].worker == states[0].server == ()
-        means, _ = average(lockstep, mean, values, states, None)
+        means, _ = average(mean, values, states, None)
         for i, got in enumerate(means):
             total = values[0][i]
             for other in values[1:]:
                 total = total + other[i]
             assert got.tobytes() == (total / np.float32(size)).tobytes()
 
-    def test_the_order_of_ranks_matters_in_the_last_bit(self, lockstep):
+    def test_the_order_of_ranks_matters_in_the_last_bit(self):
         """Otherwise the test above could not tell the rank order from another."""
         mean = CompressedMean(qcomp.Identity())
         values = [inputs(rank, 0, shapes=[(500,)]) for rank in range(3)]
-        there, _ = average(lockstep, mean, values, start(mean, values[0], 3), None)
-        back, _ = average(lockstep, mean, values[::-1], start(mean, values[0], 3), None)
+        there, _ = average(mean, values, start(mean, values[0], 3), None)
+        back, _ = average(mean, values[::-1], start(mean, values[0], 3), None)
         assert there[0].tobytes() != back[0].tobytes()
 
 
@@ -205,7 +205,7 @@ class TestNonFinite:
         mean = CompressedMean(qcomp.Cast("float16"))
         x = np.full(40, 65504.0, dtype=np.float32)
         states = start(mean, [x], 3)
-        average(lockstep, mean, [x] * 3, states, None)
+        average(mean, [x] * 3, states, None)
         states[1] = states[1]._replace(server=tuple(r + 100 for r in states[1].server))
         errors = lockstep([mean.stages(x, s) for s in states], catch=NonFiniteError)
         expected = "a value on rank 1 is not finite, or too large to compress"
@@ -297,7 +297,7 @@ class TestArguments:
         CompressedMean(c, feedback=False)
         CompressedMean(qcomp.Scaled(c))
 
-    def test_the_residual_would_really_explode(self, lockstep):
+    def test_the_residual_would_really_explode(self):
         """Why: with no new input E |e'|^2 = omega |e|^2 (here about 8, for s = 1 and the L2 norm)."""
         c = qcomp.QSGD(levels=1, bucket_size=64, norm="l2")
         x = np.random.default_rng(0).standard_normal(64)
@@ -323,7 +323,7 @@ class TestArguments:
             lockstep([mean.stages(x, s) for s in start(mean, [x], 1)])
 
 
-def bernoulli_world(lockstep: Callable, source: Callable, p: Sequence[float], levels: int) -> np.ndarray:
+def bernoulli_world(source: Callable, p: Sequence[float], levels: int) -> np.ndarray:
     """Average at two ranks, in one bucket, 4096 copies of a value p[rank] of a level, one for each triple of draws.
 
     The first element is the largest level on both ranks, on the grid: so the step is exactly 1 on workers and
@@ -332,7 +332,7 @@ def bernoulli_world(lockstep: Callable, source: Callable, p: Sequence[float], le
     mean = CompressedMean(qcomp.QSGD(levels=levels, bucket_size=8192), feedback=False)
     values = [np.concatenate([[levels], np.full(4096, value)]).astype(np.float32) for value in p]
     with replace_draws(source):
-        got, _ = average(lockstep, mean, values, start(mean, values[:1], 2), Key())
+        got, _ = average(mean, values, start(mean, values[:1], 2), Key())
     assert got[0] == levels
     return got[1:]
 
@@ -355,52 +355,52 @@ class TestUnbiased:
 
     @pytest.mark.parametrize("p", CASES)
     @pytest.mark.parametrize("levels", [1, 7])
-    def test_the_mean_over_all_outcomes_is_the_mean(self, lockstep, p, levels):
-        got = bernoulli_world(lockstep, self.independent, p, levels)
+    def test_the_mean_over_all_outcomes_is_the_mean(self, p, levels):
+        got = bernoulli_world(self.independent, p, levels)
         assert set(got.tolist()) <= {0.0, 1.0}
         assert got.mean(dtype=np.float64) == np.mean(p)
 
     @pytest.mark.parametrize(
         ("p", "biased"), [(0.25, 0.3125), (0.75, 0.6875), (0.0625, 0.0625 + 0.4375 / 16)]
     )
-    def test_a_server_with_the_stream_of_its_worker_is_biased(self, lockstep, p, biased):
+    def test_a_server_with_the_stream_of_its_worker_is_biased(self, p, biased):
         def same(key, block):
             return np.pad(SIXTEENTHS[:, key.rank], (0, block.length - 4097))
 
-        assert bernoulli_world(lockstep, same, [p, p], 1).mean(dtype=np.float64) == biased
+        assert bernoulli_world(same, [p, p], 1).mean(dtype=np.float64) == biased
 
     @staticmethod
-    def real_mean(lockstep, p: float) -> float:
+    def real_mean(p: float) -> float:
         """The mean of 2^16 equal elements in one bucket with Philox's draws."""
         n = 1 << 16
         x = np.full(n, p, dtype=np.float32)
         x[0] = 1
         mean = CompressedMean(qcomp.QSGD(levels=1, bucket_size=n), feedback=False)
-        got, _ = average(lockstep, mean, [x, x], start(mean, [x], 2), Key(seed=3))
+        got, _ = average(mean, [x, x], start(mean, [x], 2), Key(seed=3))
         return float(got[1:].mean(dtype=np.float64))
 
     SIX_SIGMA = 6 * 0.5 / 2**8
 
     @pytest.mark.parametrize("p", [0.25, 0.1])
-    def test_with_the_real_draws(self, lockstep, p):
-        assert abs(self.real_mean(lockstep, p) - p) < self.SIX_SIGMA
+    def test_with_the_real_draws(self, p):
+        assert abs(self.real_mean(p) - p) < self.SIX_SIGMA
 
-    def test_and_the_bias_shows_if_the_server_has_no_hop_of_its_own(self, lockstep, monkeypatch):
+    def test_and_the_bias_shows_if_the_server_has_no_hop_of_its_own(self, monkeypatch):
         monkeypatch.setattr(two_phase, "_SERVER", two_phase._WORKER)
-        assert abs(self.real_mean(lockstep, 0.25) - 0.3125) < self.SIX_SIGMA
-        assert self.real_mean(lockstep, 0.1) - 0.1 > self.SIX_SIGMA
+        assert abs(self.real_mean(0.25) - 0.3125) < self.SIX_SIGMA
+        assert self.real_mean(0.1) - 0.1 > self.SIX_SIGMA
 
-    def test_every_draw_has_a_key_of_its_own(self, lockstep):
+    def test_every_draw_has_a_key_of_its_own(self):
         """In a world of three with several tensors no two buckets are rounded with the same draws."""
         mean = CompressedMean(qcomp.QSGD(levels=7, bucket_size=16))
         values = [inputs(rank, 0) for rank in range(3)]
-        seen = draws_of(lockstep, mean, values, start(mean, values[0], 3))
+        seen = draws_of(mean, values, start(mean, values[0], 3))
         # 9 buckets on each of 3 workers, and once more on their servers.
         assert len(seen) == len(set(seen)) == 36
         assert {(key.rank, key.hop) for key in seen} == {(r, hop) for r in range(3) for hop in range(2)}
         assert {key.bucket for key in seen if key.hop == 1} == set(range(9))
 
-    def test_draws_do_not_depend_on_the_number_of_ranks(self, lockstep):
+    def test_draws_do_not_depend_on_the_number_of_ranks(self):
         """Bucket numbers are global: a worker rounds with the same draws in every world."""
         for size in (1, 2, 3):
             seen = set()
@@ -415,7 +415,7 @@ class TestUnbiased:
             mean = CompressedMean(qcomp.QSGD(levels=7, bucket_size=16))
             values = [inputs(rank, 0) for rank in range(size)]
             with replace_draws(source):
-                average(lockstep, mean, values, start(mean, values[0], size), Key())
+                average(mean, values, start(mean, values[0], size), Key())
             # 33, 1 and 70 elements: full buckets, and tails of 1, 1 and 6.
             lengths = [16, 16, 8, 8, 16, 16, 16, 16, 8]
             assert seen == set(enumerate(lengths))
@@ -522,7 +522,7 @@ class TestTransport:
             ]
         )
         for i, mean in enumerate(means):
-            expected, _ = average(lockstep, mean, [v[i] for v in values], start(mean, values[0][i], 3), None)
+            expected, _ = average(mean, [v[i] for v in values], start(mean, values[0][i], 3), None)
             for rank in range(3):
                 got = fused[rank][i][0]
                 assert [m.tobytes() for m in got] == [m.tobytes() for m in expected]

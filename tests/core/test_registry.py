@@ -260,7 +260,7 @@ class TestEntryPoints:
         install(tmp_path, "plugin", qsgd="plugin:Halve")
         out = run(tmp_path, "qcomp.compressor('halve')")
         assert (
-            "ValueError: plugin:Halve of plugin offers compressor 'qsgd', a name of qcomp's own compressors"
+            "plugin:Halve of plugin offers compressor 'qsgd', which is qcomp.core.compressors.qsgd.QSGD already"
             in out
         )
         assert run(tmp_path, "print(qcomp.compressor('qsgd'))") == "qsgd:levels=7,bucket_size=512,norm=max\n"

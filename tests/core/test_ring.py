@@ -20,10 +20,10 @@ from tests.core.worlds import (
     SPECS,
     average,
     bits,
-    check_sum_identity,
     draws_of,
     inputs,
     owed,
+    require_sum_identity,
     start,
 )
 
@@ -41,11 +41,11 @@ SIGN = around(qcomp.ScaledSign(bucket_size=16))
 
 class TestMean:
     @sizes
-    def test_without_loss_adds_in_the_order_of_the_ring(self, lockstep, size):
+    def test_without_loss_adds_in_the_order_of_the_ring(self, size):
         """In the last bits too: the owner of a chunk comes last, its right neighbour first."""
         mean = around(qcomp.Identity())
         values = [inputs(rank, 0, shapes=[(23,)])[0] for rank in range(size)]
-        got, _ = average(lockstep, mean, values, start(mean, values[:1], size))
+        got, _ = average(mean, values, start(mean, values[:1], size))
         for owner, chunk in enumerate(mean.layout([values[0].shape], rank=0, size=size).chunks):
             for part in chunk:
                 total = np.float32(0)
@@ -54,15 +54,15 @@ class TestMean:
                 assert got[part.start : part.stop].tobytes() == (total / np.float32(size)).tobytes()
 
     @pytest.mark.parametrize("spec", SPECS[:1] + SPECS[2:])
-    def test_of_one_rank_rounds_once(self, lockstep, spec):
+    def test_of_one_rank_rounds_once(self, spec):
         c, x = qcomp.compressor(spec), inputs(0, 0)
         got, expected = (
-            average(lockstep, mean, [x], start(mean, x, 1)).means
+            average(mean, [x], start(mean, x, 1)).means
             for mean in (around(c), CompressedMean(c, topology="all_gather"))
         )
         assert bits(got) == bits(expected)
 
-    def test_of_two_ranks_is_two_phases_in_which_a_server_keeps_its_own_part_exact(self, lockstep):
+    def test_of_two_ranks_is_two_phases_in_which_a_server_keeps_its_own_part_exact(self):
         """Bit for bit, where compressing that part loses nothing."""
         signs = np.sign(np.random.default_rng(0).standard_normal(64)).astype(np.float32)
         values = [inputs(rank, 0, shapes=[(64,)])[0] for rank in range(2)]
@@ -71,12 +71,12 @@ class TestMean:
         results = {}
         for topology in ("ring", "two_phase"):
             mean = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
-            results[topology] = average(lockstep, mean, values, start(mean, values[:1], 2)).means
+            results[topology] = average(mean, values, start(mean, values[:1], 2)).means
         assert results["ring"].tobytes() == results["two_phase"].tobytes()
         values = [inputs(rank, 0, shapes=[(64,)])[0] for rank in range(2)]
         two_phase = CompressedMean(qcomp.ScaledSign(bucket_size=16))
-        ring = average(lockstep, SIGN, values, start(SIGN, values[:1], 2)).means
-        other = average(lockstep, two_phase, values, start(two_phase, values[:1], 2)).means
+        ring = average(SIGN, values, start(SIGN, values[:1], 2)).means
+        other = average(two_phase, values, start(two_phase, values[:1], 2)).means
         assert ring.tobytes() != other.tobytes()
 
 
@@ -97,14 +97,14 @@ to_the_right = _Share._to_the_right
 
 
 class TestExchanges:
-    def test_a_ring_that_requantises_what_it_passes_on_is_caught(self, lockstep, monkeypatch):
+    def test_a_ring_that_requantises_what_it_passes_on_is_caught(self, monkeypatch):
         mean = around(qcomp.QSGD(levels=7, bucket_size=16))
         values = [inputs(rank, 0) for rank in range(3)]
         states = start(mean, values[0], 3)
-        average(lockstep, mean, values, states, Key())
+        average(mean, values, states, Key())
         monkeypatch.setattr(_Share, "_to_the_right", requantising)
         with pytest.raises(AssertionError):
-            average(lockstep, mean, values, states, Key())
+            average(mean, values, states, Key())
 
     @sizes
     def test_each_rank_compresses_n_things_and_sends_to_the_right(self, lockstep, monkeypatch, size):
@@ -161,16 +161,16 @@ class TestExchanges:
 
 
 class TestSumIdentity:
-    def test_residuals_taken_for_those_of_means_are_caught(self, lockstep, monkeypatch):
+    def test_residuals_taken_for_those_of_means_are_caught(self, monkeypatch):
         """Residuals of sums count as their Nth part; the owner of a chunk, which has none, counts among the N."""
 
         def of_holders(mean, states, tensors):
             fewer = [state._replace(worker=tuple(r * (3 / 2) for r in state.worker)) for state in states]
             return owed(mean, fewer, tensors)
 
-        check_sum_identity(lockstep, SIGN, 3)
+        require_sum_identity(SIGN, 3)
         with pytest.raises(AssertionError):
-            check_sum_identity(lockstep, SIGN, 3, owes=of_holders)
+            require_sum_identity(SIGN, 3, owes=of_holders)
 
 
 class TestState:
@@ -259,7 +259,7 @@ class TestUnbiased:
         (thirds("5/16", "7/8", "1/4", "3/2"), 2),
     )
 
-    def outcomes(self, lockstep, p: Sequence[Fraction], levels: int, columns: Callable) -> np.ndarray:
+    def outcomes(self, p: Sequence[Fraction], levels: int, columns: Callable) -> np.ndarray:
         """Average at len(p) ranks, in one bucket of the chunk of rank 0, a copy of p for each tuple of draws."""
         size, grid = len(p), GRIDS[len(p)]
         values = [np.full(len(grid) + 1, 0, dtype=np.float64) for _ in p]
@@ -275,7 +275,7 @@ class TestUnbiased:
 
         mean = around(qcomp.QSGD(levels=levels, bucket_size=1 << 17), feedback=False)
         with replace_draws(source):
-            got, _ = average(lockstep, mean, values, start(mean, values[:1], size), Key())
+            got, _ = average(mean, values, start(mean, values[:1], size), Key())
         return got[1:]
 
     @staticmethod
@@ -283,8 +283,8 @@ class TestUnbiased:
         return 0 if key.hop == 1 else key.hop - 1  # the owner finishes with hop 1, the others have 2 and up
 
     @pytest.mark.parametrize(("p", "levels"), CASES)
-    def test_mean_and_variance_over_all_outcomes_are_exact(self, lockstep, p, levels):
-        got = self.outcomes(lockstep, p, levels, self.own)
+    def test_mean_and_variance_over_all_outcomes_are_exact(self, p, levels):
+        got = self.outcomes(p, levels, self.own)
         mean, variance = ring_moments(p, levels)
         assert mean == sum(p) / len(p)
         assert got.mean() == float(mean)
@@ -292,13 +292,13 @@ class TestUnbiased:
         assert variance > 0
 
     @pytest.mark.parametrize(("p", "levels"), CASES)
-    def test_one_stream_for_all_hops_is_caught(self, lockstep, p, levels):
-        got = self.outcomes(lockstep, p, levels, lambda _: 0)
+    def test_one_stream_for_all_hops_is_caught(self, p, levels):
+        got = self.outcomes(p, levels, lambda _: 0)
         mean, variance = ring_moments(p, levels)
         off = abs(got.mean() - float(mean)), abs(got.var() - float(variance))
         assert max(off) > 0.01
 
-    def test_variances_of_the_roundings_add_up(self, lockstep):
+    def test_variances_of_the_roundings_add_up(self):
         """Three hops of variance s (1 - s) steps^2 over N^2, and that of the mean: where the sums do not vary."""
         p, levels = thirds("1/4", "0", "0"), 1
         first = Fraction(1, 4) * Fraction(3, 4)
@@ -310,13 +310,13 @@ class TestUnbiased:
             first + Fraction(1, 4) * 1 + Fraction(1, 8) * 4
         )  # in units of 3, of which the mean has a third
         assert variance == expected
-        assert self.outcomes(lockstep, p, levels, self.own).var() == pytest.approx(float(expected), rel=1e-12)
+        assert self.outcomes(p, levels, self.own).var() == pytest.approx(float(expected), rel=1e-12)
 
     @sizes
-    def test_every_draw_has_a_key_of_its_own(self, lockstep, size):
+    def test_every_draw_has_a_key_of_its_own(self, size):
         mean = around(qcomp.QSGD(levels=7, bucket_size=16))
         values = [inputs(rank, 0) for rank in range(size)]
-        seen = draws_of(lockstep, mean, values, start(mean, values[0], size))
+        seen = draws_of(mean, values, start(mean, values[0], size))
         assert len(seen) == len(set(seen)) == 9 * size
         for bucket in range(9):  # a bucket meets each rank once, and each hop once
             of_bucket = [key for key in seen if key.bucket == bucket]

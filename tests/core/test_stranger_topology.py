@@ -62,7 +62,7 @@ def test_the_automatic_choice_and_the_planner_know_it(tmp_path):
         roundings = 1
 
         def cost(self, load, cluster):
-            return topologies.Cost(0.0, 0.0, 0.0)
+            return qcomp.extend.Cost(0.0, 0.0, 0.0)
 
     topologies.register(Free())
     assert CompressedMean(SIGN, "auto").chosen([(1000,)], 4).topology == "free"

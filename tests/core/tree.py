@@ -1,13 +1,13 @@
-"""A topology written by a stranger, with what `qcomp.topologies` hands out: a binary tree."""
+"""A topology written by a stranger, with what `qcomp.extend` has: a binary tree."""
 
 import math
 
 import numpy as np
 
-from qcomp import NonFiniteError, topologies
+from qcomp import extend
 
 
-class Tree(topologies.Topology):
+class Tree(extend.Topology):
     """Sums go up a binary tree to rank 0, whose compressed mean goes down as bytes.
 
     In exchange d a rank r with r mod 2^(d + 1) = 2^d sends the sum of its subtree to r - 2^d.
@@ -19,14 +19,14 @@ class Tree(topologies.Topology):
     def lay_out(self, operands, chunks=None):
         """Every rank feeds back what it lost of its sum, the root what it lost of the mean."""
         (whole,) = operands.chunks(1)
-        nothing = tuple(topologies.Segment(i, 0, 0, 0) for i in range(len(operands.sizes)))
+        nothing = tuple(extend.Segment(i, 0, 0, 0) for i in range(len(operands.sizes)))
         root = operands.rank == 0
-        residuals = topologies.Residuals(nothing if root else operands.whole, operands.whole if root else ())
-        return topologies.Layout(operands, (whole,), residuals)
+        residuals = extend.Residuals(nothing if root else operands.whole, operands.whole if root else ())
+        return extend.Layout(operands, (whole,), residuals)
 
     def stages(self, call):
         """Go up and down."""
-        layout, codec = call.layout, topologies.Codec(call.values)
+        layout, codec = call.layout, extend.Codec(call.values)
         (frame,), rank, world = layout.frames, layout.rank, layout.world
         height = (world - 1).bit_length()
         values, residuals, refused, sent = [x + 0 for x in call.values], (), False, None
@@ -64,17 +64,17 @@ class Tree(topologies.Topology):
             )
             mean = arrived[rank - step] if gets else mean
         if codec.refuses(mean, frame, 0):
-            raise NonFiniteError("a value on some rank is not finite") from sent.error
-        means = topologies.decode_means(codec, [codec.open_from(0, mean, frame)], call)
+            raise extend.NonFiniteError("a value on some rank is not finite") from sent.error
+        means = extend.decode_means(codec, [codec.open_from(0, mean, frame)], call)
         if rank == 0:
-            return topologies.Averaged(means, tuple(call.worker), residuals)
-        return topologies.Averaged(means, residuals, ())
+            return extend.Averaged(means, tuple(call.worker), residuals)
+        return extend.Averaged(means, residuals, ())
 
     @staticmethod
     def between(codec, layout, send, sources):
         """An exchange with a few ranks."""
         nothing = codec.like[:0].view(np.uint8)
-        return topologies.AllToAll(
+        return extend.AllToAll(
             tuple(send.get(rank, nothing) for rank in range(layout.world)),
             tuple(layout.message_sizes[0] if rank in sources else 0 for rank in range(layout.world)),
         )
@@ -83,4 +83,4 @@ class Tree(topologies.Topology):
         """Twice the height of the tree."""
         height = math.ceil(math.log2(cluster.ranks))
         wire = 2 * height * cluster.link.seconds(load.payload, ranks=1, messages=1)
-        return topologies.Cost(load.packed * (load.encode + height * load.add), wire, 2 * load.payload)
+        return extend.Cost(load.packed * (load.encode + height * load.add), wire, 2 * load.payload)

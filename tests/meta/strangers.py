@@ -8,10 +8,16 @@ from typing import ClassVar
 import numpy as np
 
 import qcomp
-from qcomp.core.numeric.arrays import array_namespace, device, from_host_bytes, host_bytes
-from qcomp.core.numeric.buckets import Block
-from qcomp.core.numeric.random import draws16
-from qcomp.core.payload import Field, PayloadSpec
+from qcomp.extend import (
+    Block,
+    Field,
+    PayloadSpec,
+    array_namespace,
+    device,
+    draws16,
+    from_host_bytes,
+    host_bytes,
+)
 
 
 def like_numpy(values, x, dtype=None):

@@ -9,9 +9,9 @@ from typing import Any
 from qcomp.compat.deepspeed.sign_mean import Errors, sign_mean
 from qcomp.core.checkpoint.format import plain
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.handshake import handshake
+from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import Stages, Transport, fuse
+from qcomp.core.mean.stages import Stages, fuse
 from qcomp.core.numeric.arrays import Array, array_namespace, device, sqrt, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import EXACT, Average, Means
@@ -119,15 +119,17 @@ class DeepSpeedOptimizer(Optimizer):
         ]
         return as_given(new_params, params), new_state._replace(step=state.step + 1)
 
-    def load_state_dict(
+    def load_stages(
         self,
         saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         params: Any,
-        comm: Transport,
-        names: Sequence[str] | None = None,
         *,
+        rank: int,
+        size: int,
+        host: str | None = None,
+        names: Sequence[str] | None = None,
         strict: bool = True,
-    ) -> OptimizerState:
+    ) -> Stages[OptimizerState]:
         """Return the state saved by `state_dict`, including errors; see `qcomp.Optimizer.load_state_dict`.
 
         DeepSpeed drops the errors on loading, which changes a resumed run; here it continues as if it had never
@@ -139,16 +141,18 @@ class DeepSpeedOptimizer(Optimizer):
             As in `qcomp.Optimizer.load_state_dict`, and for dicts from another number of ranks.
         """
         if not isinstance(saved, Mapping):
-            others = any(int(plain(each["size"])) != comm.size for each in saved)
-            handshake(
-                comm, {"saved by another number of ranks": others}, like=as_tensors(params, "params")[0]
-            )
+            others = any(int(plain(each["size"])) != size for each in saved)
+            told = {"saved by another number of ranks": others}
+            yield from handshake_stages(told, size=size, like=as_tensors(params, "params")[0])
             if others:
                 raise ValueError(
-                    f"saved comes from another number of ranks; expected {comm.size}: the errors belong to the shards "
+                    f"saved comes from another number of ranks; expected {size}: the errors belong to the shards "
                     "of these"
                 )
-        return super().load_state_dict(saved, params, comm, names, strict=strict)
+        stages = super().load_stages(
+            saved, params, rank=rank, size=size, host=host, names=names, strict=strict
+        )
+        return (yield from stages)
 
     @abstractmethod
     def _advance(

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
-from qcomp.core.handshake import handshake
+from qcomp.core.handshake import handshake_stages
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.chunks import Cutter, cut
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands
-from qcomp.core.mean.nodes import Nodes, learn_nodes
+from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
 from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
 from qcomp.core.mean.stages import Stages, Transport, announce_lengths, drive, pipeline
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
@@ -200,9 +200,31 @@ class CompressedMean:
         TypeError
             On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
+        host = getattr(comm, "host", None)
+        return drive(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), comm)
+
+    def init_stages(
+        self, x: Array | Sequence[Array], *, rank: int, size: int, host: str | None = None
+    ) -> Stages[MeanState]:
+        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
+
+        Parameters
+        ----------
+        x : array or sequence of arrays
+            As for `init`.
+        rank, size : int
+            This rank, and the number of ranks.
+        host : str, optional
+            Name of this rank's machine, which a topology may depend on.
+
+        Raises
+        ------
+        MismatchError, TypeError
+            As for `init`.
+        """
+        require_rank_in(rank, size)
         tensors = as_list(x)
-        handshake(
-            comm,
+        yield from handshake_stages(
             {
                 "compressor": [c.spec for c in self.compressors],
                 "topology": self.topology,
@@ -211,17 +233,18 @@ class CompressedMean:
                 "shapes": [list(t.shape) for t in tensors],
                 "dtypes": [compute_dtype_name(dtype_name(t.dtype)) for t in tensors],
             },
+            size=size,
             like=tensors[0],
         )
         rehearse(self.compressors, tensors[0], steps=False)
-        nodes = self.learn_nodes(comm, like=tensors[0])
-        return self.zeros(tensors, rank=comm.rank, size=comm.size, nodes=nodes)
+        nodes = yield from self.node_stages(host, size=size, like=tensors[0])
+        return self.zeros(tensors, rank=rank, size=size, nodes=nodes)
 
-    def learn_nodes(self, comm: Transport, *, like: Array) -> tuple[int, ...]:
+    def node_stages(self, host: str | None, *, size: int, like: Array) -> Stages[tuple[int, ...]]:
         """Return the node of each rank, the same on all ranks; empty, without an exchange, if nothing depends on it."""
         if self.topology != AUTO and not self.resolved.wants_nodes:
             return ()
-        return learn_nodes(comm, like=like, topology=self.topology)
+        return (yield from node_stages(host, size=size, like=like, topology=self.topology))
 
     @property
     def resolved(self) -> Topology:
@@ -268,7 +291,7 @@ class CompressedMean:
     ) -> MeanState:
         """Return a rank's state with residuals of zero, without an exchange.
 
-        ``nodes`` is the node of each rank, as `learn_nodes` returns it; by default each rank is a node of its own.
+        ``nodes`` is the node of each rank, as `node_stages` returns it; by default each rank is a node of its own.
         """
         shapes = tuple(tuple(t.shape) for t in tensors)
         mean = self.chosen(shapes, size, nodes)

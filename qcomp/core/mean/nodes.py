@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from qcomp.core.mean.stages import Transport
+from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Nodes", "learn_nodes"]
+__all__ = ["Nodes", "learn_nodes", "node_stages", "require_rank_in"]
 
 _DIGEST_BYTES = 16
 _UNNAMED = bytes(_DIGEST_BYTES)
@@ -102,17 +102,39 @@ def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical")
     [(0, 1, 0), (0, 1, 0), (0, 1, 0)]
     """
     host = getattr(comm, "host", None)
+    return drive(node_stages(host, size=comm.size, like=like, topology=topology), comm)
+
+
+def node_stages(host: str | None, *, size: int, like: Array, topology: str) -> Stages[tuple[int, ...]]:
+    """Return the node of each rank, as a generator of pure stages; see `learn_nodes`.
+
+    Parameters
+    ----------
+    host : str or None
+        Name of this rank's machine.
+    size : int
+        Number of ranks.
+    like, topology
+        As for `learn_nodes`.
+    """
     digest = sha256(host.encode()).digest()[:_DIGEST_BYTES] if isinstance(host, str) else _UNNAMED
     xp = array_namespace(like)
     message = xp.asarray(list(digest), dtype=xp.uint8, device=device(like))
-    digests = [host_bytes(part) for part in comm.all_gather(message, [_DIGEST_BYTES] * comm.size)]
+    arrived = yield AllGather(message, (_DIGEST_BYTES,) * size)
+    digests = [host_bytes(part) for part in arrived]
     unnamed = [rank for rank, found in enumerate(digests) if found == _UNNAMED]
     if unnamed:
         raise TypeError(
-            f"comm has no attribute host on {name_ranks(unnamed)}; topology={topology!r} expects the name of the "
-            "machine in it, to know which ranks share a node"
+            f"host is None on {name_ranks(unnamed)}; topology={topology!r} expects the name of the machine, as an "
+            "attribute of comm or as an argument of init_stages, to know which ranks share a node"
         )
     return _numbered(digests)
+
+
+def require_rank_in(rank: int, size: int) -> None:
+    """Raise ValueError unless a world of ``size`` ranks has this rank."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank!r}, size is {size!r}; expected a rank from 0 to size - 1")
 
 
 def _numbered(names: Sequence[bytes]) -> tuple[int, ...]:

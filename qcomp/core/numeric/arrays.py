@@ -22,6 +22,7 @@ __all__ = [
     "LIMIT",
     "TINY",
     "Array",
+    "all_below",
     "array_namespace",
     "as_list",
     "bitcast",
@@ -322,12 +323,21 @@ def require_below(x: Array, limit: float, what: str) -> None:
     """Raise `NonFiniteError` unless all magnitudes are below a limit; traced values are not checked."""
     if is_traced(x) or x.shape[0] == 0:
         return
-    xp = array_namespace(x)
-    largest = float(xp.max(xp.abs(x)))  # NaN if any element is
-    if not largest < limit:
+    if not all_below(x, limit):
+        xp = array_namespace(x)
+        largest = math.nan if bool(xp.any(xp.isnan(x))) else float(xp.max(xp.abs(x)))
         raise NonFiniteError(
             f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {limit:.6g}"
         )
+
+
+def all_below(x: Array, limit: float) -> Array:
+    """Return whether all magnitudes are below a limit, as an array of shape (); reads nothing.
+
+    Every element is compared: on the CPU, XLA's maximum of a long vector drops NaN.
+    """
+    xp = array_namespace(x)
+    return xp.all(xp.abs(x) < limit)
 
 
 def is_read_late(x: Array) -> bool:
@@ -346,7 +356,7 @@ def out_of_range(x: Array, limit: float) -> Array:
     xp = array_namespace(x)
     if x.shape[0] == 0:
         return xp.zeros((1,), dtype=xp.uint8, device=device(x))
-    return xp.reshape(xp.astype(~(xp.max(xp.abs(x)) < limit), xp.uint8), (1,))  # NaN is not below
+    return xp.reshape(xp.astype(~all_below(x, limit), xp.uint8), (1,))
 
 
 def host_numbers(x: Array) -> list[float]:

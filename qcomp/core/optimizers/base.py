@@ -8,31 +8,24 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, from_state_dict, named_arrays, plain, to_state_dict
-from qcomp.core.checkpoint.reshard import World
+from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, to_state_dict
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.handshake import handshake
 from qcomp.core.mean.averaging import TakesAveraging
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
-from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
-from qcomp.core.optimizers.groups import Group, as_groups, group_of_each, patterns_of
-from qcomp.core.optimizers.makers import maker, require_maker
+from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.resuming import resume
+from qcomp.core.optimizers.starting import Place, begin, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
-from qcomp.core.policies.patterns import require_matches
-from qcomp.core.rehearsal import rehearse
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Optimizer", "require_rank"]
-
-_EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,44 +209,38 @@ class Optimizer(TakesAveraging, ABC):
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name.
         """
-        tensors = as_tensors(params, "params")
-        names = self._names(names, tensors)
-        return self._begin(tensors, comm, names, values=digests(names, tensors))
+        host = getattr(comm, "host", None)
+        return drive(self.init_stages(params, rank=comm.rank, size=comm.size, host=host, names=names), comm)
 
-    @staticmethod
-    def _names(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
-        """Return the names of parameters, by default their numbers."""
-        chosen = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
-        if len(set(chosen)) != len(tensors) or len(chosen) != len(tensors):
-            raise ValueError(
-                f"names has {len(set(chosen))} different names; params has {len(tensors)} tensors"
-            )
-        return chosen
-
-    def _begin(
+    def init_stages(
         self,
-        tensors: list[Array],
-        comm: Transport,
-        names: tuple[str, ...],
+        params: Any,
         *,
-        values: Sequence[tuple[str, str]] = (),
-    ) -> OptimizerState:
-        """Return what `init` does, after the ranks have compared the digests of the ``values`` of their parameters."""
-        state, problem = None, None
-        try:
-            state = self.initial_state(tensors, names, comm.rank, comm.size)
-        except Exception as error:
-            problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
-        compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
-        told = facts(self, names, tensors) | {"compressed": compressed, "values": values}
-        handshake(comm, told, like=tensors[0], explain=_EXPLAIN)
-        if state is None:
-            assert problem is not None
-            raise problem
-        require_matches("groups", patterns_of(self.groups), names)
-        state = state._replace(stream=stream_of(names, tensors))
-        rehearse([*EXACT.compressors, *self.mean_of(state).compressors], tensors[0], steps=True)
-        return self.compression.on_nodes(state, tensors, self.mean.learn_nodes(comm, like=tensors[0]))
+        rank: int,
+        size: int,
+        host: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Stages[OptimizerState]:
+        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
+
+        Parameters
+        ----------
+        params, names
+            As for `init`.
+        rank, size : int
+            This rank, and the number of ranks.
+        host : str, optional
+            Name of this rank's machine, which a topology may depend on.
+
+        Raises
+        ------
+        MismatchError, ValueError
+            As for `init`.
+        """
+        tensors = as_tensors(params, "params")
+        return (
+            yield from begin(self, tensors, names_of(names, tensors), Place(rank, size, host), compare=True)
+        )
 
     def step(
         self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
@@ -369,28 +356,35 @@ class Optimizer(TakesAveraging, ABC):
             or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
             preserves the sum identity of `CompressedMean`.
         """
+        host = getattr(comm, "host", None)
+        stages = self.load_stages(
+            saved, params, rank=comm.rank, size=comm.size, host=host, names=names, strict=strict
+        )
+        return drive(stages, comm)
+
+    def load_stages(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: Any,
+        *,
+        rank: int,
+        size: int,
+        host: str | None = None,
+        names: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> Stages[OptimizerState]:
+        """Do what `load_state_dict` does as a generator of pure stages.
+
+        Parameters
+        ----------
+        saved, params, names, strict
+            As for `load_state_dict`.
+        rank, size, host
+            As for `init_stages`.
+        """
         tensors = as_tensors(params, "params")
-        fresh = self._begin(tensors, comm, self._names(names, tensors))
-        if isinstance(saved, Sequence):
-            saved = [self.adopt(one, fresh) for one in saved]
-
-        def accept(one: Mapping[str, Any]) -> None:
-            if strict:
-                require_maker(one, self)
-
-        def load(own: Mapping[str, Any]) -> OptimizerState:
-            begun = fresh
-            if isinstance(saved, Mapping) and self.mean.topology == AUTO and TOPOLOGY in saved:
-                begun = self.compression.in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
-            if isinstance(saved, Mapping):
-                accept(own)
-                own = self.adopt(own, begun)
-            return from_state_dict(own, lambda stage: self.enter(begun, stage), self.mean_of(begun))
-
-        loaded = resume(saved, self._world(fresh, tensors, accept), comm, load)
-        if not self.apart(loaded.stage):
-            handshake(comm, {"values": digests(fresh.names, tensors)}, like=tensors[0], explain=_EXPLAIN)
-        return loaded
+        names = names_of(names, tensors)
+        return (yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict))
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step.
@@ -442,20 +436,6 @@ class Optimizer(TakesAveraging, ABC):
                 self.weight_decay if g.weight_decay is None else g.weight_decay
                 for g in group_of_each(tuple(self.groups), state.names)
             ]
-        )
-
-    def _world(
-        self, fresh: OptimizerState, params: Sequence[Array], accept: Callable[[Mapping[str, Any]], None]
-    ) -> World:
-        """Describe the world in which the dicts of another world resume."""
-        return World(
-            fresh.rank,
-            fresh.size,
-            self.own_kinds,
-            {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
-            lambda stage: dict(named_arrays(self.enter(fresh, stage), self.mean_of(fresh))),
-            params[0],
-            accept,
         )
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.stages import Stages
-from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, to_compute_dtype
+from qcomp.core.numeric.arrays import LIMIT, Array, all_below, to_compute_dtype
 from qcomp.core.state import OptimizerState
 
 __all__ = ["name_gradients"]
@@ -47,9 +47,7 @@ def name_gradients(
 
 
 def _is_fine(gradient: Array) -> bool:
-    xp = array_namespace(gradient)
-    values = xp.abs(to_compute_dtype(gradient))
-    return 0 in gradient.shape or float(xp.max(values)) < LIMIT  # NaN, if there is one
+    return 0 in gradient.shape or bool(all_below(to_compute_dtype(gradient), LIMIT))
 
 
 def _named(first: list[str], count: int) -> str:

@@ -1,1 +1,1 @@
-"""Topologies, one a file: who sends what to whom. `qcomp.topologies` has what a topology of your own is made of."""
+"""Topologies, one a file: who sends what to whom. `qcomp.topologies` and `qcomp.extend` are their public side."""

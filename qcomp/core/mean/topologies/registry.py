@@ -1,10 +1,17 @@
 """Topologies by name."""
 
+from functools import cache
+from typing import TYPE_CHECKING
+
+from qcomp.core.entry_points import offered
 from qcomp.core.mean.topologies.all_gather import AllGather
 from qcomp.core.mean.topologies.base import Topology
 from qcomp.core.mean.topologies.hierarchical import Hierarchical
 from qcomp.core.mean.topologies.ring import Ring
 from qcomp.core.mean.topologies.two_phase import TwoPhase
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["AUTO", "names", "register", "require_name", "topology"]
 
@@ -16,6 +23,10 @@ _registered: dict[str, Topology] = {t.name: t for t in (TwoPhase(), Ring(), AllG
 
 def register(topology: Topology) -> Topology:
     """Make a topology known by its name, in this process; every rank must do so.
+
+    Installed packages need no call: they list the class or an instance in the entry point group ``qcomp.topologies``,
+    and qcomp imports it when its name is used. ``"auto"`` considers registered topologies only, because packages may
+    be installed on some ranks and missing on others.
 
     Parameters
     ----------
@@ -61,12 +72,32 @@ def topology(name: str) -> Topology:
     2
     """
     found = _registered.get(name)
-    if found is None:
-        raise ValueError(f"topology is {name!r}; expected one of {', '.join(names())}")
+    return _load(name) if found is None else found
+
+
+@cache
+def _load(name: str) -> Topology:
+    """Return a topology of an installed package."""
+    point = _offered().get(name)
+    if point is None:
+        known = dict.fromkeys((*names(), *_offered()))
+        raise ValueError(f"topology is {name!r}; expected one of {', '.join((*known, AUTO))}")
+    loaded = point.load()
+    found = loaded() if isinstance(loaded, type) else loaded
+    if not isinstance(found, Topology) or found.name != name:
+        raise ValueError(
+            f"the entry point {name!r} leads to {loaded!r}; expected a qcomp.topologies.Topology of that name"
+        )
     return found
+
+
+@cache
+def _offered() -> "dict[str, EntryPoint]":
+    """Return the topologies of installed packages, by name."""
+    return offered("topology", {name: type(known) for name, known in _registered.items()})
 
 
 def require_name(name: str) -> None:
     """Raise ValueError unless this is the name of a topology, or ``"auto"``."""
-    if name != AUTO and name not in _registered:
-        raise ValueError(f"topology is {name!r}; expected one of {', '.join((*names(), AUTO))}")
+    if name != AUTO:
+        topology(name)

@@ -1,0 +1,147 @@
+"""What the commands share: printing, colour, tables, and the errors that they explain."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TextIO
+
+__all__ = [
+    "Style",
+    "UsageError",
+    "explained",
+    "import_named",
+    "print_json",
+    "say",
+    "style_for",
+    "table",
+    "vector",
+]
+
+
+class UsageError(ValueError):
+    """Something was asked for that cannot be done; the command ends with status 2."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colours, where the output shows them."""
+
+    coloured: bool = False
+
+    def good(self, text: str) -> str:
+        """Return text in green."""
+        return self.number(text, 32)
+
+    def bad(self, text: str) -> str:
+        """Return text in red."""
+        return self.number(text, 31)
+
+    def strong(self, text: str) -> str:
+        """Return text in bold."""
+        return self.number(text, 1)
+
+    def number(self, text: str, code: int) -> str:
+        """Return text in a colour of the terminal, by its number."""
+        return f"\x1b[{code}m{text}\x1b[0m" if self.coloured else text
+
+
+def style_for(stream: TextIO) -> Style:
+    """Return colours for a terminal that wants them: see https://no-color.org."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Style(wanted and stream.isatty())
+
+
+def say(text: str) -> None:
+    """Print a line, at once."""
+    print(text, flush=True)  # noqa: T201
+
+
+def print_json(document: Any) -> None:
+    """Print a document."""
+    say(json.dumps(document, indent=1))
+
+
+def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
+    """Align all columns but the last; with ``right`` all columns, and to the right but the first."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    for cells in rows:
+        if right:
+            first, *others = cells
+            aligned = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        else:
+            aligned = [*map(str.ljust, cells[:-1], widths), cells[-1]]
+        yield "  ".join(aligned).rstrip()
+
+
+def explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser whose error texts argparse prints, unlike those of a ValueError."""
+
+    def parse_or_explain(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_or_explain
+
+
+def import_named(name: str, option: str, *, what: str = "function") -> Any:
+    """Return what ``module:name`` names; modules of the working directory are found, as with ``python -m``.
+
+    Raises
+    ------
+    UsageError
+        If the text has another form, or there is no such module or name.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise UsageError(f"{option} is {name!r}; expected module:{what}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{option} is {name!r}; {module} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module raises
+        text = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{option} is {name!r}; importing {module} raises {text}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{option} is {name!r}; {module} has no {what} {attribute!r}")
+        found = getattr(found, part)
+    return found
+
+
+def vector(arrays: str, size: int) -> Any:
+    """Return gradient-like float32 values: normal ones, always the same.
+
+    Parameters
+    ----------
+    arrays : {"numpy", "torch", "torch-cuda", "cupy", "jax"}
+        The library, and the device where it has several.
+    size : int
+        Number of elements.
+
+    Raises
+    ------
+    UsageError
+        If the library is not installed, or has no such device.
+    """
+    try:
+        numpy = import_module("numpy")
+        values = numpy.random.default_rng(0).standard_normal(size, dtype=numpy.float32)
+        if arrays == "numpy":
+            return values
+        if arrays in ("cupy", "jax"):
+            return import_module({"cupy": "cupy", "jax": "jax.numpy"}[arrays]).asarray(values)
+        torch = import_module("torch")
+        return torch.from_numpy(values).to("cuda" if arrays == "torch-cuda" else "cpu")
+    except ImportError as error:
+        raise UsageError(f"--arrays is {arrays!r}, which is not installed: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # of a library without a device
+        raise UsageError(f"--arrays is {arrays!r}; {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,145 @@
+"""How an optimizer starts: the first state, or one that was saved, after the ranks have compared what they have."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qcomp.core.checkpoint.format import TOPOLOGY, from_state_dict, named_arrays, plain
+from qcomp.core.checkpoint.reshard import World, regroup
+from qcomp.core.handshake import handshake_stages
+from qcomp.core.mean.nodes import require_rank_in
+from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.topologies.registry import AUTO
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
+from qcomp.core.optimizers.compression import EXACT
+from qcomp.core.optimizers.groups import patterns_of
+from qcomp.core.optimizers.makers import require_maker
+from qcomp.core.policies.patterns import require_matches
+from qcomp.core.rehearsal import rehearse
+from qcomp.core.state import OptimizerState
+
+__all__ = ["Place", "begin", "names_of", "resume"]
+
+Saved = Mapping[str, Any]
+
+_EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
+
+
+class Place(NamedTuple):
+    """Where an optimizer starts."""
+
+    rank: int
+    size: int
+    host: str | None
+    """Name of this rank's machine, if it is known."""
+
+
+def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
+    """Return the names of parameters, by default their numbers."""
+    chosen = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
+    if len(set(chosen)) != len(tensors) or len(chosen) != len(tensors):
+        raise ValueError(f"names has {len(set(chosen))} different names; params has {len(tensors)} tensors")
+    return chosen
+
+
+def begin(
+    optimizer: Any, tensors: Sequence[Array], names: tuple[str, ...], place: Place, *, compare: bool
+) -> Stages[OptimizerState]:
+    """Return the state before the first step, see `Optimizer.init`.
+
+    With ``compare`` the ranks also compare the values of their parameters.
+    """
+    require_rank_in(place.rank, place.size)
+    state, problem = None, None
+    try:
+        state = optimizer.initial_state(tensors, names, place.rank, place.size)
+    except Exception as error:
+        problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
+    compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
+    values = digests(names, tensors) if compare else []
+    told = facts(optimizer, names, tensors) | {"compressed": compressed, "values": values}
+    yield from handshake_stages(told, size=place.size, like=tensors[0], explain=_EXPLAIN)
+    if state is None:
+        assert problem is not None
+        raise problem
+    require_matches("groups", patterns_of(optimizer.groups), names)
+    state = state._replace(stream=stream_of(names, tensors))
+    rehearse([*EXACT.compressors, *optimizer.mean_of(state).compressors], tensors[0], steps=True)
+    nodes = yield from optimizer.mean.node_stages(place.host, size=place.size, like=tensors[0])
+    begun: OptimizerState = optimizer.compression.on_nodes(state, tensors, nodes)
+    return begun
+
+
+def resume(
+    optimizer: Any,
+    saved: Saved | Sequence[Saved],
+    tensors: Sequence[Array],
+    names: tuple[str, ...],
+    place: Place,
+    *,
+    strict: bool,
+) -> Stages[OptimizerState]:
+    """Return the state to go on from, see `Optimizer.load_state_dict`."""
+    fresh = yield from begin(optimizer, tensors, names, place, compare=False)
+    if isinstance(saved, Sequence):
+        saved = [optimizer.adopt(one, fresh) for one in saved]
+
+    def accept(one: Saved) -> None:
+        if strict:
+            require_maker(one, optimizer)
+
+    def load(own: Saved) -> OptimizerState:
+        begun = fresh
+        if isinstance(saved, Mapping) and optimizer.mean.topology == AUTO and TOPOLOGY in saved:
+            begun = optimizer.compression.in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
+        if isinstance(saved, Mapping):
+            accept(own)
+            own = optimizer.adopt(own, begun)
+        return from_state_dict(own, lambda stage: optimizer.enter(begun, stage), optimizer.mean_of(begun))
+
+    loaded = yield from _load(saved, _world(optimizer, fresh, tensors, accept), load)
+    if not optimizer.apart(loaded.stage):
+        values = {"values": digests(fresh.names, tensors)}
+        yield from handshake_stages(values, size=place.size, like=tensors[0], explain=_EXPLAIN)
+    return loaded
+
+
+def _world(
+    optimizer: Any, fresh: OptimizerState, params: Sequence[Array], accept: Callable[[Saved], None]
+) -> World:
+    """Describe the world in which the dicts of another world resume."""
+    return World(
+        fresh.rank,
+        fresh.size,
+        optimizer.own_kinds,
+        {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
+        lambda stage: dict(named_arrays(optimizer.enter(fresh, stage), optimizer.mean_of(fresh))),
+        params[0],
+        accept,
+    )
+
+
+def _load(
+    saved: Saved | Sequence[Saved], world: World, load: Callable[[Saved], OptimizerState]
+) -> Stages[OptimizerState]:
+    """Return what ``load`` makes from a dict of this rank, once all ranks have loaded theirs."""
+    what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
+    yield from handshake_stages({"saved": what}, size=world.size, like=world.like)
+    own = saved if isinstance(saved, Mapping) else (yield from regroup(saved, world))
+    loaded, problem = None, None
+    try:
+        loaded = load(own)
+    except Exception as error:
+        problem = error  # perhaps of this rank alone: tell all, so that no rank waits
+    verdict = f"of step {loaded.step}, {loaded.stage}, {loaded.exchange.topology}" if loaded else "refused"
+    try:
+        yield from handshake_stages({"checkpoint": verdict}, size=world.size, like=world.like)
+    except Exception:
+        if problem:  # says more than that the ranks differ
+            raise problem from None
+        raise
+    if problem:
+        raise problem
+    assert loaded is not None
+    return loaded

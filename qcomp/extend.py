@@ -1,0 +1,223 @@
+"""What authors of compressors, topologies, kernels, communicators and optimizers build on, in one place.
+
+Nothing here is new: each name is defined and documented where qcomp itself uses it. Code that imports only from
+`qcomp`, `qcomp.extend` and `qcomp.testing` needs none of the paths below `qcomp.core`, which may change.
+
+A compressor is a frozen dataclass below `Compressor`, or below `BucketedCompressor` if each bucket has a few scales and
+each element a small code. It announces its `Traits` and its `PayloadSpec` of `Field`, and draws with `draws16` from a
+`Key`. `array_namespace`, `bitcast`, `divide`, `sqrt` and the sums are the same in every library to the last bit.
+`register_compressor` makes its name known, as does an entry point in the group ``qcomp.compressors``.
+
+A topology is a subclass of `Topology`: `Operands` become a `Layout`, and a `Call` becomes an `Averaged`, by way of
+`Codec` and `Verdicts`. `register_topology` makes its name known, as does an entry point in the group
+``qcomp.topologies``, which names the class or an instance.
+
+A kernel set is an object with the methods of `KernelSet`; `Partial` has those that work on several tensors at once, and
+leaves them to the pure version. Packages list it in the entry point group ``qcomp.kernels``.
+
+A communicator is an object with the verbs of `Communicator`; `Verbs` makes both of one exchange, and `drive` runs
+`Stages` over it. A framework with collectives of its own drives the stages itself: it answers each `AllToAll` and
+`AllGather` that ``init_stages`` and ``stages`` of an optimizer or a mean yield.
+
+An optimizer is a frozen dataclass below `Optimizer`.
+
+Examples
+--------
+>>> import numpy as np
+>>> from qcomp.extend import AllGather, drive
+>>> def largest(x, size):
+...     arrived = yield AllGather(np.asarray([x], dtype=np.uint8), (1,) * size)
+...     return max(int(each[0]) for each in arrived)
+>>> import qcomp
+>>> qcomp.comm.run_local(3, lambda comm: drive(largest(comm.rank, comm.size), comm))
+[2, 2, 2]
+"""
+
+from qcomp.comm.base import Communicator
+from qcomp.comm.buffers import from_host, stage_exchange, to_host
+from qcomp.comm.verbs import Completed, Pending, Verbs
+from qcomp.core import primitives
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.bucketed import BucketedCompressor
+from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
+from qcomp.core.handshake import handshake, handshake_stages
+from qcomp.core.kernels import (
+    AdamNumbers,
+    AnyFrame,
+    Blend,
+    Encoded,
+    EncodedFrame,
+    KernelSet,
+    Partial,
+    StepNumbers,
+)
+from qcomp.core.mean.chunks import Chunk, Segment
+from qcomp.core.mean.codec import Codec, Compressed, Verdicts
+from qcomp.core.mean.costs import Cluster, Cost, Link, Load
+from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.nodes import Nodes
+from qcomp.core.mean.stages import (
+    AllGather,
+    AllToAll,
+    Exchange,
+    Stages,
+    Transport,
+    announce_lengths,
+    drive,
+    fuse,
+    pipeline,
+)
+from qcomp.core.mean.topologies.base import Averaged, Call, Into, Topology, assemble, decode_means
+from qcomp.core.mean.topologies.registry import names as topology_names
+from qcomp.core.mean.topologies.registry import register as register_topology
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    bitcast,
+    bytes_of,
+    compute_dtype_name,
+    concat,
+    detached,
+    device,
+    divide,
+    dtype_name,
+    flush,
+    from_bytes_of,
+    from_host_bytes,
+    host_bytes,
+    is_mutable,
+    is_traced,
+    require_below,
+    sqrt,
+    to_compute_dtype,
+    truncate_last_bit,
+    write_into,
+)
+from qcomp.core.numeric.bitplanes import pack, unpack
+from qcomp.core.numeric.buckets import (
+    Block,
+    blocks,
+    bucket_count,
+    join_blocks,
+    padded_size,
+    validate_bucket_size,
+)
+from qcomp.core.numeric.random import SHARED_RANK, Key, draws16, replace_draws
+from qcomp.core.numeric.sums import mean_abs, norm2, rms, sum_of_squares, total, tree_sum
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.payload import Field, Payload, PayloadSpec
+from qcomp.core.registry import compressor_names
+from qcomp.core.registry import register as register_compressor
+from qcomp.core.state import OptimizerState
+from qcomp.core.traits import AnyCompressor, Coder, Traits
+
+__all__ = [
+    "SHARED_RANK",
+    "AdamNumbers",
+    "AllGather",
+    "AllToAll",
+    "AnyCompressor",
+    "AnyFrame",
+    "Array",
+    "Average",
+    "Averaged",
+    "Blend",
+    "Block",
+    "BucketedCompressor",
+    "Call",
+    "Chunk",
+    "Cluster",
+    "Codec",
+    "Coder",
+    "Communicator",
+    "CommunicatorError",
+    "Completed",
+    "Compressed",
+    "Compressor",
+    "Cost",
+    "Encoded",
+    "EncodedFrame",
+    "Exchange",
+    "Field",
+    "Frame",
+    "Into",
+    "KernelSet",
+    "Key",
+    "Layout",
+    "Link",
+    "Load",
+    "Means",
+    "MismatchError",
+    "Nodes",
+    "NonFiniteError",
+    "Operands",
+    "Optimizer",
+    "OptimizerState",
+    "Partial",
+    "Payload",
+    "PayloadError",
+    "PayloadSpec",
+    "Pending",
+    "Residuals",
+    "Segment",
+    "Stages",
+    "StepNumbers",
+    "Topology",
+    "Traits",
+    "Transport",
+    "Verbs",
+    "Verdicts",
+    "announce_lengths",
+    "array_namespace",
+    "assemble",
+    "bitcast",
+    "blocks",
+    "bucket_count",
+    "bytes_of",
+    "compressor_names",
+    "compute_dtype_name",
+    "concat",
+    "decode_means",
+    "detached",
+    "device",
+    "divide",
+    "draws16",
+    "drive",
+    "dtype_name",
+    "flush",
+    "from_bytes_of",
+    "from_host",
+    "from_host_bytes",
+    "fuse",
+    "handshake",
+    "handshake_stages",
+    "host_bytes",
+    "is_mutable",
+    "is_traced",
+    "join_blocks",
+    "mean_abs",
+    "norm2",
+    "pack",
+    "padded_size",
+    "pipeline",
+    "primitives",
+    "register_compressor",
+    "register_topology",
+    "replace_draws",
+    "require_below",
+    "rms",
+    "sqrt",
+    "stage_exchange",
+    "sum_of_squares",
+    "to_compute_dtype",
+    "to_host",
+    "topology_names",
+    "total",
+    "tree_sum",
+    "truncate_last_bit",
+    "unpack",
+    "validate_bucket_size",
+    "write_into",
+]

@@ -1,0 +1,192 @@
+"""The laws of communicators, each a collective function that raises AssertionError on ranks that see it broken."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from qcomp.comm.base import Communicator
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages, drive, pipeline
+from qcomp.testing.libraries import Namespace, to_library, to_numpy
+
+__all__ = ["COMMUNICATOR_LAWS", "another_size_closes_it"]
+
+Vector = np.ndarray[Any, Any]
+_SCALES = (0, 1, 333, 400_000)
+"""Factors of the sizes of messages: none, few, and more than a network sends in one piece."""
+
+
+def _share(sender: int, receiver: int, size: int) -> Vector:
+    """Return what a rank sends another: bytes that say from whom and for whom they are."""
+    return np.resize(np.array([sender, receiver, 255, 0, 17], dtype=np.uint8), size)
+
+
+def _size(sender: int, receiver: int, scale: int) -> int:
+    """Return a size, different for most pairs and 0 for some; most ranks also have a share of their own."""
+    return (sender * 7 + receiver * 4 + 1) % 5 * scale
+
+
+def _require_buffers(found: Sequence[Any], expected: Sequence[Vector], like: Any, verb: str) -> None:
+    assert len(found) == len(expected), f"{verb} returns {len(found)} buffers for {len(expected)} ranks"
+    for rank, (x, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert type(x) is type(like), f"{verb} returns a {type(x).__name__} for a {type(like).__name__}"
+        values = to_numpy(x)
+        assert values.dtype == np.uint8, f"{verb} returns {values.dtype} from rank {rank}; expected uint8"
+        assert values.shape == wanted.shape, (
+            f"{verb} returns shape {values.shape} from rank {rank}, which sent {wanted.shape}"
+        )
+        assert np.array_equal(values, wanted), f"{verb} returns other bytes than rank {rank} sent"
+
+
+def has_a_place(comm: Communicator, xp: Namespace) -> None:
+    """Each rank has a number of its own, and the name of its machine; nothing has been sent by others' count."""
+    assert 0 <= comm.rank < comm.size, f"rank is {comm.rank}, size is {comm.size}"
+    mine = to_library(xp, np.array([comm.rank], dtype=np.uint8))
+    found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [1] * comm.size)]
+    assert found == list(range(comm.size)), f"all_gather returns the ranks in the order {found}"
+    assert isinstance(comm.host, str), f"host is {comm.host!r}; expected the name of the machine"
+    assert comm.host, "host is empty; expected the name of the machine"
+
+
+def all_to_all_delivers(comm: Communicator, xp: Namespace) -> None:
+    """`all_to_all` brings each rank what each other sent it, of uneven sizes, and counts it."""
+    me, ranks = comm.rank, range(comm.size)
+    for scale in _SCALES:
+        before = comm.bytes_sent
+        shares = [_share(me, r, _size(me, r, scale)) for r in ranks]
+        send = [to_library(xp, x) for x in shares]
+        received = comm.all_to_all(send, [_size(r, me, scale) for r in ranks])
+        _require_buffers(received, [_share(r, me, _size(r, me, scale)) for r in ranks], send[0], "all_to_all")
+        _require_counted(comm, before, sum(shares[r].size for r in ranks if r != me), "all_to_all")
+
+
+def all_gather_delivers(comm: Communicator, xp: Namespace) -> None:
+    """`all_gather` brings each rank what each sent, of uneven sizes, and counts it."""
+    me, ranks = comm.rank, range(comm.size)
+    for scale in _SCALES:
+        before, sizes = comm.bytes_sent, [_size(r, 1, scale) for r in ranks]
+        send = to_library(xp, _share(me, 9, sizes[me]))
+        received = comm.all_gather(send, sizes)
+        _require_buffers(received, [_share(r, 9, sizes[r]) for r in ranks], send, "all_gather")
+        _require_counted(comm, before, (comm.size - 1) * sizes[me], "all_gather")
+
+
+def _require_counted(comm: Communicator, before: int, expected: int, verb: str) -> None:
+    found = comm.bytes_sent - before
+    assert found == expected, f"{verb} sends {expected} bytes to other ranks; bytes_sent grows by {found}"
+
+
+def exchanges_keep_their_order(comm: Communicator, xp: Namespace) -> None:
+    """In many small exchanges, in which ranks run ahead of others, each gets what belongs to it."""
+    me, ranks = comm.rank, range(comm.size)
+    for i in range(60):
+        mine = to_library(xp, np.full(5, (i + me) % 251, dtype=np.uint8))
+        found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [5] * comm.size)]
+        assert found == [(i + r) % 251 for r in ranks], f"all_gather number {i} brings bytes of another"
+        send = [to_library(xp, np.full(r, i % 251, dtype=np.uint8)) for r in ranks]
+        received = comm.all_to_all(send, [me] * comm.size)
+        _require_buffers(received, [np.full(me, i % 251, dtype=np.uint8)] * comm.size, send[0], "all_to_all")
+
+
+def memory_is_its_own(comm: Communicator, xp: Namespace) -> None:
+    """Received buffers share no memory with sent ones, or with each other, on any rank."""
+    n = comm.size
+    mine = to_library(xp, np.full(64, comm.rank, dtype=np.uint8))
+    received = comm.all_gather(mine, [64] * n)
+    if not _write(mine, 99):
+        return  # of an immutable library
+    _write(received[0], 77, comm.rank)
+    comm.all_gather(mine[:0], [0] * n)  # now all ranks have written
+    expected = np.repeat(np.arange(n, dtype=np.uint8), 64).reshape(n, 64)
+    expected[0, comm.rank] = 77
+    same = np.array_equal(np.stack([to_numpy(x) for x in received]), expected)
+    assert same, "what all_gather returned shares memory with what ranks sent, or got"
+    to_all = comm.all_to_all([mine] * n, [64] * n)
+    for x in to_all:
+        _write(x, 1)
+    assert set(to_numpy(mine).tolist()) == {99}, "what all_to_all returned shares memory with what was sent"
+
+
+def _write(x: Any, value: int, index: int | None = None) -> bool:
+    """Write a value into a buffer, at an index or everywhere; return False if the library is immutable."""
+    try:
+        if index is None:
+            x[:] = value
+        else:
+            x[index] = value
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _sums(comm: Communicator, xp: Namespace, number: int) -> Stages[list[int]]:
+    """Yield one exchange of each kind."""
+    send = tuple(to_library(xp, np.array([comm.rank + number, r], dtype=np.uint8)) for r in range(comm.size))
+    arrived = yield AllToAll(send, (2,) * comm.size)
+    first = [int(x) for buffer in arrived for x in to_numpy(buffer)]
+    arrived = yield AllGather(to_library(xp, np.array([number], dtype=np.uint8)), (1,) * comm.size)
+    return first + [int(to_numpy(buffer)[0]) for buffer in arrived]
+
+
+def stages_run_over_it(comm: Communicator, xp: Namespace) -> None:
+    """Computations in stages, one or several interleaved ones, get what belongs to them."""
+
+    def expected(number: int) -> list[int]:
+        pairs = [x for r in range(comm.size) for x in (r + number, comm.rank)]
+        return pairs + [number] * comm.size
+
+    assert drive(_sums(comm, xp, 5), comm) == expected(5), "a computation in stages gets other bytes"
+    found = drive(pipeline([_sums(comm, xp, number) for number in range(4)]), comm)
+    assert found == [expected(number) for number in range(4)], "interleaved computations get bytes of others"
+
+
+def starts_wait_in_any_order(comm: Communicator, xp: Namespace) -> None:
+    """If it has a `start`: exchanges that are under way at once keep apart, in whatever order they are waited for."""
+    start = getattr(comm, "start", None)
+    if start is None:
+        return
+    sizes, pending = (3, 100_000, 0, 7), []
+    for number, size in enumerate(sizes):
+        mine = to_library(xp, np.full(size, 10 * number + comm.rank, dtype=np.uint8))
+        pending.append((number, size, start(AllGather(mine, (size,) * comm.size))))
+    for number, size, each in reversed(pending):
+        for rank, x in enumerate(each.wait()):
+            same = np.array_equal(to_numpy(x), np.full(size, 10 * number + rank, dtype=np.uint8))
+            assert same, (
+                f"of {len(sizes)} exchanges under way, number {number} brings other bytes from rank {rank}"
+            )
+
+
+def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
+    """A message of another size than the receiver announces is a CommunicatorError, and so is all that follows."""
+    if comm.size == 1:
+        return
+    last = comm.size - 1
+    send = [
+        to_library(xp, np.zeros(4 + (comm.rank == last and r == 0), dtype=np.uint8)) for r in range(comm.size)
+    ]
+    errors = []
+    for _ in range(2):
+        try:
+            comm.all_to_all(send, [4 + (comm.rank == last and r == 0 == last) for r in range(comm.size)])
+        except CommunicatorError as error:
+            errors.append(error)
+    wanted = 2 if comm.rank == 0 else 1
+    assert len(errors) >= wanted, (
+        f"rank {last} sends rank 0 a byte more than announced, twice; rank {comm.rank} gets {len(errors)} errors"
+    )
+
+
+CommunicatorLaw = Callable[[Communicator, Namespace], None]
+
+COMMUNICATOR_LAWS: tuple[CommunicatorLaw, ...] = (
+    has_a_place,
+    all_to_all_delivers,
+    all_gather_delivers,
+    exchanges_keep_their_order,
+    memory_is_its_own,
+    stages_run_over_it,
+    starts_wait_in_any_order,
+)
+"""The laws about a communicator that leave it open."""

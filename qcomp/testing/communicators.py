@@ -1,0 +1,57 @@
+"""Checks whether a communicator keeps its promises; all ranks call it together."""
+
+from functools import partial
+
+import numpy as np
+
+from qcomp.comm.base import Communicator
+from qcomp.testing.communicator_laws import COMMUNICATOR_LAWS, another_size_closes_it
+from qcomp.testing.libraries import Namespace, library_name
+from qcomp.testing.promises import Contract
+
+__all__ = ["check_communicator", "communicator_contract"]
+
+_HAS = ("rank", "size", "host", "bytes_sent", "all_to_all", "all_gather")
+
+
+def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool = False) -> None:
+    """Check that a communicator keeps the promises of `qcomp.comm.Communicator`. Collective.
+
+    Every message arrives whole and in order, whatever its size and whoever runs ahead; results are arrays of the
+    library that was sent, and share no memory with what was sent; ``bytes_sent`` counts what goes to others; and
+    exchanges that are started before others are waited for keep apart.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The communicator to check. Every rank must make this call; three ranks show more than two.
+    xp : namespace
+        The array library of the buffers.
+    failures : bool
+        Whether to check at last that a message of another size is an error, after which the communicator is closed.
+
+    Raises
+    ------
+    ContractError
+        If a law is broken on this rank. Other ranks then wait for this one in the next law, until their communicator
+        gives up.
+    TypeError
+        If ``comm`` is no communicator.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.comm.run_local(3, qcomp.testing.check_communicator)
+    [None, None, None]
+    """
+    communicator_contract(comm, xp, failures=failures).require()
+
+
+def communicator_contract(comm: Communicator, xp: Namespace = np, *, failures: bool = False) -> Contract:
+    """Return the laws about a communicator, each in a group of its own: after a broken one, ranks are out of step."""
+    lacking = [name for name in _HAS if not hasattr(comm, name)]
+    if lacking:
+        raise TypeError(f"comm is {comm!r}; expected a communicator, which has {', '.join(lacking)}")
+    laws = (*COMMUNICATOR_LAWS, another_size_closes_it) if failures else COMMUNICATOR_LAWS
+    groups = [[(law.__name__, partial(law, comm, xp))] for law in laws]
+    return Contract(f"rank {comm.rank} of {type(comm).__name__} on {library_name(xp)}", groups)

@@ -1,0 +1,120 @@
+"""The laws of topologies about what goes wrong: refusals and damage, and whether anybody is left waiting."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from qcomp.comm.local import LocalCommunicator, run_local
+from qcomp.core.compressors import QSGD
+from qcomp.core.errors import NonFiniteError, PayloadError
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.numeric.random import Key
+from qcomp.core.registry import compressor as from_spec
+from qcomp.testing.means import SPECS, World, average, bits, held_by, inputs, refused
+from qcomp.testing.turns import lockstep
+
+__all__ = ["CODED", "damage_is_noticed", "over_a_communicator", "refusals", "refusals_are_shared"]
+
+CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
+"""Its payloads vary in length."""
+_SECONDS = 30.0
+"""Within which ranks in threads must end; a law takes a fraction of a second."""
+
+
+def refusals_are_shared(world: World) -> None:
+    """A value that is not finite, on any rank, raises NonFiniteError on all, in the same stage, and changes nothing."""
+    for spec in (*SPECS, CODED):
+        for _ in refusals(world, spec):
+            pass
+
+
+def refusals(world: World, spec: str | QSGD) -> Iterator[tuple[int, list[Exception]]]:
+    """Yield, for values on each rank and in several chunks, the bad rank and the error that each rank raises."""
+    places = [(0, 0), (2, 0), (3, 37), (3, 161)]
+    mean = world.mean(spec)
+    _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
+    before = _held(states)
+    expected = average(mean, world.values(1), states, Key(step=1))
+    for bad in world.ranks:
+        for number, (tensor, at) in enumerate(places):
+            if world.size > 2 and spec != SPECS[0] and number != bad % 4:
+                continue
+            values = world.values(1)
+            values[bad][tensor].flat[at] = (np.nan, np.inf, -np.inf)[(bad + number) % 3]
+            passed = [bits(x) for x in values]
+            errors = refused(mean, values, states, key=Key(step=1), overwrite=number % 2 == 1)
+            assert [bits(x) for x in values] == passed, "values were written to before all ranks accepted"
+            assert _held(states) == before, "residuals were written to before all ranks accepted"
+            yield bad, errors
+    again = average(mean, world.values(1), states, Key(step=1))
+    assert bits(again.means) == bits(expected.means), "after a refusal, the next call gives another result"
+
+
+def damage_is_noticed(world: World) -> None:
+    """A message of another size raises PayloadError, which names its sender."""
+    if world.is_exact:
+        return
+    for c in (from_spec(SPECS[0]), CODED):
+        mean = world.mean(c)
+        for sender in _senders_to_first(world, mean):
+            text = ""
+            try:
+                _senders_to_first(world, mean, damaged=sender)
+            except PayloadError as error:
+                text = str(error)
+            assert text, f"rank 0 takes a message of rank {sender} that lacks 8 bytes"
+            assert f"rank {sender}" in text, f"the error does not name rank {sender}: {text}"
+
+
+def _senders_to_first(world: World, mean: CompressedMean, damaged: int | None = None) -> list[int]:
+    """Return the ranks that send rank 0 something in the first exchange in which any other does.
+
+    With ``damaged``, what that rank sends there lacks 8 bytes. Exchanges that announce lengths are not looked at.
+    """
+    found: list[int] = []
+
+    def looked_at(stages: Any) -> Any:
+        arrived, count = None, 0
+        while True:
+            try:
+                request = next(stages) if arrived is None else stages.send(arrived)
+            except StopIteration as stop:
+                return stop.value
+            arrived = yield request
+            senders = [rank for rank, b in enumerate(arrived) if rank and b.shape[0]]
+            if senders and not found and (count % 2 or not mean.compressors[0].variable_length):
+                found.extend(senders)
+                arrived = [b[: b.shape[0] - 8 * (rank == damaged)] for rank, b in enumerate(arrived)]
+            count += 1
+
+    states = world.start(mean, inputs(0, 0))
+    running = [mean.stages(inputs(rank, 0), states[rank], key=Key()) for rank in world.ranks]
+    lockstep([looked_at(running[0]), *running[1:]])
+    return found
+
+
+def over_a_communicator(world: World) -> None:
+    """Over a communicator it gives what the stages give, and nobody waits for a rank that refuses."""
+    mean = world.mean()
+    found = average(mean, world.values(0), world.start(mean, inputs(0, 0)))
+
+    def rank_main(comm: LocalCommunicator) -> tuple[bytes, bytes]:
+        state = mean.init(inputs(0, 0), comm)
+        x = inputs(comm.rank, 0)
+        if comm.rank == world.size - 1:
+            x[0][1, 1] = np.nan
+        try:
+            mean(x, state, comm)
+        except NonFiniteError:
+            means, state = mean(inputs(comm.rank, 0), state, comm)
+            return bits(means), held_by(state)
+        raise AssertionError("a mean of NaN raises nothing")
+
+    for rank, held in enumerate(run_local(world.size, rank_main, timeout=_SECONDS, hosts=world.hosts)):
+        expected = bits(found.means), held_by(found.states[rank])
+        assert held == expected, f"over a communicator, rank {rank} gets something else than its stages give"
+
+
+def _held(states: Sequence[MeanState]) -> bytes:
+    return b"|".join(map(held_by, states))

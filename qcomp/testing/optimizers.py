@@ -1,0 +1,63 @@
+"""Checks whether an optimizer keeps its promises."""
+
+import warnings
+from functools import partial
+
+import numpy as np
+
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.testing.libraries import Namespace
+from qcomp.testing.optimizer_laws import OPTIMIZER_LAWS, OptimizerCase, OptimizerLaw
+from qcomp.testing.promises import Contract
+
+__all__ = ["check_optimizer", "optimizer_contract"]
+
+
+def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
+    """Check that an optimizer keeps the promises of `qcomp.Optimizer`.
+
+    All ranks hold the same after each of twelve steps; nothing that is passed in is written to; a job that is saved
+    after any step goes on bit for bit, also on another number of ranks; a gradient that is not finite stops all ranks
+    and changes nothing; ranks that were not started alike are told; and donation changes nothing.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The optimizer to check. Its step takes one gradient of each parameter. Choose settings with which it passes
+        through all its stages within twelve steps, such as ``freeze=5``: laws see only the stages that it reaches. One
+        that has an ``averaging``, and compresses nothing within these steps, is refused by a law.
+    xp : namespace
+        The array library to run on.
+
+    Raises
+    ------
+    ContractError
+        If laws are broken; it names those of the first group with a broken law.
+    TypeError
+        If ``optimizer`` is not an instance of an optimizer.
+
+    Examples
+    --------
+    One law of it, which takes less time:
+
+    >>> import qcomp
+    >>> contract = qcomp.testing.contract_of(qcomp.CompressedSGD(learning_rate=0.1))
+    >>> contract.require(only="saved_after_any_step")
+    """
+    optimizer_contract(optimizer, xp).require()
+
+
+def optimizer_contract(optimizer: Optimizer, xp: Namespace = np) -> Contract:
+    """Return the laws about an optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is {optimizer!r}; expected an instance of a subclass of qcomp.Optimizer")
+    case = OptimizerCase(optimizer, xp)
+    groups = [[(law.__name__, partial(_quietly, law, case)) for law in group] for group in OPTIMIZER_LAWS]
+    return Contract(repr(case), groups)
+
+
+def _quietly(law: OptimizerLaw, case: OptimizerCase) -> None:
+    """Check a law without what an optimizer warns of in so short a run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        law(case)

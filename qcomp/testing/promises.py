@@ -1,0 +1,87 @@
+"""What all checks share: laws in groups, run one after the other, and the report of those that are broken."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+__all__ = ["Attempt", "Contract", "ContractError"]
+
+Attempt = tuple[str, Callable[[], None]]
+"""The name of a law, and a call that raises if it is broken."""
+
+
+class ContractError(AssertionError):
+    """Promises are broken; the message names each of them, with the first case that shows it."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The laws about one thing.
+
+    Parameters
+    ----------
+    subject : str
+        What is checked, and on which library.
+    groups : sequence of sequences of Attempt
+        The laws. Those of a group rely on the groups before it, and run only if these hold.
+    before : mapping of str to callable
+        What runs before all laws for the sake of the law of that name.
+    """
+
+    subject: str
+    groups: Sequence[Sequence[Attempt]]
+    before: Mapping[str, Callable[[], None]] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all laws, in order."""
+        return [name for group in self.groups for name, _ in group]
+
+    def verdicts(self, *, only: str | None = None) -> Iterator[tuple[str, str | None]]:
+        """Run the laws, and yield the name of each with its counterexample, or with None if it holds.
+
+        Ends after the first group with a broken law.
+
+        Parameters
+        ----------
+        only : str, optional
+            The one law to run.
+        """
+        for name, prepare in self.before.items():
+            if only in (None, name):
+                prepare()
+        for group in self.groups:
+            sound = True
+            for name, law in group:
+                if only not in (None, name):
+                    continue
+                found = _counterexample(law)
+                sound = sound and found is None
+                yield name, found
+            if not sound:
+                return
+
+    def broken(self, *, only: str | None = None) -> Iterator[tuple[str, str]]:
+        """Run the laws, and yield the name of each broken one and its counterexample; see `verdicts`."""
+        for name, found in self.verdicts(only=only):
+            if found is not None:
+                yield name, found
+
+    def require(self, *, only: str | None = None) -> None:
+        """Raise `ContractError` if laws are broken, naming those of the first group that has any."""
+        broken = [f"- {name}: {found}" for name, found in self.broken(only=only)]
+        if broken:
+            raise ContractError(f"{self.subject} breaks {len(broken)} promise(s):\n" + "\n".join(broken))
+
+
+def _counterexample(law: Callable[[], None]) -> str | None:
+    """Return what a law says if it is broken."""
+    try:
+        with np.errstate(all="ignore"):  # of overflow before a documented error
+            law()
+    except Exception as error:
+        text = str(error) or type(error).__name__
+        return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+    return None

@@ -1,0 +1,104 @@
+"""Checks whether a topology keeps its promises."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from qcomp.core.mean.topologies.base import Topology
+from qcomp.core.mean.topologies.registry import register
+from qcomp.core.numeric.random import Key
+from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
+from qcomp.testing.means import NODES, SPECS, World, average, inputs
+from qcomp.testing.promises import Attempt, Contract
+from qcomp.testing.topology_laws import TOPOLOGY_LAWS
+
+__all__ = ["check_topology", "same_as_on_numpy", "topology_contract", "worlds_of"]
+
+_SHAPES = [(40,), (5,), ()]
+
+
+def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = False) -> None:
+    """Check that a topology keeps every promise of `qcomp.CompressedMean`.
+
+    In worlds of one to five ranks, and with shared nodes if it wants them, whose ranks take turns in one thread: all
+    ranks want the same exchanges and hold the same means; the sum identity holds; nothing that is passed in is written
+    to; each hop has draws of its own; a refusal is shared; damaged messages are noticed; rounds, coders, donation and
+    communicators change nothing; and the cost is a sensible number.
+
+    Parameters
+    ----------
+    topology : Topology
+        The topology to check. It is registered, if it is not yet.
+    xp : namespace
+        An array library that must give the same bytes as NumPy, on which the laws are checked.
+    thorough : bool
+        Whether to check all worlds, up to seven ranks.
+
+    Raises
+    ------
+    ContractError
+        If laws are broken; it names those of the first group with a broken law, and the world.
+    TypeError
+        If ``topology`` is not an instance of a topology.
+
+    Examples
+    --------
+    One law of it, which takes less time:
+
+    >>> import qcomp
+    >>> contract = qcomp.testing.contract_of(qcomp.topologies.topology("all_gather"))
+    >>> contract.require(only="ranks_agree")
+    """
+    topology_contract(topology, xp, thorough=thorough).require()
+
+
+def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool = False) -> Contract:
+    """Return the laws about a topology."""
+    register(topology)
+    worlds = worlds_of(topology, thorough=thorough)
+    groups: list[Sequence[Attempt]] = [
+        [(law.__name__, partial(_in_each, law, worlds)) for law in group] for group in TOPOLOGY_LAWS
+    ]
+    if xp is not np:
+        on = World(topology.name, worlds[-1].nodes)
+        groups.append([("same_as_on_numpy", lambda: same_as_on_numpy(on, xp))])
+    return Contract(f"the topology {topology.name!r} on {library_name(xp)}", groups)
+
+
+def worlds_of(topology: Topology, *, thorough: bool) -> list[World]:
+    """Return worlds of one rank to five, and worlds with shared nodes if these matter; thorough ones are more."""
+    sizes, shared = (range(1, 6), tuple(NODES.values())) if thorough else ((1, 2, 3, 5), (NODES["3 and 2"],))
+    separate = [World(topology.name, tuple(range(n))) for n in sizes]
+    return separate + [World(topology.name, nodes) for nodes in shared if topology.wants_nodes]
+
+
+def _in_each(law: Callable[[World], None], worlds: Sequence[World]) -> None:
+    """Check a law in several worlds, the smallest first; an error names the world."""
+    for world in worlds:
+        try:
+            law(world)
+        except Exception as error:
+            where = f"{world.size} ranks on nodes {world.nodes}"
+            text = str(error) or type(error).__name__
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            raise AssertionError(f"{kind}{text} ({where})") from error
+
+
+def same_as_on_numpy(world: World, xp: Namespace) -> None:
+    """Means and residuals in another library have the bytes that they have on NumPy."""
+    for spec in SPECS[:2]:
+        mean, held = world.mean(spec), []
+        for library in (np, xp):
+            convert = partial(to_library, library)
+            first = [convert(x) for x in inputs(0, 0, shapes=_SHAPES)]
+            states, record = world.start(mean, first), []
+            for step in range(2):
+                values = world.values(step, shapes=_SHAPES)
+                values[-1][0][:20] *= np.float32(2.0**-130)  # subnormal, which some devices flush
+                arrays = [[convert(x) for x in of_rank] for of_rank in values]
+                means, states = average(mean, arrays, states, Key(step=step))
+                residuals = [r for state in states for r in (*state.worker, *state.server)]
+                record += [to_numpy(x).tobytes() for x in (*means, *residuals)]
+            held.append(record)
+        assert held[0] == held[1], f"with {spec}, {library_name(xp)} gives other bytes than NumPy"

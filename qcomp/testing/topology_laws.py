@@ -1,0 +1,401 @@
+"""The laws of topologies, each a function that raises AssertionError if a `World` breaks it."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from qcomp.core.compressors import QSGD, Identity, ScaledSign
+from qcomp.core.kernels import Blend
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.costs import Cluster, Link, Load
+from qcomp.core.mean.rounds import in_rounds, lay_out_rounds
+from qcomp.core.mean.stages import AllGather, AllToAll, fuse, pipeline
+from qcomp.core.mean.topologies.base import Averaged, Call
+from qcomp.core.mean.topologies.registry import topology
+from qcomp.core.numeric.random import Key
+from qcomp.testing.failure_laws import damage_is_noticed, over_a_communicator, refusals_are_shared
+from qcomp.testing.means import (
+    SHAPES,
+    SPECS,
+    World,
+    average,
+    bits,
+    draws_of,
+    held_by,
+    inputs,
+    require_sum_identity,
+)
+from qcomp.testing.turns import lockstep
+
+__all__ = ["TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
+
+
+def ranks_agree(world: World) -> None:
+    """All ranks want the same exchanges, and hold the same means, of the shapes and dtypes of the values."""
+    for spec in SPECS:
+        mean = world.mean(spec)
+        states = world.start(mean, inputs(0, 0))
+        for step in range(3):
+            values = world.values(step)
+            means, states = average(mean, values, states, Key(step=step))
+            wanted, found = ([(x.shape, x.dtype) for x in arrays] for arrays in (values[0], means))
+            assert found == wanted, f"the means have shapes and dtypes {found}; the values {wanted}"
+
+
+def exact_without_loss(world: World) -> None:
+    """Of a compressor without loss, it is the mean, up to the rounding of the additions, in memory of its own."""
+    for feedback in (True, False):
+        mean = world.mean("identity", feedback=feedback)
+        values = world.values(0)
+        states = world.start(mean, values[0])
+        assert not any((*s.worker, *s.server) for s in states), (
+            "residuals of a compressor without loss are kept"
+        )
+        means, _ = average(mean, values, states)
+        for i, got in enumerate(means):
+            exact = sum(v[i].astype(np.float64) for v in values) / world.size
+            largest = sum(np.abs(v[i]) for v in values) / world.size
+            assert (np.abs(got - exact) <= (world.size + 3) * 2.0**-24 * largest).all(), (
+                f"tensor {i} is not averaged exactly by Identity"
+            )
+            shared = any(np.shares_memory(got, v[i]) for v in values if got.size)
+            assert not shared, f"the mean of tensor {i} shares memory with a rank's values"
+
+
+def fewer_buckets_than_ranks(world: World) -> None:
+    """It averages one short tensor, and tensors without elements."""
+    for shapes in ([(20,)], [(3,)], [(0,)], [(0,), (2, 0)]):
+        for spec in SPECS[:2]:
+            mean = world.mean(spec)
+            values = world.values(0, shapes=shapes)
+            states = world.start(mean, values[0])
+            for step in range(2):
+                means, states = average(mean, values, states, Key(step=step))
+            found = [m.shape for m in means]
+            assert found == shapes, f"the means of tensors of shapes {shapes} have shapes {found}"
+
+
+def own_precision(world: World) -> None:
+    """Each tensor keeps its dtype, is computed in float32 or float64, and so is what it leaves as residual."""
+    for dtype in ("float16", "float32", "float64"):
+        mean = world.mean("minmax:bucket_size=16")
+        x = [values[0] for values in world.values(0, dtype=dtype, shapes=[(37,)])]
+        states = world.start(mean, [x[0]])
+        computed = "float64" if dtype == "float64" else "float32"
+        for _ in range(2):
+            found = {str(r.dtype) for s in states for r in (*s.worker, *s.server)}
+            assert found <= {computed}, f"residuals of {dtype} are kept in {found}; expected {computed}"
+            got, states = average(mean, x, states)
+        assert got.dtype == dtype, f"the mean of {dtype} is {got.dtype}"
+        off = np.abs(got - sum(v.astype(np.float64) for v in x) / world.size).max()
+        assert off < 0.02 * (world.size + 2), (
+            f"the mean of {dtype} is off by {off:.3g}, with 8 bits an element"
+        )
+    values = [[np.full(5, 1 + rank, np.float32), np.full(7, 1 / 3 + rank)] for rank in world.ranks]
+    for c in (Identity(), ScaledSign(bucket_size=8)):
+        for order in (1, -1):
+            mean, ordered = world.mean(c, feedback=False), [of_rank[::order] for of_rank in values]
+            means, _ = average(mean, ordered, world.start(mean, ordered[0]))
+            for i, got in enumerate(means):
+                exact = sum(of_rank[i].astype(np.float64) for of_rank in ordered) / world.size
+                assert got.dtype == ordered[0][i].dtype, "tensors of two dtypes do not keep theirs"
+                assert np.allclose(got, exact, rtol=1e-6, atol=0), "tensors of two dtypes have another mean"
+
+
+def residuals_as_laid_out(world: World) -> None:
+    """The first residuals are zeros of the ranges of the layout, in which no element has two servers."""
+    mean = world.mean()
+    served = [np.zeros(math.prod(shape), int) for shape in SHAPES]
+    for state in world.start(mean, inputs(0, 0)):
+        assert state.topology == world.topology
+        if world.is_exact:
+            assert state.worker == state.server == (), "an exact mean keeps residuals"
+            continue
+        worker, server = mean.layout(SHAPES, rank=state.rank, size=world.size, nodes=world.nodes).residuals
+        for name, residuals, ranges in (("worker", state.worker, worker), ("server", state.server, server)):
+            found, wanted = [r.shape for r in residuals], [(s.size,) for s in ranges]
+            assert found == wanted, f"the {name} residuals have shapes {found}; the layout says {wanted}"
+        assert not any(r.any() for r in (*state.worker, *state.server)), "first residuals are not zero"
+        for part in server:
+            served[part.tensor][part.start : part.stop] += 1
+    counts = {int(count) for counts in served for count in counts}
+    assert counts in ({0}, {1}), (
+        f"elements have {sorted(counts)} server residuals; expected one each, or none at all"
+    )
+
+
+def nothing_owed_without_feedback(world: World) -> None:
+    """Without feedback, states keep no residuals and do not change."""
+    mean = world.mean("qsgd:bucket_size=16", feedback=False)
+    states = world.start(mean, inputs(0, 0))
+    _, after = average(mean, world.values(0), states, Key())
+    assert after == states, "the state changes without feedback"
+    assert all(s.worker == s.server == () for s in after), "residuals are kept without feedback"
+
+
+def sum_identity(world: World) -> None:
+    """The means add up to the exact means, less what the residuals of all ranks hold."""
+    others = ("sign:bucket_size=16,scale=rms", "onebit_sgd", "scaled(qsgd:levels=1)")
+    for spec in (*SPECS[:3], *others, "qsgd:levels=31,bucket_size=16,coding=elias"):
+        require_sum_identity(world.mean(spec), world.nodes)
+
+
+def only_results_are_new(world: World) -> None:
+    """Values and old residuals are not written to, so the same call gives the same result again."""
+    for spec in SPECS[:2]:
+        mean = world.mean(spec)
+        _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
+        values, before = world.values(1), [held_by(state) for state in states]
+        first = average(mean, values, states, Key(step=1))
+        assert [bits(x) for x in values] == [bits(x) for x in world.values(1)], "values were written to"
+        assert [held_by(state) for state in states] == before, "old residuals were written to"
+        again = average(mean, values, states, Key(step=1))
+        same = bits(again.means) == bits(first.means) and _held(again.states) == _held(first.states)
+        assert same, "the same call gives another result the second time"
+
+
+def donation_changes_nothing(world: World) -> None:
+    """Values that may be used up give the same result, and so do momenta that they are blended into."""
+    mean = world.mean()
+    momenta = inputs(77, 0)
+    blends = [Blend(m, 0.9, 0.5) for m in momenta]
+    states = world.start(mean, momenta)
+    mixed = [
+        [0.9 * m + ((1 - 0.9) * 0.5) * g for m, g in zip(momenta, v, strict=True)] for v in world.values(1)
+    ]
+    blended, plain = average(mean, mixed, states), average(mean, world.values(1), states)
+    for what, expected, options in (
+        ("blended into momenta", blended, {"blends": blends}),
+        ("blended into momenta and donated", blended, {"blends": blends, "donate": True}),
+        ("donated", plain, {"donate": True}),
+    ):
+        got = average(mean, world.values(1), states, **options)
+        same = bits(got.means) == bits(expected.means) and _held(got.states) == _held(expected.states)
+        assert same, f"values that are {what} give another result"
+    assert bits(momenta) == bits(inputs(77, 0)), "momenta were written to"
+
+
+def overwriting_changes_nothing(world: World) -> None:
+    """Means that may take the buffers of the values are the same, and take them."""
+    for spec in (*SPECS[:2], "identity"):
+        mean = world.mean(spec)
+        plain = over = world.start(mean, inputs(0, 0))
+        for step in range(2):
+            values = world.values(step)
+            expected, plain = average(mean, values, plain, Key(step=step))
+            pairs = zip(values, over, strict=True)
+            results = lockstep([mean.stages(x, s, key=Key(step=step), overwrite=True) for x, s in pairs])
+            over = [state for _, state in results]
+            same = {bits(means) for means, _ in results} == {bits(expected)} and _held(over) == _held(plain)
+            assert same, f"with overwrite, {spec} gives another result"
+            if spec == "identity" or world.is_exact:  # several tensors are one vector there
+                continue
+            for own, (means, _) in zip(values, results, strict=True):
+                taken = all(np.shares_memory(m, x) for m, x in zip(means, own, strict=True) if x.size)
+                assert taken, "with overwrite, the means take new buffers: see Call.places and decode_means"
+
+
+def side_by_side(world: World) -> None:
+    """Fused with other means, or one after the other without waiting, it gives the same."""
+    other = "all_gather" if world.topology != "all_gather" else "ring"
+    means = [
+        world.mean(),
+        world.mean("identity", feedback=False),
+        CompressedMean(ScaledSign(16), other),
+    ]
+    values = [[inputs(rank, i) for i in range(3)] for rank in world.ranks]
+    states = [world.start(mean, values[0][0]) for mean in means]
+    alone = [average(m, [v[i] for v in values], states[i]).means for i, m in enumerate(means)]
+    for how in (fuse, pipeline):
+        together = lockstep(
+            [how([m.stages(values[r][i], states[i][r]) for i, m in enumerate(means)]) for r in world.ranks]
+        )
+        for i, expected in enumerate(alone):
+            same = {bits(together[rank][i][0]) for rank in world.ranks} == {bits(expected)}
+            assert same, f"beside other means, in a {how.__name__}, it gives another result"
+
+
+def rounds_change_nothing(world: World) -> None:
+    """If it allows rounds: in several rounds it gives the same means and residuals."""
+    resolved = topology(world.topology)
+    if not resolved.allows_rounds or world.is_exact:
+        return
+    for spec in SPECS[:3]:
+        mean = world.mean(spec)
+        states, values = world.start(mean, inputs(0, 0)), world.values(0)
+        whole = average(mean, values, states, Key(step=3))
+
+        def of_rank(rank: int, mean: CompressedMean = mean, states: list[MeanState] = states) -> Any:
+            state, flat = states[rank], [x.reshape(-1) for x in world.values(0)[rank]]
+            layout = mean.layout(
+                SHAPES, rank=rank, size=world.size, nodes=world.nodes, dtypes=("float32",) * len(SHAPES)
+            )
+            call = Call(layout, flat, state.worker, state.server, Key(step=3, rank=rank))
+            computations, join = in_rounds(resolved, call, lay_out_rounds(resolved, layout, 3))
+            results = yield from pipeline(computations)
+            return join(results)
+
+        joined: list[Averaged] = lockstep([of_rank(rank) for rank in world.ranks])
+        for rank, result in enumerate(joined):
+            same = bits(list(result.means)) == bits(whole.means)
+            assert same, f"with {spec}, a mean in rounds differs from one in a single round"
+            kept = whole.states[rank]._replace(worker=result.worker, server=result.server)
+            same = held_by(kept) == held_by(whole.states[rank])
+            assert same, f"with {spec}, a mean in rounds leaves other residuals on rank {rank}"
+
+
+def coding_changes_nothing(world: World) -> None:
+    """Payloads whose length depends on the values give the means and residuals of plain ones."""
+    for coding in ("elias", "range"):
+        for levels in (7, 700):
+            coded = QSGD(levels=levels, bucket_size=32, norm="l2", coding=coding)
+            assert coded.coder is not None
+            plain = coded.coder.plain
+            assert isinstance(plain, QSGD)
+            held = []
+            for c in (coded, plain):
+                mean = world.mean(c)
+                states, record = world.start(mean, inputs(0, 0)), b""
+                for step in range(2 if levels == 7 else 1):
+                    means, states = average(mean, world.values(step), states, Key(step=step))
+                    record += bits(means) + _held(states)
+                held.append(record)
+            assert held[0] == held[1], f"payloads of variable length ({coded}) give another result"
+
+
+def stays_unbiased(world: World) -> None:
+    """An unbiased compressor has an unbiased mean."""
+    distance = distance_of_an_unbiased_mean(world)
+    assert distance < 6, f"the mean of an unbiased compressor is off by {distance:.1f} standard deviations"
+
+
+def distance_of_an_unbiased_mean(world: World) -> float:
+    """Return how many standard deviations, at least, the mean of many equal values is off."""
+    bucket, n = 1 << 10, 1 << 14
+    values = [np.full(n, (1 + 3 * rank) / 16, dtype=np.float32) for rank in world.ranks]
+    for x in values:
+        x[::bucket] = 1 + 3 * world.size / 16  # the step, on every rank
+    largest = float(values[0][0])
+    mean = world.mean(QSGD(levels=1, bucket_size=bucket), feedback=False)
+    got, _ = average(mean, values, world.start(mean, values[:1]), Key(seed=3))
+    exact = sum(Fraction(1 + 3 * rank, 16) for rank in world.ranks) / world.size
+    rest = np.delete(got.astype(np.float64), np.s_[::bucket])
+    # A value is rounded N + 1 times at most, in steps that are at most the largest value in the mean.
+    return float(abs(rest.mean() - float(exact)) / largest / np.sqrt((world.size + 1) / 4 / rest.size))
+
+
+def draws_have_keys_of_their_own(world: World) -> None:
+    """No two buckets are rounded with the same draws, on no two ranks and in no two hops."""
+    mean, values = world.mean(SPECS[1]), world.values(0)
+    seen = draws_of(mean, values, world.start(mean, values[0]))
+    if world.is_exact:
+        return
+    assert seen, "nothing draws"
+    twice = [key for key in seen if seen.count(key) > 1]
+    assert not twice, (
+        f"two buckets are rounded with the draws of {Key(*twice[0])}; give each hop its own: key.at(hop=...)"
+    )
+    expected = {(9, 4, 2)}
+    assert {(key.seed, key.step, key.tensor) for key in seen} == expected, "draws ignore the key of the call"
+    assert {key.bucket for key in seen} == set(range(15)), "draws ignore the numbers of the buckets"
+    assert {key.rank for key in seen} <= set(world.ranks), "draws have keys of ranks that do not exist"
+
+
+def sends_what_fits(world: World) -> None:
+    """Each exchange has a one-dimensional uint8 buffer and a size for each rank."""
+    mean = world.mean()
+    states = world.start(mean, inputs(0, 0))
+
+    def looked_at(stages: Any) -> Any:
+        arrived = None
+        while True:
+            try:
+                request = next(stages) if arrived is None else stages.send(arrived)
+            except StopIteration as stop:
+                return stop.value
+            assert isinstance(request, AllToAll | AllGather), f"the stages yield {request!r}"
+            buffers = request.send if isinstance(request, AllToAll) else (request.send,) * world.size
+            assert len(buffers) == len(request.receive) == world.size, (
+                f"an exchange has {len(buffers)} buffers and {len(request.receive)} sizes for {world.size} ranks"
+            )
+            found = {(str(b.dtype), b.ndim) for b in buffers}
+            assert found == {("uint8", 1)}, (
+                f"buffers have dtypes and axes {found}; expected uint8 and one axis"
+            )
+            arrived = yield request
+
+    lockstep([looked_at(mean.stages(inputs(rank, 0), states[rank])) for rank in world.ranks])
+
+
+def costs_make_sense(world: World) -> None:
+    """Its cost is finite, not negative, and does not fall as vectors grow or links become slower."""
+    resolved = topology(world.topology)
+    per_node = world.size // len(set(world.nodes)) if world.size % len(set(world.nodes)) == 0 else 1
+
+    def cost(elements: int, bandwidth: float, latency: float) -> tuple[float, float, float]:
+        load = Load(elements, elements // 8 + 8, False, encode=1e-9, decode=2e-10, add=2e-10, copy=4e-10)
+        found = resolved.cost(load, Cluster(world.size, Link(bandwidth, latency), per_node))
+        numbers = found.codec, found.wire, found.sent
+        assert all(math.isfinite(x) and x >= 0 for x in numbers), f"cost of {elements} elements is {found}"
+        return found.codec, found.wire, found.sent
+
+    sizes = [cost(elements, 1e9, 1e-5) for elements in (1, 1000, 10**6, 10**8)]
+    links = [cost(10**6, 1e9 / slow, 1e-5 * slow) for slow in (1, 10, 100)]
+    for what, costs in (("larger vectors", sizes), ("slower links", links)):
+        for less, more in pairwise(costs):
+            assert all(a <= b for a, b in zip(less, more, strict=True)), (
+                f"{what} cost less: {less}, then {more}"
+            )
+
+
+def residuals_are_used(world: World) -> None:
+    """Every residual that is kept enters a later mean: dropping it anywhere breaks the sum identity."""
+    if world.is_exact:
+        return
+    mean = world.mean()
+    _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
+    expected = average(mean, world.values(1), states, Key(step=1))
+    for rank, state in enumerate(states):
+        for kind in ("worker", "server"):
+            if not any(r.any() for r in getattr(state, kind)):
+                continue
+            zeros: dict[str, Any] = {kind: tuple(0 * r for r in getattr(state, kind))}
+            dropped = [state._replace(**zeros) if i == rank else s for i, s in enumerate(states)]
+            other = average(mean, world.values(1), dropped, Key(step=1))
+            same = bits(other.means) == bits(expected.means) and _held(other.states) == _held(expected.states)
+            assert not same, f"the {kind} residuals of rank {rank} are kept, but never used"
+
+
+def _held(states: list[MeanState]) -> bytes:
+    return b"|".join(map(held_by, states))
+
+
+TopologyLaw = Callable[[World], None]
+
+TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
+    (sends_what_fits, ranks_agree, residuals_as_laid_out, costs_make_sense),
+    (
+        exact_without_loss,
+        fewer_buckets_than_ranks,
+        own_precision,
+        only_results_are_new,
+        nothing_owed_without_feedback,
+        sum_identity,
+        residuals_are_used,
+        donation_changes_nothing,
+        overwriting_changes_nothing,
+        side_by_side,
+        rounds_change_nothing,
+        coding_changes_nothing,
+        refusals_are_shared,
+        damage_is_noticed,
+        stays_unbiased,
+        draws_have_keys_of_their_own,
+        over_a_communicator,
+    ),
+)
+"""The laws about a topology, in groups; later ones rely on earlier ones."""

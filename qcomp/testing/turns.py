@@ -1,0 +1,68 @@
+"""All ranks of a world in one thread: their computations in stages take turns."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from qcomp.core.mean.stages import AllToAll
+
+__all__ = ["lockstep"]
+
+
+def lockstep(
+    computations: Sequence[Generator[Any, Any, Any]],
+    *,
+    catch: type[Exception] | tuple[type[Exception], ...] = (),
+) -> list[Any]:
+    """Run one computation in stages per rank to its end, without threads and without a communicator.
+
+    Parameters
+    ----------
+    computations : sequence of generators
+        The stages of rank 0, of rank 1 and so on.
+    catch : type or tuple of types, optional
+        Exceptions that all ranks raise in the same stage.
+
+    Returns
+    -------
+    list
+        What each computation returned, or the exception of these types that it raised.
+
+    Raises
+    ------
+    AssertionError
+        If the ranks yield different kinds or numbers of exchanges, or a rank sends another size than the receiver
+        announces.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qcomp.extend import AllGather
+    >>> def total(x):
+    ...     arrived = yield AllGather(np.asarray([x], dtype=np.uint8), (1, 1))
+    ...     return sum(int(each[0]) for each in arrived)
+    >>> lockstep([total(3), total(4)])
+    [7, 7]
+    """
+    ranks = range(len(computations))
+    arrived: list[Any] = [None for _ in ranks]
+    while True:
+        requests, results = {}, {}
+        for rank, stages in enumerate(computations):
+            try:
+                requests[rank] = stages.send(arrived[rank])
+            except StopIteration as stop:
+                results[rank] = stop.value
+            except catch as error:
+                results[rank] = error
+        if not requests:
+            return [results[rank] for rank in ranks]
+        assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
+        kinds = {rank: type(request).__name__ for rank, request in requests.items()}
+        assert len(set(kinds.values())) == 1, f"the ranks want different exchanges: {kinds}"
+        to_each = isinstance(requests[0], AllToAll)
+        arrived = [[requests[s].send[r] if to_each else requests[s].send for s in ranks] for r in ranks]
+        for rank in ranks:
+            for source, (buffer, size) in enumerate(zip(arrived[rank], requests[rank].receive, strict=True)):
+                assert buffer.shape == (size,), (
+                    f"rank {source} sends rank {rank} a buffer of shape {tuple(buffer.shape)}; it expects ({size},)"
+                )

@@ -1,0 +1,146 @@
+"""`check_communicator` catches communicators with one thing wrong."""
+
+import numpy as np
+import pytest
+
+from qcomp.comm.local import LocalCommunicator, run_local
+from qcomp.extend import AllGather, CommunicatorError, Completed
+from qcomp.testing import ContractError, check_communicator
+
+LONG = 30.0
+
+
+class Wrapped:
+    """A communicator over another; a broken one changes a method."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.rank, self.size, self.host = comm.rank, comm.size, comm.host
+
+    @property
+    def bytes_sent(self):
+        return self.comm.bytes_sent
+
+    def all_to_all(self, send, receive):
+        return self.comm.all_to_all(send, receive)
+
+    def all_gather(self, send, receive):
+        return self.comm.all_gather(send, receive)
+
+    def start(self, request):
+        return self.comm.start(request)
+
+
+class CountsItsOwnShare(Wrapped):
+    @property
+    def bytes_sent(self):
+        return self.count
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.count = 0
+
+    def all_to_all(self, send, receive):
+        self.count += sum(x.size for x in send)
+        return super().all_to_all(send, receive)
+
+
+class MixesUpRanks(Wrapped):
+    def all_to_all(self, send, receive):
+        return super().all_to_all(send, receive)[::-1]
+
+
+class Truncates(Wrapped):
+    def all_gather(self, send, receive):
+        return [x[:1000] for x in super().all_gather(send, receive)]
+
+
+class SharesMemory(Wrapped):
+    def all_gather(self, send, receive):
+        received = super().all_gather(send, receive)
+        received[self.rank] = send
+        return received
+
+
+class ReturnsBytes(Wrapped):
+    def all_gather(self, send, receive):
+        return [x.tobytes() for x in super().all_gather(send, receive)]
+
+
+class CallsEverybodyZero(Wrapped):
+    def all_gather(self, send, receive):
+        return [super().all_gather(send, receive)[0]] * self.size
+
+
+class KeepsOneUnderWay(Wrapped):
+    """What is started last is what every `wait` returns."""
+
+    def start(self, request):
+        self.last = Completed(
+            self.all_gather(request.send, request.receive)
+            if isinstance(request, AllGather)
+            else self.all_to_all(request.send, request.receive)
+        )
+        comm = self
+
+        class Late:
+            def wait(self):
+                return comm.last.wait()
+
+        return Late()
+
+
+class PadsWhatIsShort(Wrapped):
+    """A message of another size is made to fit, and nobody is told."""
+
+    overhead = 0
+
+    @property
+    def bytes_sent(self):
+        return self.comm.bytes_sent - self.overhead
+
+    def all_to_all(self, send, receive):
+        mine = np.array([x.size for x in send], dtype="<u8").view(np.uint8)
+        self.overhead += mine.size * (self.size - 1)
+        sizes = [each.view("<u8") for each in self.comm.all_gather(mine, [mine.size] * self.size)]
+        found = self.comm.all_to_all(send, [int(of_rank[self.rank]) for of_rank in sizes])
+        return [np.resize(x, n) for x, n in zip(found, receive, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (CountsItsOwnShare, "all_to_all_delivers"),
+        (MixesUpRanks, "all_to_all_delivers"),
+        (Truncates, "all_gather_delivers"),
+        (SharesMemory, "memory_is_its_own"),
+        (ReturnsBytes, "has_a_place"),
+        (CallsEverybodyZero, "has_a_place"),
+        (KeepsOneUnderWay, "stages_run_over_it"),
+        (PadsWhatIsShort, "another_size_closes_it"),
+    ],
+)
+def test_broken_communicator_is_caught_by_its_law(broken, law):
+    told = {}
+
+    def rank_main(comm):
+        try:
+            check_communicator(broken(comm), failures=True)
+        except ContractError as error:
+            told[comm.rank] = str(error)
+            raise
+
+    with pytest.raises((ContractError, CommunicatorError)):
+        run_local(3, rank_main, timeout=LONG)
+    assert any(f"- {law}: " in text and broken.__name__ in text for text in told.values()), told
+
+
+def test_a_whole_one_passes():
+    run_local(3, lambda comm: check_communicator(Wrapped(comm), failures=True), timeout=LONG)
+
+
+def test_what_is_no_communicator_is_refused():
+    with pytest.raises(TypeError, match="comm is 3; expected a communicator, which has rank, size"):
+        check_communicator(3)
+    alone = LocalCommunicator.alone()
+    check_communicator(alone)

@@ -1,0 +1,169 @@
+"""`check_optimizer` catches optimizers with one thing wrong."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.testing import ContractError, check_optimizer
+from qcomp.testing.optimizers import optimizer_contract
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(qcomp.CompressedSGD):
+    """What is broken below: half of its tensors are compressed."""
+
+    learning_rate: float = 0.1
+    exact: qcomp.ExactBelow = qcomp.ExactBelow(100)  # noqa: RUF009 - immutable
+    momentum: float = 0.9
+
+
+class RanksDrift(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return [p + p.dtype.type(state.rank) for p in new], after
+
+
+class GoesUp(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return [2 * p - n for p, n in zip(params, new, strict=True)], after
+
+
+class UsesUpGradients(Whole):
+    def stages(self, params, grads, state, *, donate=False):
+        for g in grads:
+            np.multiply(g, 0.5, out=g)
+        return (yield from super().stages(params, grads, state, donate=donate))
+
+
+class WritesIntoMomenta(Whole):
+    def apply(self, params, means, state):
+        for m in state.momentum:
+            np.multiply(m, 0.5, out=m)
+        return super().apply(params, means, state)
+
+
+class SavesNoMomentum(Whole):
+    def state_dict(self, state):
+        saved = super().state_dict(state)
+        return {key: 0 * value if key.startswith("momentum") else value for key, value in saved.items()}
+
+
+class DropsResiduals(Whole):
+    def state_dict(self, state):
+        saved = super().state_dict(state)
+        return {key: 0 * value if "residual" in key else value for key, value in saved.items()}
+
+
+class SwallowsNaN(Whole):
+    def stages(self, params, grads, state, *, donate=False):
+        fine = [np.nan_to_num(g, posinf=0.0, neginf=0.0) for g in grads]
+        return (yield from super().stages(params, fine, state, donate=donate))
+
+
+class RaisesAlone(Whole):
+    def stages(self, params, grads, state, *, donate=False):
+        if not all(np.isfinite(g).all() for g in grads):
+            raise qcomp.NonFiniteError("a gradient is not finite")
+        return (yield from super().stages(params, grads, state, donate=donate))
+
+
+class CountsOnTheSide(Whole):
+    calls = [0]
+
+    def apply(self, params, means, state):
+        self.calls[0] += 1
+        new, after = super().apply(params, means, state)
+        return [p * p.dtype.type(1 - 1e-3 * (self.calls[0] // 10)) for p in new], after
+
+
+class IgnoresTheRate(Whole):
+    def rate(self, state):
+        return 0.1
+
+
+class ComparesNothing(Whole):
+    def init_stages(self, params, *, rank, size, host=None, names=None):
+        return self.initial_state(list(params), tuple(names), rank, size)
+        yield
+
+
+class AlwaysSingle(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return [np.asarray(p, dtype=np.float32) for p in new], after
+
+
+class MakesLists(Whole):
+    def stages(self, params, grads, state, *, donate=False):
+        new, after = yield from super().stages(params, grads, state, donate=donate)
+        return list(new) if isinstance(new, list) else [new], after
+
+
+class ForgetsToCount(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return new, after._replace(step=state.step)
+
+
+class UsesUpWithoutDonation(Whole):
+    def apply(self, params, means, state):
+        return super().apply(params, means._replace(donate=True), state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressesNothing(Whole):
+    exact: qcomp.ExactBelow = qcomp.ExactBelow(10**6)  # noqa: RUF009 - immutable
+
+
+BROKEN = {
+    CompressesNothing: "compresses_soon",
+    RanksDrift: "ranks_agree",
+    ForgetsToCount: "ranks_agree",
+    AlwaysSingle: "shapes_and_dtypes",
+    MakesLists: "shapes_and_dtypes",
+    GoesUp: "against_the_gradient",
+    CountsOnTheSide: "same_again",
+    UsesUpGradients: "only_results_are_new",
+    WritesIntoMomenta: "only_results_are_new",
+    SavesNoMomentum: "saved_after_any_step",
+    DropsResiduals: "saved_after_any_step",
+    SwallowsNaN: "refusals_are_shared",
+    RaisesAlone: "refusals_are_shared",
+    ComparesNothing: "starts_alike",
+    IgnoresTheRate: "rates_scale_the_step",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_broken_optimizer_is_caught_by_its_law(kind):
+    contract = optimizer_contract(kind())
+    assert [name for name, _ in contract.broken(only=BROKEN[kind])] == [BROKEN[kind]]
+
+
+@pytest.mark.slow
+def test_what_was_broken_is_whole():
+    check_optimizer(Whole())
+
+
+def test_one_that_only_warms_up_is_told_so():
+    contract = optimizer_contract(qcomp.OneBitAdam(learning_rate=0.1))
+    with pytest.raises(
+        ContractError, match=r"compresses_soon: it is still in its warm-up after 12 steps; .* freeze=5"
+    ):
+        contract.require(only="compresses_soon")
+
+
+def test_the_error_names_the_optimizer_and_the_law():
+    with pytest.raises(ContractError, match="GoesUp on numpy breaks 1 promise") as caught:
+        optimizer_contract(replace(GoesUp(), seed=3)).require(only="against_the_gradient")
+    assert "- against_the_gradient: with positive gradients, 'layer.weight' does not fall" in str(
+        caught.value
+    )
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"optimizer is .*Whole.*; expected an instance of"):
+        check_optimizer(Whole)

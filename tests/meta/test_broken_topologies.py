@@ -1,0 +1,198 @@
+"""`check_topology` catches topologies with one thing wrong, and takes one of another design."""
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core.mean.topologies import registry
+from qcomp.extend import AllGather, AllToAll, Key, NonFiniteError
+from qcomp.testing import ContractError, check_topology
+from qcomp.testing.topologies import topology_contract
+from qcomp.testing.topology_laws import TOPOLOGY_LAWS
+from tests.core.tree import Tree
+
+TwoPhase = type(qcomp.topologies.topology("two_phase"))
+
+
+@pytest.fixture(autouse=True)
+def _registry_of_its_own(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+class Broken(TwoPhase):
+    def change(self, call):
+        return call
+
+    def stages(self, call):
+        return (yield from super().stages(self.change(call)))
+
+
+class ForgetsWorkers(Broken):
+    """Residuals are kept, and never used."""
+
+    def change(self, call):
+        return call._replace(worker=tuple(0 * r for r in call.worker))
+
+
+class WritesIntoValues(Broken):
+    def change(self, call):
+        for x in call.values:
+            np.add(x, 1, out=x)
+        return call
+
+
+class OneStream(Key):
+    __slots__ = ()
+
+    def at(self, *, hop=None, bucket=None):
+        return super().at(hop=0, bucket=bucket)
+
+
+class WorkerAndServerDrawAlike(Broken):
+    def change(self, call):
+        return call._replace(key=OneStream(*call.key))
+
+
+class IgnoresTheStep(Broken):
+    def change(self, call):
+        return call._replace(key=call.key._replace(step=0))
+
+
+class IgnoresOverwrite(Broken):
+    def change(self, call):
+        return call._replace(overwrite=False)
+
+
+class RemembersTheLastCall(Broken):
+    """State of its own: the second call gives another result."""
+
+    calls = 0
+
+    def change(self, call):
+        self.calls += 1
+        return call._replace(values=[x * (1 + self.calls) for x in call.values], into=type(call.into)())
+
+
+class RefusesAlone(Broken):
+    def stages(self, call):
+        if not all(np.isfinite(x).all() for x in call.values):
+            raise NonFiniteError("a value is not finite")
+        return (yield from super().stages(call))
+
+
+class RanksDiffer(Broken):
+    def stages(self, call):
+        found = yield from super().stages(call)
+        return found._replace(means=[m + m.dtype.type(call.layout.rank) for m in found.means])
+
+
+class DividesWrongly(Broken):
+    def stages(self, call):
+        found = yield from super().stages(call)
+        for m in found.means:
+            np.multiply(m, 1.001, out=m)
+        return found
+
+
+class TakesWhatIsShort(Broken):
+    """Fills up messages of another size."""
+
+    def stages(self, call):
+        stages, arrived = super().stages(call), None
+        while True:
+            try:
+                request = next(stages) if arrived is None else stages.send(arrived)
+            except StopIteration as stop:
+                return stop.value
+            arrived = yield request
+            arrived = [np.resize(b, n) for b, n in zip(arrived, request.receive, strict=True)]
+
+
+class SendsFloats(Broken):
+    def stages(self, call):
+        yield AllGather(np.zeros(2, np.float32), (2,) * call.layout.world)
+        return (yield from super().stages(call))
+
+
+class RankZeroGathers(Broken):
+    """Other ranks want another exchange."""
+
+    def stages(self, call):
+        world, nothing = call.layout.world, np.zeros(0, np.uint8)
+        yield (
+            AllGather(nothing, (0,) * world)
+            if call.layout.rank
+            else AllToAll((nothing,) * world, (0,) * world)
+        )
+        return (yield from super().stages(call))
+
+
+class EverybodyServesAll(Broken):
+    def lay_out(self, operands, chunks=None):
+        found = super().lay_out(operands, chunks)
+        return type(found)(found.operands, found.chunks, found.residuals._replace(server=operands.whole))
+
+
+class CostsLessThanNothing(Broken):
+    def cost(self, load, cluster):
+        return super().cost(load, cluster)._replace(wire=-1.0)
+
+
+class ComputesInSingle(Broken):
+    def stages(self, call):
+        found = yield from super().stages(call)
+        return found._replace(means=[m.astype(np.float32).astype(m.dtype) for m in found.means])
+
+
+BROKEN = {
+    ForgetsWorkers: {"sum_identity", "residuals_are_used"},
+    WritesIntoValues: {"only_results_are_new"},
+    WorkerAndServerDrawAlike: {"draws_have_keys_of_their_own"},
+    IgnoresTheStep: {"draws_have_keys_of_their_own"},
+    IgnoresOverwrite: {"overwriting_changes_nothing"},
+    RemembersTheLastCall: {"ranks_agree", "only_results_are_new"},
+    RefusesAlone: {"refusals_are_shared", "over_a_communicator"},
+    RanksDiffer: {"ranks_agree"},
+    DividesWrongly: {"exact_without_loss"},
+    TakesWhatIsShort: {"damage_is_noticed"},
+    SendsFloats: {"sends_what_fits"},
+    RankZeroGathers: {"ranks_agree"},
+    EverybodyServesAll: {"residuals_as_laid_out"},
+    CostsLessThanNothing: {"costs_make_sense"},
+    ComputesInSingle: {"sum_identity"},
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_broken_topology_is_caught_by_its_law(kind):
+    topology = type(kind.__name__, (kind,), {"name": f"broken_{kind.__name__.lower()}"})()
+    contract = topology_contract(topology)
+    for law in sorted(BROKEN[kind])[:1]:
+        assert [name for name, _ in contract.broken(only=law)] == [law]
+
+
+def test_the_error_names_the_law_and_the_world():
+    topology = type("Negative", (CostsLessThanNothing,), {"name": "broken_negative"})()
+    with pytest.raises(
+        ContractError, match=r"- costs_make_sense: cost of .* \(1 ranks on nodes \(0,\)\)"
+    ) as caught:
+        check_topology(topology)
+    assert "the topology 'broken_negative' on numpy breaks 1 promise(s)" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_one_of_another_design_passes():
+    check_topology(Tree())
+
+
+def test_what_is_no_topology_is_refused():
+    with pytest.raises(TypeError, match=r"topology is .*Tree.*; expected an instance of"):
+        check_topology(Tree)
+    with pytest.raises(ValueError, match="topology has the name 'ring', which is taken"):
+        check_topology(type("Mine", (Tree,), {"name": "ring"})())
+
+
+def test_the_laws_have_names():
+    names = [law.__name__ for group in TOPOLOGY_LAWS for law in group]
+    assert len(names) == len(set(names))
+    assert set().union(*BROKEN.values()) <= set(names)

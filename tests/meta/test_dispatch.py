@@ -1,0 +1,85 @@
+"""Checks work as functions, as pytest tests of each law, and without pytest."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import qcomp
+from qcomp.testing import ContractError, contract_of, every_law
+from tests.meta.test_broken_compressors import AddsEpsilon
+
+LAWS_OF_IDENTITY = contract_of(qcomp.Identity()).names
+ran = []
+
+
+@every_law(qcomp.Identity())
+def test_every_law_is_a_test(law):
+    law()
+    ran.append(law)
+
+
+def test_all_of_them_ran():
+    assert len(ran) == len(LAWS_OF_IDENTITY) > 25
+
+
+def test_each_law_is_checked_alone():
+    cases = marked(every_law(AddsEpsilon()))
+    laws = dict(zip(LAWS_OF_IDENTITY, [case.values[0] for case in cases], strict=True))
+    laws["no_key_repeats"]()
+    with pytest.raises(ContractError, match=r"breaks 1 promise\(s\):\n- zero_gives_zero: "):
+        laws["zero_gives_zero"]()
+
+
+def marked(decorator):
+    """The cases that a decorator hands to a test."""
+
+    def check(law):
+        law()
+
+    (mark,) = decorator(check).pytestmark
+    return mark.args[1]
+
+
+def test_several_libraries_are_several_tests():
+    names = [case.id for case in marked(every_law(qcomp.Identity(), xp=[np, torch]))]
+    assert names == [f"{law} on {library}" for library in ("numpy", "torch") for law in LAWS_OF_IDENTITY]
+
+
+@pytest.mark.parametrize(
+    ("thing", "subject"),
+    [
+        (qcomp.Identity(), "identity on numpy"),
+        (qcomp.topologies.topology("ring"), "the topology 'ring' on numpy"),
+        (qcomp.Adam(learning_rate=0.1), "Adam on numpy"),
+        (qcomp.comm.LocalCommunicator.alone(), "rank 0 of LocalCommunicator on numpy"),
+    ],
+    ids=str,
+)
+def test_everything_that_has_a_contract_is_recognised(thing, subject):
+    contract = contract_of(thing)
+    assert contract.subject == subject
+    assert len(contract.names) == len(set(contract.names)) > 5
+
+
+@pytest.mark.parametrize("thing", [3, None, qcomp.Identity, "sign", qcomp.comm.LocalCommunicator])
+def test_what_has_none_is_refused(thing):
+    with pytest.raises(TypeError, match="expected an instance of a compressor, a topology"):
+        contract_of(thing)
+
+
+def test_pytest_is_not_needed():
+    code = """
+import sys
+sys.modules["pytest"] = None
+import qcomp
+qcomp.testing.check_compressor(qcomp.Identity(), max_examples=2)
+qcomp.comm.run_local(2, qcomp.testing.check_communicator)
+print("pytest" in sys.modules and sys.modules["pytest"] is None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")

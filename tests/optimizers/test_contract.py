@@ -1,0 +1,52 @@
+"""Every optimizer keeps the laws of `qcomp.testing.check_optimizer`, on NumPy and on torch."""
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.testing import check_optimizer
+from qcomp.testing.optimizer_laws import OptimizerCase
+from tests.optimizers.every import EVERY
+
+QUICK = ("1-bit, watched",)
+ONE_GRADIENT = [name for name, entry in EVERY.items() if not entry.pairs]
+
+
+def optimizer(name):
+    """One that compresses the larger ones of the law's tensors."""
+    return EVERY[name].make(exact=qcomp.ExactBelow(100))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in ONE_GRADIENT]
+)
+def test_it_keeps_every_law(name):
+    check_optimizer(optimizer(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Adam", "1-bit"])
+def test_it_keeps_every_law_in_torch(name):
+    torch = pytest.importorskip("torch")
+    check_optimizer(optimizer(name), torch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"])
+def test_those_for_migration_keep_them_too(kind):
+    from qcomp.compat import deepspeed
+
+    check_optimizer(getattr(deepspeed, kind)(learning_rate=0.01))
+
+
+@pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
+@pytest.mark.parametrize("name", ONE_GRADIENT)
+def test_the_laws_see_its_stages(name):
+    """Those that its table promises within fourteen steps, but for what only growing gradients bring about."""
+    case = OptimizerCase(optimizer(name), np)
+    job = case.start(2)
+    seen = {job.states[0].stage}
+    for step in range(12):
+        job.step(step)
+        seen.add(job.states[0].stage)
+    assert seen == EVERY[name].stages
