@@ -28,7 +28,7 @@ def ids(paths):
     return [pages.name_of(path) for path in paths]
 
 
-SLOW = {"ddp"}
+SLOW = {"ddp", "jax", "sharded"}
 """Pages for which torch must load much; they run on two ranks anyway."""
 
 
@@ -81,7 +81,7 @@ CHECKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "ddp"])
+@pytest.mark.parametrize("name", ["torch", "ddp", "sharded"])
 def test_runs_on_two_ranks_of_torchrun(name, tmp_path):
     (tmp_path / "page.py").write_text(pages.code(DOCS / f"{name}.md"))
     launcher = Path(sys.executable).parent / "torchrun"

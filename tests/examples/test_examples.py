@@ -309,10 +309,7 @@ def test_frameworks_that_wrap_the_model(framework, arguments):
     else:
         line = torchrun(script, *arguments).splitlines()[-1]
     assert "all 2 ranks hold identical parameters" in line
-    if framework == "transformers":
-        assert float(line.split("loss ")[1].split()[0]) < 2.1  # a guess has 2.3
-    else:
-        assert float(line.split("; ")[1].split("%")[0]) > 80
+    assert float(line.split("; ")[1].split("%")[0]) > 80
 
 
 @pytest.mark.slow
