@@ -56,7 +56,7 @@ def test_several_libraries_are_several_tests():
         (qcomp.Adam(learning_rate=0.1), "Adam on numpy"),
         (qcomp.comm.LocalCommunicator.alone(), "rank 0 of LocalCommunicator on numpy"),
     ],
-    ids=str,
+    ids=["compressor", "topology", "optimizer", "communicator"],
 )
 def test_everything_that_has_a_contract_is_recognised(thing, subject):
     contract = contract_of(thing)
