@@ -62,7 +62,6 @@ class _Sharded(_Allocates):
         self._calls = 0
         self._stream = stream_of(unit.names, unit.params)
         self._known: dict[tuple[str, ...], Shards] = {}
-        _ = self._shards(unit)  # refuses now what would diverge
 
     def _shards(self, unit: Unit) -> Shards:
         """Return the shards of parameters whose places in a message are known."""
@@ -79,9 +78,8 @@ class _Sharded(_Allocates):
 
     def _for(self, unit: Unit, size: int) -> Shards | None:
         """Return the shards in a message with so many elements for each rank; None if it has not all parameters."""
-        if unit.by_parameter and unit.params and (shards := self._shards(unit)).size == size:
-            return shards
-        return None
+        shards = self._shards(unit)
+        return shards if shards.size == size else None
 
     def _joined(self, size: int) -> Shards:
         """Return the shards of a message as those of one tensor, for want of the places of the parameters."""
@@ -114,12 +112,6 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         self._residual: torch.Tensor | None = None
         if terms.feedback:
             self._shards(unit).require_contraction()
-            if not unit.by_parameter:
-                raise ValueError(
-                    f"feedback is True; {unit.label} is sharded along more than one mesh dimension, so that torch "
-                    "does not tell which residual belongs to which parameter: use an unbiased compressor with "
-                    "feedback=False"
-                )
 
     def __call__(
         self,

@@ -315,6 +315,11 @@ def _group_of(replicas: Any) -> Any:
 def _require_place(units: Sequence[Unit], gradients: Compressor | None, between: Any) -> None:
     """Raise ValueError where torch offers no place to compress what is asked."""
     for unit in units:
+        if not unit.is_sharded_once:
+            raise ValueError(
+                f"{unit.label} is sharded along several dimensions of its mesh, as by tensor parallelism; expected "
+                "one, since torch does not tell which parts of which parameters are in a message then"
+            )
         if between is not None and unit.copies > 1:
             raise ValueError(
                 f"replicas is given, but {unit.label} has {unit.copies} copies of each shard in its own mesh, over "

@@ -40,8 +40,8 @@ class Unit:
         return f"the module {self.name!r}" if self.name else "the model"
 
     @property
-    def by_parameter(self) -> bool:
-        """Whether each parameter is sharded along one dimension only, so that its place in a message is known."""
+    def is_sharded_once(self) -> bool:
+        """Whether each parameter is sharded along at most one dimension of the mesh."""
         return all(_shard_dims(p) <= 1 for p in self.params)
 
     @property

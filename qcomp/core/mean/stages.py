@@ -43,6 +43,8 @@ class AllGather(NamedTuple):
 
 
 Exchange = AllToAll | AllGather
+"""What a computation in stages asks for: one exchange between all ranks."""
+
 Stages = Generator[Exchange, Sequence[Array], Result]
 """A computation in stages: it yields what must be exchanged, and is sent one uint8 buffer from each rank."""
 
