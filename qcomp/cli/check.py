@@ -3,7 +3,6 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +164,7 @@ def _made(found: Any, target: str) -> Any:
 
 
 def _is_function(found: Any) -> bool:
-    return isinstance(found, Callable) and hasattr(found, "__code__")  # type: ignore[arg-type]
+    return callable(found) and hasattr(found, "__code__")
 
 
 def _library(name: str) -> Any:

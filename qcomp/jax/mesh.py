@@ -195,6 +195,18 @@ class MeshMean:
         )
         return Residuals(dict(zip(_compressed(state), worker, strict=bool(worker))), tuple(server))
 
+    def keeps_exact(self, tree: PyTree) -> tuple[bool, ...]:
+        """Return whether each array of a tree stays exact.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            As for `init`.
+        """
+        taken = Tree.of(tree, "tree")
+        size, _ = self._size()
+        return self._state(taken.names, _tensors(taken), size).exact
+
     def __call__(self, tree: PyTree, state: MeshState) -> tuple[PyTree, MeshState]:
         """Average a pytree over the axis, inside `jax.shard_map`.
 

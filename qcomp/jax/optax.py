@@ -21,6 +21,7 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.adam import Adam, corrected
+from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -122,6 +123,7 @@ def scale_by_onebit_adam(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    variance_floor: float = 1e-3,
     compressor: Compressor = ScaledSign(scale="rms"),
     topology: str = "two_phase",
     feedback: bool = True,
@@ -133,7 +135,7 @@ def scale_by_onebit_adam(
 
     Parameters
     ----------
-    freeze, axis_name, b1, b2, eps, compressor, topology, feedback, exact, compressors, seed
+    freeze, axis_name, b1, b2, eps, variance_floor, compressor, topology, feedback, exact, compressors, seed
         See `onebit_adam`.
 
     Returns
@@ -145,6 +147,7 @@ def scale_by_onebit_adam(
     if type(freeze) is not int or freeze < 1:
         raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
     adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
+    require_floor(variance_floor)
     of_momentum, of_variance = _corrections(b1, _until_one(b1)), _corrections(b2, freeze)
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
 
@@ -174,7 +177,8 @@ def scale_by_onebit_adam(
             of_adam = [AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)] * len(zeros)
             moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
             direction, momentum, variance = map(list, zip(*moved, strict=True))
-            frozen = corrected(variance, b2, freeze)
+            exact = mean.keeps_exact(updates)
+            frozen = floored(corrected(variance, b2, freeze), exact, variance_floor)
             variance = [jnp.where(count == freeze, f, v) for f, v in zip(frozen, variance, strict=True)]
             return direction, momentum, variance, residuals, accepted
 
@@ -216,6 +220,7 @@ def onebit_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    variance_floor: float = 1e-3,
     compressor: Compressor = ScaledSign(scale="rms"),
     topology: str = "two_phase",
     feedback: bool = True,
@@ -239,6 +244,8 @@ def onebit_adam(
         Added to the square root of the variance, >= 0.
     weight_decay : float
         Decoupled weight decay; `tx.update` then needs the parameters.
+    variance_floor : float
+        Smallest frozen variance of an element, as a fraction of the mean of its array; see `qcomp.OneBitAdam`.
     compressor : Compressor
         Compresses the momentum, on workers and servers.
     topology, feedback, exact, compressors, seed
@@ -280,6 +287,7 @@ def onebit_adam(
         b1=b1,
         b2=b2,
         eps=eps,
+        variance_floor=variance_floor,
         compressor=compressor,
         topology=topology,
         feedback=feedback,

@@ -84,7 +84,7 @@ class TestBench:
     def test_a_device_that_is_not_there(self, capsys):
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
-            pytest.skip("there is a CUDA device, so that it is not missing")
+            pytest.skip(reason="there is a CUDA device, and only its absence is tested here")
         assert "--arrays is 'torch-cuda'; " in refused(capsys, "bench", "--arrays", "torch-cuda")
 
 
