@@ -20,7 +20,12 @@ STRANGERS = [
 ]
 FOR_AUTHORS = {"qcomp", "qcomp.extend", "qcomp.testing"}
 SUBPACKAGES = FOR_AUTHORS | {f"qcomp.{name}" for name in ("comm", "torch", "planning", "checkpoint")}
-PUBLIC = SUBPACKAGES | {"qcomp.integrations", "qcomp.integrations.ddp", "qcomp.compat.deepspeed"}
+PUBLIC = SUBPACKAGES | {
+    "qcomp.integrations",
+    "qcomp.integrations.ddp",
+    "qcomp.compat.deepspeed",
+    "qcomp.torch.fsdp",
+}
 
 
 def modules_used(path: Path) -> set[str]:
