@@ -24,6 +24,8 @@ PUBLIC = SUBPACKAGES | {
     "qcomp.integrations",
     "qcomp.integrations.ddp",
     "qcomp.compat.deepspeed",
+    "qcomp.jax",
+    "qcomp.jax.optax",
     "qcomp.torch.fsdp",
 }
 
