@@ -48,9 +48,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
-        pytest.skip(
-            reason="there is no CUDA device, which is what this tests; only `make test-gpu` comes here"
-        )
+        pytest.skip(reason="only a CUDA device can run this, and there is none; see `make test-gpu`")
 
 
 @pytest.fixture(params=["numba", "pure"])

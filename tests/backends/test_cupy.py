@@ -53,9 +53,7 @@ emulator = _load_emulator()
 def compiler():
     """The C++ compiler of the emulation, which no Python package brings along."""
     if emulator.COMPILER is None:
-        pytest.skip(
-            reason="the emulation of CUDA needs g++; whoever runs the tests needs only Python and make"
-        )
+        pytest.skip(reason="the emulation of CUDA needs g++, which Python and make do not bring along")
 
 
 @pytest.fixture(scope="session")

@@ -81,10 +81,13 @@ class TestBench:
     def test_wrong_usage(self, capsys, arguments, message):
         assert message in refused(capsys, "bench", *arguments)
 
-    def test_a_device_that_is_not_there(self, capsys):
+    def test_a_device_that_is_not_there(self, capsys, monkeypatch):
         torch = pytest.importorskip("torch")
-        if torch.cuda.is_available():
-            pytest.skip(reason="there is a CUDA device, and only its absence is tested here")
+
+        def refuse(*_):
+            raise RuntimeError("No CUDA GPUs are available")
+
+        monkeypatch.setattr(torch.Tensor, "to", refuse)  # also where there is one
         assert "--arrays is 'torch-cuda'; " in refused(capsys, "bench", "--arrays", "torch-cuda")
 
 
