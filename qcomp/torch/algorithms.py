@@ -430,6 +430,9 @@ class ZeroOneAdam(AveragingOptimizer):
         Returns whether a step, counted from 1, updates the variance with the exact mean gradient.
     sync_steps : callable, default LocalSteps()
         Returns whether a step synchronises the ranks with compression.
+    variance_floor : float, default 1e-3
+        From the first compressed step on, the variance of an element of a compressed tensor is at least this fraction
+        of the tensor's mean, from 0 to 1. 0 is the algorithm as published.
     compressor : Compressor, default ScaledSign(scale="rms")
         Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
     exact : callable, bool or None, default ExactBelow(10_000)
@@ -475,6 +478,7 @@ class ZeroOneAdam(AveragingOptimizer):
         freeze: int | FreezeRule | None = None,
         variance_steps: Schedule = DoublingIntervals(16),
         sync_steps: Schedule = LocalSteps(32_678, 16),
+        variance_floor: float = 1e-3,
         compressor: Compressor = ScaledSign(scale="rms"),
         exact: ExactPolicy | bool | None = ExactBelow(10_000),
         averaging: Averaging = Averaging(),
@@ -496,6 +500,7 @@ class ZeroOneAdam(AveragingOptimizer):
             "freeze": freeze,
             "variance_steps": variance_steps,
             "sync_steps": sync_steps,
+            "variance_floor": variance_floor,
             "averaging": averaging,
             "clip_norm": clip_norm,
             "seed": seed,

@@ -54,6 +54,47 @@ def test_without_it_an_element_flies_away():
     assert after_the_freeze("OneBitAdam", variance_floor=0.0)[2] > 1e4
 
 
+def in_an_exact_step_after_codes(floor):
+    """Return how far 0/1 Adam moves each element in its third step, which is exact; the second was compressed."""
+    comm = LocalCommunicator.alone()
+    opt = qcomp.ZeroOneAdam(
+        learning_rate=0.1,
+        betas=(0.9, 0.9),
+        exact=None,
+        compressor=qcomp.ScaledSign(bucket_size=8, scale="rms"),
+        variance_steps=lambda step: step != 2,
+        variance_floor=floor,
+    )
+    params = np.full(8, 100.0, np.float32)
+    state = opt.init(params, comm)
+    for _ in range(2):
+        params, state = opt.step(params, TINY, state, comm)
+    assert state.stage == "compressed"
+    moved, _ = opt.step(params, TINY, state, comm)
+    return np.abs(moved - params) / 0.1
+
+
+def test_an_exact_step_of_zero_one_adam_divides_codes_by_it_too():
+    """The momentum of a code is as large as its neighbours' until the exact steps have replaced it."""
+    moved = in_an_exact_step_after_codes(1e-3)
+    assert moved[3] == 0
+    assert 1 < moved[2] < 1 / np.sqrt(1e-3)
+    assert in_an_exact_step_after_codes(0.0)[2] > 1e3
+
+
+def test_zero_one_adam_has_no_floor_before_codes():
+    """The warm-up is exact Adam bit for bit."""
+    comm = LocalCommunicator.alone()
+    results = []
+    for opt in (qcomp.Adam(learning_rate=0.1), qcomp.ZeroOneAdam(learning_rate=0.1, exact=None)):
+        params = np.full(8, 100.0, np.float32)
+        state = opt.init(params, comm)
+        for _ in range(3):
+            params, state = opt.step(params, TINY, state, comm)
+        results.append(params.tobytes())
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("floor", [-0.1, 1.5, float("nan")])
 def test_what_is_no_fraction_is_refused(floor):
     with pytest.raises(
@@ -77,7 +118,7 @@ def test_a_state_of_an_earlier_release_loads_without_a_word():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam"])
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"])
 def test_a_network_with_dead_units_learns_as_with_adam(kind):
     """An ordinary convolutional network: some of its channels die in the warm-up, others are active now and then."""
     torch = pytest.importorskip("torch")
@@ -103,8 +144,6 @@ def test_a_network_with_dead_units_learns_as_with_adam(kind):
             optimizer = getattr(torch_face, kind)(
                 model.parameters(),
                 lr=rate,
-                betas=(0.9, 0.95),
-                watch=None,
                 exact=qcomp.ExactBelow(2000),
                 comm=comm,
                 **settings,
@@ -123,8 +162,14 @@ def test_a_network_with_dead_units_learns_as_with_adam(kind):
             warnings.simplefilter("ignore")
             return run_local(2, rank_main)[0]
 
-    exact = end(freeze=1000)
+    if kind == "ZeroOneAdam":
+        compressed = {"betas": (0.9, 0.999)}
+        always = {**compressed, "variance_steps": lambda _: True}
+    else:
+        compressed = {"betas": (0.9, 0.95), "freeze": 60, "watch": None}
+        always = {**compressed, "freeze": 1000}
+    exact = end(**always)
     assert exact < 0.25
-    assert end(freeze=60) < 1.5 * exact
-    if kind == "OneBitAdam":
-        assert end(freeze=60, variance_floor=0.0) > 10 * exact
+    assert end(**compressed) < 1.5 * exact
+    if kind in ("OneBitAdam", "ZeroOneAdam"):
+        assert end(**compressed, variance_floor=0.0) > 10 * exact

@@ -14,6 +14,7 @@ from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, totals
 from qcomp.core.optimizers.adam import rate_rises
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
@@ -74,6 +75,10 @@ class ZeroOneAdam(LocalAdam):
     freeze : int or FreezeRule, optional
         The last step that may change the variance, or a rule such as `VarianceStable`; until then every step
         synchronises. None, the default, never stops updating the variance.
+    variance_floor : float, default 1e-3
+        From the first compressed step on, the variance of an element of a compressed tensor is at least this fraction
+        of the tensor's mean, from 0 to 1. Elements with a variance of zero keep it. 0 is the algorithm as published,
+        which destroys networks in which some units are hardly ever active.
 
     Notes
     -----
@@ -82,9 +87,10 @@ class ZeroOneAdam(LocalAdam):
     then computes s, the compressed mean of u_i with feedback on workers and servers: m = s / sum of w, x = x of the
     last synchronisation - s / (sqrt(v) + eps), u_i = 0. After it all ranks hold the same parameters and momentum, bit
     for bit; in between they differ and send nothing. A step in ``variance_steps`` is a step of exact Adam if the ranks
-    are in sync; otherwise it synchronises them, with the new variance. The bias correction of v counts the updates of
-    v. Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the rates.
-    Elements with v = 0 do not move, as in `OneBitAdam`.
+    are in sync; otherwise it synchronises them, with the new variance. After the first compressed step it divides by
+    the variance with its floor, since its momentum still holds codes. The bias correction of v counts the updates of v.
+    Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the rates. Elements
+    with v = 0 do not move, as in `OneBitAdam`.
 
     A compressed step sends 2 (N - 1) / N times 1 bit per parameter and 32 bits per bucket, an exact step 2 (N - 1) / N
     times 32 bits per parameter; `rounds` counts both. Between synchronisations the state holds two more arrays of the
@@ -118,9 +124,11 @@ class ZeroOneAdam(LocalAdam):
     variance_steps: Schedule = DoublingIntervals(16)
     sync_steps: Schedule = LocalSteps(32_678, 16)
     freeze: int | FreezeRule | None = None
+    variance_floor: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_floor(self.variance_floor)
         if self.freeze is not None:
             object.__setattr__(self, "freeze", freeze_rule(self.freeze))
         if not self.variance_steps(1):
@@ -188,16 +196,16 @@ class ZeroOneAdam(LocalAdam):
         if not any(plan):
             return self._local_step(tensors, means.values, state)
         count, numbers = len(tensors), dict(state.numbers)
-        numbers["updates"] += plan.exact
-        new_params: list[Array]
+        if state.stage == "warmup":
+            numbers["updates"] += 1
+            correction = 1 - self.betas[1] ** numbers["updates"]
+            new_params, state = self.adam.exact_step(tensors, means, state, correction=correction)
+            return new_params, self._observed(state._replace(numbers=numbers | {"synced": float(state.step)}))
+        gradients = means.values[count:] if plan.compressed else means.values
+        if plan.exact:
+            numbers["updates"] += 1
+            state = state._replace(variance=self._measured(gradients, state), numbers=numbers)
         if plan.compressed:
-            if plan.exact:
-                _, beta2 = self.betas
-                variance = tuple(
-                    primitives.momentum(v, g * g, beta2, 1.0)
-                    for v, g in zip(state.variance, means.values[count:], strict=True)
-                )
-                state = state._replace(variance=variance)
             numbers["rates"] += self.rate(state)
             numbers["weights"] += self._weight(state)
             new_params, state = self._synchronised(
@@ -206,9 +214,7 @@ class ZeroOneAdam(LocalAdam):
                 state._replace(step=state.step + 1, numbers=numbers),
             )
         else:
-            correction = 1 - self.betas[1] ** numbers["updates"]
-            new_params, state = self.adam.exact_step(tensors, means, state, correction=correction)
-            state = state._replace(numbers=numbers | {"synced": float(state.step)})
+            new_params, state = self._frozen_step(tensors, gradients, state, donate=means.donate)
         return new_params, self._observed(state)
 
     def stages(
@@ -218,6 +224,8 @@ class ZeroOneAdam(LocalAdam):
         try:
             return (yield from super().stages(params, grads, state, donate=donate))
         except NonFiniteError as error:
+            if str(error).endswith(f"in step {state.step + 1}"):
+                raise
             raise self._located(error, state, state.step + 1) from error
 
     def synchronize(self, params: Any, state: OptimizerState, comm: Transport) -> tuple[Any, OptimizerState]:
@@ -256,6 +264,28 @@ class ZeroOneAdam(LocalAdam):
         new_params, new_state = self._synchronised(tensors, means, state)
         return as_given(new_params, params), new_state
 
+    def _measured(self, gradients: Sequence[Array], state: OptimizerState) -> tuple[Array, ...]:
+        """Return the variance with the exact mean gradients of a step after the first compressed one."""
+        _, beta2 = self.betas
+        pairs = zip(state.variance, gradients, strict=True)
+        updated = [primitives.momentum(v, g * g, beta2, 1.0) for v, g in pairs]
+        return floored(updated, state.exact, self.variance_floor)
+
+    def _frozen_step(
+        self, params: Sequence[Array], gradients: Sequence[Array], state: OptimizerState, *, donate: bool
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step of exact mean gradients while the momentum still holds codes, which need the floor."""
+        pairs = zip(state.momentum, gradients, strict=True)
+        momenta = [primitives.momentum(m, g, self.betas[0], 1.0) for m, g in pairs]
+        numbers = self.adam.numbers(state)
+        moved = primitives.frozen_steps(params, momenta, self._divisor(state), numbers, donate=donate)
+        step = state.step + 1
+        return [p for p, _ in moved], state._replace(
+            step=step,
+            momentum=tuple(m for _, m in moved),
+            numbers={**state.numbers, "synced": float(step)},
+        )
+
     @property
     def _timetable(self) -> Timetable:
         rule = None if self.freeze is None else freeze_rule(self.freeze)
@@ -291,7 +321,8 @@ class ZeroOneAdam(LocalAdam):
                 )
         frozen = int(state.numbers["frozen"])
         if state.stage == "warmup" and not self._timetable.plan(state.step + 1, frozen, apart=False).exact:
-            state = self.enter(state, "compressed")
+            variance = floored(state.variance, state.exact, self.variance_floor)
+            state = self.enter(state._replace(variance=variance), "compressed")
         return state
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
