@@ -82,6 +82,25 @@ def test_an_exact_step_of_zero_one_adam_divides_codes_by_it_too():
     assert in_an_exact_step_after_codes(0.0)[2] > 1e3
 
 
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam"])
+def test_it_holds_in_every_step_of_a_re_warm(kind):
+    """The variance falls in each, faster than the codes leave the momentum if b2 is the smaller one."""
+    comm, watch = LocalCommunicator.alone(), qcomp.VarianceWatch(rewarm_steps=20)
+    opt = getattr(qcomp, kind)(**SETTINGS | {"betas": (0.9, 0.5), "watch": watch}, exact=None)
+    params = np.full(8, 100.0, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = opt.init(params, comm)
+        for _ in range(2):
+            params, state = opt.step(params, TINY, state, comm)
+    state = opt._rewarming(state, 20)._replace(stage="rewarm")
+    for _ in range(15):
+        params, state = opt.step(params, TINY, state, comm)
+        (v,) = state.variance
+        assert v[v > 0].min() >= 0.99e-3 * v.mean() / 1.01
+        assert v[3] == 0
+
+
 def test_zero_one_adam_has_no_floor_before_codes():
     """The warm-up is exact Adam bit for bit."""
     comm = LocalCommunicator.alone()

@@ -207,11 +207,12 @@ class FrozenVarianceAdam(Optimizer):
     def _rewarmed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after an exact step of a re-warm: compressed again after the last of them."""
         left = int(state.numbers[_LEFT]) - 1
-        state = self._rewarming(state, left)
+        # In every step: until the exact gradients have replaced them, momenta hold codes.
+        variance = floored(state.variance, state.exact, self.variance_floor)
+        state = self._rewarming(state._replace(variance=variance), left)
         if left:
             return state
         assert self.watch is not None
-        state = state._replace(variance=floored(state.variance, state.exact, self.variance_floor))
         return self.watch.begin(state)._replace(stage="compressed")
 
     @staticmethod
