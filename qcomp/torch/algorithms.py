@@ -122,6 +122,7 @@ class _FrozenVarianceAdam(AveragingOptimizer):
         *,
         freeze: int | FreezeRule = VarianceStable(),
         variance_floor: float = 1e-3,
+        variance_steps: Schedule | None = None,
         watch: VarianceWatch | None = VarianceWatch(),
         decoupled_weight_decay: bool = True,
         compressor: Compressor | None = None,
@@ -144,6 +145,7 @@ class _FrozenVarianceAdam(AveragingOptimizer):
         settings: dict[str, Any] = {
             "freeze": freeze,
             "variance_floor": variance_floor,
+            "variance_steps": variance_steps,
             "watch": watch,
             "decoupled_weight_decay": decoupled_weight_decay,
             "averaging": averaging,
@@ -177,6 +179,9 @@ class OneBitAdam(_FrozenVarianceAdam):
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+    variance_steps : callable, optional
+        Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
+        again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -363,6 +368,9 @@ class QAdam(_FrozenVarianceAdam):
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+    variance_steps : callable, optional
+        Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
+        again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True

@@ -72,6 +72,13 @@ EVERY = {
         "compressed",
         "rewarm",
     ),
+    "1-bit, measured again": _entry(
+        qcomp.OneBitAdam(
+            **FIRST, **BETAS, freeze=3, compressor=SIGN, variance_steps=qcomp.DoublingIntervals(2)
+        ),
+        "warmup",
+        "compressed",
+    ),
     "1-bit, automatic": _entry(
         qcomp.OneBitAdam(
             **FIRST,

@@ -17,6 +17,8 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
+from qcomp.core.optimizers.remeasure import measured, step_on_codes
+from qcomp.core.optimizers.schedules import Schedule
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -27,6 +29,8 @@ from qcomp.core.state import OptimizerState
 __all__ = ["FrozenVarianceAdam"]
 
 _LEFT = "rewarm_steps_left"
+_SINCE, _MEASURED = "variance_steps_since", "variance_measured"
+"""The steps from which ``variance_steps`` counts, and in which the variance was measured last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +46,13 @@ class FrozenVarianceAdam(Optimizer):
       which the variance is frozen again, without another bias correction.
 
     The variance of exact tensors is frozen too; only their momentum is averaged exactly. That of compressed tensors
-    has a floor, see `variance_floor`. Elements whose frozen variance
-    is zero, because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a
-    gradient receive the rest of their momentum and then the corrections of feedback, so their total displacement stays
-    bounded.
+    has a floor, see `variance_floor`. Elements whose frozen variance is zero, because they never had a gradient, keep a
+    momentum of zero and do not move. Elements that no longer have a gradient receive the rest of their momentum and
+    then the corrections of feedback, so their total displacement stays bounded.
+
+    A step in ``variance_steps`` averages the gradient exactly and measures the variance again: v' = b2^k v + (1 - b2^k)
+    g^2, with k steps since the last measurement, so that v averages over 1 / (1 - b2) steps as before. It leaves the
+    residuals as they are.
 
     Parameters
     ----------
@@ -57,6 +64,8 @@ class FrozenVarianceAdam(Optimizer):
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     variance_floor : float
         Smallest frozen variance of an element, as a fraction of the mean of its tensor.
+    variance_steps : callable, optional
+        Returns whether a step, counted from 1 after the freeze, measures the variance again.
     watch : VarianceWatch or None
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     """
@@ -70,6 +79,7 @@ class FrozenVarianceAdam(Optimizer):
     compressors: CompressorPolicy | None = None
     freeze: int | FreezeRule
     variance_floor: float = 1e-3
+    variance_steps: Schedule | None = None
     watch: VarianceWatch | None = VarianceWatch()
 
     def __post_init__(self) -> None:
@@ -95,7 +105,8 @@ class FrozenVarianceAdam(Optimizer):
         """Return the state of the warm-up, or with residuals of zero the one of another stage."""
         if stage not in ("compressed", "rewarm" if self.watch else "compressed"):
             return super().enter(state, stage)
-        state = state._replace(stage=stage, exchange=self.compression.zero_residuals(state.momentum, state))
+        residuals = self.compression.zero_residuals(state.momentum, state)
+        state = self._as_measured(state._replace(stage=stage, exchange=residuals))
         if self.watch is None:
             return state
         return self._rewarming(self.watch.begin(state), 0)
@@ -103,9 +114,11 @@ class FrozenVarianceAdam(Optimizer):
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
         """Return a saved state with what this watch keeps: its own entries, or those of one that begins.
 
-        A state may have been saved without a watch, by a release whose watch kept other values, or with another sample.
+        A state may have been saved without a watch, by a release whose watch kept other values, or with another sample;
+        and with or without ``variance_steps``, which begin at its step if it does not say when they began.
         """
         stage = str(plain(saved.get("stage", "warmup")))
+        saved = self._with_measurement(saved, stage)
         rest = without_watch(saved)
         if self.watch is None and stage == "compressed":
             return {key: value for key, value in rest.items() if key != NUMBER + _LEFT}
@@ -122,7 +135,8 @@ class FrozenVarianceAdam(Optimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean gradient, or for the compressed mean of the momentum."""
-        if state.stage != "compressed":  # a re-warm averages as the warm-up does, in the topology for that
+        # A re-warm averages as the warm-up does, in the topology for that.
+        if state.stage != "compressed" or self._measures(state):
             return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
         beta1, _ = self.betas
         gradients = as_tensors(grads, "grads")
@@ -145,6 +159,8 @@ class FrozenVarianceAdam(Optimizer):
             new_params, new_state = self.adam.exact_step(params, means, state, correction=1.0)
             return new_params, self._rewarmed(new_state)
         tensors = as_tensors(params, "params")
+        if self._measures(state):
+            return self._measuring_step(tensors, means, state)
         own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
         momentum = self.adam.decayed(own, tensors, state, factor=1 - self.betas[0])
         moved = primitives.frozen_steps(
@@ -154,6 +170,49 @@ class FrozenVarianceAdam(Optimizer):
             step=state.step + 1, momentum=tuple([m for _, m in moved]), exchange=means.exchange
         )
         return [p for p, _ in moved], self._watched(new_state, beside, tensors)
+
+    def _measures(self, state: OptimizerState) -> bool:
+        """Return whether the next step of the compressed stage measures the variance again."""
+        schedule = self.variance_steps
+        return schedule is not None and schedule(state.step + 1 - int(state.numbers[_SINCE]))
+
+    def _as_measured(self, state: OptimizerState, *, since: float | None = None) -> OptimizerState:
+        """Return the state after a measurement; steps are counted from this one unless ``since`` tells another."""
+        if self.variance_steps is None:
+            return state
+        step = float(state.step)
+        numbers = {**state.numbers, _SINCE: step if since is None else since, _MEASURED: step}
+        return state._replace(numbers=numbers)
+
+    def _with_measurement(self, saved: Mapping[str, Any], stage: str) -> Mapping[str, Any]:
+        """Return a saved state that says when the variance was measured, if and only if this optimizer measures it."""
+        keys = [NUMBER + name for name in (_SINCE, _MEASURED)]
+        if self.variance_steps is None:
+            return {key: value for key, value in saved.items() if key not in keys}
+        if stage == "warmup" or "step" not in saved:
+            return saved
+        return dict.fromkeys(keys, float(plain(saved["step"]))) | dict(saved)
+
+    def _measuring_step(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step with exact mean gradients, and with the variance that they give."""
+        beta1, beta2 = self.betas
+        gradients = self.adam.decayed(means.values, params, state)
+        kept = beta2 ** (state.step + 1 - int(state.numbers[_MEASURED]))
+        variance = measured(state.variance, gradients, state.exact, kept=kept, floor=self.variance_floor)
+        numbers = self.adam.numbers(state)
+        new_params, momentum = step_on_codes(
+            params, gradients, state.momentum, variance, numbers, beta1=beta1, donate=means.donate
+        )
+        new_state = self._as_measured(
+            state._replace(step=state.step + 1, momentum=momentum, variance=variance),
+            since=state.numbers[_SINCE],
+        )
+        if self.watch is None:
+            return new_params, new_state
+        beside = self.watch.take(means.values, state) if self.watch.due(state, beta2) else ()
+        return new_params, self._watched(self.watch.measured(new_state), beside, params)
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean of the momenta that gradients are blended into."""
@@ -213,7 +272,7 @@ class FrozenVarianceAdam(Optimizer):
         if left:
             return state
         assert self.watch is not None
-        return self.watch.begin(state)._replace(stage="compressed")
+        return self._as_measured(self.watch.begin(state)._replace(stage="compressed"))
 
     @staticmethod
     def _rewarming(state: OptimizerState, left: int) -> OptimizerState:

@@ -70,6 +70,8 @@ class OneBitLamb(FrozenVarianceAdam):
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+    variance_steps : None
+        Must be None: the compressed means tell how much the variance has changed, see ``factor_bounds``.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -115,6 +117,11 @@ class OneBitLamb(FrozenVarianceAdam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.variance_steps is not None:
+            raise ValueError(
+                f"variance_steps is {self.variance_steps!r}; expected None: 1-bit LAMB measures its variance with the "
+                "compressed means, see factor_bounds"
+            )
         require_bounds("factor_bounds", self.factor_bounds)
         for name in ("trust_decay", "factor_change"):
             if not 0 <= getattr(self, name) < 1:

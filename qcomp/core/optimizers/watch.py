@@ -180,6 +180,16 @@ class VarianceWatch:
             arrays={**state.arrays, WATCHED: nothing}, numbers={**state.numbers, **lasting, **fresh}
         )
 
+    def measured(self, state: OptimizerState) -> OptimizerState:
+        """Return a state in which the sizes of momenta are learned anew, since the variance is another one.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state right after the variance was measured in a compressed stage.
+        """
+        return state._replace(numbers={**state.numbers, _FELT: 0.0})
+
     def due(self, state: OptimizerState, beta2: float) -> bool:
         """Return whether the next step sends a sample; equal on all ranks and for all tensors.
 

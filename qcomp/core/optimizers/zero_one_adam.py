@@ -17,6 +17,7 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam, copy
+from qcomp.core.optimizers.remeasure import measured, step_on_codes
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
 from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
@@ -204,7 +205,10 @@ class ZeroOneAdam(LocalAdam):
         gradients = means.values[count:] if plan.compressed else means.values
         if plan.exact:
             numbers["updates"] += 1
-            state = state._replace(variance=self._measured(gradients, state), numbers=numbers)
+            variance = measured(
+                state.variance, gradients, state.exact, kept=self.betas[1], floor=self.variance_floor
+            )
+            state = state._replace(variance=variance, numbers=numbers)
         if plan.compressed:
             numbers["rates"] += self.rate(state)
             numbers["weights"] += self._weight(state)
@@ -264,27 +268,22 @@ class ZeroOneAdam(LocalAdam):
         new_params, new_state = self._synchronised(tensors, means, state)
         return as_given(new_params, params), new_state
 
-    def _measured(self, gradients: Sequence[Array], state: OptimizerState) -> tuple[Array, ...]:
-        """Return the variance with the exact mean gradients of a step after the first compressed one."""
-        _, beta2 = self.betas
-        pairs = zip(state.variance, gradients, strict=True)
-        updated = [primitives.momentum(v, g * g, beta2, 1.0) for v, g in pairs]
-        return floored(updated, state.exact, self.variance_floor)
-
     def _frozen_step(
         self, params: Sequence[Array], gradients: Sequence[Array], state: OptimizerState, *, donate: bool
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step of exact mean gradients while the momentum still holds codes, which need the floor."""
-        pairs = zip(state.momentum, gradients, strict=True)
-        momenta = [primitives.momentum(m, g, self.betas[0], 1.0) for m, g in pairs]
-        numbers = self.adam.numbers(state)
-        moved = primitives.frozen_steps(params, momenta, self._divisor(state), numbers, donate=donate)
-        step = state.step + 1
-        return [p for p, _ in moved], state._replace(
-            step=step,
-            momentum=tuple(m for _, m in moved),
-            numbers={**state.numbers, "synced": float(step)},
+        """Make a step of exact mean gradients while the ranks are in sync."""
+        new_params, momentum = step_on_codes(
+            params,
+            gradients,
+            state.momentum,
+            self._divisor(state),
+            self.adam.numbers(state),
+            beta1=self.betas[0],
+            donate=donate,
         )
+        step = state.step + 1
+        numbers = {**state.numbers, "synced": float(step)}
+        return new_params, state._replace(step=step, momentum=momentum, numbers=numbers)
 
     @property
     def _timetable(self) -> Timetable:

@@ -1,0 +1,56 @@
+"""A frozen variance that is measured again, while the momentum still holds codes."""
+
+from collections.abc import Sequence
+
+from qcomp.core import primitives
+from qcomp.core.kernels import StepNumbers
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.optimizers.floor import floored
+
+__all__ = ["measured", "step_on_codes"]
+
+
+def measured(
+    variance: Sequence[Array],
+    gradients: Sequence[Array],
+    exact: Sequence[bool],
+    *,
+    kept: float,
+    floor: float,
+) -> tuple[Array, ...]:
+    """Return the variance with the squares of exact mean gradients, not below its floor.
+
+    Parameters
+    ----------
+    variance, gradients : sequence of arrays
+        What was measured so far, and the mean gradients of this step.
+    exact : sequence of bool
+        Which tensors stay exact, and have no floor.
+    kept : float
+        The weight of what was measured so far.
+    floor : float
+        See `floored`.
+    """
+    pairs = zip(variance, gradients, strict=True)
+    return floored([primitives.momentum(v, g * g, kept, 1.0) for v, g in pairs], exact, floor)
+
+
+def step_on_codes(
+    params: Sequence[Array],
+    gradients: Sequence[Array],
+    momenta: Sequence[Array],
+    variance: Sequence[Array],
+    numbers: Sequence[StepNumbers],
+    *,
+    beta1: float,
+    donate: bool,
+) -> tuple[list[Array], tuple[Array, ...]]:
+    """Return the parameters and momenta after a step of exact mean gradients.
+
+    It divides as a compressed step does: until exact gradients have replaced them, the codes in the momentum are as
+    large for elements with a tiny variance as for all others.
+    """
+    pairs = zip(momenta, gradients, strict=True)
+    blended = [primitives.momentum(m, g, beta1, 1.0) for m, g in pairs]
+    moved = primitives.frozen_steps(params, blended, variance, numbers, donate=donate)
+    return [p for p, _ in moved], tuple(m for _, m in moved)
