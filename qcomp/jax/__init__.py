@@ -6,7 +6,8 @@
 `qcomp.jax.optax` needs optax: ``pip install 'qcomp[jax]'``.
 """
 
-from qcomp.jax.mesh import MeshMean, MeshState, Residuals, partition_specs
+from qcomp.jax.mesh import MeshMean
+from qcomp.jax.mesh_state import MeshState, Residuals, partition_specs
 from qcomp.jax.trees import PytreeMean, PytreeOptimizer, names_of
 
 __all__ = [

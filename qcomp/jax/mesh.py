@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
@@ -24,63 +23,14 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 from qcomp.jax.kernels import TracedKernels
+from qcomp.jax.mesh_state import MeshState, Residuals
 from qcomp.jax.spmd import SpmdMean, drive
 from qcomp.jax.trees import Tree
 
-__all__ = ["MeshMean", "MeshState", "Residuals", "partition_specs"]
+__all__ = ["MeshMean"]
 
 PyTree = Any
 Array = Any
-
-
-class Residuals(NamedTuple):
-    """What compression has lost so far, on each device of an axis.
-
-    The first axis of every array is the device: arrays of all N devices have N rows, and inside `jax.shard_map` one.
-    """
-
-    worker: dict[str, Array]
-    """The worker residual of each compressed tensor by its path, of shape (N, elements); empty without feedback."""
-    server: tuple[Array, ...]
-    """The server residual of each device's chunk, of shape (N, elements of the largest); empty without a server."""
-
-
-class MeshState(NamedTuple):
-    """What a `MeshMean` keeps between two calls: arrays only, for `jax.jit`, donation and any checkpoint."""
-
-    step: Array
-    """Completed calls, int32 of shape (); selects the random draws."""
-    skipped: Array
-    """Calls that were refused, because a value was not finite, int32 of shape ()."""
-    residuals: Residuals
-
-
-def partition_specs(state: PyTree, axis_name: str) -> PyTree:
-    """Return the `PartitionSpec` of each array of a state: residuals are cut along an axis, all else is replicated.
-
-    Parameters
-    ----------
-    state : pytree
-        A `MeshState`, or a state of optax that has one, or one of `qcomp.jax.optax`, anywhere inside.
-    axis_name : str
-        The axis of the mean.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp, qcomp
-    >>> from jax.sharding import PartitionSpec
-    >>> residuals = qcomp.jax.Residuals({"w": jnp.zeros((4, 9))}, ())
-    >>> state = qcomp.jax.MeshState(jnp.zeros(()), jnp.zeros(()), residuals)
-    >>> specs = qcomp.jax.partition_specs((state, {"trace": jnp.zeros(9)}), "data")
-    >>> specs[0].residuals.worker["w"] == PartitionSpec("data"), specs[1]["trace"] == PartitionSpec()
-    (True, True)
-    """
-
-    def specs_of(part: PyTree) -> PyTree:
-        spec = PartitionSpec(axis_name) if isinstance(part, Residuals) else PartitionSpec()
-        return jax.tree.map(lambda _: spec, part)
-
-    return jax.tree.map(specs_of, state, is_leaf=lambda part: isinstance(part, Residuals))
 
 
 @dataclass(frozen=True)
@@ -115,7 +65,9 @@ class MeshMean:
     size grows with the number of tensors and not with N times that.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
-    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts.
+    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts. That holds for all devices of the mesh,
+    also where it has further axes. In two phases `jax.shard_map` must have these axes too, since the compiler must not
+    cut tensors along an axis of its own. A mean has no derivative.
 
     Examples
     --------
@@ -193,6 +145,8 @@ class MeshMean:
         worker, server = (
             [jnp.zeros((rows, *e.shape), e.dtype) for e in owed] for owed in (zeros.worker, zeros.server)
         )
+        if inside and _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
+            worker, server = jax.lax.pcast((worker, server), self.axis_name, to="varying")
         return Residuals(dict(zip(_compressed(state), worker, strict=bool(worker))), tuple(server))
 
     def keeps_exact(self, tree: PyTree) -> tuple[bool, ...]:
@@ -250,7 +204,7 @@ class MeshMean:
         tree : pytree of arrays
             This device's values.
         residuals : Residuals
-            From `residuals` or the last call.
+            From `MeshMean.residuals` or the last call.
         step : array of int32, shape ()
             Selects the draws.
         momenta : pytree of arrays, optional
@@ -266,6 +220,14 @@ class MeshMean:
         residuals : Residuals
         accepted : array of bool, shape ()
             Whether all values of all devices were finite; otherwise the mean is NaN and the residuals are the old ones.
+
+        Raises
+        ------
+        ValueError
+            If no `jax.shard_map` has the axis, the residuals are not those of this tree, the values are the same on all
+            devices already, or the compiler may cut tensors along another axis.
+        TypeError
+            If it is differentiated.
         """
         size, inside = self._size()
         if not inside:
@@ -274,7 +236,7 @@ class MeshMean:
                 "jax.shard_map over a mesh with this axis"
             )
         taken = Tree.of(tree, "tree")
-        tensors = _tensors(taken)
+        tensors = _tensors(taken._replace(leaves=_without_derivative(taken.leaves)))
         self._require_own_values(taken)
         state = self._state(taken.names, tensors, size)
         exchange = self._exchange(state, tensors, residuals)
@@ -289,7 +251,7 @@ class MeshMean:
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):
             means = drive(request.stages(), self.axis_name)
-        accepted = _none_refused(means.values)
+        accepted = self._everywhere(_none_refused(means.values))
         values = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in means.values]
         new = Residuals(
             dict(zip(names, [e[None] for e in means.exchange.worker], strict=bool(residuals.worker))),
@@ -326,18 +288,25 @@ class MeshMean:
         zeros = jax.eval_shape(lambda: self._compression.zero_residuals(tensors, state)[2:4])
         names = _compressed(state)
         wanted = dict(zip(names, zeros[0], strict=bool(zeros[0]))), tuple(zeros[1])
-        expected = jax.tree.map(lambda e: (1, *e.shape), wanted)
-        given = jax.tree.map(lambda e: tuple(e.shape), (residuals.worker, residuals.server))
+        expected = jax.tree.map(lambda e: ((1, *e.shape), e.dtype.name), wanted)
+        given = jax.tree.map(lambda e: (tuple(e.shape), e.dtype.name), (residuals.worker, residuals.server))
         if given != expected:
             raise ValueError(
-                f"state has residuals of shapes {given}; expected {expected}: those of init for this tree, cut as "
-                "partition_specs says"
+                f"state has residuals {given}; expected {expected}: those of init for this tree on this mesh, cut as "
+                "partition_specs says. After a change of the mesh, take the residuals of a new init"
             )
         # By name, since JAX sorts the keys of a dict.
         found = [residuals.worker[name] for name in names if residuals.worker], residuals.server
         worker, server = (tuple(e[0] for e in owed) for owed in found)
         shapes = tuple(tuple(t.shape) for t, exact in zip(tensors, state.exact, strict=True) if not exact)
         return MeanState(0, state.size, worker, server, shapes if worker else (), (), self.topology)
+
+    def _everywhere(self, accepted: Array) -> Array:
+        """Return whether the devices along all axes have accepted, so that all do the same."""
+        axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != self.axis_name]
+        if _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
+            axes = [axis for axis in axes if _varies(accepted, axis)]  # JAX knows that the others agree
+        return jax.lax.pmin(accepted.astype(jnp.int32), tuple(axes)) > 0 if axes else accepted
 
     def _require_own_values(self, tree: Tree) -> None:
         """Raise ValueError for values that are known to be the same on all devices."""
@@ -360,6 +329,21 @@ def _compressed(state: OptimizerState) -> list[str]:
 def _varies(x: Array, axis_name: str) -> bool:
     """Return whether JAX tracks that an array differs between the devices of an axis."""
     return axis_name in jax.typeof(x).mat.varying
+
+
+@jax.custom_jvp
+def _without_derivative(tensors: list[Array]) -> list[Array]:
+    """Return the tensors, which `jax.grad` cannot pass; through the bits of a message it would find zero."""
+    return tensors
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise TypeError(
+        "tree is differentiated; expected values that are not, since a compressed mean has no derivative: average "
+        "outside of jax.grad, or pass jax.lax.stop_gradient of the values"
+    )
 
 
 def _none_refused(means: Sequence[Array]) -> Array:

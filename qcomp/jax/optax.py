@@ -26,7 +26,8 @@ from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.jax.kernels import TracedKernels
-from qcomp.jax.mesh import MeshMean, MeshState, Residuals
+from qcomp.jax.mesh import MeshMean
+from qcomp.jax.mesh_state import MeshState, Residuals
 from qcomp.jax.trees import Tree
 
 __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
@@ -164,6 +165,9 @@ def scale_by_onebit_adam(
         taken = Tree.of(updates, "updates")
         old_momentum = taken.like(state.momentum, "momentum")
         old_variance = taken.like(state.variance, "variance")
+        for name, g, m in zip(taken.names, taken.leaves, old_momentum, strict=True):
+            if jnp.shape(g) != m.shape:
+                raise ValueError(f"updates has at {name!r} the shape {jnp.shape(g)}; state is of {m.shape}")
         zeros = [jnp.zeros_like(m) for m in old_momentum]
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.

@@ -57,8 +57,9 @@ def drive(stages: Stages[Result], axis_name: str) -> Result:
 def _answer(request: Exchange, axis_name: str) -> list[Array]:
     if isinstance(request, AllToAll):
         rows = jax.lax.all_to_all(jnp.stack(request.send), axis_name, split_axis=0, concat_axis=0)
-    else:  # what all devices hold alike may leave a shard_map as one value
-        rows = jax.lax.all_gather(request.send, axis_name, to="invarying")
+    else:  # what all devices hold alike may leave a shard_map as one value; jax.vmap knows no such types
+        in_shard_map = axis_name in jax.sharding.get_abstract_mesh().manual_axes
+        rows = jax.lax.all_gather(request.send, axis_name, to="invarying" if in_shard_map else "varying")
     return [rows[rank] for rank in range(len(request.receive))]
 
 
@@ -143,6 +144,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
         """Average what has arrived for this device's chunk, and compress the average for all."""
         layout = call.layout
         assert isinstance(layout, _SpmdLayout)
+        _require_no_axis_of_the_compiler()
         branches = [
             self._server(codec, call._replace(layout=layout.at(r)), error) for r in range(layout.world)
         ]
@@ -169,6 +171,20 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
             return message, (concat([*compressed.residuals, left]),)
 
         return serve
+
+
+def _require_no_axis_of_the_compiler() -> None:
+    """Raise ValueError if the compiler may cut tensors along an axis.
+
+    It would exchange their parts inside a switch, of which each device runs another branch, and all would wait.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
+    if mesh.manual_axes and left:
+        raise ValueError(
+            f"the mesh has the axes {', '.join(map(repr, left))} besides those of jax.shard_map; expected all axes in "
+            'its axis_names, or topology="all_gather"'
+        )
 
 
 TOPOLOGIES: dict[str, Callable[[str], Topology]] = {

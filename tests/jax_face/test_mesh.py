@@ -15,7 +15,7 @@ import qcomp
 pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 
-CASES = ("steps", "means", "in_optax")
+CASES = ("steps", "means", "in_optax", "misuse")
 
 
 def run_on_devices(marked: str, *cases: str) -> None:

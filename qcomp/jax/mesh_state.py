@@ -1,0 +1,93 @@
+"""What means on a mesh keep between two steps, and how it is cut over the devices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+__all__ = ["MeshState", "Residuals", "partition_specs"]
+
+PyTree = Any
+Array = Any
+
+
+class Residuals(NamedTuple):
+    """What compression has lost so far, on each device of an axis.
+
+    The first axis of every array is the device: arrays of all N devices have N rows, and inside `jax.shard_map` one.
+    """
+
+    worker: dict[str, Array]
+    """The worker residual of each compressed tensor by its path, of shape (N, elements); empty without feedback."""
+    server: tuple[Array, ...]
+    """The server residual of each device's chunk, of shape (N, elements of the largest); empty without a server."""
+
+
+class MeshState(NamedTuple):
+    """What a `MeshMean` keeps between two calls: arrays only, for `jax.jit`, donation and any checkpoint."""
+
+    step: Array
+    """Completed calls, int32 of shape (); selects the random draws."""
+    skipped: Array
+    """Calls that were refused, because a value was not finite, int32 of shape ()."""
+    residuals: Residuals
+
+
+_REFUSED_AROUND = {
+    "ApplyIfFiniteState": "optax.apply_if_finite decides on each device alone whether to exchange, and all would wait "
+    "for each other; put it behind: optax.chain(compressed(...), optax.apply_if_finite(...))",
+    "MultiStepsState": "optax.MultiSteps adds up the gradients of each device alone, in an array that no PartitionSpec "
+    "describes; add up inside the step, or put it behind: optax.chain(compressed(...), optax.MultiSteps(...))",
+}
+"""Why the state of a mean must not be inside these states of optax, by their names."""
+
+
+def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
+    """Return the `PartitionSpec` of each array of a state: residuals are cut along an axis, all else is replicated.
+
+    Parameters
+    ----------
+    state : pytree
+        A `MeshState`, or a state of optax that has one, or one of `qcomp.jax.optax`, anywhere inside.
+    axis_name : str or tuple of str
+        The axis of the mean, and behind it further axes along which the averaged arrays are cut. Then call ``init``
+        inside `jax.shard_map` too, with these as ``out_specs``.
+
+    Returns
+    -------
+    pytree of PartitionSpec
+        Replace those of moments that are cut along further axes by the specs of their parameters.
+
+    Raises
+    ------
+    ValueError
+        If the mean is inside `optax.apply_if_finite` or `optax.MultiSteps`, which act on the gradients of one device.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, qcomp
+    >>> from jax.sharding import PartitionSpec
+    >>> residuals = qcomp.jax.Residuals({"w": jnp.zeros((4, 9))}, ())
+    >>> state = qcomp.jax.MeshState(jnp.zeros(()), jnp.zeros(()), residuals)
+    >>> specs = qcomp.jax.partition_specs((state, {"trace": jnp.zeros(9)}), "data")
+    >>> specs[0].residuals.worker["w"] == PartitionSpec("data"), specs[1]["trace"] == PartitionSpec()
+    (True, True)
+    """
+    for part in jax.tree.leaves(state, is_leaf=lambda part: type(part).__name__ in _REFUSED_AROUND):
+        why = _REFUSED_AROUND.get(type(part).__name__)
+        if why and any(
+            isinstance(inner, Residuals) for inner in jax.tree.leaves(part, is_leaf=_is_residuals)
+        ):
+            raise ValueError(f"state has a compressed mean inside {type(part).__name__}: {why}")
+
+    def specs_of(part: PyTree) -> PyTree:
+        spec = PartitionSpec(axis_name) if isinstance(part, Residuals) else PartitionSpec()
+        return jax.tree.map(lambda _: spec, part)
+
+    return jax.tree.map(specs_of, state, is_leaf=_is_residuals)
+
+
+def _is_residuals(part: PyTree) -> bool:
+    return isinstance(part, Residuals)
