@@ -56,7 +56,10 @@ def main() -> None:
     )
 
     def step(params: Params, state: Any, images: Any, labels: Any) -> tuple[Params, Any, Any]:
-        value, grads = jax.value_and_grad(loss)(params, images, labels)  # of this device's part of the batch
+        varying = jax.lax.pcast(
+            params, "data", to="varying"
+        )  # or jax.grad adds up the gradients of all devices
+        value, grads = jax.value_and_grad(loss)(varying, images, labels)  # of this device's part of the batch
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
 
@@ -74,7 +77,6 @@ def main() -> None:
             mesh=mesh,
             in_specs=(P(), specs, P("data"), P("data")),
             out_specs=(P(), specs, P()),
-            check_vma=False,
         ),
         donate_argnums=(0, 1),
     )

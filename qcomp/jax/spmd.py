@@ -144,7 +144,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
         """Average what has arrived for this device's chunk, and compress the average for all."""
         layout = call.layout
         assert isinstance(layout, _SpmdLayout)
-        _require_no_axis_of_the_compiler()
+        _require_no_axis_of_the_compiler(self.axis_name)
         branches = [
             self._server(codec, call._replace(layout=layout.at(r)), error) for r in range(layout.world)
         ]
@@ -173,7 +173,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
         return serve
 
 
-def _require_no_axis_of_the_compiler() -> None:
+def _require_no_axis_of_the_compiler(axis_name: str) -> None:
     """Raise ValueError if the compiler may cut tensors along an axis.
 
     It would exchange their parts inside a switch, of which each device runs another branch, and all would wait.
@@ -182,8 +182,8 @@ def _require_no_axis_of_the_compiler() -> None:
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
     if mesh.manual_axes and left:
         raise ValueError(
-            f"the mesh has the axes {', '.join(map(repr, left))} besides those of jax.shard_map; expected all axes in "
-            'its axis_names, or topology="all_gather"'
+            f"axis_name is {axis_name!r} on a mesh whose axes {', '.join(map(repr, left))} jax.shard_map leaves to the "
+            'compiler; expected all axes in its axis_names, or topology="all_gather"'
         )
 
 
