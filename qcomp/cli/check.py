@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qcomp.backends.registry import names as kernel_names
-from qcomp.cli.output import Style, UsageError, import_named, print_json, say, style_for
+from qcomp.cli.output import Style, UsageError, guess, import_named, print_json, say, set_aside, style_for
 from qcomp.core.entry_points import offered
 from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.core.registry import compressor, compressor_names
@@ -60,6 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check the target on each library, and print each law; the status is 1 if any is broken."""
+    with set_aside(options.json):
+        thing, reports = _checked(options)
+    holds = all(report["holds"] for report in reports)
+    if options.json and getattr(thing, "rank", 0) == 0:
+        print_json({"target": options.target, "holds": holds, "checks": reports})
+    return 0 if holds else 1
+
+
+def _checked(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
+    """Return what was checked, and a report for each library."""
     try:
         from qcomp.testing import contract_of  # noqa: PLC0415 - it needs an extra
     except ImportError as error:
@@ -73,15 +83,12 @@ def run(options: argparse.Namespace) -> int:
     if options.law is not None:
         known = dict.fromkeys(name for contract in contracts for name in contract.names)
         if options.law not in known:
-            raise UsageError(f"--law is {options.law!r}; expected one of {', '.join(known)}")
+            close = guess(options.law, list(known))
+            raise UsageError(f"--law is {options.law!r}{close}; expected one of {', '.join(known)}")
         contracts = [contract for contract in contracts if options.law in contract.names]
     speaks = not options.json and getattr(thing, "rank", 0) == 0  # the first of the ranks of a communicator
     style = style_for(sys.stdout)
-    reports = [_report(contract, options.law, style, speaks=speaks) for contract in contracts]
-    holds = all(report["holds"] for report in reports)
-    if options.json and getattr(thing, "rank", 0) == 0:
-        print_json({"target": options.target, "holds": holds, "checks": reports})
-    return 0 if holds else 1
+    return thing, [_report(contract, options.law, style, speaks=speaks) for contract in contracts]
 
 
 def _report(contract: "Contract", only: str | None, style: Style, *, speaks: bool) -> dict[str, Any]:
@@ -124,7 +131,8 @@ def _found(target: str) -> Any:
         raise UsageError(f"TARGET is {target!r}; {error}") from error
     if ":" not in target:
         known = [*compressor_names(), *_topologies(), *kernel_names()[1:]]
-        raise UsageError(f"TARGET is {target!r}; expected module:name, or one of {', '.join(known)}")
+        close = guess(target, known)
+        raise UsageError(f"TARGET is {target!r}{close}; expected module:name, or one of {', '.join(known)}")
     return import_named(target, "TARGET", what="name")
 
 

@@ -23,7 +23,7 @@ _COMMANDS = {
 _INTERRUPTED, _UNHEARD = 130, 141
 """As shells say of a process that was ended by SIGINT or SIGPIPE."""
 _EPILOG = """
-status: 0 if all is well, 1 if a problem was found, 2 if the command was called wrongly
+status: 0 if all is well, 1 if a problem was found, 2 if the command was called wrongly, 130 if it was interrupted
 
 examples:
   qcomp info
@@ -69,13 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 if all is well, 1 if a problem was found. Wrong usage raises SystemExit with status 2, as argparse does.
+        0 if all is well, 1 if a problem was found, 130 if interrupted, 141 if the reader of the output has left. Wrong
+        usage raises SystemExit with status 2, as argparse does.
     """
     options = make_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
     except UsageError as error:
         options.parser.error(str(error))
+    except MemoryError as error:
+        options.parser.error(f"there is not enough memory: {error}")
+    except (
+        SystemExit
+    ) as leaving:  # of a module or an object that was named; its status would be taken for ours
+        options.parser.error(f"what was named called sys.exit({leaving.code!r}); expected code that returns")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED

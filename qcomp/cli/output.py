@@ -5,7 +5,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TextIO
 
@@ -13,9 +15,11 @@ __all__ = [
     "Style",
     "UsageError",
     "explained",
+    "guess",
     "import_named",
     "print_json",
     "say",
+    "set_aside",
     "style_for",
     "table",
     "vector",
@@ -65,6 +69,22 @@ def print_json(document: Any) -> None:
     say(json.dumps(document, indent=1))
 
 
+@contextmanager
+def set_aside(wanted: bool) -> Iterator[None]:
+    """Send what named code prints to the standard error output, if wanted, so that only JSON is on the other."""
+    if not wanted:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def guess(name: str, known: Sequence[str]) -> str:
+    """Return a question for an error text, if a known name is close to this one."""
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
     """Align all columns but the last; with ``right`` all columns, and to the right but the first."""
     columns = list(zip(*rows, strict=True))
@@ -101,6 +121,9 @@ def import_named(name: str, option: str, *, what: str = "function") -> Any:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise UsageError(f"{option} is {name!r}; expected module:{what}")
+    if module.endswith(".py") or "/" in module:
+        wanted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise UsageError(f"{option} is {name!r}, which names a file; expected {wanted}:{attribute}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -143,5 +166,7 @@ def vector(arrays: str, size: int) -> Any:
         return torch.from_numpy(values).to("cuda" if arrays == "torch-cuda" else "cpu")
     except ImportError as error:
         raise UsageError(f"--arrays is {arrays!r}, which is not installed: {error}") from error
+    except ValueError as error:  # of NumPy
+        raise UsageError(f"--elements is {size}: {error}") from error
     except (RuntimeError, AssertionError) as error:  # of a library without a device
         raise UsageError(f"--arrays is {arrays!r}; {str(error).partition(chr(10))[0]}") from error

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from qcomp.cli.output import UsageError, explained, import_named, say, vector
+from qcomp.cli.output import UsageError, explained, import_named, say, set_aside, vector
 from qcomp.core.compressor import Compressor
 from qcomp.core.registry import compressor
 from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
@@ -103,7 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the output, on the first rank."""
     try:
-        text = plan(options)
+        with set_aside(options.json):
+            text = plan(options)
     except (ValueError, ImportError, OSError) as error:
         raise UsageError(str(error)) from error
     if text:

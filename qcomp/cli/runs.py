@@ -24,7 +24,11 @@ class Run:
         """Add a point to a series, if the value is a number."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
-        self.series.setdefault(name, []).append((float(step), float(value)))
+        try:
+            number = float(value)
+        except OverflowError:  # of an integer beyond all floats
+            number = math.inf if value > 0 else -math.inf
+        self.series.setdefault(name, []).append((float(step), number))
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -63,13 +67,15 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 def _read_file(path: Path) -> list[Run]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text: {error}") from error
     try:
         document = json.loads(text)
     except json.JSONDecodeError:
         return [_of_lines(path, text)]
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
+        raise ValueError(f"{path} is no log of a run: {error}") from error
     if isinstance(document, dict) and "curve" in document:
         return [_of_study(path, document)]
     if isinstance(document, dict):
@@ -82,16 +88,23 @@ def _read_file(path: Path) -> list[Run]:
 
 
 def _of_lines(path: Path, text: str) -> Run:
-    """Return the run of a file with a dict for each step; without a "step", they are counted."""
+    """Return the run of a file with a dict for each step; without a "step", they are counted.
+
+    A last line that is not written to its end, as while training goes on, is left out.
+    """
     run = Run(path.stem)
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     for count, (number, line) in enumerate(lines):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
+            if 0 < count == len(lines) - 1 and line.startswith("{") and not text.endswith("\n"):
+                break
             raise ValueError(
                 f"{path}, line {number}: {error.msg}; expected a JSON dict for each step"
             ) from error
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
         if not isinstance(entry, dict):
             raise ValueError(f"{path}, line {number}: expected a JSON dict for each step")
         step = entry.get("step", count)
@@ -101,7 +114,8 @@ def _of_lines(path: Path, text: str) -> Run:
             if name != "step":
                 run.add(name, step, value)
     if not run.series:
-        raise ValueError(f"{path} has no numbers by step; expected a JSON dict for each step")
+        empty = "" if lines else ", since it is empty"
+        raise ValueError(f"{path} has no numbers by step{empty}; expected a JSON dict for each step")
     return run
 
 

@@ -8,13 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from qcomp.cli.output import Style, UsageError, print_json, say, style_for, table
+from qcomp.cli.output import Style, UsageError, guess, print_json, say, style_for, table
 from qcomp.cli.runs import Run, read_runs
 
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """
-A log has a JSON dict of numbers in each line, one for each step, such as the reports of qcomp.Diagnostics:
+A log has a JSON dict of numbers in each line, one for each step, such as the reports of qcomp.Diagnostics. A last line
+that is not written to its end, as while training goes on, is left out:
   file.write(json.dumps({"step": state.step, "loss": loss, **report}) + "\\n")
 Folders and files that examples/train_lm.py writes, and runs of the convergence study, are known too.
 
@@ -84,7 +85,7 @@ def _metrics(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
     known = list(dict.fromkeys(name for each in runs for name in each.series))
     for name in wanted or ():
         if name not in known:
-            raise UsageError(f"--metric is {name!r}; expected one of {', '.join(known)}")
+            raise UsageError(f"--metric is {name!r}{guess(name, known)}; expected one of {', '.join(known)}")
     return list(dict.fromkeys(wanted or [next((name for name in _FIRST if name in known), known[0])]))
 
 
@@ -94,7 +95,11 @@ def _finite(each: Run, metric: str) -> list[tuple[float, float]]:
 
 def _document(each: Run, metrics: Sequence[str]) -> dict[str, Any]:
     points = {m: [[x, y if math.isfinite(y) else None] for x, y in each.series.get(m, ())] for m in metrics}
-    return {"name": each.name, "figures": each.figures, "metrics": sorted(each.series), "series": points}
+    figures = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in each.figures.items()
+    }
+    return {"name": each.name, "figures": figures, "metrics": sorted(each.series), "series": points}
 
 
 def _rows(runs: Sequence[Run], metrics: Sequence[str]) -> list[list[str]]:
@@ -104,8 +109,8 @@ def _rows(runs: Sequence[Run], metrics: Sequence[str]) -> list[list[str]]:
         head += [f"{metric}: first", "least", "largest", "last"]
     rows = [head]
     for mark, each in zip(_marks(len(runs)), runs, strict=True):
-        steps = each.figures.get("steps") or max((x for s in each.series.values() for x, _ in s), default=0)
-        sent = each.figures.get("bytes_sent_per_rank") or each.figures.get("bytes_sent")
+        steps = _number(each, "steps") or max((x for s in each.series.values() for x, _ in s), default=0)
+        sent = _number(each, "bytes_sent_per_rank") or _number(each, "bytes_sent")
         row = [mark, each.name, f"{steps:g}", "-" if sent is None else f"{sent / 1e6:.1f} MB"]
         for metric in metrics:
             values = [y for _, y in each.series.get(metric, ())]
@@ -117,6 +122,17 @@ def _rows(runs: Sequence[Run], metrics: Sequence[str]) -> list[list[str]]:
             )
         rows.append(row)
     return rows
+
+
+def _number(each: Run, name: str) -> float | None:
+    """Return a figure, or None if there is none that is a number."""
+    value = each.figures.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _place(value: float, first: float, last: float, cells: int) -> int:
+    """Return the cell of a value, of so many from ``first`` to ``last``; halves, as a difference may overflow."""
+    return round((value / 2 - first / 2) / (last / 2 - first / 2) * (cells - 1))
 
 
 def _marks(count: int) -> list[str]:
@@ -134,8 +150,8 @@ def _picture(runs: Sequence[Run], metric: str, style: Style) -> list[str]:
     grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for number, (mark, of_run) in enumerate(zip(_marks(len(runs)), points, strict=True)):
         for x, y in of_run:
-            column = round((x - left) / (right - left) * (_WIDTH - 1)) if right > left else 0
-            row = round((high - y) / (high - low) * (_HEIGHT - 1)) if high > low else _HEIGHT // 2
+            column = _place(x, left, right, _WIDTH) if right > left else 0
+            row = _place(y, high, low, _HEIGHT) if high > low else _HEIGHT // 2
             drawn = style.number(mark, _COLOURS[number % len(_COLOURS)])
             grid[row][column] = drawn if grid[row][column] in (" ", drawn) else _SEVERAL
     labels = {0: f"{high:.4g}", _HEIGHT - 1: f"{low:.4g}"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -154,3 +155,10 @@ class TestWarmup:
             assert done.returncode == 0, done.stderr
             said.append(done.stderr.count("compiling kernels"))
         assert said == [1, 0, 0]
+
+
+@pytest.mark.parametrize("elements", ["1e20", "1e16"])
+def test_a_vector_beyond_memory_is_no_traceback(capsys, elements):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--elements", elements])
+    assert re.search(r"--elements is|not enough memory", capsys.readouterr().err)

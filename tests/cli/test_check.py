@@ -210,3 +210,38 @@ def test_the_ranks_of_a_communicator_check_it_together(mpirun, module, tmp_path)
     assert lines[0] == "rank 0 of MPICommunicator on numpy"
     assert lines[-1] == "  7 laws hold"
     assert len(lines) == 9  # the other rank says nothing
+
+
+def test_what_named_code_prints_is_not_in_the_json(capsys, tmp_path, monkeypatch):
+    (tmp_path / "loud_module.py").write_text(
+        'print("importing")\nimport qcomp\ndef make():\n    print("making")\n    return qcomp.Identity()\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["check", "loud_module:make", "--law", "lossless", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["holds"]
+    assert printed.err == "importing\nmaking\n"
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "def make():\n    raise SystemExit(0)"])
+def test_code_that_exits_is_not_taken_for_kept_promises(capsys, tmp_path, monkeypatch, code):
+    name = f"exits_{len(code)}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", f"{name}:make"])
+    assert "called sys.exit(0); expected code that returns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qsdg"], "TARGET is 'qsdg' (did you mean 'qsgd'?)"),
+        (["sign", "--law", "unbiasd"], "--law is 'unbiasd' (did you mean 'unbiased'?)"),
+        (["./mine/plain.py:X"], "which names a file; expected mine.plain:X"),
+    ],
+)
+def test_errors_say_what_was_probably_meant(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", *arguments])
+    assert message in capsys.readouterr().err

@@ -156,3 +156,38 @@ def test_files_that_are_not_there(capsys, tmp_path):
 def test_a_metric_that_is_not_there(capsys, log):
     text = refused(capsys, log("adam.jsonl", falling(2)), "--metric", "accuracy")
     assert "--metric is 'accuracy'; expected one of loss, worker_residual" in text
+    close = refused(capsys, log("adam.jsonl", falling(2)), "--metric", "los")
+    assert "--metric is 'los' (did you mean 'loss'?)" in close
+
+
+@pytest.mark.parametrize("last", ['{"step": 3, "lo', "{", '{"loss": 1'])
+def test_a_last_line_that_is_still_written_is_left_out(tmp_path, last):
+    (tmp_path / "run.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n' + last)
+    assert read_runs(tmp_path / "run.jsonl")[0].series == {"loss": [(1.0, 2.0), (2.0, 1.0)]}
+
+
+def test_a_broken_line_that_was_ended_is_an_error(capsys, tmp_path):
+    (tmp_path / "run.jsonl").write_text('{"loss": 2}\n{"lo\n')
+    assert "line 2: " in refused(capsys, tmp_path / "run.jsonl")
+    (tmp_path / "run.jsonl").write_text('{"lo')
+    assert "line 1: " in refused(capsys, tmp_path / "run.jsonl")
+    (tmp_path / "run.jsonl").write_text("[" * 100_000)
+    assert "no log of a run: maximum recursion depth" in refused(capsys, tmp_path / "run.jsonl")
+
+
+def test_the_largest_numbers_are_drawn(capsys, tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": -1e308, "loss": 1e308}\n{"step": 1e308, "loss": -1e308}\n')
+    lines = shown(capsys, path).splitlines()
+    assert lines[4] == " 1e+308 |a"
+    assert lines[17] == "-1e+308 |" + " " * 63 + "a"
+    path.write_text('\ufeff{"loss": 1}\n{"loss": 1' + "0" * 400 + "}\n", encoding="utf-8")
+    assert read_runs(path)[0].series["loss"] == [(0.0, 1.0), (1.0, math.inf)]
+
+
+def test_figures_that_are_no_numbers(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('[{"optimizer": "adam", "x": [1, 2], "steps": "many", "bytes_sent": "9", "speed": NaN}]')
+    assert shown(capsys, path).splitlines()[1].split()[:4] == ["a", "adam", "2", "-"]
+    (document,) = json.loads(shown(capsys, path, "--json"), parse_constant=pytest.fail)
+    assert document["figures"] == {"steps": "many", "bytes_sent": "9", "speed": None}
