@@ -79,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(str(error))
     except MemoryError as error:
         options.parser.error(f"there is not enough memory: {error}")
-    except (
-        SystemExit
-    ) as leaving:  # of a module or an object that was named; its status would be taken for ours
+    except SystemExit as leaving:  # of code that was named: its status is not ours
         options.parser.error(f"what was named called sys.exit({leaving.code!r}); expected code that returns")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
