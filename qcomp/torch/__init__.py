@@ -14,12 +14,24 @@ from qcomp.torch.optimizer import AveragingOptimizer
 
 if TYPE_CHECKING:
     from qcomp.torch import fsdp
+    from qcomp.torch.planner import LoadPlanner
 
-__all__ = ["AveragingOptimizer", "CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam", "fsdp"]
+__all__ = [
+    "AveragingOptimizer",
+    "CompressedSGD",
+    "LoadPlanner",
+    "OneBitAdam",
+    "OneBitLamb",
+    "QAdam",
+    "ZeroOneAdam",
+    "fsdp",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what only newer releases of torch can run."""
+    """Import what is slow to import, or what only newer releases of torch can run."""
     if name == "fsdp":
         return importlib.import_module("qcomp.torch.fsdp")
+    if name == "LoadPlanner":
+        return importlib.import_module("qcomp.torch.planner").LoadPlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from qcomp.comm.base import Communicator
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.checkpoint.format import plain
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import drive
 from qcomp.core.numeric.arrays import digest
@@ -23,14 +24,12 @@ from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import averaged_by
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
 from qcomp.torch.overlapped import LiveOverlapped
+from qcomp.torch.saved import flattened, nested
 
 __all__ = ["AveragingOptimizer"]
 
 _FIXED = ("compressor", "exact")
 """The settings of groups that stay as they are from the first step on, and that are no plain values."""
-
-_AVERAGING = "averaging"
-"""The key of what belongs to no single parameter in a saved state."""
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -249,21 +248,24 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: that of each parameter, the groups, and under "averaging" what is of all or of this rank.
+        """Return the state of each parameter, and the groups; the first parameter has what is of this rank alone.
 
-        Residuals differ between ranks, so every rank must save its own, as a whole: torch.distributed.checkpoint keeps
-        only what belongs to parameters, which is not enough to load.
+        Residuals differ between ranks, so every rank must save its own, as a whole. torch.distributed.checkpoint keeps
+        what is of each rank, and what is of all ranks once.
         """
         saved = super().state_dict()
-        overlapped = self._overlapped
+        state, overlapped = self.core_state, self._overlapped
         optimizer = (
-            overlapped.in_use
-            if overlapped
-            else self._settings.optimizer(self.param_groups, self.core_state.step)
+            overlapped.in_use if overlapped else self._settings.optimizer(self.param_groups, state.step)
         )
-        whole = optimizer.state_dict(self.core_state)
-        own = {f"{kind}.{name}" for name, p in self._named() for kind in self.state[p]}
-        saved[_AVERAGING] = {key: value for key, value in whole.items() if key not in own}
+        names = dict(zip(map(id, self._tensors), self._names, strict=True))
+        every = [p for group in self.param_groups for p in group["params"]]
+        saved["state"] = nested(
+            {n: (names[id(p)], self.state[p]) for n, p in enumerate(every) if id(p) in names},
+            optimizer.state_dict(state),
+            optimizer.own_kinds(state.stage),
+            self._values() if optimizer.apart(state.stage) else [],
+        )
         saved["param_groups"] = [
             {key: value for key, value in group.items() if key not in _FIXED}
             for group in saved["param_groups"]
@@ -276,19 +278,24 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         state_dict : mapping, or sequence of mappings
-            What `state_dict` returned on this rank. Or a list with what it returned on all ranks that saved, whose
-            number may be another.
+            What `state_dict` returned on this rank, or what torch.distributed.checkpoint has read with a
+            `qcomp.torch.LoadPlanner`. Or a list with what it returned on all ranks that saved, whose number may be
+            another.
 
         Raises
         ------
         ValueError
-            If it belongs to another rank, number of ranks, model or optimizer. Nothing has changed then.
+            If it belongs to another rank, model or optimizer, or the state of a rank is missing. Nothing has changed
+            then.
         MismatchError
             On the other ranks, if some rank raises ValueError.
+
+        Notes
+        -----
+        While the ranks of 0/1 Adam go on alone, their parameters differ; each rank's own are in its state, and are
+        put back here. So load the model before.
         """
-        several = isinstance(state_dict, Sequence)
-        saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
-        flat, groups = self._agree_on(saved)
+        flat, parameters, groups, several = self._agree_on(state_dict)
         before = [dict(group) for group in self.param_groups]
         try:
             super().load_state_dict({"state": {}, "param_groups": groups})
@@ -307,9 +314,18 @@ class AveragingOptimizer(torch.optim.Optimizer):
             raise
         self._settings = settings
         self._take(loaded)
+        if not several and optimizer.apart(loaded.stage):
+            with torch.no_grad():
+                for p, own in zip(self._tensors, parameters, strict=False):
+                    p.copy_(own)
 
-    def _agree_on(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
-        """Return saved states as the core has them, and the groups: of the first rank that has some, if this has none.
+    def _agree_on(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Any], Any, bool]:
+        """Return saved states as the core has them, parameters of this rank alone, and the groups.
+
+        These are of the first rank that has some, if this has none. Also return whether any rank has anything else than
+        one state of a world of this size.
 
         Raises
         ------
@@ -318,46 +334,35 @@ class AveragingOptimizer(torch.optim.Optimizer):
         MismatchError
             On the other ranks then.
         """
-        flat, groups, problem = [], None, None
+        flat: list[dict[str, Any]] = []
+        parameters: list[Any] = []
+        saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
+        groups, problem = None, None
+        known = dict(zip(map(id, self._tensors), self._names, strict=True))
+        names = [known.get(id(p)) for group in self.param_groups for p in group["params"]]
+        sizes = [len(group["params"]) for group in self.param_groups]
         try:
-            flat = [self._flat(one) for one in saved]
+            for one in saved:
+                found, parameters = flattened(one, names, sizes)
+                flat += found
             groups = saved[0]["param_groups"] if saved else None
+            if any(
+                own.shape != p.shape for own, p in zip(parameters, self._tensors, strict=bool(parameters))
+            ):
+                raise ValueError("it has parameters of other shapes")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = ValueError(f"state_dict does not fit: {error}")
         like = self._tensors[0]
         agree(self._comm, problem, what="load its state", like=like)
-        own = json.dumps(groups, default=float)
-        for found in map(json.loads, drive(gather_texts(own, self._comm.size, like), self._comm)):
-            groups = groups or found
+        several = isinstance(state_dict, Sequence) or [plain(x["size"]) for x in flat] != [self._comm.size]
+        own = json.dumps([groups, several], default=float)
+        for found, other in map(json.loads, drive(gather_texts(own, self._comm.size, like), self._comm)):
+            groups, several = groups or found, several or other
         if groups is None:
             raise ValueError(
                 "state_dict is an empty list on every rank; expected the states of all ranks that saved"
             )
-        return flat, groups
-
-    def _flat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved state as the core has it: arrays by kind and name."""
-        if _AVERAGING not in saved:
-            raise ValueError(
-                f"state_dict has the keys {sorted(saved)}, but not {_AVERAGING!r}: expected what the state_dict of "
-                "one of qcomp's optimizers returned on this rank, or a list with that of all ranks"
-            )
-        flat = dict(saved[_AVERAGING])
-        sizes, own = (
-            [len(g["params"]) for g in groups] for groups in (saved["param_groups"], self.param_groups)
-        )
-        if sizes != own:
-            raise ValueError(f"state_dict has groups of {sizes} parameters; this optimizer has {own}")
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        tensors = [p for group in self.param_groups for p in group["params"]]
-        names = {id(p): name for name, p in self._named()}
-        for number, p in zip(numbers, tensors, strict=True):
-            for kind, array in saved["state"].get(number, {}).items():
-                flat[f"{kind}.{names.get(id(p), number)}"] = array.clone()  # steps overwrite it
-        return flat
-
-    def _named(self) -> Iterable[tuple[str, Any]]:
-        return zip(self._names, self._tensors, strict=True)
+        return flat, parameters, groups, several
 
     def _values(self) -> list[Any]:
         return [p.detach() for p in self._tensors]
