@@ -21,9 +21,9 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.parameters import averaged_by
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
 from qcomp.torch.overlapped import LiveOverlapped
+from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.saved import flattened, nested
 
 __all__ = ["AveragingOptimizer"]
@@ -86,8 +86,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if not self._tensors:
             raise ValueError("params has no parameter that requires a gradient; expected at least one")
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
-        names = _names(groups, self._model)
+        names = names_of(groups, self._model)
         self._names = tuple(chain.from_iterable(names))
+        require_memory_of_its_own(zip(self._names, self._tensors, strict=True))
+        self._given = [[(id(p), p.shape) for p in group["params"]] for group in groups]
         exact, compressors = exact_of(groups, names), compressors_of(groups, names)
         make, compressor = self._make, groups[0]["compressor"]
         self._settings = LiveSettings(
@@ -181,7 +183,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if state is not None and state.step:
             raise RuntimeError(
                 f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
-                "warm-up: add groups before the first step, or make another optimizer for them"
+                "warm-up, and a later one would never move after the freeze: add groups before the first step, or make "
+                "another optimizer for them"
             )
         before = dict(vars(self))
         super().add_param_group(param_group)
@@ -216,7 +219,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             On every rank, if the settings of the groups differ between ranks, as where each rank's own loss steers a
             scheduler. Parameters and state do not change.
         RuntimeError
-            If a parameter requires a gradient now but did not when the optimizer was made.
+            If a parameter requires a gradient now but did not when the optimizer was made, or is another one.
         ValueError
             If a setting of a group is out of range, or ``exact`` or ``compressor`` has changed.
         """
@@ -232,6 +235,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             return loss
         optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
         values = self._values()
+        require_dense(zip(self._names, self._tensors, strict=True))
         gradients, scaled = self._gradients()
         if not self.core_state.step:
             self._warn_if_averaged(gradients)
@@ -369,6 +373,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     def _require_unchanged(self) -> None:
         """Raise if something was changed that a step does not read again."""
+        if [[(id(p), p.shape) for p in group["params"]] for group in self.param_groups] != self._given:
+            raise RuntimeError(
+                "the parameters in param_groups, or their shapes, are others now than when the optimizer was made, "
+                "which has moments of those: make the optimizer again, or another for new parameters"
+            )
         for number, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
             for key, value in fixed.items():
                 if group[key] is not value and group[key] != value:
@@ -421,32 +430,3 @@ def _communicator() -> Communicator:
     if dist.is_available() and dist.is_initialized():
         return TorchCommunicator()
     return world()
-
-
-def _names(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
-    """Return the names of the parameters of each group that require gradients.
-
-    Those within the model under DistributedDataParallel, if there is one; else as given, else their numbers.
-    """
-    of_model = None if model is None else {id(p): name for name, p in averaged_by(model)}
-    found: list[list[str]] = []
-    number = 0
-    for index, group in enumerate(groups):
-        given = group.get("param_names") or [""] * len(group["params"])
-        names = []
-        for name, p in zip(given, group["params"], strict=True):
-            if p.requires_grad:
-                if of_model is not None and id(p) not in of_model:
-                    raise ValueError(
-                        f"param_groups[{index}] has a parameter of shape {tuple(p.shape)} that model does not average; "
-                        "expected parameters of model.module"
-                    )
-                names.append((name or str(number)) if of_model is None else of_model.pop(id(p)))
-                number += 1
-        found.append(names)
-    if of_model:
-        raise ValueError(
-            f"params lacks {', '.join(map(repr, list(of_model.values())[:3]))}, which model averages; expected all "
-            "parameters of model.module that require gradients"
-        )
-    return found

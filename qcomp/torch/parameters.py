@@ -1,0 +1,99 @@
+"""The parameters that an optimizer for torch is given: their names, and whether steps can write to each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from qcomp.integrations.ddp.parameters import averaged_by
+
+__all__ = ["names_of", "require_dense", "require_memory_of_its_own"]
+
+
+def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
+    """Return the names of the parameters of each group that require gradients.
+
+    Parameters
+    ----------
+    groups : sequence of mappings
+        The ``param_groups``.
+    model : torch.nn.parallel.DistributedDataParallel or None
+        The names are those within its module; without it they are as given, else their numbers.
+
+    Raises
+    ------
+    ValueError
+        If the parameters are not those of the model.
+    """
+    of_model = None if model is None else {id(p): name for name, p in averaged_by(model)}
+    found: list[list[str]] = []
+    number = 0
+    for index, group in enumerate(groups):
+        given = group.get("param_names") or [""] * len(group["params"])
+        names = []
+        for name, p in zip(given, group["params"], strict=True):
+            if p.requires_grad:
+                if of_model is not None and id(p) not in of_model:
+                    raise ValueError(
+                        f"param_groups[{index}] has a parameter of shape {tuple(p.shape)} that model does not average; "
+                        "expected parameters of model.module"
+                    )
+                names.append((name or str(number)) if of_model is None else of_model.pop(id(p)))
+                number += 1
+        found.append(names)
+    if of_model:
+        raise ValueError(
+            f"params lacks {', '.join(map(repr, list(of_model.values())[:3]))}, which model averages; expected all "
+            "parameters of model.module that require gradients"
+        )
+    return found
+
+
+def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError unless every parameter has memory that no other writes to.
+
+    Parameters
+    ----------
+    named : iterable of pairs
+        The parameters with their names.
+    """
+    spans = []
+    for name, p in named:
+        if p.is_meta:
+            raise ValueError(
+                f"the parameter {name!r} is on the meta device; expected one with values: call model.to_empty and "
+                "initialise it before the optimizer is made"
+            )
+        if p.layout is not torch.strided or not p.numel():
+            continue
+        steps = [(stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
+        if any(stride == 0 for stride, _ in steps):
+            raise ValueError(
+                f"the parameter {name!r} repeats elements in memory, as expand does: make it of a contiguous copy"
+            )
+        if sum(stride * (size - 1) for stride, size in steps) + 1 == p.numel():  # else others may lie between
+            spans.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
+    for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
+        if start < stop:
+            raise ValueError(
+                f"the parameters {one!r} and {other!r} share memory, so each step would change it twice; expected each "
+                "parameter once: share the Parameter itself between modules"
+            )
+
+
+def require_dense(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise TypeError if a gradient is sparse.
+
+    Parameters
+    ----------
+    named : iterable of pairs
+        Parameters with their names.
+    """
+    for name, p in named:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {name!r} is sparse; expected a dense one, as of an Embedding with sparse=False"
+            )
