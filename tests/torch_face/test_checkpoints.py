@@ -53,7 +53,7 @@ def content(model, optimizer):
     arrays = [*state.momentum, *state.variance, *state.exchange.worker, *state.exchange.server]
     arrays += [x for kind in sorted(state.arrays) for x in state.arrays[kind]]
     params = [p.detach() for p in model.parameters()]
-    return [x.numpy().tobytes() for x in params + arrays], dict(state.numbers), state.step, state.stage
+    return [x.numpy().tobytes() for x in params + arrays], str(state.numbers), state.step, state.stage
 
 def refusal(do):
     try:
