@@ -37,7 +37,7 @@ bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/arithmetic.py
-	$(BIN)/python benchmarks/torch_optimizer.py
+	$(BIN)/python benchmarks/torch_optimizers.py
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/jax_jit.py
 
