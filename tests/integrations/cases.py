@@ -15,6 +15,9 @@ OPTIMIZERS = {
         " watch=qcomp.VarianceWatch(largest=1.01, smallest=0.99, rewarm_steps=1, every=1))"
     ),
     "qadam": "qcomp.QAdam(learning_rate=0.01, freeze=3, exact=policy)",
+    "qadam, variance steps": (
+        "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, variance_steps=qcomp.DoublingIntervals(1))"
+    ),
     "draws": (
         "qcomp.CompressedSGD(learning_rate=0.01, compressor=qcomp.QSGD(levels=7, bucket_size=128), exact=policy)"
     ),
