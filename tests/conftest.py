@@ -31,17 +31,26 @@ def cuda_is_there() -> bool:
     return False
 
 
-PRIMITIVES = ("arrays", "bitplanes", "buckets", "coded_qsgd", "payload", "qsgd_moments", "random", "sums")
-"""What JAX is tested on in the quick run, besides its own kernels: bytes of primitives and golden payloads."""
+QUICK_IN_JAX = (
+    "test_is_correctly_rounded[",
+    "test_known_answers_of_int32_arrays[",
+    *(f"test_float32[jax-{spec}" for spec in ("sign:bucket_size=32,scale=rms", "minmax", "scaled(", "cast")),
+)
+"""What JAX is tested on in the quick run, besides its own tests: rounding, draws, and golden payloads."""
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Leave whole means and steps in JAX, which compiles for every shape, and codes there to `make test-all`."""
+    """Leave what every library runs to `make test-all` in JAX, which compiles for every shape, and JAX's doctests."""
     for item in items:
-        folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+        if isinstance(item, pytest.DoctestItem) and item.path.parent.name == "jax":
+            item.add_marker("slow")
+        own = item.path.parent.name in {"backends", "jax_face"}
         parameters = item.name.partition("[")[2]
-        whole = folder == "optimizers" or (folder == "core" and name not in PRIMITIVES)
-        if "jax" in parameters and (whole or "coding=" in parameters):
+        if (
+            "jax" in parameters
+            and not own
+            and (not item.name.startswith(QUICK_IN_JAX) or "coding=" in parameters)
+        ):
             item.add_marker("slow")
 
 

@@ -106,7 +106,14 @@ class TestBytes:
         [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16],
         ids=["float16", "bfloat16"],
     )
-    @pytest.mark.parametrize("compressor", [COMPRESSORS[1], COMPRESSORS[4], COMPRESSORS[5]], ids=str)
+    @pytest.mark.parametrize(
+        "compressor",
+        [
+            COMPRESSORS[1],
+            *(pytest.param(c, marks=pytest.mark.slow) for c in COMPRESSORS[4:]),
+        ],
+        ids=str,
+    )
     def test_half_precision(self, compressor, dtype):
         x, residual = (
             jnp.asarray(vector("gaussian", SIZE, 7), dtype),
@@ -202,9 +209,9 @@ class TestKeys:
     @pytest.mark.parametrize(
         "key",
         [
-            qcomp.Key(seed=2**64 - 1),
+            pytest.param(qcomp.Key(seed=2**64 - 1), marks=pytest.mark.slow),
             qcomp.Key(seed=2**40, step=2**33),
-            qcomp.Key(seed=2**31, rank=0xFFFFFFFF),
+            pytest.param(qcomp.Key(seed=2**31, rank=0xFFFFFFFF), marks=pytest.mark.slow),
         ],
         ids=str,
     )
@@ -271,14 +278,15 @@ class TestArithmetic:
         assert host_bytes(KERNELS.momentum(m, g, beta1, scale)) == host_bytes(expected)
 
     def test_a_momentum_is_blended_and_compressed(self):
-        m, g, residual = (jnp.asarray(vector("wide", SIZE, seed)) for seed in (1, 2, 3))
-        c, blend = COMPRESSORS[0], Blend(m, 0.9, 0.3)
-        expected = pure(lambda: primitives.encode(c, g, residual, None, blend=blend))
+        m, g, residual = (flushed(vector("wide", SIZE, seed)) for seed in (1, 2, 3))
+        c = COMPRESSORS[0]
+        expected = pure(lambda: primitives.encode(c, g, residual, None, blend=Blend(m, 0.9, 0.3)))
+        m, g, residual = map(jnp.asarray, (m, g, residual))
         with use_kernels(KERNELS):
-            got = primitives.encode(c, g, residual, None, blend=blend)
+            got = primitives.encode(c, g, residual, None, blend=Blend(m, 0.9, 0.3))
         assert [host_bytes(each) for each in got[:2]] == [host_bytes(each) for each in expected[:2]]
 
-    @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+    @pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.01])
     @pytest.mark.parametrize(("rate", "correction"), [(1e-3, 0.1), (0.7, 1 - 0.9**7), (1 / 3, 1.0)])
     def test_frozen_step(self, rate, correction, weight_decay):
         p, m, v = wide(3), wide(4), jnp.abs(wide(5))
@@ -297,6 +305,7 @@ class TestArithmetic:
         assert KERNELS.finish_mean(half, 2) is None
 
 
+@pytest.mark.slow
 def test_compressed_mean_is_that_of_numpy():
     mean = qcomp.CompressedMean(qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=32)))
 

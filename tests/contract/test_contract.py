@@ -35,14 +35,22 @@ COMPRESSORS = [
 ]
 
 LIBRARIES = [np, read_only_numpy, torch, array_api_strict]
+QUICK_LAWS = [*(("same_bytes", xp) for xp in LIBRARIES[1:]), ("shapes_and_dtypes", torch)]
+"""The bytes in every library show writes to what was passed in, and functions that the standard lacks."""
 
 
-QUICK = {"sign", "minmax", "identity", "cast", "topk"}
-"""Those of which a check takes a second or two; that of QSGD under kernels is quick, in tests/backends."""
+QUICK = {
+    qcomp.ScaledSign(bucket_size=8, scale="rms"),
+    qcomp.MinMaxUInt8(),
+    qcomp.Identity(),
+    qcomp.Cast("bfloat16"),
+    qcomp.TopK(k=5, bucket_size=64),
+}
+"""One of each kind of which a check takes a second or two; that of QSGD under kernels is quick, in tests/backends."""
 
 
 def quick_or_slow(compressor):
-    marks = [] if compressor.name in QUICK else [pytest.mark.slow]
+    marks = [] if compressor in QUICK else [pytest.mark.slow]
     return pytest.param(compressor, marks=marks, id=str(compressor))
 
 
@@ -59,15 +67,15 @@ def test_contract_in_other_libraries(compressor, xp):
     check_compressor(compressor, xp, max_examples=5)
 
 
-@pytest.mark.parametrize("xp", LIBRARIES[1:], ids=lambda xp: xp.__name__)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize(
-    "law",
+    ("law", "xp"),
     [
-        "same_bytes",
-        "shapes_and_dtypes",
-        pytest.param("pure", marks=pytest.mark.slow),
-        pytest.param("nothing_is_shared", marks=pytest.mark.slow),
+        pytest.param(
+            law, xp, marks=[] if (law, xp) in QUICK_LAWS else [pytest.mark.slow], id=f"{law}-{xp.__name__}"
+        )
+        for law in ("same_bytes", "shapes_and_dtypes", "pure", "nothing_is_shared")
+        for xp in LIBRARIES[1:]
     ],
 )
 def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
@@ -94,6 +102,7 @@ def test_contract_under_jit(compressor):
     check_compressor(compressor, jnp, jit=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [qcomp.OneBitSGD(column_size=100), qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=8))],

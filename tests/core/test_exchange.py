@@ -33,7 +33,11 @@ class TestSameOnAllRanks:
         assert alone.tobytes() == in_list[0].tobytes() == in_tuple[0].tobytes()
 
     @pytest.mark.parametrize(
-        "c", [qcomp.ScaledSign(scale="l1"), qcomp.QSGD(levels=7, bucket_size=128, norm="max")], ids=str
+        "c",
+        [
+            pytest.param(qcomp.ScaledSign(), id="sign"),
+            pytest.param(qcomp.QSGD(levels=7, bucket_size=128), id="qsgd", marks=pytest.mark.slow),
+        ],
     )
     def test_a_mixed_world(self, libraries, c):
         """A NumPy, a torch, a JAX and a strict rank, three steps with feedback: the same bytes."""

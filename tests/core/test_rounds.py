@@ -125,7 +125,7 @@ def train(opt, n, steps=4):
 
 
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_rounds_is_bit_for_bit_the_fused_one(name, n, monkeypatch):
     fused = train(OPTIMIZERS[name], n)
@@ -160,7 +160,10 @@ def at_once(mean, x, state, key, comm, **how):
     return running.finish(drive(pipeline(running.rounds), comm))
 
 
-@pytest.mark.parametrize(("n", "shapes"), [(2, [(100, 15)]), (3, SHAPES)], ids=["2", "3"])
+@pytest.mark.parametrize(
+    ("n", "shapes"),
+    [pytest.param(2, [(100, 15)], id="2", marks=pytest.mark.slow), pytest.param(3, SHAPES, id="3")],
+)
 @pytest.mark.parametrize("topology", IN_ROUNDS)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_every_compressor_draws_and_keeps_what_it_does_in_the_whole(name, topology, n, shapes, small_rounds):

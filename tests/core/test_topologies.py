@@ -46,8 +46,10 @@ WORLDS = [
 
 
 def _over(worlds: Sequence[World]) -> pytest.MarkDecorator:
-    """Up to three ranks, and nodes of three and two; `make test-all` has the larger worlds."""
-    marks = [[] if len(w.nodes) < 4 or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.slow] for w in worlds]
+    """One rank, three, and nodes of three and two; `make test-all` has the other worlds."""
+    marks = [
+        [] if len(w.nodes) in (1, 3) or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.slow] for w in worlds
+    ]
     params = [pytest.param(w, marks=m, id=str(w)) for w, m in zip(worlds, marks, strict=True)]
     return pytest.mark.parametrize("world", params)
 

@@ -96,7 +96,7 @@ def refusal(job):
     return lines[0]
 
 
-@pytest.mark.parametrize("script", ["cupy_mpi.py", "cupy_nccl.py"])
+@pytest.mark.parametrize("script", [pytest.param("cupy_mpi.py", marks=pytest.mark.slow), "cupy_nccl.py"])
 def test_without_cupy_the_gpu_examples_end_on_every_rank_and_say_so(mpirun, script, tmp_path, monkeypatch):
     (tmp_path / "cupy.py").write_text("raise ImportError('no CuPy here')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -108,7 +108,12 @@ def test_without_cupy_the_gpu_examples_end_on_every_rank_and_say_so(mpirun, scri
     ("script", "gpus", "what"),
     [
         ("cupy_mpi.py", "none", "2 of 2 ranks cannot start: rank 0 lacks a CUDA device that CuPy can use"),
-        ("cupy_mpi.py", 0, "2 of 2 ranks cannot start: rank 0 lacks a CUDA device that CuPy can use"),
+        pytest.param(
+            "cupy_mpi.py",
+            0,
+            "2 of 2 ranks cannot start: rank 0 lacks a CUDA device that CuPy can use",
+            marks=pytest.mark.slow,
+        ),
         ("cupy_nccl.py", 2, "2 of 2 ranks cannot start: rank 0 lacks CuPy with NCCL: NVIDIA's nccl for it"),
     ],
 )
@@ -229,6 +234,7 @@ def test_resuming_is_as_if_there_had_been_no_stop(mpirun, tmp_path):
     assert resumed["bytes_sent_per_rank"] == whole["bytes_sent_per_rank"]
 
 
+@pytest.mark.slow
 def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
     def rank(compressor):
         return [TRAIN, "--optimizer", "onebit_adam", "--compressor", compressor, "--out", tmp_path]
@@ -267,6 +273,7 @@ def printed(command, ranks):
     return job.stdout
 
 
+@pytest.mark.slow
 def test_an_ordinary_script_with_an_optimizer_for_torch():
     lines = torchrun("torch_optimizer.py").splitlines()
     assert "compressed" in lines[2]

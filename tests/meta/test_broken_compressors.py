@@ -423,6 +423,8 @@ SLOW = {
     "stranger_every_eighth_draw",
     "stranger_one_dither",
     "stranger_ternary",
+    "stranger_deadzone",
+    "stranger_log",
     "stranger_natural",
     "stranger_deflated",
 }

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[int], Any], Callable[[int], float]]] = {
 }
 
 
-def train(job: Any, opt: Any, change: Callable[[int], Any]) -> End:
+def train(job: Any, opt: Any, change: Callable[[int], Any], *, after_warning: int = STEPS) -> End:
     """Minimise |x - target|^2 times a changing curvature, with noise of each rank."""
     run, draws = job(opt, [np.zeros(SIZE)], RANKS), np.random.default_rng(0)
     warned = lost = None
@@ -74,6 +74,8 @@ def train(job: Any, opt: Any, change: Callable[[int], Any]) -> End:
             run.step(gradients)
         told = [w for w in found if "no longer fits the gradients" in str(w.message)]
         warned = step if told and warned is None else warned
+        if warned is not None and step >= warned + after_warning:
+            break
         if lost is None and not np.abs(run.params[0][0] - TARGET).max() < LOST * np.abs(TARGET).max():
             lost = step
             break
@@ -87,7 +89,7 @@ def settings(name: str) -> dict[str, Any]:
 
 def check_warned(job: Any, make: Any, name: str, **changes: Any) -> None:
     """The defaults warn before the loss is lost, and within a window of the change."""
-    end = train(job, make(**settings(name), **changes), CASES[name][0])
+    end = train(job, make(**settings(name), **changes), CASES[name][0], after_warning=6)
     assert end.warned is not None
     assert end.lost is None or end.warned < end.lost - 5
     if name.startswith(("curvature", "late")):

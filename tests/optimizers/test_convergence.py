@@ -131,12 +131,18 @@ class TestSmoothAndStochastic:
 
         return descend(SCALED_SIGN, np.ones(2), gradient, steps=3000, rate=lambda _: gamma, feedback=feedback)
 
-    @pytest.mark.parametrize("gamma", [0.005, 0.1])
+    @pytest.mark.parametrize("gamma", [pytest.param(0.005, marks=pytest.mark.slow), 0.1])
     def test_sign_descent_stays_above_where_it_began(self, gamma):
         assert self.f(np.ones(2)) == pytest.approx(2.0)
         assert self.f(self.run(0, gamma, feedback=False)) >= 2 - 1e-9
 
-    @pytest.mark.parametrize(("seed", "gamma"), [(0, 0.05), (1, 0.05), (2, 0.1), (3, 0.02)])
+    @pytest.mark.parametrize(
+        ("seed", "gamma"),
+        [
+            *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0.05), (1, 0.05), (3, 0.02))),
+            (2, 0.1),
+        ],
+    )
     def test_feedback_converges_to_the_last_digit(self, seed, gamma):
         assert self.f(self.run(seed, gamma, feedback=True)) < 1e-25
 
@@ -209,6 +215,7 @@ def value_of_exact_adam() -> float:
     return problem.value()
 
 
+@pytest.mark.slow
 class TestOneBitAdam:
     """Freezing the variance keeps up with Adam; compressing what feeds the variance does not.
 

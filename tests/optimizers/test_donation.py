@@ -50,6 +50,15 @@ def states(opt, as_array, *, donate):
     return found, in_place
 
 
+@pytest.mark.parametrize(
+    ("kernels", "as_array"),
+    [
+        ("pure", "numpy"),
+        ("numba", "torch"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("pure", "torch"), ("numba", "numpy"))),
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize("opt", list(optimizers()), ids=lambda opt: type(opt).__name__)
 def test_donation_changes_no_bit(kernels, as_array, opt):
     fresh, _ = states(opt, as_array, donate=False)

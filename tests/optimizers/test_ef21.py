@@ -109,6 +109,7 @@ class TestEstimates:
         if size == 1:  # both add the same numbers to the same number
             assert off == 0
 
+    @pytest.mark.slow
     def test_is_the_same_in_every_library(self, lockstep, libraries):
         x = np.random.default_rng(5).standard_normal((2, 16)).astype(np.float32)
         held = set()
@@ -219,7 +220,7 @@ class TestConvergence:
                     found.append(np.sum((ranks.params[0][0] - b.mean(axis=0)) ** 2))
             return float(np.mean(found))
 
-        assert floor(ef21(learning_rate=0.2, compressor=TopK(4, 16)), 300) < 1e-28
+        assert floor(ef21(learning_rate=0.2, compressor=TopK(4, 16)), 200) < 1e-20
 
         def with_feedback(rate: float) -> qcomp.CompressedSGD:
             return qcomp.CompressedSGD(
@@ -230,10 +231,11 @@ class TestConvergence:
                 averaging=qcomp.Averaging(topology="all_gather"),
             )
 
-        coarse, fine = floor(with_feedback(0.2), 100), floor(with_feedback(0.05), 300)
+        coarse, fine = floor(with_feedback(0.2), 60), floor(with_feedback(0.05), 160)
         assert 10 < coarse / fine < 20
         assert coarse > 0.01
 
+    @pytest.mark.slow
     def test_moving_averages_help_against_noise(self, job):
         """EF21-SGDM: with the noise of small batches, a small eta ends nearer to the solution than EF21."""
         rng = np.random.default_rng(1)

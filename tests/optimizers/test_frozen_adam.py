@@ -291,7 +291,9 @@ class TestCompressedStage:
 
 
 class TestFreeze:
-    @pytest.mark.parametrize(("beta2", "expected"), [(0.97, 125), (0.99, 378), (0.999, 3783)])
+    @pytest.mark.parametrize(
+        ("beta2", "expected"), [(0.97, 125), (0.99, 378), pytest.param(0.999, 3783, marks=pytest.mark.slow)]
+    )
     def test_stationary_gradients_freeze_at_the_predicted_step(self, lockstep, beta2, expected):
         """The first t with (1 - b2^(t-d)) / (1 - b2^t) >= 0.96, d = round(1 / (1 - b2))."""
         delay = round(1 / (1 - beta2))

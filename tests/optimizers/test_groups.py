@@ -67,7 +67,7 @@ def check_side_by_side(job, grads, opt, size):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_are_optimizers_side_by_side(job, grads, name, size):
     check_side_by_side(job, grads, OPTIMIZERS[name], size)
 

@@ -35,8 +35,17 @@ def trained(job, grads, opt, size: int, steps: int):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [WARMUP, COMPRESSED])
-@pytest.mark.parametrize("spot", [(0, np.nan), (1, np.inf), (2, -np.inf)])
+@pytest.mark.parametrize(
+    ("steps", "spot"),
+    [
+        (WARMUP, (1, np.inf)),
+        (COMPRESSED, (0, np.nan)),
+        (COMPRESSED, (2, -np.inf)),
+        pytest.param(WARMUP, (0, np.nan), marks=pytest.mark.slow),
+        pytest.param(WARMUP, (2, -np.inf), marks=pytest.mark.slow),
+        pytest.param(COMPRESSED, (1, np.inf), marks=pytest.mark.slow),
+    ],
+)
 class TestEveryStage:
     def test_raises_on_every_rank(self, job, grads, *, name, steps, spot):
         run = trained(job, grads, OPTIMIZERS[name], 3, steps)

@@ -298,7 +298,7 @@ class TestCheckpoint:
 
 class TestWholeFields:
     @pytest.mark.parametrize("field", [(3, 3), (5, 5), (7,), (1, 7), (5, 5, 5)])
-    @pytest.mark.parametrize("bucket_size", [32, 512])
+    @pytest.mark.parametrize("bucket_size", [32, pytest.param(512, marks=pytest.mark.slow)])
     def test_no_field_is_in_two_buckets(self, field, bucket_size):
         c, shape = WholeFields(QSGD(127, bucket_size)), (24, 7, *field)
         size, length = math.prod(field), c.for_shape(shape).traits.bucket_size

@@ -117,7 +117,9 @@ class TestName:
 
 
 class TestStages:
-    @pytest.mark.parametrize("hosts", WORLDS)
+    @pytest.mark.parametrize(
+        "hosts", [pytest.param(w, marks=[] if w == "abab" else [pytest.mark.slow]) for w in WORLDS]
+    )
     @pytest.mark.parametrize("name", OTHERS)
     def test_all_ranks_hold_the_same(self, job, grads, name, hosts):
         """Job.step compares them; and the nodes are still known after the freeze."""
@@ -376,6 +378,7 @@ class TestConvergence:
             run.step([[2 * m.T @ (m @ (x - target)) / 16] for m, x in picked])
         return sum(float(np.mean((a[r] @ (run.params[0][0] - target)) ** 2)) for r in range(4)) / 4
 
+    @pytest.mark.slow
     def test_reaches_what_two_phases_and_no_compression_reach(self, job):
         exact = self.final(job, compressor=qcomp.Identity())
         assert exact == pytest.approx(0.116, rel=0.05)

@@ -295,7 +295,9 @@ class TestConvergence:
         found = [(eigenvalues * powers.mean(axis=0) ** (2 * p) * start**2).sum() for p in range(epochs + 1)]
         return np.asarray(found[1:]) / found[:-1]
 
-    @pytest.mark.parametrize("levels", [8, 1])  # the root of 64, and as few as there can be
+    @pytest.mark.parametrize(
+        "levels", [pytest.param(8, marks=pytest.mark.slow), 1]
+    )  # the root of 64, and the fewest
     def test_converges_linearly_at_the_predicted_rate(self, ridge, levels):
         ratios, predicted = self.gaps(ridge, levels, 2), self.predicted(ridge, 2)
         assert (ratios < 0.9).all()

@@ -185,11 +185,16 @@ class TestKilled:
         ("how", "kill_at", "start"),
         [
             # After any number of steps, drawn anew in every run, but none in which the other rank may still write.
-            ("between", 5 + 4 * secrets.randbelow(4) + secrets.randbelow(3), None),
+            pytest.param(
+                "between",
+                5 + 4 * secrets.randbelow(4) + secrets.randbelow(3),
+                None,
+                id="between two checkpoints",
+                marks=pytest.mark.slow,
+            ),
             # Rank 0 has its file of step 12 when rank 1 dies: the last whole checkpoint is that of step 8.
-            ("saving", 12, 8),
+            pytest.param("saving", 12, 8, id="while one is written"),
         ],
-        ids=["between two checkpoints", "while one is written"],
     )
     def test_ends_with_the_same_parameters(self, mpirun, tmp_path, how, kill_at, start):
         whole = self.digests(self.job(mpirun, tmp_path / "whole", -1, ""), 0)

@@ -635,10 +635,23 @@ class TestEarlyFreeze:
             qcomp.OneBitAdam(learning_rate=0.1, exact=None).init(np.zeros(8), LocalCommunicator.alone())
 
 
+WATCHES = {"none": None, "all": ALL, "few": replace(ALL, sample=20), "default": VarianceWatch()}
+NEXT = dict(zip(WATCHES, [*list(WATCHES)[1:], "none"], strict=True))
+PAIRS = [
+    pytest.param(
+        WATCHES[first],
+        WATCHES[second],
+        id=f"{first}-{second}",
+        marks=[] if second == NEXT[first] else [pytest.mark.slow],
+    )
+    for first in WATCHES
+    for second in WATCHES
+]
+"""A watch before a stop and one after it; in the quick run each is once before and once after."""
+
+
 class TestOtherCheckpoints:
     """What a watch keeps is no part of the algorithm: a state goes on with another watch, or with none."""
-
-    WATCHES = (None, ALL, replace(ALL, sample=20), VarianceWatch())
 
     @staticmethod
     def of_the_first_release(saved: dict[str, Any]) -> dict[str, Any]:
@@ -655,10 +668,9 @@ class TestOtherCheckpoints:
             **{f"watched_variance.{i}": np.ones(3) for i in range(3)},
         }
 
-    @sizes
+    @pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
     @pytest.mark.parametrize("stop", [pytest.param(FREEZE, marks=pytest.mark.slow), FREEZE + 3])
-    @pytest.mark.parametrize("first", WATCHES, ids=["none", "all", "few", "default"])
-    @pytest.mark.parametrize("second", WATCHES, ids=["none", "all", "few", "default"])
+    @pytest.mark.parametrize(("first", "second"), PAIRS)
     def test_with_another_watch_the_steps_are_the_same(self, grads, first, second, stop, size):
         opts = [
             replace(one_bit(), watch=watch and replace(watch, largest=math.inf)) for watch in (first, second)

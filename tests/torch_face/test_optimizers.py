@@ -531,7 +531,15 @@ def test_groups_choose_what_is_compressed_and_how():
 
 
 @pytest.mark.parametrize("name", [n for n in FACES if n != "ZeroOneAdam"])
-@pytest.mark.parametrize("steps", [2, FREEZE + 2], ids=["warm-up", "compressed"])
+@pytest.mark.parametrize(
+    ("kernels", "steps"),
+    [
+        ("numba", FREEZE + 2),
+        ("pure", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("numba", 2), ("pure", FREEZE + 2))),
+    ],
+    indirect=["kernels"],
+)
 def test_what_no_rank_uses_stays_as_it_is(kernels, name, steps):  # kernels overwrite what they are given
     def main(comm):
         model = model_of(comm.rank)
@@ -693,7 +701,15 @@ def through_a_file(saved):
 
 
 @every_face
-@pytest.mark.parametrize("stop", [2, FREEZE + 3])
+@pytest.mark.parametrize(
+    ("kernels", "stop"),
+    [
+        ("numba", FREEZE + 3),
+        ("pure", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("numba", 2), ("pure", FREEZE + 3))),
+    ],
+    indirect=["kernels"],
+)
 def test_a_restart_goes_on_bit_for_bit(kernels, name, stop):  # kernels overwrite what they are given
     def main(comm):
         model = model_of(comm.rank)
