@@ -23,8 +23,9 @@ WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
 QUICK = (
-    *COMPRESSORS[:2],
-    *(c for c in COMPRESSORS if "levels=7" in str(c)),
+    COMPRESSORS[1],
+    qcomp.QSGD(7, 64),
+    qcomp.Scaled(qcomp.QSGD(7, 64)),
     WideQSGD(128, 64),
     qcomp.MinMaxUInt8(64),
 )

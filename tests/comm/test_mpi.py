@@ -230,8 +230,8 @@ MPI.COMM_WORLD.Barrier()
 @pytest.mark.parametrize(
     ("scale", "sent", "announced"),
     [
-        (1, 4, 5),
         (1_000_000, 5, 4),
+        slow(1, 4, 5),
         slow(1, 5, 4),
         slow(1_000_000, 4, 5),
         *(slow(scale, *sizes) for scale in (1, 1_000_000) for sizes in ((0, 1), (1, 0))),
@@ -409,11 +409,10 @@ def test_exit_codes_without_trouble(mpirun):
 @pytest.mark.parametrize(
     "body",
     [
-        "be_absent()",
-        "comm.all_gather(zeros(1), [1, 1]) if me == 0 else be_absent()",
-        "be_absent() if me == 1 else None",
+        slow("be_absent()", id="computing"),
+        pytest.param("comm.all_gather(zeros(1), [1, 1]) if me == 0 else be_absent()", id="in an exchange"),
+        slow("be_absent() if me == 1 else None", id="in the farewell"),
     ],
-    ids=["computing", "in an exchange", "in the farewell"],
 )
 def test_control_c_ends_all_ranks_quietly(launcher, body):
     with subprocess.Popen(

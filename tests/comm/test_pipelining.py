@@ -111,7 +111,7 @@ print(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest(), flush=T
 """
 
 
-@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.slow), "gloo"])
 def test_a_refusal_in_any_round_reaches_all_ranks_and_the_next_step_works(transport, mpirun, torch_ranks):
     code = TRAINING + {"mpi": MPI, "gloo": GLOO}[transport] + REFUSED
     if transport == "mpi":

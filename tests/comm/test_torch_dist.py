@@ -113,7 +113,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-@pytest.mark.parametrize("n", [3, 4, 5])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)), 5])
 def test_long_payloads_go_to_one_peer_after_the_other(said, n):
     body = """
 peers = [(me + k) % n for k in range(1, n)]
@@ -314,8 +314,13 @@ for r in range(n):
 """
 
 
-@pytest.mark.parametrize("scale", [1, 300_000], ids=["small", "large"])
-@pytest.mark.parametrize(("sent", "announced"), [(4, 5), (5, 4), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "scale", [pytest.param(1, id="small", marks=pytest.mark.slow), pytest.param(300_000, id="large")]
+)
+@pytest.mark.parametrize(
+    ("sent", "announced"),
+    [(4, 5), (5, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((0, 1), (1, 0)))],
+)
 def test_another_size_is_named_on_every_rank(said, sent, announced, scale):
     sent, announced = sent * scale, announced * scale
     body = f"""
@@ -431,8 +436,8 @@ else:
     ("end", "status"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("raise ZeroDivisionError('boom')", 1),
-        ("sys.exit(3)", 3),
+        pytest.param("raise ZeroDivisionError('boom')", 1, marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow),
         ("sys.exit(0)", 0),
     ],
 )

@@ -516,7 +516,7 @@ os.write(1, f"{{rank}} {{state.nodes}} {{zlib.crc32(held)}}\\n".encode())
 class TestMPI:
     """Hosts by the environment variable, in processes: the same bytes as from ranks that are threads."""
 
-    @pytest.mark.parametrize("hosts", ["a b a", ""])
+    @pytest.mark.parametrize("hosts", ["a b a", pytest.param("", marks=pytest.mark.slow)])
     def test_processes_agree_with_threads(self, mpirun, hosts):
         import zlib
 

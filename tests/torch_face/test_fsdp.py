@@ -209,7 +209,7 @@ assert 0 <= sent - (half // 2 + half // 128 * 4 + 128 * 4) < 16, sent
 
 
 def test_gradients_are_unbiased(said):
-    """Over 60 draws the mean of an element is within 6 standard errors of the exact one.
+    """Over 60 draws the mean of an element is within 6 standard errors, the largest of them, of the exact one.
 
     The weights repeat after 32 rows, or four buckets, and so do gradients: each rank has five draws of a step.
     """
@@ -235,7 +235,7 @@ for step in range(12):
 found = torch.cat(found)
 spread = found.std(0) / 60**0.5
 assert (spread > 0).float().mean() > 0.5
-assert ((found.mean(0) - exact).abs() <= 6 * spread + 1e-3).all()
+assert ((found.mean(0) - exact).abs() <= 6 * spread.max()).all()
 """,
     )
 
