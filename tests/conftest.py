@@ -77,7 +77,7 @@ def launcher() -> Path:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def mpirun(launcher: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run ``python *args`` on n ranks: ``mpirun(n, ["-c", code], timeout=60.0, check=True)``.
 

@@ -54,6 +54,27 @@ def said(result):
     return sorted(result.stdout.splitlines())
 
 
+OF_ONE_JOB = {}
+"""Scripts of two ranks without trouble, by name."""
+
+
+@pytest.fixture(scope="module")
+def in_one_job(mpirun):
+    """Return what each rank said in a script of `OF_ONE_JOB`; one job has run all of them, each as a function."""
+    code = [START, "speak = say\n"]
+    for name, body in OF_ONE_JOB.items():
+        indented = body.replace("\n", "\n    ")
+        code.append(
+            f"def of_its_own():\n    def say(*words):\n        speak({name!r}, *words)\n{indented}\nof_its_own()\n"
+        )
+    lines = said(mpirun(2, script("".join(code))))
+
+    def said_in(name):
+        return [f"{rank} {rest}" for rank, of, rest in (line.split(" ", 2) for line in lines) if of == name]
+
+    return said_in
+
+
 @pytest.mark.parametrize("n", [1, slow(2), 3])
 def test_it_keeps_the_laws_of_communicators(mpirun, n):
     """Of sizes beyond what MPI sends eagerly too; then many small ones, where ranks run ahead of others."""
@@ -92,8 +113,7 @@ say(*[np.asarray(x).tolist() for x in received])
     assert said(mpirun(2, script(body))) == [f"{rank} [0, 1, 2] [10, 11, 12]" for rank in range(2)]
 
 
-def test_a_buffer_may_be_overwritten_once_the_exchange_is_over(mpirun):
-    body = """
+OF_ONE_JOB["a_buffer_may_be_overwritten_once_the_exchange_is_over"] = """
 size = 2_000_000
 mine = zeros(size * me)
 for i in range(10):
@@ -103,7 +123,10 @@ for i in range(10):
     assert me or (received[1] == i).all()
 say("ok")
 """
-    assert said(mpirun(2, script(body))) == ["0 ok", "1 ok"]
+
+
+def test_a_buffer_may_be_overwritten_once_the_exchange_is_over(in_one_job):
+    assert in_one_job("a_buffer_may_be_overwritten_once_the_exchange_is_over") == ["0 ok", "1 ok"]
 
 
 def test_an_error_of_mpi_is_a_communicator_error(mpirun):
@@ -125,18 +148,22 @@ MPI.COMM_WORLD.Barrier()
     ]
 
 
-def test_errors_of_mpi_are_never_fatal_whatever_the_user_chose(mpirun):
-    body = """
+OF_ONE_JOB["errors_of_mpi_are_never_fatal_whatever_the_user_chose"] = """
 strict = MPI.COMM_WORLD.Dup()
 strict.Set_errhandler(MPI.ERRORS_ARE_FATAL)
 own = MPICommunicator(strict)._comm
 say(own.Get_errhandler() == MPI.ERRORS_RETURN, strict.Get_errhandler() == MPI.ERRORS_ARE_FATAL)
 """
-    assert said(mpirun(2, script(body))) == ["0 True True", "1 True True"]
 
 
-def test_messages_of_the_user_are_never_taken(mpirun):
-    body = """
+def test_errors_of_mpi_are_never_fatal_whatever_the_user_chose(in_one_job):
+    assert in_one_job("errors_of_mpi_are_never_fatal_whatever_the_user_chose") == [
+        "0 True True",
+        "1 True True",
+    ]
+
+
+OF_ONE_JOB["messages_of_the_user_are_never_taken"] = """
 request = MPI.COMM_WORLD.Isend([np.full(4, 9, dtype=np.uint8), MPI.BYTE], dest=1 - me, tag=1)
 assert comm.all_gather(zeros(4), [4, 4])[1 - me].tolist() == [0] * 4
 mine = zeros(4)
@@ -147,7 +174,10 @@ other = MPICommunicator(MPI.COMM_WORLD, timeout=30)
 assert [x.tolist() for x in other.all_gather(np.array([me], dtype=np.uint8), [1, 1])] == [[0], [1]]
 say("ok")
 """
-    assert said(mpirun(2, script(body))) == ["0 ok", "1 ok"]
+
+
+def test_messages_of_the_user_are_never_taken(in_one_job):
+    assert in_one_job("messages_of_the_user_are_never_taken") == ["0 ok", "1 ok"]
 
 
 def test_constructor_rejects_nonsense(mpirun):
@@ -522,8 +552,7 @@ comm.start = lambda request: Completed(comm.all_gather(request.send, request.rec
     assert "nothing came from rank 1" in result.stderr
 
 
-def test_a_later_start_moves_what_was_started_before(mpirun):
-    body = """
+OF_ONE_JOB["a_later_start_moves_what_was_started_before"] = """
 large = np.full(30_000_000, me, dtype=np.uint8)
 first = comm.start(AllGather(large, (large.size,) * n))
 def small():
@@ -542,7 +571,10 @@ for pending in tuple(comm._under_way):
     pending.wait()
 say("moved without a wait", int(first.wait()[1 - me][7]))
 """
-    assert said(mpirun(2, script(START + body))) == [
+
+
+def test_a_later_start_moves_what_was_started_before(in_one_job):
+    assert in_one_job("a_later_start_moves_what_was_started_before") == [
         f"{rank} moved without a wait {1 - rank}" for rank in (0, 1)
     ]
 
@@ -629,8 +661,7 @@ except CommunicatorError as error:
     assert said(result) == ["0 all_gather: rank 1 has finished without calling it"]
 
 
-def test_memory_stays_while_what_nobody_waits_for_is_under_way(mpirun):
-    body = """
+OF_ONE_JOB["memory_stays_while_what_nobody_waits_for_is_under_way"] = """
 import gc, weakref
 if me == 1:
     MPI.COMM_WORLD.Barrier()
@@ -649,7 +680,14 @@ while comm._under_way:
 gc.collect()
 say("kept" if memory() is not None else "freed")
 """
-    assert said(mpirun(2, script(START + body))) == ["0 freed", "0 kept", "1 freed"]
+
+
+def test_memory_stays_while_what_nobody_waits_for_is_under_way(in_one_job):
+    assert in_one_job("memory_stays_while_what_nobody_waits_for_is_under_way") == [
+        "0 freed",
+        "0 kept",
+        "1 freed",
+    ]
 
 
 # --- buffers on a device ---------------------------------------------------------------------------------------------
