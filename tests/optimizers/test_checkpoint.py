@@ -77,8 +77,18 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind,
+            name,
+            marks=[] if kind == "safetensors.torch" or name == "1-bit, automatic" else [pytest.mark.slow],
+        )
+        for kind in KINDS
+        for name in EVERY
+    ],
+)
 def test_goes_on_bit_for_bit(grads, name, kind):
     """In every format; `test_resume_anywhere` stops in every stage."""
     opt, stop = EVERY[name].opt, 6
