@@ -114,7 +114,12 @@ def test_without_cupy_the_gpu_examples_end_on_every_rank_and_say_so(mpirun, scri
             "2 of 2 ranks cannot start: rank 0 lacks a CUDA device that CuPy can use",
             marks=pytest.mark.slow,
         ),
-        ("cupy_nccl.py", 2, "2 of 2 ranks cannot start: rank 0 lacks CuPy with NCCL: NVIDIA's nccl for it"),
+        pytest.param(
+            "cupy_nccl.py",
+            2,
+            "2 of 2 ranks cannot start: rank 0 lacks CuPy with NCCL: NVIDIA's nccl for it",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_gpu_examples_name_what_is_missing(mpirun, stand_in, script, gpus, what):

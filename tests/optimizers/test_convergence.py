@@ -215,7 +215,6 @@ def value_of_exact_adam() -> float:
     return problem.value()
 
 
-@pytest.mark.slow
 class TestOneBitAdam:
     """Freezing the variance keeps up with Adam; compressing what feeds the variance does not.
 
@@ -223,6 +222,7 @@ class TestOneBitAdam:
     max |x - 1| = .024, the naive one 2.5e-3 with .67.
     """
 
+    @pytest.mark.slow
     def test_exact_adam(self):
         assert value_of_exact_adam() == pytest.approx(3.3e-5, rel=0.5)
 
@@ -237,6 +237,7 @@ class TestOneBitAdam:
             expected = simulated(gradients)
             assert all(got.tobytes() == expected.tobytes() for got, _ in results)
 
+    @pytest.mark.slow
     def test_a_frozen_variance_keeps_up(self):
         def averaged(part):
             (g,) = part.values
@@ -263,6 +264,7 @@ class TestOneBitAdam:
         assert problem.value() < 3 * value_of_exact_adam()
         assert problem.farthest() < 0.05
 
+    @pytest.mark.slow
     def test_compressing_the_gradient_of_adam_does_not(self):
         """The same feedback around the gradient: v is nearly flat then, and the small curvatures stand still."""
         problem = Quadratic()
