@@ -271,12 +271,13 @@ OTHER = {
 
 @every_face
 def test_every_setting_of_the_core_is_there_and_reaches_it(name):
-    """But for schedules and policies by name, which groups stand for, and what 0/1 Adam has no choice of."""
+    """But for schedules and policies by name, which groups stand for, and what has one value."""
     kind, _ = FACES[name]
     of_face = inspect.signature(getattr(qcomp.torch, name)).parameters
     of_core = {f.name: f.default for f in fields(kind)}
     instead = {"learning_rate", "groups", "compressors"}
-    fixed = {"decoupled_weight_decay"} if name == "ZeroOneAdam" else set()
+    must_be = {"ZeroOneAdam": {"decoupled_weight_decay"}, "OneBitLamb": {"variance_steps"}}
+    fixed = must_be.get(name, set())
     assert of_face.keys() - {"params", "lr", "comm", "model"} == of_core.keys() - instead - fixed
     for setting in of_face.keys() - {"params", "lr", "comm", "model"}:
         assert setting == "compressor" or of_face[setting].default == of_core[setting]
