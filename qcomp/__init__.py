@@ -8,7 +8,7 @@ determine which one is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qcomp import backends, checkpoint, feedback, topologies
+from qcomp import backends, checkpoint, feedback, outer, topologies
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import (
     QSGD,
@@ -31,12 +31,14 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers import (
     EF21SGD,
     QSVRG,
+    SGD,
     Adam,
     CompressedSGD,
     DoublingIntervals,
     FreezeAt,
     Group,
     Lamb,
+    Lion,
     LocalSteps,
     OneBitAdam,
     OneBitLamb,
@@ -46,6 +48,7 @@ from qcomp.core.optimizers import (
     VarianceWatch,
     ZeroOneAdam,
 )
+from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.policies.by_name import ByName
 from qcomp.core.policies.exact_below import ExactBelow, Tensor
@@ -61,6 +64,7 @@ __all__ = [
     "EF21SGD",
     "QSGD",
     "QSVRG",
+    "SGD",
     "Adam",
     "Averaging",
     "ByName",
@@ -78,6 +82,7 @@ __all__ = [
     "Identity",
     "Key",
     "Lamb",
+    "Lion",
     "LocalSteps",
     "MeanState",
     "MinMaxUInt8",
@@ -88,6 +93,7 @@ __all__ = [
     "OneBitSGD",
     "Optimizer",
     "OptimizerState",
+    "OuterLoop",
     "Payload",
     "PayloadError",
     "PayloadSpec",
@@ -113,6 +119,7 @@ __all__ = [
     "feedback",
     "integrations",
     "jax",
+    "outer",
     "planning",
     "register",
     "testing",

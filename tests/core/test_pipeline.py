@@ -9,7 +9,7 @@ import pytest
 import qcomp
 from qcomp.comm.local import run_local
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import AllGather, AllToAll, _Arriving, drive, fuse, pipeline
+from qcomp.core.mean.stages import AllGather, AllToAll, Arriving, drive, fuse, pipeline
 
 
 class Started:
@@ -169,7 +169,7 @@ def test_a_driver_that_leaves_exchanges_under_way_is_noticed():
     def careless(stages, comm):
         request = next(stages)
         while True:
-            request = stages.send(_Arriving(comm.start(request)))
+            request = stages.send(Arriving(comm.start(request)))
 
     def rank_main(local):
         comm = Delayed(local)

@@ -54,6 +54,8 @@ def _entry(opt: qcomp.Optimizer, *stages: str) -> Entry:
 EVERY = {
     "Adam": _entry(qcomp.Adam(learning_rate=0.1), "warmup"),
     "Adam, clipped": _entry(qcomp.Adam(learning_rate=lambda step: 0.1 / (step + 1), clip_norm=1.0), "warmup"),
+    "SGD, exact": _entry(qcomp.SGD(learning_rate=0.1, momentum=0.9, nesterov=True), "warmup"),
+    "Lion": _entry(qcomp.Lion(learning_rate=0.01, weight_decay=0.1), "warmup"),
     "LAMB": _entry(qcomp.Lamb(learning_rate=0.01), "warmup"),
     "1-bit": _entry(qcomp.OneBitAdam(**FIRST, **BETAS, freeze=5, compressor=SIGN), "warmup", "compressed"),
     "1-bit, clipped": _entry(

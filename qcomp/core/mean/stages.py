@@ -12,6 +12,7 @@ from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 __all__ = [
     "AllGather",
     "AllToAll",
+    "Arriving",
     "Exchange",
     "Stages",
     "Transport",
@@ -75,7 +76,7 @@ class _Pending(Protocol):
     def wait(self) -> list[Array]: ...
 
 
-class _Arriving(Sequence[Array]):
+class Arriving(Sequence[Array]):
     """What each rank sends here: whoever looks at it waits for it."""
 
     def __init__(self, pending: _Pending) -> None:
@@ -112,7 +113,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     everything over other communicators, is over before the computation goes on.
     """
     arrived: Sequence[Array] | None = None
-    under_way: list[_Arriving] = []
+    under_way: list[Arriving] = []
     try:
         while True:
             try:
@@ -122,7 +123,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
                 break
             under_way = [exchange for exchange in under_way if not exchange.is_over]
             arrived = _answer(request, comm)
-            if isinstance(arrived, _Arriving):
+            if isinstance(arrived, Arriving):
                 under_way.append(arrived)
         for exchange in under_way:
             exchange.wait()
@@ -138,7 +139,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
     start = getattr(comm, "start", None) if request.later else None
     if start is not None:
-        return _Arriving(start(request))
+        return Arriving(start(request))
     if isinstance(request, AllToAll):
         return comm.all_to_all(request.send, request.receive)
     return comm.all_gather(request.send, request.receive)

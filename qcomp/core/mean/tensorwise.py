@@ -59,7 +59,7 @@ class TensorwiseMean(CompressedMean):
 
     def split(self, state: MeanState, count: int) -> list[MeanState]:
         """Return the state of each of ``count`` tensors."""
-        if not state.worker:
+        if not state.shapes:
             return [state] * count
         ranges = self.layout(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes).residuals
         of_tensor: list[tuple[list[Array], list[Array]]] = [([], []) for _ in state.shapes]

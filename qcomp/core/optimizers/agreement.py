@@ -3,7 +3,7 @@
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from qcomp.core.compressor import Compressor
@@ -35,6 +35,9 @@ def settings_of(optimizer: Any) -> dict[str, str]:
     for name, value in ((f.name, getattr(optimizer, f.name)) for f in fields(optimizer)):
         if isinstance(value, Averaging):
             settings |= settings_of(value)
+        elif is_dataclass(value) and hasattr(value, "learning_rate"):  # an optimizer inside another
+            of_inner = settings_of(value)
+            settings |= {name: type(value).__name__, **{f"{name}.{key}": of_inner[key] for key in of_inner}}
         else:
             settings[name] = _describe(value)
     return settings

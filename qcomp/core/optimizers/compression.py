@@ -65,6 +65,8 @@ class Average(NamedTuple):
     """Whether the means may take the place of the values, see `CompressedMean.stages`."""
     of_gradients: bool = False
     """Whether gradients are averaged: a caller may change their means, for instance clip them, before `apply`."""
+    at_once: bool = False
+    """Whether large parts have only one round, see `Terms`."""
 
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.
@@ -77,7 +79,13 @@ class Average(NamedTuple):
             p.mean.begin(
                 p.values,
                 p.state,
-                Terms(p.key, not (p.blends or self.own or self.overwrite), p.blends, self.overwrite),
+                Terms(
+                    p.key,
+                    not (p.blends or self.own or self.overwrite),
+                    p.blends,
+                    self.overwrite,
+                    self.at_once,
+                ),
             )
             for p in self.parts
         ]

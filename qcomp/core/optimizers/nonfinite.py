@@ -15,7 +15,12 @@ _NAMED = 3
 
 
 def name_gradients(
-    error: NonFiniteError, grads: Sequence[Array], names: Sequence[str], state: OptimizerState
+    error: NonFiniteError,
+    grads: Sequence[Array],
+    names: Sequence[str],
+    state: OptimizerState,
+    *,
+    what: str = "gradient",
 ) -> Stages[NonFiniteError]:
     """Return an error that names the gradients and ranks to blame for one that all ranks have.
 
@@ -31,6 +36,8 @@ def name_gradients(
         Of these gradients.
     state : OptimizerState
         Before the step.
+    what : str
+        What they are called in the error.
     """
     bad = [name for name, g in zip(names, grads, strict=True) if not _is_fine(g)]
     texts = yield from gather_texts(json.dumps([bad[:_NAMED], len(bad)]), state.size, grads[0])
@@ -42,7 +49,7 @@ def name_gradients(
     if not blamed:
         return error
     return NonFiniteError(
-        f"the gradient of {'; of '.join(blamed)} is not finite, or too large to compress, in step {state.step + 1}"
+        f"the {what} of {'; of '.join(blamed)} is not finite, or too large to compress, in step {state.step + 1}"
     )
 
 

@@ -1,4 +1,4 @@
-"""SGD with momentum on a compressed mean gradient."""
+"""SGD with momentum on the mean gradient, exact or compressed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,97 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
-__all__ = ["CompressedSGD"]
+__all__ = ["SGD", "CompressedSGD"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedSGD(Optimizer):
+class SGD(Optimizer):
+    """Exact SGD with momentum, Nesterov momentum and weight decay: a baseline, and what moves the parameters of a loop.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        Step size: a finite number >= 0, or a schedule that returns it from the number of completed steps. Required.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0; weight_decay * x is added to the mean gradient, as usual for SGD.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        As in other optimizers; this one draws nothing.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    momentum : float, default 0
+        Decay rate of the momentum, from 0 to below 1.
+    nesterov : bool, default False
+        Whether to use Nesterov momentum; needs ``momentum`` above 0.
+
+    Notes
+    -----
+    d = mean(g) + weight_decay x, m' = momentum m + d, x' = x - rate (d + momentum m' with Nesterov, else m'). Sends
+    2 (N - 1) / N * 32 bits per element. `CompressedSGD` compresses the mean; `OuterLoop` takes this one as ``outer``.
+    Source: Sutskever et al., ICML 2013, in the form of torch.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.SGD(learning_rate=0.5)
+    >>> def rank_main(comm):
+    ...     params = np.ones(2)
+    ...     state = opt.init(params, comm)
+    ...     params, state = opt.step(params, np.full(2, float(comm.rank)), state, comm)
+    ...     return params.tolist()
+    >>> qcomp.comm.run_local(2, rank_main)
+    [[0.75, 0.75], [0.75, 0.75]]
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum!r}; expected a number from 0 to below 1")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov is True and momentum is 0; expected a momentum above 0")
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
+        """Return a momentum of zero."""
+        return OptimizerState.first("warmup", names, rank, size)._replace(
+            exact=(True,) * len(params), momentum=zeros_like(params) if self.momentum else ()
+        )
+
+    def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
+        """Ask for the exact mean of the gradients."""
+        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        part = self.compression.exact_part(range(len(scaled)), scaled, state)
+        return Average((part,), state.exchange, of_gradients=True)
+
+    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
+        """Update the momentum with the mean gradient, and the parameters with it."""
+        tensors = as_tensors(params, "params")
+        directions = [
+            d + decay * to_compute_dtype(p) if decay else d
+            for d, p, decay in zip(means.values, tensors, self.weight_decays(state), strict=True)
+        ]
+        momentum: tuple[Array, ...] = ()
+        if self.momentum:
+            pairs = list(zip(state.momentum, directions, strict=True))
+            momentum = tuple(self.momentum * m + d for m, d in pairs)
+            ahead = [d + self.momentum * m for m, d in zip(momentum, directions, strict=True)]
+            directions = ahead if self.nesterov else list(momentum)
+        rates = self.rates(state)
+        moved = [update(p, rate * d) for p, d, rate in zip(tensors, directions, rates, strict=True)]
+        return moved, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedSGD(SGD):
     """SGD with momentum, Nesterov momentum and weight decay, for any compressor.
 
     Parameters
@@ -79,14 +165,6 @@ class CompressedSGD(Optimizer):
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     momentum: float = 0.9
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum!r}; expected a number from 0 to below 1")
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov is True and momentum is 0; expected a momentum above 0")
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
@@ -101,20 +179,3 @@ class CompressedSGD(Optimizer):
         """Ask for the compressed mean of the gradients."""
         scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
         return self.compression.average(scaled, state, self.key(state))._replace(of_gradients=True)
-
-    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Update the momentum with the mean gradient, and the parameters with it."""
-        tensors = as_tensors(params, "params")
-        directions = [
-            d + decay * to_compute_dtype(p) if decay else d
-            for d, p, decay in zip(means.values, tensors, self.weight_decays(state), strict=True)
-        ]
-        momentum: tuple[Array, ...] = ()
-        if self.momentum:
-            pairs = list(zip(state.momentum, directions, strict=True))
-            momentum = tuple(self.momentum * m + d for m, d in pairs)
-            ahead = [d + self.momentum * m for m, d in zip(momentum, directions, strict=True)]
-            directions = ahead if self.nesterov else list(momentum)
-        rates = self.rates(state)
-        moved = [update(p, rate * d) for p, d, rate in zip(tensors, directions, rates, strict=True)]
-        return moved, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)

@@ -1,0 +1,1 @@
+"""Outer loops: ranks train alone for some steps, then average what these steps did."""

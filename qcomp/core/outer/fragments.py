@@ -1,0 +1,79 @@
+"""Which tensors are exchanged together, and in which inner steps: pure integers."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+__all__ = ["LOCAL", "assign", "due", "first_step", "stage_of", "under_way"]
+
+LOCAL = "local"
+"""The stage in which no exchange is under way."""
+
+_UNDER_WAY = "under way "
+
+
+def assign(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Assign whole tensors of these sizes to ``count`` fragments: the largest first, each to the smallest fragment.
+
+    Examples
+    --------
+    >>> assign([10, 6, 5, 3], 2)
+    ((0, 3), (1, 2))
+    """
+    return _assign(tuple(sizes), count)
+
+
+@lru_cache(64)
+def _assign(sizes: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
+    fragments: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for tensor in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        smallest = min(range(count), key=lambda f: (loads[f], len(fragments[f]), f))
+        fragments[smallest].append(tensor)
+        loads[smallest] += sizes[tensor]
+    return tuple(tuple(sorted(members)) for members in fragments)
+
+
+def first_step(fragment: int, every: int, count: int) -> int:
+    """Return the local step after which a fragment is sent first: they take equal turns, and the last has ``every``."""
+    return (fragment + 1) * every // count
+
+
+def due(step: int, every: int, count: int) -> int | None:
+    """Return the fragment that is sent after a local step, numbered from 1, or None.
+
+    Examples
+    --------
+    >>> [due(step, 4, 2) for step in range(1, 9)]
+    [None, 0, None, 1, None, 0, None, 1]
+    """
+    for fragment in range(count):
+        if (step - first_step(fragment, every, count)) % every == 0:
+            return fragment
+    return None
+
+
+def stage_of(sent: Mapping[int, int]) -> str:
+    """Return the stage in which these fragments are under way, each with the step after which it was sent.
+
+    Examples
+    --------
+    >>> stage_of({}), stage_of({1: 30, 0: 35})
+    ('local', 'under way 1@30,0@35')
+    """
+    if not sent:
+        return LOCAL
+    return _UNDER_WAY + ",".join(f"{fragment}@{step}" for fragment, step in sent.items())
+
+
+def under_way(stage: str) -> dict[int, int]:
+    """Return which fragments are under way in a stage, the inverse of `stage_of`; in the order in which they were sent.
+
+    Examples
+    --------
+    >>> under_way("under way 1@30,0@35"), under_way("warmup")
+    ({1: 30, 0: 35}, {})
+    """
+    if not stage.startswith(_UNDER_WAY):
+        return {}
+    pairs = (entry.split("@") for entry in stage.removeprefix(_UNDER_WAY).split(","))
+    return {int(fragment): int(step) for fragment, step in pairs}

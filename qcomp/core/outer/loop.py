@@ -1,0 +1,665 @@
+"""The outer loop: every rank trains alone for some steps, then an outer optimizer moves the shared parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from qcomp.core import primitives
+from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, to_state_dict
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.errors import MismatchError, NonFiniteError
+from qcomp.core.handshake import handshake_stages
+from qcomp.core.mean.averaging import Averaging, TakesAveraging
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.topologies.registry import AUTO
+from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
+from qcomp.core.numeric.random import Key
+from qcomp.core.optimizers.agreement import digests, explain_values
+from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
+from qcomp.core.optimizers.groups import Group
+from qcomp.core.optimizers.local_adam import copy
+from qcomp.core.optimizers.makers import maker
+from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.optimizers.sgd import SGD
+from qcomp.core.optimizers.starting import Place, begin, names_of, resume
+from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
+from qcomp.core.outer.fragments import LOCAL, assign, due, stage_of, under_way
+from qcomp.core.outer.parts import put, take
+from qcomp.core.outer.same_step import beside, same_step
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.state import OptimizerState
+
+__all__ = ["OuterLoop"]
+
+_WARMUP = "warmup"
+_ANCHOR, _SENT, _LOCAL = "anchor", "sent", "local"
+"""Kinds of arrays: the shared parameters, the outer gradients under way and, in checkpoints, this rank's parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterLoop(TakesAveraging):
+    """Local steps with any optimizer, and every ``every`` steps a compressed exchange of what they did.
+
+    In an outer round every rank makes ``every`` inner steps, alone, from the shared parameters. Then the ranks average
+    their outer gradients, the differences between the shared parameters and their own, and an outer optimizer moves the
+    shared parameters. All ranks begin the next outer round from these. LocalSGD, DiLoCo and SparseLoCo are settings of
+    this loop, see `qcomp.outer`.
+
+    Parameters
+    ----------
+    outer : Optimizer, default SGD(learning_rate=1.0)
+        The outer optimizer, one whose own mean is exact: `SGD`, `Adam`, `Lion` or `Lamb`. Its schedules see the number
+        of completed outer rounds. ``SGD(learning_rate=1.0)`` averages the parameters.
+    every : int
+        Inner steps in an outer round, at least 1. Required.
+    compressor : Compressor, default Identity()
+        Compresses the outer gradients, on workers and servers.
+    averaging : Averaging, default Averaging()
+        Topology and error feedback of the exchange, see `Averaging`. Tensors are always cut separately.
+    exact : callable or None, default ExactBelow(10_000)
+        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        everything.
+    compressors : callable, optional
+        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
+        stays exact, see `ByName`. None, the default, uses ``compressor`` for all.
+    decay : float, default 1
+        Factor of the residuals before feedback adds them, from 0 to 1. 1 keeps everything that compression lost.
+    fragments : int, default 1
+        Number of groups of whole tensors, balanced by size. Each is exchanged once in ``every`` steps, in equal turns.
+        At most ``every``, and at most the number of tensors.
+    delay : int, default 0
+        Steps from sending a fragment to applying the result, below ``every``. The result is the same however long the
+        bytes travel. With an `Overlapped` they travel during these steps.
+    mixing : float, default 0
+        Weight of a rank's own parameters when a result is applied, from 0 to below 1: x_i' = mixing x_i + (1 - mixing)
+        x', where x' are the shared parameters.
+    warmup : int, default 0
+        Number of first steps in which gradients are averaged exactly, see `average`, before the first outer round.
+    seed : int, default 0
+        Seed of the compressor's random draws, 0 to 2**64 - 1.
+
+    Notes
+    -----
+    With the shared parameters x, and x_i after the inner steps of rank i: d_i = x - x_i, p_i = decay e_i + d_i,
+    e_i' = p_i - C(p_i), D = mean_i C(p_i), x' = outer(x, D). In two phases the server compresses the mean again, with a
+    residual of its own, which decays too. With decay 1 the D of all rounds add up to the means of the d_i, minus
+    mean_i e_i + e_s at the end.
+
+    A rank sends once in ``every`` steps 2 (N - 1) / N times the payload of the model in two phases, (N - 1) times by
+    all-gather, and for each fragment 8 bytes to every rank. A step of the warm-up sends 2 (N - 1) / N * 32 bits per
+    element. A state holds the shared parameters, residuals and outer moments; and what is under way, of the size of its
+    fragments. Shared parameters are kept in float32 for parameters of half precision.
+
+    The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model. Source: Stich,
+    ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments, delay, mixing); Sarfi
+    et al., arXiv 2508.15706 (decaying residuals).
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> loop = qcomp.OuterLoop(every=4, outer=qcomp.SGD(learning_rate=1.0))
+    >>> inner, alone = qcomp.SGD(learning_rate=0.5), qcomp.comm.LocalCommunicator.alone()
+    >>> def rank_main(comm):
+    ...     params = np.zeros(2)
+    ...     state, own = loop.init(params, comm), inner.init(params, alone)
+    ...     for _ in range(8):
+    ...         gradient = params - comm.rank  # towards 0 on one rank, and towards 1 on the other
+    ...         params, own = inner.step(params, gradient, own, alone)
+    ...         params, state = loop.step(params, state, comm)
+    ...     return params.round(3).tolist()
+    >>> qcomp.comm.run_local(2, rank_main)
+    [[0.498, 0.498], [0.498, 0.498]]
+    """
+
+    outer: Optimizer = SGD(learning_rate=1.0)
+    every: int
+    compressor: Compressor = Identity()
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
+    decay: float = 1.0
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    warmup: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Optimizer) or self.outer.compression.mean is not EXACT:
+            raise TypeError(
+                f"outer is {self.outer!r}; expected an optimizer whose mean is exact, such as qcomp.SGD(...): the loop "
+                "compresses, with its own compressor and averaging"
+            )
+        for name, default in (("clip_norm", None), ("nonfinite", "raise")):
+            if getattr(self.outer, name) != default:
+                raise ValueError(f"outer has {name}={getattr(self.outer, name)!r}; expected {default!r}")
+        for name, least, most in (
+            ("every", 1, None),
+            ("fragments", 1, self.every),
+            ("delay", 0, None),
+            ("warmup", 0, None),
+            ("seed", 0, (1 << 64) - 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (most is not None and value > most):
+                range_ = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+                raise ValueError(f"{name} is {value!r}; expected {range_}")
+        if self.delay >= self.every:
+            raise ValueError(f"delay is {self.delay}; expected less than every, which is {self.every}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay is {self.decay!r}; expected a number from 0 to 1")
+        if self.decay != 1 and not self.averaging.feedback:
+            raise ValueError(
+                f"decay is {self.decay!r} with feedback=False; expected 1: there are no residuals"
+            )
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing is {self.mixing!r}; expected a number from 0 to below 1")
+        self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
+
+    @cached_property
+    def compression(self) -> Compression:
+        """What the loop compresses, and how."""
+        averaging = replace(self.averaging, tensorwise=True)
+        return Compression(averaging.mean(self.compressor), self.exact, self.compressors)
+
+    @property
+    def mean(self) -> CompressedMean:
+        """The mean of the outer gradients, if all tensors use one compressor; its residuals are in the state."""
+        return self.compression.mean
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The groups of the outer optimizer."""
+        return self.outer.groups
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the outer optimizer, or its schedule."""
+        return self.outer.learning_rate
+
+    def mean_of(self, state: OptimizerState) -> CompressedMean:
+        """Return the mean of the outer gradients for a state, with the choices of policies and of topology "auto".
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state to average for.
+        """
+        return self.compression.mean_of(state)
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:
+        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
+
+        Parameters
+        ----------
+        stage : str
+            ``"warmup"``, ``"local"`` or ``"under way ..."``.
+        """
+        return (_LOCAL, _SENT) if self.apart(stage) else ()
+
+    def apart(self, stage: str) -> bool:
+        """Return whether the ranks have different parameters in a stage by design: after the warm-up.
+
+        Parameters
+        ----------
+        stage : str
+            ``"warmup"``, ``"local"`` or ``"under way ..."``.
+        """
+        return stage != _WARMUP
+
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return a saved state with exactly the entries of this loop.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar
+            From `state_dict`.
+        fresh : OptimizerState
+            The state before the first step.
+        """
+        return saved
+
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
+        """Return a state with room for everything that a checkpoint of a stage holds.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state before the first step.
+        stage : str
+            The stage of the checkpoint.
+        """
+        sent = under_way(stage)
+        if stage not in (_WARMUP, stage_of(sent)) or not all(0 <= f < self.fragments for f in sent):
+            raise ValueError(
+                f"stage is {stage!r}; expected one of an OuterLoop with {self.fragments} fragments"
+            )
+        anchor = state.arrays[_ANCHOR]
+        arrays = {**state.arrays, _LOCAL: anchor}
+        if sent:
+            fragments = self._fragments(anchor)
+            travelling = {i for fragment in sent for i in fragments[fragment]}
+            arrays[_SENT] = tuple(x if i in travelling else _nothing(x) for i, x in enumerate(anchor))
+        return state._replace(stage=stage, arrays=arrays)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
+        """Return the state before the first step, without an exchange.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters.
+        names : tuple of str
+            Their names.
+        rank, size : int
+            This rank, and the number of ranks.
+        """
+        if self.fragments > len(params):
+            raise ValueError(
+                f"fragments is {self.fragments}; expected at most one for each of {len(params)} tensors"
+            )
+        state = self.outer.initial_state(params, names, rank, size)
+        rounds = {_rounds(fragment): 0.0 for fragment in range(self.fragments)}
+        state = state._replace(
+            stage=_WARMUP if self.warmup else LOCAL,
+            arrays={**state.arrays, _ANCHOR: tuple(copy(to_compute_dtype(p)) for p in params)},
+            numbers={**state.numbers, **rounds},
+        )
+        if self.mean.lossless and self.compressors is None:
+            return state._replace(exact=(True,) * len(params))
+        return self.compression.begin(state, params, type(self).__name__)
+
+    def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
+        """Return the state before the first step, after verifying that all ranks were started alike.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters, of one library and device; equal on all ranks.
+        comm : Communicator
+            The ranks that exchange; the inner optimizer works without them, for instance over
+            ``qcomp.comm.LocalCommunicator.alone()``.
+        names : sequence of str, optional
+            Names of the parameters in checkpoints and policies; by default their numbers.
+
+        Raises
+        ------
+        MismatchError
+            On every rank, if the ranks differ in version, settings, names or shapes, or in a parameter's values.
+        ValueError
+            On every rank, if a group or a policy has a pattern that matches no name, or ``fragments`` does not fit.
+        """
+        host = getattr(comm, "host", None)
+        return drive(self.init_stages(params, rank=comm.rank, size=comm.size, host=host, names=names), comm)
+
+    def init_stages(
+        self,
+        params: Any,
+        *,
+        rank: int,
+        size: int,
+        host: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Stages[OptimizerState]:
+        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
+
+        Parameters
+        ----------
+        params, names
+            As for `init`.
+        rank, size : int
+            This rank, and the number of ranks.
+        host : str, optional
+            Name of this rank's machine, which a topology may depend on.
+        """
+        tensors = as_tensors(params, "params")
+        return (
+            yield from begin(self, tensors, names_of(names, tensors), Place(rank, size, host), compare=True)
+        )
+
+    def average(self, grads: Any, state: OptimizerState, comm: Transport) -> Any:
+        """Return the exact mean of the gradients over the ranks in the warm-up, and afterwards the gradients.
+
+        Call it before each inner step, if there is a warm-up. The inner optimizers then make the same steps, so their
+        states are equal when the first outer round begins.
+
+        Parameters
+        ----------
+        grads : array or sequence of arrays
+            This rank's gradients, with the shapes of the parameters.
+        state : OptimizerState
+            From `init` or the last step.
+        comm : Communicator
+            As for `step`.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a gradient on any rank is not finite. Inner and outer state are as they were.
+        """
+        require_rank(state, comm)
+        return drive(self.average_stages(grads, state), comm)
+
+    def average_stages(self, grads: Any, state: OptimizerState) -> Stages[Any]:
+        """Do what `average` does as a generator of pure stages.
+
+        Parameters
+        ----------
+        grads : array or sequence of arrays
+            As for `average`.
+        state : OptimizerState
+            As for `average`.
+        """
+        if state.stage != _WARMUP:
+            return grads
+        gradients = as_gradients(grads, state.arrays[_ANCHOR], state.names)
+        part = self.compression.exact_part(range(len(gradients)), [copy(g) for g in gradients], state)
+        try:
+            means = yield from Average((part,), state.exchange).stages()
+        except NonFiniteError as error:
+            raise (yield from name_gradients(error, gradients, state.names, state)) from error
+        return as_given(means.values, grads)
+
+    def step(self, params: Any, state: OptimizerState, comm: Transport) -> tuple[Any, OptimizerState]:
+        """Take what an inner step has made; exchange and apply where an outer round ends.
+
+        Call it after each inner step. Most calls only count, and return the parameters that they were given.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            This rank's parameters after an inner step. They are not written to.
+        state : OptimizerState
+            From `init` or the last step.
+        comm : Communicator
+            The one that `init` saw, or another of the same rank and size.
+
+        Returns
+        -------
+        params : array or list of arrays
+            What the next inner step begins from. With ``mixing=0``, what was applied is the same on all ranks bit for
+            bit, and shares no memory with the state.
+        state : OptimizerState
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if an outer gradient on any rank is not finite.
+        MismatchError
+            On every rank, if the ranks are at different inner steps; or, at the end of the warm-up, if their parameters
+            differ.
+        CommunicatorError
+            If the exchange failed. Whatever is raised, the parameters and the state passed in are still valid.
+        """
+        require_rank(state, comm)
+        return drive(self.stages(params, state), comm)
+
+    def stages(
+        self, params: Any, state: OptimizerState, landed: Mapping[int, Means] = MappingProxyType({})
+    ) -> Stages[tuple[Any, OptimizerState]]:
+        """Do what `step` does as a generator of pure stages, for callers that move the buffers themselves.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            As for `step`.
+        state : OptimizerState
+            As for `step`.
+        landed : mapping of int to Means
+            What `exchange` has returned for fragments of `landing`; the others are exchanged now.
+        """
+        tensors = self._fitting(params, state)
+        after = state._replace(step=state.step + 1)
+        if state.stage == _WARMUP:
+            if after.step >= self.warmup:
+                after = yield from self._begin_rounds(tensors, after)
+            return as_given(tensors, params), after
+        for fragment in self.landing(state):
+            means = landed[fragment] if fragment in landed else (yield from self.exchange(after, fragment))
+            tensors, after = self._land(fragment, means, tensors, after)
+        departing = due(after.step - self.warmup, self.every, self.fragments)
+        if departing is not None:
+            after = self._depart(departing, tensors, after)
+            if not self.delay:
+                means = yield from self.exchange(after, departing)
+                tensors, after = self._land(departing, means, tensors, after)
+        return as_given(tensors, params), after
+
+    def landing(self, state: OptimizerState) -> tuple[int, ...]:
+        """Return the fragments whose results the next step applies, of those that are under way.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        sent = under_way(state.stage).items()
+        return tuple(fragment for fragment, step in sent if state.step + 1 >= step + self.delay)
+
+    def members(self, state: OptimizerState, fragment: int) -> tuple[int, ...]:
+        """Return the numbers of the tensors in a fragment.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            Any state of this loop.
+        fragment : int
+            Its number, below ``fragments``.
+        """
+        return self._fragments(state.arrays[_ANCHOR])[fragment]
+
+    def exchange(self, state: OptimizerState, fragment: int) -> Stages[Means]:
+        """Average a fragment that is under way, as a generator of pure stages; the state stays as it is.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            A state from which the fragment is under way.
+        fragment : int
+            Its number.
+        """
+        sent = under_way(state.stage)[fragment]
+        part = take(state, self.members(state, fragment), self.compression)
+        values = part.arrays[_SENT]
+        if self.decay != 1 and not all(part.exact):
+            part = part._replace(exchange=part.exchange.rescaled(self.decay))
+        key = Key(seed=self.seed, step=sent, tensor=state.stream, rank=state.rank)
+        average = self.compression.average(values, part, key)._replace(own=values, at_once=True)
+        check = same_step(sent, state, values[0])
+        try:
+            if self.delay:
+                return (yield from beside(check, average.stages()))
+            yield from check  # with nothing to hide it behind, a step that differs is found before a size that does
+            return (yield from average.stages())
+        except NonFiniteError as error:
+            before = part._replace(step=sent - 1)
+            what = "outer gradient"
+            raise (yield from name_gradients(error, values, part.names, before, what=what)) from error
+
+    def state_dict(self, params: Any, state: OptimizerState) -> dict[str, Any]:
+        """Return parameters and state as a flat dict of named arrays and scalars, as `Optimizer.state_dict` does.
+
+        After any inner step. Ranks differ in their parameters and residuals, so every rank must save its own dict, and
+        the state of its inner optimizer.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            This rank's parameters; the dict has copies in the dtype in which they are computed.
+        state : OptimizerState
+            The state to save.
+        """
+        local = tuple(copy(to_compute_dtype(p)) for p in self._fitting(params, state))
+        whole = state._replace(arrays={**state.arrays, _LOCAL: local})
+        saved = to_state_dict(whole, self.mean_of(state)) | {MAKER: maker(self)}
+        return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else saved
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: Any,
+        comm: Transport,
+        names: Sequence[str] | None = None,
+        *,
+        strict: bool = True,
+    ) -> tuple[Any, OptimizerState]:
+        """Return the parameters and the state saved by `state_dict`; training resumes as if it had never stopped.
+
+        On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and of what they had
+        under way: so the mean of the outer gradients is the same. Residuals become mean_i e_i + e_s, as for
+        `Optimizer.load_state_dict`. The states of the inner optimizers are the caller's: give a new rank that of an old
+        one, or a new one.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar, or sequence of them
+            This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
+            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others.
+        params : array or sequence of arrays
+            Parameters of the same shapes and dtypes, with any values, equal on all ranks.
+        comm, names
+            As for `init`.
+        strict : bool
+            Whether the loop that saved the state must have had the same compressors. False also silences the warning
+            about other settings.
+
+        Returns
+        -------
+        params : array or list of arrays
+            This rank's parameters.
+        state : OptimizerState
+
+        Raises
+        ------
+        ValueError, MismatchError
+            As for `Optimizer.load_state_dict`.
+        """
+        host = getattr(comm, "host", None)
+        stages = self.load_stages(
+            saved, params, rank=comm.rank, size=comm.size, host=host, names=names, strict=strict
+        )
+        return drive(stages, comm)
+
+    def load_stages(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: Any,
+        *,
+        rank: int,
+        size: int,
+        host: str | None = None,
+        names: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> Stages[tuple[Any, OptimizerState]]:
+        """Do what `load_state_dict` does as a generator of pure stages.
+
+        Parameters
+        ----------
+        saved, params, names, strict
+            As for `load_state_dict`.
+        rank, size, host
+            As for `init_stages`.
+        """
+        tensors = as_tensors(params, "params")
+        names = names_of(names, tensors)
+        state = yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict)
+        arrays = dict(state.arrays)
+        local = [_in_dtype_of(p, x) for p, x in zip(tensors, arrays.pop(_LOCAL), strict=True)]
+        return as_given(local, params), state._replace(arrays=arrays)
+
+    def _fitting(self, params: Any, state: OptimizerState) -> list[Array]:
+        """Return parameters as a list, of the shapes that the state has."""
+        tensors, anchor = as_tensors(params, "params"), state.arrays[_ANCHOR]
+        if len(tensors) != len(anchor):
+            raise ValueError(f"params has {len(tensors)} arrays; state is of {len(anchor)}")
+        for index, (p, x) in enumerate(zip(tensors, anchor, strict=True)):
+            if tuple(p.shape) != tuple(x.shape):
+                raise ValueError(
+                    f"params[{index}], the parameter {state.names[index]!r}, has shape {tuple(p.shape)}; expected "
+                    f"{tuple(x.shape)}"
+                )
+        return list(tensors)
+
+    def _fragments(self, tensors: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
+        return assign([_size(x) for x in tensors], self.fragments)
+
+    def _begin_rounds(self, tensors: Sequence[Array], state: OptimizerState) -> Stages[OptimizerState]:
+        """Return the state at the start of the first outer round, from parameters that are equal on all ranks."""
+        try:
+            yield from handshake_stages(
+                {"values": digests(state.names, tensors)},
+                size=state.size,
+                like=tensors[0],
+                explain={"values": explain_values},
+            )
+        except MismatchError as error:
+            raise MismatchError(
+                f"the warm-up of {self.warmup} steps ends with different parameters on the ranks: give every inner "
+                f"step the gradients that OuterLoop.average returns; {error}"
+            ) from error
+        anchor = tuple(copy(to_compute_dtype(p)) for p in tensors)
+        return state._replace(stage=LOCAL, arrays={**state.arrays, _ANCHOR: anchor})
+
+    def _depart(self, fragment: int, tensors: Sequence[Array], state: OptimizerState) -> OptimizerState:
+        """Return the state in which the outer gradients of a fragment are under way."""
+        anchor = state.arrays[_ANCHOR]
+        sent = list(state.arrays.get(_SENT) or map(_nothing, anchor))
+        for i in self.members(state, fragment):
+            # From where the round began: the shared parameters in the parameter's own precision.
+            start = to_compute_dtype(_in_dtype_of(tensors[i], anchor[i]))
+            sent[i] = start - to_compute_dtype(tensors[i])
+        stage = stage_of({**under_way(state.stage), fragment: state.step})
+        return state._replace(stage=stage, arrays={**state.arrays, _SENT: tuple(sent)})
+
+    def _land(
+        self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Move the shared parameters of a fragment, and this rank's towards them."""
+        members = self.members(state, fragment)
+        part = take(state, members, self.compression)
+        rounds = state.numbers[_rounds(fragment)]
+        anchor, moved = self.outer.apply(list(part.arrays[_ANCHOR]), means, part._replace(step=int(rounds)))
+        arrays = {**moved.arrays, _ANCHOR: tuple(anchor), _SENT: tuple(map(_nothing, anchor))}
+        part = part._replace(
+            momentum=moved.momentum, variance=moved.variance, exchange=means.exchange, arrays=arrays
+        )
+        after = put(part, state, members, self.compression)
+        still = under_way(state.stage)
+        del still[fragment]
+        kept = {kind: xs for kind, xs in after.arrays.items() if still or kind != _SENT}
+        numbers = {**state.numbers, **moved.numbers, _rounds(fragment): rounds + 1}
+        new = list(tensors)
+        for i, x in zip(members, anchor, strict=True):
+            mixed = primitives.momentum(to_compute_dtype(new[i]), x, self.mixing, 1.0) if self.mixing else x
+            new[i] = _in_dtype_of(new[i], mixed)
+        return new, after._replace(stage=stage_of(still), arrays=kept, numbers=numbers)
+
+
+def _rounds(fragment: int) -> str:
+    """Return the name of the number of a fragment's completed outer rounds."""
+    return f"rounds.{fragment}"
+
+
+def _size(x: Array) -> int:
+    size = 1
+    for length in x.shape:
+        size *= length
+    return size
+
+
+def _nothing(like: Array) -> Array:
+    """Return an array without elements."""
+    return array_namespace(like).zeros((0,), dtype=like.dtype, device=device(like))
+
+
+def _in_dtype_of(p: Array, x: Array) -> Array:
+    """Return a copy of an array in the dtype of a parameter."""
+    return array_namespace(x).astype(x, p.dtype)

@@ -1,0 +1,165 @@
+"""Exchanges of an outer loop that travel while the next inner steps run."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Arriving, Exchange, Stages, Transport, drive
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.optimizers.base import require_rank
+from qcomp.core.optimizers.compression import Means
+from qcomp.core.outer.fragments import under_way
+from qcomp.core.outer.loop import OuterLoop
+from qcomp.core.state import OptimizerState
+
+__all__ = ["Overlapped"]
+
+
+class _Starts(Transport, Protocol):
+    """A communicator with ``start``, see `qcomp.comm.Communicator`."""
+
+    def start(self, request: Exchange) -> Any:
+        """Start an exchange."""
+        ...
+
+
+class Overlapped:
+    """Makes the steps of an `OuterLoop` with ``delay``, and exchanges while the inner steps between them run.
+
+    The results are those of `OuterLoop.step`, bit for bit. A fragment's exchange starts in the step that sends it. Each
+    later step moves it on by one message, and the step that applies it waits for what is missing. So the order of
+    messages depends on steps alone, and no thread is needed. With `qcomp.comm.MPICommunicator` and
+    `qcomp.comm.TorchCommunicator` bytes travel meanwhile; others complete an exchange when it starts.
+
+    Parameters
+    ----------
+    loop : OuterLoop
+        With a ``delay`` of at least 1: with more, each phase of a topology hides behind a step of its own.
+    comm : Communicator
+        One with ``start``, the same on all ranks. It may have other exchanges between the steps, if all ranks start
+        them in the same order.
+
+    Notes
+    -----
+    A state has what is under way, so it can be saved at any step. After loading one, and after an error, the exchange
+    is made anew when it is applied. Ranks must all use this class, or all `OuterLoop.step`.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> loop = qcomp.OuterLoop(every=4, delay=2, mixing=0.5)
+    >>> def rank_main(comm):
+    ...     params = np.zeros(2)
+    ...     running = qcomp.outer.Overlapped(loop, comm)
+    ...     state = loop.init(params, comm)
+    ...     for _ in range(8):
+    ...         params = params + comm.rank  # an inner step
+    ...         params, state = running.step(params, state)
+    ...     return params.tolist(), state.stage
+    >>> qcomp.comm.run_local(2, rank_main)
+    [([1.0, 1.0], 'under way 0@8'), ([6.0, 6.0], 'under way 0@8')]
+    """
+
+    def __init__(self, loop: OuterLoop, comm: Transport) -> None:
+        if not loop.delay:
+            raise ValueError("loop has delay=0; expected at least 1, or the steps of the loop itself")
+        if not hasattr(comm, "start"):
+            raise TypeError(
+                f"comm is {comm!r}; expected a communicator with start, such as those of qcomp.comm"
+            )
+        self.loop = loop
+        self.comm: Any = comm
+        self._flights: dict[int, _Flight] = {}
+
+    def step(self, params: Any, state: OptimizerState) -> tuple[Any, OptimizerState]:
+        """Do what `OuterLoop.step` does.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            This rank's parameters after an inner step.
+        state : OptimizerState
+            From ``loop.init`` or the last step.
+        """
+        require_rank(state, self.comm)
+        self._discard(state)
+        try:
+            landing = self.loop.landing(state)
+            landed = {}
+            for fragment in list(self._flights):
+                if fragment in landing:
+                    landed[fragment] = self._flights[fragment].finish()
+                else:
+                    self._flights[fragment].advance()
+            result, after = drive(self.loop.stages(params, state, landed), self.comm)
+        except Exception:
+            self._discard(None)
+            raise
+        for fragment in landed:
+            del self._flights[fragment]
+        for fragment in under_way(after.stage):
+            if fragment not in under_way(state.stage):
+                self._flights[fragment] = _Flight(self.loop, after, fragment, self.comm)
+        return result, after
+
+    def _discard(self, state: OptimizerState | None) -> None:
+        """Forget the exchanges that are not of a state, once they are over."""
+        for fragment, flight in list(self._flights.items()):
+            if state is None or not flight.is_of(state):
+                del self._flights[fragment]
+                flight.give_up()
+
+
+class _Flight:
+    """The exchange of one fragment, somewhere between its start and its result."""
+
+    def __init__(self, loop: OuterLoop, state: OptimizerState, fragment: int, comm: _Starts) -> None:
+        self._fragment = fragment
+        self._sent = under_way(state.stage)[fragment]
+        self._members = loop.members(state, fragment)
+        self._arrays = state.arrays["sent"]
+        self._comm = comm
+        self._stages: Stages[Means] = loop.exchange(state, fragment)
+        self._begun: list[Arriving] = []
+        self._arrived: Sequence[Array] | None = None
+        self._result: Means | None = None
+        self._go_on()
+
+    def is_of(self, state: OptimizerState) -> bool:
+        """Return whether a state has this fragment under way, with the same outer gradients."""
+        if under_way(state.stage).get(self._fragment) != self._sent:
+            return False
+        sent = state.arrays["sent"]
+        return all(self._arrays[i] is sent[i] for i in self._members)
+
+    def advance(self) -> None:
+        """Wait for the message under way, and start the next."""
+        if self._result is None:
+            self._go_on()
+
+    def finish(self) -> Means:
+        """Return the result, after all messages."""
+        while self._result is None:
+            self._go_on()
+        return self._result
+
+    def give_up(self) -> None:
+        """Wait for what was started, so that the communicator stays usable."""
+        for arriving in self._begun:
+            with suppress(CommunicatorError):
+                arriving.wait()
+
+    def _go_on(self) -> None:
+        """Start the next message that the computation waits for."""
+        while True:
+            try:
+                request = self._stages.send(self._arrived)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                self._result = stop.value
+                return
+            arriving = Arriving(self._comm.start(request))
+            self._begun = [one for one in self._begun if not one.is_over] + [arriving]
+            self._arrived = arriving
+            if not request.later:
+                return

@@ -1,0 +1,186 @@
+"""Outer loops with published settings."""
+
+from typing import Any
+
+from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.compressors.topk import TopK
+from qcomp.core.mean.averaging import Averaging
+from qcomp.core.optimizers.sgd import SGD
+from qcomp.core.outer.loop import OuterLoop
+
+__all__ = ["diloco", "local_sgd", "muloco", "sparse_loco", "streaming_diloco"]
+
+
+def local_sgd(every: int = 8, **changes: Any) -> OuterLoop:
+    """Return LocalSGD: the ranks average their parameters every few steps, exactly.
+
+    Parameters
+    ----------
+    every : int, default 8
+        Inner steps in an outer round; published are 1 to 64.
+    **changes
+        Other settings of `OuterLoop`. With ``warmup`` it is post-local SGD (Lin et al., ICLR 2020, with 16 steps): the
+        gradients of the first steps are averaged instead.
+
+    Returns
+    -------
+    OuterLoop
+
+    Notes
+    -----
+    The inner optimizer is SGD. Sends in an outer round 2 (N - 1) / N * 32 bits per element. Source: Stich, ICLR 2019.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.outer.local_sgd(16, warmup=1000).warmup
+    1000
+    """
+    return OuterLoop(**{"every": every, "outer": SGD(learning_rate=1.0), **changes})
+
+
+def diloco(every: int = 500, **changes: Any) -> OuterLoop:
+    """Return DiLoCo: exact outer gradients, moved by SGD with Nesterov momentum.
+
+    Parameters
+    ----------
+    every : int, default 500
+        Inner steps in an outer round; published are 50 to 500.
+    **changes
+        Other settings of `OuterLoop`.
+
+    Returns
+    -------
+    OuterLoop
+
+    Notes
+    -----
+    The inner optimizer is AdamW. The outer learning rate is 0.7, its momentum 0.9. With few outer rounds, below about
+    100, momentum may hurt: compare ``outer=qcomp.SGD(learning_rate=1.0)``. Sends in an outer round 2 (N - 1) / N * 32
+    bits per element. Source: Douillard et al., arXiv 2311.08105.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.outer.diloco(100).outer.momentum
+    0.9
+    """
+    return OuterLoop(**{"every": every, "outer": _nesterov(0.7), **changes})
+
+
+def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> OuterLoop:
+    """Return streaming DiLoCo: fragments in turn, in 4 bits, applied some steps after they are sent.
+
+    Parameters
+    ----------
+    every : int, default 100
+        Inner steps between two exchanges of the same fragment.
+    fragments : int, default 4
+        Number of fragments; published is one for every three layers of a transformer.
+    **changes
+        Other settings of `OuterLoop`.
+
+    Returns
+    -------
+    OuterLoop
+
+    Notes
+    -----
+    The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
+    source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
+    ``QSGD(levels=7, bucket_size=128)`` stands for them, of 4 bits too and unbiased. Sends in ``every`` steps 2 (N - 1)
+    / N * 4.25 bits per element. Source: Douillard et al., arXiv 2501.18512.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.outer.streaming_diloco(60, fragments=6).mixing
+    0.5
+    """
+    settings: dict[str, Any] = {
+        "every": every,
+        "fragments": fragments,
+        "outer": _nesterov(0.7),
+        "compressor": QSGD(levels=7, bucket_size=128),
+        "averaging": Averaging(feedback=False),
+        "delay": 1,
+        "mixing": 0.5,
+    }
+    return OuterLoop(**{**settings, **changes})
+
+
+def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
+    """Return SparseLoCo: the 64 largest of 4,096 elements, with residuals that decay.
+
+    Parameters
+    ----------
+    every : int, default 30
+        Inner steps in an outer round; published are 15 to 250.
+    **changes
+        Other settings of `OuterLoop`.
+
+    Returns
+    -------
+    OuterLoop
+
+    Notes
+    -----
+    The inner optimizer is AdamW. The outer learning rate is 1, published are 0.4 to 1, without momentum; residuals
+    decay by 0.95. Chunks are runs of 4,096 elements; in the source they are 64 x 64 blocks of a matrix, and values have
+    2 bits; here they have 32. All-gather, so that nothing is compressed twice: sends in an outer round (N - 1) * 0.75
+    bits per element. Source: Sarfi et al., arXiv 2508.15706.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.outer.sparse_loco(15).decay
+    0.95
+    """
+    settings: dict[str, Any] = {
+        "every": every,
+        "outer": SGD(learning_rate=1.0),
+        "compressor": TopK(k=64, bucket_size=4096),
+        "averaging": Averaging(topology="all_gather"),
+        "decay": 0.95,
+    }
+    return OuterLoop(**{**settings, **changes})
+
+
+def muloco(every: int = 30, **changes: Any) -> OuterLoop:
+    """Return MuLoCo: few bits and error feedback for outer gradients that come from Muon.
+
+    Parameters
+    ----------
+    every : int, default 30
+        Inner steps in an outer round.
+    **changes
+        Other settings of `OuterLoop`.
+
+    Returns
+    -------
+    OuterLoop
+
+    Notes
+    -----
+    The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9;
+    residuals decay by 0.9. The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 with its scales, and
+    loses about as much as a good quantizer of 2. Sends in an outer round 2 (N - 1) / N * 4 bits per element. Source:
+    Therien et al., arXiv 2505.23725.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> qcomp.outer.muloco().every
+    30
+    """
+    settings: dict[str, Any] = {
+        "every": every,
+        "outer": _nesterov(0.8),
+        "compressor": QSGD(levels=3, bucket_size=32),
+        "decay": 0.9,
+    }
+    return OuterLoop(**{**settings, **changes})
+
+
+def _nesterov(learning_rate: float) -> SGD:
+    return SGD(learning_rate=learning_rate, momentum=0.9, nesterov=True)

@@ -1,0 +1,67 @@
+"""The check that all ranks exchange after the same inner step."""
+
+import struct
+from contextlib import suppress
+from typing import TypeVar
+
+from qcomp.core.errors import MismatchError
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
+from qcomp.core.reporting import name_ranks
+from qcomp.core.state import OptimizerState
+
+__all__ = ["beside", "same_step"]
+
+Result = TypeVar("Result")
+
+
+def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
+    """Raise MismatchError on every rank if any exchanges after another step; sends 8 bytes to all others.
+
+    Parameters
+    ----------
+    step : int
+        After which this rank exchanges.
+    state : OptimizerState
+        Gives the number of ranks.
+    like : array
+        Gives the library and the device of the buffers.
+    """
+    arrived = yield AllGather(from_host_bytes(struct.pack("<Q", step), like), (8,) * state.size)
+    steps = [struct.unpack("<Q", host_bytes(part))[0] for part in arrived]
+    if len(set(steps)) > 1:
+        held = [
+            f"{name_ranks([rank for rank, other in enumerate(steps) if other == found])} after step {found}"
+            for found in sorted(set(steps))
+        ]
+        raise MismatchError(
+            f"the ranks exchange after different inner steps: {', '.join(held)}: every rank must call OuterLoop.step "
+            "after each of its steps, and all must resume from checkpoints of the same step"
+        )
+
+
+def beside(check: Stages[None], work: "Stages[Result]") -> "Stages[Result]":
+    """Run a computation whose first exchange starts while the only one of a check is under way.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> from qcomp.core.mean.stages import drive
+    >>> def sum_of(x, comm):
+    ...     arrived = yield AllGather(np.asarray([x], dtype=np.uint8), (1,) * comm.size)
+    ...     return sum(int(part[0]) for part in arrived)
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> drive(beside(sum_of(1, comm), sum_of(2, comm)), comm)
+    2
+    """
+    verdicts = yield next(check)._replace(later=True)
+    arrived = yield next(work)
+    with suppress(StopIteration):
+        check.send(verdicts)
+    while True:
+        try:
+            request = work.send(arrived)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        arrived = yield request

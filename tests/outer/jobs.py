@@ -1,0 +1,118 @@
+"""Jobs of an outer loop: all ranks of a world in one thread, with inner steps that are easy to follow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import qcomp
+from qcomp.testing import lockstep
+
+SHAPES = [(8, 5), (7, 5), (3,), ()]
+"""Two tensors that are compressed, and two that stay exact."""
+SIGN = qcomp.ScaledSign(bucket_size=16)
+LARGE = qcomp.ExactBelow(10)
+
+
+def loop_of(**changes: Any) -> qcomp.OuterLoop:
+    return qcomp.OuterLoop(**{"every": 4, "compressor": SIGN, "exact": LARGE, **changes})
+
+
+def begun(shapes: Sequence[tuple] = SHAPES, dtype: Any = np.float32) -> list[np.ndarray]:
+    """Parameters of the first step, in sixteenths."""
+    rng = np.random.default_rng(3)
+    return [np.asarray(rng.integers(-32, 32, s) / 16, dtype) for s in shapes]
+
+
+def moves(
+    rank: int, step: int, shapes: Sequence[tuple] = SHAPES, dtype: Any = np.float32
+) -> list[np.ndarray]:
+    """What the inner step of a rank subtracts: sixteenths again, so that sums and means of them are exact."""
+    rng = np.random.default_rng([7, rank, step])
+    return [np.asarray((rng.integers(-16, 16, s) + 4) / 16, dtype) for s in shapes]
+
+
+class Job:
+    """All ranks: what each of them holds, after any number of inner steps."""
+
+    def __init__(
+        self,
+        loop: qcomp.OuterLoop,
+        size: int = 2,
+        *,
+        params: Sequence[Any] | None = None,
+        hosts: Sequence[str] = ("a", "b", "b"),
+        make: Any = np.array,
+    ) -> None:
+        self.loop, self.size, self.make = loop, size, make
+        first = begun() if params is None else params
+        self.params: list[Any] = [[make(p) for p in first] for _ in range(size)]
+        self.states = lockstep(
+            [
+                loop.init_stages(p, rank=rank, size=size, host=hosts[rank])
+                for rank, p in enumerate(self.params)
+            ]
+        )
+
+    @property
+    def shapes(self) -> list[tuple]:
+        return [tuple(p.shape) for p in self.params[0]]
+
+    def inner(self) -> None:
+        """An inner step on every rank."""
+        step = self.states[0].step
+        for rank in range(self.size):
+            of_rank = moves(rank, step, self.shapes)
+            self.params[rank] = [p - self.make(m) for p, m in zip(self.params[rank], of_rank, strict=True)]
+            if self.make is np.array:  # NumPy computes scalars from arrays of shape ()
+                self.params[rank] = [np.asarray(p) for p in self.params[rank]]
+
+    def outer(self, **options: Any) -> Any:
+        """Let the loop take the inner step."""
+        pairs = zip(self.params, self.states, strict=True)
+        found = lockstep([self.loop.stages(p, s) for p, s in pairs], **options)
+        if not isinstance(found[0], Exception):
+            self.params, self.states = map(list, zip(*found, strict=True))
+        return found
+
+    def run(self, steps: int) -> "Job":
+        for _ in range(steps):
+            self.inner()
+            self.outer()
+        return self
+
+    def anchor(self, rank: int = 0) -> list[np.ndarray]:
+        """The shared parameters as a rank holds them."""
+        return [np.asarray(x) for x in self.states[rank].arrays["anchor"]]
+
+    def saved(self) -> list[dict[str, Any]]:
+        return [self.loop.state_dict(p, s) for p, s in zip(self.params, self.states, strict=True)]
+
+    def resumed(self, saved: Sequence[Any], size: int | None = None, **options: Any) -> "Job":
+        """Return a job that goes on from saved dicts; each rank has its own, or all have all."""
+        job = Job(self.loop, size or self.size, params=begun(self.shapes), make=self.make)
+        found = lockstep(
+            [
+                self.loop.load_stages(
+                    saved[rank] if size is None else saved,
+                    p,
+                    rank=rank,
+                    size=job.size,
+                    host=("a", "b", "b")[rank],
+                    **options,
+                )
+                for rank, p in enumerate(job.params)
+            ]
+        )
+        job.params, job.states = map(list, zip(*found, strict=True))
+        return job
+
+    def held(self) -> list[dict[str, bytes]]:
+        """Everything that each rank holds, as bytes."""
+        return [
+            {
+                key: f"{np.asarray(v).dtype}{np.shape(v)}".encode() + np.asarray(v).tobytes()
+                for key, v in d.items()
+            }
+            for d in self.saved()
+        ]

@@ -1,0 +1,250 @@
+"""The outer loop against what it promises: exact data-parallel SGD, the sum identities, and equal shared parameters."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core.outer.fragments import assign, due
+from qcomp.testing import lockstep
+from qcomp.testing.means import owed
+from tests.outer.jobs import LARGE, SHAPES, SIGN, Job, begun, loop_of, moves
+
+PLAIN = qcomp.OuterLoop(every=1)
+TOPOLOGIES = ["two_phase", "all_gather", "ring", "hierarchical"]
+
+
+def in_library(library):
+    return lambda x: library.array(x)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["readonly", "torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_round_of_one_step_is_exact_data_parallel_sgd(libraries, name, size):
+    """Every rank moves by its gradient times a power of two, in sixteenths: no operation rounds."""
+    library = libraries[name]
+    job = Job(PLAIN, size, make=in_library(library))
+    params = [p.astype(np.float64) for p in begun()]
+    for step in range(3):
+        job.inner()
+        job.outer()
+        mean = [sum(ms) / size for ms in zip(*(moves(rank, step) for rank in range(size)), strict=True)]
+        params = [p - m for p, m in zip(params, mean, strict=True)]
+        for of_rank in job.params:
+            for found, p in zip(of_rank, params, strict=True):
+                assert library.numpy(found).tobytes() == p.astype(np.float32).tobytes()
+
+
+def test_it_is_the_optimizer_itself_where_rounds_have_one_step():
+    """Momentum outside, with an inner rate of 1 (a power of two): the steps of qcomp.SGD on the same gradients."""
+    sgd = qcomp.SGD(learning_rate=0.5, momentum=0.5, nesterov=True)
+    job = Job(qcomp.OuterLoop(every=1, outer=sgd), 2)
+    params = begun()
+    alone = qcomp.comm.LocalCommunicator.alone()
+    state = sgd.init(params, alone)
+    for step in range(4):
+        job.inner()
+        job.outer()
+        grads = [(a + b) / 2 for a, b in zip(moves(0, step), moves(1, step), strict=True)]
+        params, state = sgd.step(params, grads, state, alone)
+        assert [x.tobytes() for x in job.anchor()] == [p.tobytes() for p in params]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_is_sent_and_what_is_owed_add_up(topology, decay, fragments):
+    """Per round of a fragment: D = mean_i d_i + decay * owed - owed'. With decay 1 it telescopes over all rounds."""
+    loop = loop_of(averaging=qcomp.Averaging(topology=topology), decay=decay, fragments=fragments)
+    job = Job(loop, 3, params=begun(dtype=np.float64))
+    before, sums, steps = job.anchor(), [np.zeros(s) for s in SHAPES], 0
+    tensors = begun()[:2]
+    debt = [np.zeros(s) for s in SHAPES[:2]]
+    for _ in range(12):
+        job.inner()
+        inner = job.params
+        job.outer()
+        kept = owed(loop.mean_of(job.states[0]), [s.exchange for s in job.states], tensors)
+        for i, after in enumerate(job.anchor()):
+            if np.array_equal(after, before[i]):
+                continue
+            steps += 1
+            sent = before[i] - after  # outer SGD of rate 1
+            meant = before[i] - sum(p[i] for p in inner) / 3
+            lost = decay * debt[i] - kept[i] if i < 2 else 0
+            assert np.abs(sent - (meant + lost)).max() < 1e-12
+            sums[i] += sent - meant
+            before[i] = after
+        debt = kept
+    assert steps == 3 * len(SHAPES)
+    assert min(np.abs(d).max() for d in debt) > 0.1
+    if decay == 1:
+        assert max(np.abs(s + d).max() for s, d in zip(sums, debt, strict=False)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        loop_of(),
+        loop_of(outer=qcomp.Adam(learning_rate=0.1), decay=0.9),
+        loop_of(outer=qcomp.Lion(learning_rate=0.1), fragments=2, delay=3, mixing=0.5),
+        loop_of(outer=qcomp.SGD(learning_rate=0.7, momentum=0.9, nesterov=True), fragments=3),
+        loop_of(outer=qcomp.Lamb(learning_rate=0.1), compressor=qcomp.QSGD(7, 16), fragments=4, delay=1),
+        loop_of(averaging=qcomp.Averaging(topology="auto"), compressor=qcomp.TopK(2, 16), delay=2),
+        loop_of(compressors=qcomp.ByName({"0": SIGN, "*": qcomp.QSGD(7, 16)}), fragments=2),
+    ],
+    ids=lambda loop: f"{type(loop.outer).__name__}-{loop.fragments}-{loop.delay}",
+)
+def test_shared_parameters_are_the_same_on_all_ranks_bit_for_bit(loop):
+    job = Job(loop, 3)
+    first = job.anchor()
+    for _ in range(13):
+        job.run(1)
+        for rank in (1, 2):
+            for kind in ("momentum", "variance"):
+                pairs = zip(getattr(job.states[0], kind), getattr(job.states[rank], kind), strict=True)
+                assert all(np.array_equal(a, b) for a, b in pairs)
+            assert [x.tobytes() for x in job.anchor(rank)] == [x.tobytes() for x in job.anchor()]
+            assert job.states[rank].stage == job.states[0].stage
+    assert all(not np.array_equal(a, b) for a, b in zip(first, job.anchor(), strict=True))
+
+
+def test_ranks_differ_between_rounds_and_agree_after_them():
+    job = Job(loop_of(), 2)
+    for step in range(1, 9):
+        job.run(1)
+        same = all(np.array_equal(a, b) for a, b in zip(*job.params, strict=True))
+        assert same == (step % 4 == 0)
+
+
+def test_parameters_between_rounds_are_those_given():
+    job = Job(loop_of(), 2)
+    job.inner()
+    given = job.params[0]
+    job.outer()
+    assert all(a is b for a, b in zip(job.params[0], given, strict=True))
+
+
+def test_a_fragment_is_a_model_of_its_own():
+    """Two fragments are two loops of which each sees its tensors alone, shifted by half an outer round."""
+    outer = qcomp.SGD(learning_rate=0.5, momentum=0.5)
+    loop = loop_of(outer=outer, fragments=2, decay=0.5)
+    job = Job(loop, 2).run(12)
+    for fragment, first in ((0, 2), (1, 4)):
+        members = loop.members(job.states[0], fragment)
+        alone = Job(replace(loop, fragments=1), 2, params=[begun()[i] for i in members])
+        alone.states = [s._replace(step=4 - first) for s in alone.states]
+        for step in range(12):
+            for rank in range(2):
+                of_rank = moves(rank, step)
+                alone.params[rank] = [
+                    p - of_rank[i] for p, i in zip(alone.params[rank], members, strict=True)
+                ]
+            alone.outer()
+        for x, i in zip(alone.anchor(), members, strict=True):
+            assert x.tobytes() == job.anchor()[i].tobytes()
+
+
+def test_a_result_that_is_late_is_the_result_that_was_sent():
+    """With inner steps that do not depend on parameters, delay only shifts when the shared parameters move."""
+    soon, late = Job(loop_of(every=6), 2), Job(loop_of(every=6, delay=2), 2)
+    for step in range(1, 9):
+        soon.run(1)
+        late.run(1)
+        moved = [not np.array_equal(a, b) for a, b in zip(begun(), late.anchor(), strict=True)]
+        assert moved == [step >= 8] * len(SHAPES)
+    assert [x.tobytes() for x in late.anchor()] == [x.tobytes() for x in soon.anchor()]
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.25])
+def test_results_are_mixed_with_the_ranks_own(mixing):
+    job = Job(loop_of(delay=2, mixing=mixing), 2).run(5)
+    job.inner()
+    own = job.params
+    job.outer()
+    for rank in range(2):
+        for p, x, found in zip(own[rank], job.anchor(), job.params[rank], strict=True):
+            assert np.allclose(found, mixing * p + (1 - mixing) * x, rtol=1e-6, atol=1e-7)
+            assert np.array_equal(found, x) == (mixing == 0)
+
+
+def test_half_precision_parameters_have_shared_ones_in_float32():
+    """A round without inner steps moves nothing: what rounding to bfloat16 loses is no outer gradient."""
+    torch = pytest.importorskip("torch")
+    outer = qcomp.SGD(learning_rate=1e-3)  # moves below the precision of bfloat16, which add up in float32
+    job = Job(qcomp.OuterLoop(every=1, outer=outer), 2, make=lambda x: torch.tensor(x).bfloat16())
+    start = job.anchor()
+    for _ in range(3):
+        for rank in range(2):
+            job.params[rank] = [p - 0.25 for p in job.params[rank]]
+        job.outer()
+    for x, y, p in zip(start, job.anchor(), job.params[0], strict=True):
+        assert np.allclose(x - y, 3e-3 * 0.25, rtol=0.02)
+        assert p.dtype == torch.bfloat16
+    before = job.anchor()
+    job.outer()
+    assert [x.tobytes() for x in before] == [x.tobytes() for x in job.anchor()]
+
+
+def test_what_is_given_shares_no_memory_with_the_state():
+    """So inner steps may write in place, as those of torch do."""
+    new, old = Job(loop_of(every=2, delay=1), 1), Job(loop_of(every=2, delay=1), 1)
+    for _ in range(8):
+        old.run(1)
+        new.inner()
+        (found,) = new.outer()
+        held = [x for arrays in found[1].arrays.values() for x in arrays]
+        assert not any(np.shares_memory(p, x) for p in found[0] for x in held)
+        new.params = [[p.copy() for p in found[0]]]
+        for p in found[0]:
+            p.fill(np.nan)
+    assert new.held() == old.held()
+
+
+def test_warm_up_averages_every_step_and_then_stops():
+    loop = loop_of(warmup=3)
+    job = Job(loop, 2)
+    for step in range(3):
+        grads = [moves(rank, step) for rank in range(2)]
+        means = lockstep([loop.average_stages(g, s) for g, s in zip(grads, job.states, strict=True)])
+        assert [m.tobytes() for m in means[0]] == [
+            ((a + b) / 2).astype(np.float32).tobytes() for a, b in zip(*grads, strict=True)
+        ]
+        assert job.states[0].stage == "warmup"
+        job.params = [
+            [p - m for p, m in zip(ps, ms, strict=True)] for ps, ms in zip(job.params, means, strict=True)
+        ]
+        job.outer()
+    assert job.states[0].stage == "local"
+    assert [x.tobytes() for x in job.anchor()] == [p.tobytes() for p in job.params[0]]
+    (grads,) = lockstep([loop.average_stages(g := moves(0, 3), job.states[0])])
+    assert grads is g
+    first = job.anchor()
+    job.run(3)
+    assert [x.tobytes() for x in job.anchor()] == [x.tobytes() for x in first]
+    job.run(1)  # the fourth local step ends the first outer round
+    assert [x.tobytes() for x in job.anchor()] != [x.tobytes() for x in first]
+
+
+def test_every_tensor_is_in_one_fragment_and_they_are_balanced():
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5):
+        sizes = [int(n) for n in rng.integers(0, 1000, 40)]
+        fragments = assign(sizes, count)
+        assert sorted(i for members in fragments for i in members) == list(range(40))
+        loads = [sum(sizes[i] for i in members) for members in fragments]
+        assert max(loads) - min(loads) <= max(sizes)
+    assert all(assign([5, 0, 0], 3))
+    for every, count in ((1, 1), (7, 3), (5, 5), (12, 4)):
+        turns = [due(step, every, count) for step in range(1, 2 * every + 1)]
+        assert turns[:every] == turns[every:]
+        assert sorted(t for t in turns[:every] if t is not None) == list(range(count))
+
+
+@pytest.mark.parametrize("exact", [LARGE, None])
+def test_nothing_is_compressed_twice_in_its_name(exact):
+    """Identity keeps no residuals, and policies do not warn that it compresses nothing."""
+    job = Job(qcomp.OuterLoop(every=2, exact=exact), 2).run(2)
+    assert job.states[0].exchange.worker == ()
+    assert all(job.states[0].exact)
