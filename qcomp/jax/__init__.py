@@ -1,6 +1,6 @@
 """qcomp for JAX: pytrees of parameters, over a communicator or inside `jax.jit` over an axis of a mesh.
 
-- `PytreeOptimizer` and `PytreeMean` run over any communicator of `qcomp.comm`, such as MPI.
+- `PytreeOptimizer`, `PytreeMean` and `PytreeOuterLoop` run over any communicator of `qcomp.comm`, such as MPI.
 - `qcomp.jax.optax.compressed` and `MeshMean` run inside `jax.shard_map`, with collectives of XLA.
 
 `qcomp.jax.optax` needs optax: ``pip install 'qcomp[jax]'``.
@@ -8,6 +8,7 @@
 
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals, partition_specs
+from qcomp.jax.outer import PytreeOuterLoop
 from qcomp.jax.trees import PytreeMean, PytreeOptimizer, names_of
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MeshState",
     "PytreeMean",
     "PytreeOptimizer",
+    "PytreeOuterLoop",
     "Residuals",
     "names_of",
     "partition_specs",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcomp.torch.algorithms import CompressedSGD, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
 from qcomp.torch.optimizer import AveragingOptimizer
+from qcomp.torch.outer import OuterLoop
 
 if TYPE_CHECKING:
     from qcomp.torch import fsdp
@@ -22,6 +23,7 @@ __all__ = [
     "LoadPlanner",
     "OneBitAdam",
     "OneBitLamb",
+    "OuterLoop",
     "QAdam",
     "ZeroOneAdam",
     "fsdp",

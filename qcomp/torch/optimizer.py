@@ -26,7 +26,7 @@ from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.saved import flattened, nested
 
-__all__ = ["AveragingOptimizer"]
+__all__ = ["AveragingOptimizer", "communicator"]
 
 _FIXED = ("compressor", "exact")
 """The settings of groups that stay as they are from the first step on, and that are no plain values."""
@@ -71,7 +71,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._state: OptimizerState | None = None
         super().__init__(params, defaults)
         if model is None:
-            self._comm = comm or _communicator()
+            self._comm = comm or communicator()
             self._begin()
         else:
             self._begin()
@@ -426,7 +426,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self.state[p] = {kind: arrays[number] for kind, arrays in kinds.items() if arrays}
 
 
-def _communicator() -> Communicator:
+def communicator() -> Communicator:
+    """Return that of torch.distributed if it is initialised, else `qcomp.comm.world`."""
     if dist.is_available() and dist.is_initialized():
         return TorchCommunicator()
     return world()

@@ -15,16 +15,12 @@ PLAIN = qcomp.OuterLoop(every=1)
 TOPOLOGIES = ["two_phase", "all_gather", "ring", "hierarchical"]
 
 
-def in_library(library):
-    return lambda x: library.array(x)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["readonly", "torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_round_of_one_step_is_exact_data_parallel_sgd(libraries, name, size):
     """Every rank moves by its gradient times a power of two, in sixteenths: no operation rounds."""
     library = libraries[name]
-    job = Job(PLAIN, size, make=in_library(library))
+    job = Job(PLAIN, size, make=library.array)
     params = [p.astype(np.float64) for p in begun()]
     for step in range(3):
         job.inner()

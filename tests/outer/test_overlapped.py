@@ -126,8 +126,7 @@ def test_a_refusal_leaves_communicator_and_state_usable():
             try:
                 params, state = running.step(params, state)
             except qcomp.NonFiniteError as error:
-                assert "on rank 1" in str(error)
-                errors += 1
+                errors += "on rank 1" in str(error)
                 params, state = kept
         assert errors == 1
         for _ in range(8):

@@ -95,11 +95,8 @@ def test_what_another_loop_saved_is_refused_or_named():
         Job(loop_of(fragments=2, every=6), 1).resumed([saved])
     with pytest.raises(ValueError, match="the state was saved with compressor="):
         Job(loop_of(fragments=2, compressor=qcomp.TopK(2, 16)), 1).resumed([saved])
-    with (
-        pytest.warns(UserWarning, match="fragments"),
-        pytest.raises(ValueError, match=r"it lacks 'number.rounds.2'"),
-    ):
-        Job(loop_of(fragments=3), 1).resumed([saved])
+    with pytest.raises(ValueError, match=r"it lacks 'number.rounds.2'"):
+        Job(loop_of(fragments=3), 1).resumed([saved], strict=False)
+    sgd, alone = qcomp.SGD(learning_rate=1.0), qcomp.comm.LocalCommunicator.alone()
     with pytest.raises(ValueError, match="the state was saved by OuterLoop; this is SGD"):
-        sgd, alone = qcomp.SGD(learning_rate=1.0), qcomp.comm.LocalCommunicator.alone()
         sgd.load_state_dict(saved, begun(), alone)

@@ -12,7 +12,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["same_settings", "stages_of_used"]
+__all__ = ["same_settings", "stages_of_used", "used_anywhere"]
 
 _DIGEST = 8
 """Bytes of a digest of settings."""
@@ -101,6 +101,22 @@ def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[N
         Gives the library and the device of the buffers.
     """
     yield from _agreed((), settings, state, like)
+
+
+def used_anywhere(used: Sequence[bool], state: OptimizerState, like: Array) -> Stages[list[bool]]:
+    """Return whether each parameter has a gradient on some rank; sends 8 bytes and a bit for each to all others.
+
+    Parameters
+    ----------
+    used : sequence of bool
+        Whether it has one on this rank.
+    state : OptimizerState
+        Gives the number of ranks.
+    like : array
+        Gives the library and the device of the buffers.
+    """
+    found: list[bool] = yield from _agreed(used, "", state, like)
+    return found
 
 
 def _agreed(used: Sequence[bool], settings: str, state: OptimizerState, like: Array) -> Stages[Any]:

@@ -433,6 +433,25 @@ class OuterLoop(TakesAveraging):
                 tensors, after = self._land(departing, means, tensors, after)
         return as_given(tensors, params), after
 
+    def shared(self, params: Any, state: OptimizerState) -> Any:
+        """Return the shared parameters, to evaluate or publish: the same on all ranks in every step.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            This rank's parameters, which give the dtypes.
+        state : OptimizerState
+            The state of the last step.
+
+        Returns
+        -------
+        array or list of arrays
+            New arrays. In the warm-up those given are shared.
+        """
+        tensors = self._fitting(params, state)
+        shared = tensors if state.stage == _WARMUP else state.arrays[_ANCHOR]
+        return as_given([_in_dtype_of(p, x) for p, x in zip(tensors, shared, strict=True)], params)
+
     def landing(self, state: OptimizerState) -> tuple[int, ...]:
         """Return the fragments whose results the next step applies, of those that are under way.
 

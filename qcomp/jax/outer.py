@@ -1,0 +1,154 @@
+"""The outer loop for pytrees, between inner steps that `jax.jit` compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qcomp.core.mean.stages import Transport
+from qcomp.core.outer.loop import OuterLoop
+from qcomp.core.state import OptimizerState
+from qcomp.jax.trees import Tree
+
+__all__ = ["PytreeOuterLoop"]
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class PytreeOuterLoop:
+    """A `qcomp.OuterLoop` for a pytree of parameters, over a communicator.
+
+    Inner steps are the caller's: compiled, with optax or by hand. The loop runs between them.
+
+    Parameters
+    ----------
+    loop : OuterLoop
+        The settings, for instance ``qcomp.outer.diloco(100)``.
+
+    Notes
+    -----
+    A state is the `OptimizerState` of the core, with the paths of the arrays as names, and a pytree. For a `delay` that
+    hides exchanges, see `qcomp.outer.Overlapped`, which takes ``jax.tree.leaves(params)``.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, qcomp
+    >>> outer = qcomp.jax.PytreeOuterLoop(qcomp.outer.local_sgd(2))
+    >>> inner = jax.jit(lambda params: jax.tree.map(lambda p: p - 0.25 * p, params))
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> params = {"w": jnp.ones(4), "b": jnp.zeros(())}
+    >>> state = outer.init(params, comm)
+    >>> for _ in range(2):
+    ...     params, state = outer.step(inner(params), state, comm)
+    >>> params["w"].tolist(), state.numbers
+    ([0.5625, 0.5625, 0.5625, 0.5625], {'rounds.0': 1.0})
+    """
+
+    loop: OuterLoop
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loop, OuterLoop):
+            raise TypeError(f"loop is {self.loop!r}; expected a qcomp.OuterLoop")
+
+    def init(self, params: PyTree, comm: Transport) -> OptimizerState:
+        """Return the state before the first step; see `OuterLoop.init`.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+            The parameters, equal on all ranks.
+        comm : Communicator
+            The ranks that exchange.
+        """
+        tree = Tree.of(params, "params")
+        return self.loop.init(tree.leaves, comm, tree.names)
+
+    def average(self, grads: PyTree, state: OptimizerState, comm: Transport) -> PyTree:
+        """Return the exact mean of the gradients in the warm-up, then the gradients; see `OuterLoop.average`.
+
+        Parameters
+        ----------
+        grads : pytree of arrays
+            This rank's gradients, in the structure of the parameters.
+        state : OptimizerState
+            From `init` or the last step.
+        comm : Communicator
+            As for `step`.
+        """
+        tree = self._of(grads, state, "grads")
+        return tree.whole(self.loop.average(tree.leaves, state, comm))
+
+    def step(self, params: PyTree, state: OptimizerState, comm: Transport) -> tuple[PyTree, OptimizerState]:
+        """Take what an inner step has made; see `OuterLoop.step`.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+            This rank's parameters after an inner step.
+        state : OptimizerState
+            From `init` or the last step.
+        comm : Communicator
+            The one that `init` saw, or another of the same rank and size.
+        """
+        tree = self._of(params, state, "params")
+        leaves, new_state = self.loop.step(tree.leaves, state, comm)
+        return tree.whole(leaves), new_state
+
+    def shared(self, params: PyTree, state: OptimizerState) -> PyTree:
+        """Return the shared parameters; see `OuterLoop.shared`.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+            This rank's parameters.
+        state : OptimizerState
+            The state of the last step.
+        """
+        tree = self._of(params, state, "params")
+        return tree.whole(self.loop.shared(tree.leaves, state))
+
+    def state_dict(self, params: PyTree, state: OptimizerState) -> dict[str, Any]:
+        """Return parameters and state as a flat dict; see `OuterLoop.state_dict`.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+            This rank's parameters.
+        state : OptimizerState
+            The state to save.
+        """
+        return self.loop.state_dict(self._of(params, state, "params").leaves, state)
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: PyTree,
+        comm: Transport,
+        *,
+        strict: bool = True,
+    ) -> tuple[PyTree, OptimizerState]:
+        """Return the parameters and the state saved by `state_dict`; see `OuterLoop.load_state_dict`.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar, or sequence of them
+            This rank's own dict, or those of all ranks that saved.
+        params : pytree of arrays
+            Parameters of the same structure, shapes and dtypes, equal on all ranks.
+        comm : Communicator
+            As for `init`.
+        strict : bool
+            As for `OuterLoop.load_state_dict`.
+        """
+        tree = Tree.of(params, "params")
+        leaves, state = self.loop.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict)
+        return tree.whole(leaves), state
+
+    def _of(self, tree: PyTree, state: OptimizerState, argument: str) -> Tree:
+        """Take apart a pytree that has the structure of the parameters."""
+        taken = Tree.of(tree, argument)
+        if taken.names != state.names:
+            raise ValueError(f"{argument} has arrays at {taken.names}; state is of {state.names}")
+        return taken

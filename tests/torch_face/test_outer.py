@@ -1,0 +1,241 @@
+"""The outer loop around optimizers of torch: hooks alone, on ranks in threads."""
+
+import copy
+
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+
+torch = pytest.importorskip("torch")
+import qcomp.torch  # noqa: E402
+
+LOOP = qcomp.OuterLoop(
+    every=3,
+    outer=qcomp.SGD(learning_rate=0.5, momentum=0.5),
+    compressor=qcomp.ScaledSign(16),
+    exact=qcomp.ExactBelow(10),
+    decay=0.5,
+)
+STREAMING = qcomp.OuterLoop(
+    every=4, fragments=2, delay=1, mixing=0.5, compressor=qcomp.ScaledSign(16), exact=qcomp.ExactBelow(10)
+)
+
+
+PLAIN = qcomp.OuterLoop(every=2)
+
+
+def network():
+    made = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 4)
+    return made
+
+
+def backward(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(16, 6, generator=generator)
+    (model(x) - x[:, :3]).square().mean().backward()
+
+
+def train(comm, loop, steps=7, *, optimizers=None, model=None, **options):
+    """A script with two lines more than one for a single rank."""
+    model = model or network()
+    optimizer = (optimizers or (lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)))(model)
+    outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm, **options)
+    for step in range(steps):
+        one_step(model, optimizer, comm.rank, step)
+    return model, optimizer, outer
+
+
+def one_step(model, optimizer, rank, step):
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
+    for one in several:
+        one.zero_grad()
+    backward(model, rank, step)
+    for one in several:
+        one.step()
+
+
+def bits(tensors):
+    return [t.detach().numpy().tobytes() for t in tensors]
+
+
+@pytest.mark.parametrize("loop", [LOOP, STREAMING], ids=["plain", "streaming"])
+def test_it_is_the_loop_of_the_core(loop):
+    def by_hand(comm):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        params = list(model.parameters())
+        names = [name for name, _ in model.named_parameters()]
+        state = loop.init([p.detach() for p in params], comm, names)
+        for step in range(7):
+            one_step(model, optimizer, comm.rank, step)
+            new, state = loop.step([p.detach() for p in params], state, comm)
+            with torch.no_grad():
+                for p, value in zip(params, [x.clone() for x in new], strict=True):
+                    p.copy_(value)
+        return bits(params), bits(state.arrays["anchor"])
+
+    def by_hooks(comm):
+        model, _, outer = train(comm, loop, buffers=False)
+        return bits(model.parameters()), bits(outer.core_state.arrays["anchor"])
+
+    assert run_local(2, by_hooks, timeout=20) == run_local(2, by_hand, timeout=20)
+
+
+def test_shared_parameters_are_those_of_all_ranks():
+    def rank_main(comm):
+        model, _, outer = train(comm, STREAMING)
+        shared = outer.shared_parameters()
+        assert list(shared) == [name for name, _ in model.named_parameters()]
+        model.load_state_dict(shared, strict=False)
+        return bits(model.parameters())
+
+    one, other = run_local(2, rank_main, timeout=20)
+    assert one == other
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+@pytest.mark.parametrize("loop", [LOOP, STREAMING], ids=["plain", "streaming"])
+def test_running_statistics_are_averaged_once_in_every_steps(loop, buffers):
+    def rank_main(comm):
+        model, optimizer, outer = train(comm, loop, 0, buffers=buffers)
+        trail = []
+        for step in range(7):
+            one_step(model, optimizer, comm.rank, step)
+            trail.append((bits(model[1].buffers()), outer.core_state.numbers))
+        return trail
+
+    one, other = run_local(2, rank_main, timeout=20)
+    same = [a[0] == b[0] for a, b in zip(one, other, strict=True)]
+    last = [n[f"rounds.{loop.fragments - 1}"] for _, n in one]
+    ended = [now > before for before, now in zip([0, *last[:-1]], last, strict=True)]
+    assert any(ended)
+    assert same == (ended if buffers else [False] * 7)
+
+
+def test_the_warm_up_is_training_on_the_mean_gradient():
+    loop = qcomp.OuterLoop(every=2, warmup=4, exact=None)
+
+    def spare(model):
+        model.spare = torch.nn.Parameter(torch.ones(3))
+        model.rare = torch.nn.Parameter(torch.ones(2))
+        return model
+
+    def use_rare(model, rank):
+        if rank == 1:
+            model.rare.sum().backward()
+
+    def rank_main(comm):
+        model = spare(network())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+        outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            use_rare(model, comm.rank)
+            optimizer.step()
+        assert outer.core_state.stage == "local"
+        return [p.detach().clone() for p in model.parameters()]
+
+    alike = spare(network())
+    reference = torch.optim.AdamW(alike.parameters(), lr=0.05, weight_decay=0.5)
+    for step in range(4):
+        grads = []
+        for rank in range(2):
+            twin = copy.deepcopy(alike)
+            backward(twin, rank, step)
+            use_rare(twin, rank)
+            grads.append([torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters()])
+        for p, a, b in zip(alike.parameters(), *grads, strict=True):
+            p.grad = None if p is alike.spare else (a + b) / 2
+        reference.step()
+    for of_rank in run_local(2, rank_main, timeout=20):
+        for found, p in zip(of_rank, alike.parameters(), strict=True):
+            assert torch.allclose(found, p, atol=1e-6)
+    assert torch.equal(alike.spare, torch.ones(3))  # weight decay would have moved it
+
+
+def test_several_optimizers_make_one_inner_step():
+    def two(model):
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        return [torch.optim.SGD(matrices, lr=0.05), torch.optim.AdamW(vectors, lr=0.05)]
+
+    def rank_main(comm):
+        model, _, outer = train(comm, LOOP, 6, optimizers=two)
+        assert outer.core_state.step == 6
+        return bits(model.parameters())
+
+    one, other = run_local(2, rank_main, timeout=20)
+    assert one == other
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("loop", [LOOP, STREAMING], ids=["plain", "streaming"])
+def test_a_checkpoint_resumes_bit_for_bit(loop, stop):
+    def rank_main(comm):
+        whole, _, _ = train(comm, loop, 8)
+        model, optimizer, outer = train(comm, loop, stop)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), outer.state_dict()))
+        other = network()
+        model, optimizer, outer = train(comm, loop, 0, model=other)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        outer.load_state_dict(saved[2])
+        for step in range(stop, 8):
+            one_step(model, optimizer, comm.rank, step)
+        return bits(model.state_dict().values()) == bits(whole.state_dict().values())
+
+    assert run_local(2, rank_main, timeout=20) == [True, True]
+
+
+def test_ranks_that_are_at_other_steps_are_told():
+    def rank_main(comm):
+        model, optimizer, outer = train(comm, LOOP, 0)
+        if comm.rank:
+            outer._state = outer._state._replace(
+                step=3
+            )  # as after a checkpoint that the others have not loaded
+        for step in range(3):
+            one_step(model, optimizer, comm.rank, step)
+
+    with pytest.raises(qcomp.MismatchError, match="rank 0 after step 3, rank 1 after step 6"):
+        run_local(2, rank_main, timeout=20)
+
+
+def test_what_does_not_fit_is_refused():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"loop is 100; expected a qcomp\.OuterLoop"):
+        qcomp.torch.OuterLoop(model, optimizer, 100, comm=comm)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+        qcomp.torch.OuterLoop(model, [], LOOP, comm=comm)
+    with pytest.raises(ValueError, match=r"a parameter of shape .* that model has not"):
+        qcomp.torch.OuterLoop(model[0], optimizer, LOOP, comm=comm)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        qcomp.torch.OuterLoop([], optimizer, LOOP, comm=comm)
+
+
+def test_without_its_hooks_the_optimizer_is_as_before():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    model, optimizer, outer = train(comm, LOOP, 2)
+    outer.remove()
+    one_step(model, optimizer, 0, 2)
+    assert outer.core_state.step == 2
+
+
+def test_parameters_alone_have_numbers_for_names():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    outer = qcomp.torch.OuterLoop(params, torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
+    assert outer.core_state.names == ("0", "1")
+    named = [("a", params[0]), ("b", params[1])]
+    outer = qcomp.torch.OuterLoop(named, torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
+    assert outer.core_state.names == ("a", "b")
