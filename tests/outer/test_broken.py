@@ -1,0 +1,155 @@
+"""Broken outer loops are caught: each breaks one thing, and a law or a test of resuming sees it."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.outer import loop as module
+from qcomp.core.outer import overlapped
+from tests.outer import test_failures, test_laws, test_overlapped, test_resume
+from tests.outer.jobs import loop_of
+
+LOOP = module.OuterLoop
+DEPART, LAND, EXCHANGE = LOOP._depart, LOOP._land, LOOP.exchange
+
+
+def wrong_sign(self, fragment, tensors, state):
+    after = DEPART(self, fragment, tensors, state)
+    return after._replace(arrays={**after.arrays, "sent": tuple(-x for x in after.arrays["sent"])})
+
+
+def from_the_last_parameters(self, fragment, tensors, state):
+    """Takes differences to what was local before, and not to the shared parameters."""
+    after = DEPART(self, fragment, tensors, state)
+    return after._replace(arrays={**after.arrays, "sent": tuple(x / 2 for x in after.arrays["sent"])})
+
+
+def keeps_its_anchor(self, fragment, means, tensors, state):
+    new, after = LAND(self, fragment, means, tensors, state)
+    return new, after._replace(arrays={**after.arrays, "anchor": state.arrays["anchor"]})
+
+
+def moves_by_its_own(self, fragment, means, tensors, state):
+    """The outer optimizer, with its momentum, sees what this rank did instead of the mean."""
+    return LAND(self, fragment, means._replace(values=means.own), tensors, state)
+
+
+def forgets_what_it_owes(self, fragment, means, tensors, state):
+    return LAND(self, fragment, means._replace(exchange=means.exchange.rescaled(0.0)), tensors, state)
+
+
+def forgets_moments(self, fragment, means, tensors, state):
+    new, after = LAND(self, fragment, means, tensors, state)
+    return new, after._replace(momentum=state.momentum)
+
+
+def keeps_its_own(self, fragment, means, tensors, state):
+    _, after = LAND(self, fragment, means, tensors, state)
+    return list(tensors), after
+
+
+def without_decay(self, factor):
+    return self
+
+
+def aliases(p, x):
+    return x
+
+
+def mixes_the_other_way(m, g, beta1, scale):
+    return (1 - beta1) * m + beta1 * g
+
+
+def one_step_early(self, state):
+    return tuple(
+        f for f, step in module.under_way(state.stage).items() if state.step + 2 >= step + self.delay
+    )
+
+
+def no_check(step, state, like):
+    return
+    yield
+
+
+def equal_on_all_ranks(self, stage):
+    return ()
+
+
+BROKEN = {
+    "wrong sign": (
+        LOOP,
+        "_depart",
+        wrong_sign,
+        test_laws.test_it_is_the_optimizer_itself_where_rounds_have_one_step,
+    ),
+    "half": (LOOP, "_depart", from_the_last_parameters, test_laws.test_what_is_sent_and_what_is_owed_add_up),
+    "anchor": (
+        LOOP,
+        "_land",
+        keeps_its_anchor,
+        test_laws.test_it_is_the_optimizer_itself_where_rounds_have_one_step,
+    ),
+    "per rank": (
+        LOOP,
+        "_land",
+        moves_by_its_own,
+        test_laws.test_shared_parameters_are_the_same_on_all_ranks_bit_for_bit,
+    ),
+    "residual": (LOOP, "_land", forgets_what_it_owes, test_laws.test_what_is_sent_and_what_is_owed_add_up),
+    "moments": (
+        LOOP,
+        "_land",
+        forgets_moments,
+        test_laws.test_it_is_the_optimizer_itself_where_rounds_have_one_step,
+    ),
+    "own": (LOOP, "_land", keeps_its_own, test_laws.test_ranks_differ_between_rounds_and_agree_after_them),
+    "decay": (MeanState, "rescaled", without_decay, test_laws.test_what_is_sent_and_what_is_owed_add_up),
+    "alias": (module, "_in_dtype_of", aliases, test_laws.test_what_is_given_shares_no_memory_with_the_state),
+    "mixing": (
+        module.primitives,
+        "momentum",
+        mixes_the_other_way,
+        test_laws.test_results_are_mixed_with_the_ranks_own,
+    ),
+    "early": (
+        LOOP,
+        "landing",
+        one_step_early,
+        test_laws.test_a_result_that_is_late_is_the_result_that_was_sent,
+    ),
+    "unchecked": (module, "same_step", no_check, test_failures.test_ranks_with_different_fragments_are_told),
+    "stale": (
+        overlapped._Flight,
+        "is_of",
+        lambda self, state: True,
+        test_overlapped.test_going_back_to_an_earlier_state_forgets_what_it_had_begun,
+    ),
+    "shared": (LOOP, "own_kinds", equal_on_all_ranks, test_resume.test_on_other_ranks_means_go_on),
+}
+SETTINGS = {
+    "topology": "two_phase",
+    "decay": 0.5,
+    "fragments": 1,
+    "loop": loop_of(outer=qcomp.SGD(learning_rate=0.5, momentum=0.5)),
+    "mixing": 0.25,
+    "new": 3,
+    "stop": 5,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_it_is_seen(name, monkeypatch):
+    place, attribute, broken, law = BROKEN[name]
+    options = {key: SETTINGS[key] for key in inspect.signature(law).parameters}
+    law(**options)
+    monkeypatch.setattr(place, attribute, broken)
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+        law(**options)
+
+
+def test_the_list_is_of_different_things():
+    assert len({entry[2] for entry in BROKEN.values()}) == len(BROKEN)
+    assert np.unique([law.__name__ for *_, law in BROKEN.values()]).size >= 9

@@ -1,0 +1,151 @@
+"""Workers of several ranks: data-parallel inside, an outer loop between them."""
+
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+from tests.outer.jobs import begun, loop_of, moves
+
+
+class Group:
+    """Some ranks of a communicator as one of their own; all groups of it make the same calls."""
+
+    def __init__(self, comm, ranks):
+        self.whole, self.ranks = comm, list(ranks)
+        self.rank, self.size, self.host = self.ranks.index(comm.rank), len(self.ranks), comm.host
+
+    def all_to_all(self, send, receive):
+        empty = send[0][:0]
+        sends, sizes = [empty] * self.whole.size, [0] * self.whole.size
+        for rank, buffer, size in zip(self.ranks, send, receive, strict=True):
+            sends[rank], sizes[rank] = buffer, size
+        arrived = self.whole.all_to_all(sends, sizes)
+        return [arrived[rank] for rank in self.ranks]
+
+    def all_gather(self, send, receive):
+        return self.all_to_all([send] * self.size, receive)
+
+
+def train(comm, inner, outer, loop, steps=9):
+    """Data-parallel SGD with momentum over ``inner``, and the loop over ``outer``."""
+    opt = qcomp.SGD(learning_rate=0.25, momentum=0.5)
+    params = begun()
+    state, own = loop.init(params, outer), opt.init(params, inner)
+    for step in range(steps):
+        params, own = opt.step(params, moves(comm.rank, step), own, inner)
+        params, state = loop.step(params, state, outer)
+    return [p.tobytes() for p in params], [x.tobytes() for x in state.arrays["anchor"]]
+
+
+def of_four(topology, hosts=None):
+    """Two workers of two ranks: the inner ranks are those of a machine, the outer ones of the same place, or all."""
+    loop = loop_of(averaging=qcomp.Averaging(topology=topology))
+
+    def rank_main(comm):
+        machine, place = divmod(comm.rank, 2)
+        inner = Group(comm, [2 * machine, 2 * machine + 1])
+        outer = comm if topology == "hierarchical" else Group(comm, [place, 2 + place])
+        return train(comm, inner, outer, loop)
+
+    return run_local(4, rank_main, hosts=hosts, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    """The same gradients on two ranks, each of which has those of a worker."""
+    loop = loop_of()
+
+    def rank_main(comm):
+        alone = qcomp.comm.LocalCommunicator.alone()
+        opt = qcomp.SGD(learning_rate=0.25, momentum=0.5)
+        params = begun()
+        state, own = loop.init(params, comm), opt.init(params, alone)
+        for step in range(9):
+            pairs = zip(*(moves(2 * comm.rank + place, step) for place in range(2)), strict=True)
+            params, own = opt.step(params, [(a + b) / 2 for a, b in pairs], own, alone)
+            params, state = loop.step(params, state, comm)
+        return [p.tobytes() for p in params], [x.tobytes() for x in state.arrays["anchor"]]
+
+    return run_local(2, rank_main, timeout=30)
+
+
+def test_ranks_of_the_same_place_exchange(of_two):
+    """Each pair of ranks computes the same, so nothing more needs to be told inside a worker."""
+    found = of_four("two_phase")
+    assert found[0] == found[1] == of_two[0]
+    assert found[2] == found[3] == of_two[1]
+
+
+def test_or_all_ranks_do_in_a_hierarchy(of_two):
+    """Then the payload crosses the network once for each worker; the same bytes are averaged."""
+    found = of_four("hierarchical", ["a", "a", "b", "b"])
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert all(anchor == of_two[0][1] for _, anchor in found)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(120)
+def test_groups_of_mpi(mpirun, tmp_path):
+    script = tmp_path / "workers.py"
+    script.write_text(
+        """
+import numpy as np
+from mpi4py import MPI
+import qcomp
+from qcomp.comm import MPICommunicator
+
+world = MPI.COMM_WORLD
+machine, place = divmod(world.rank, 2)
+inner, outer = MPICommunicator(world.Split(machine)), MPICommunicator(world.Split(place))
+loop = qcomp.OuterLoop(every=3, delay=1, compressor=qcomp.ScaledSign(16), exact=None)
+opt = qcomp.SGD(learning_rate=0.25)
+params = [np.ones((8, 5), np.float32)]
+running = qcomp.outer.Overlapped(loop, outer)
+state, own = loop.init(params, outer), opt.init(params, inner)
+for step in range(10):
+    rng = np.random.default_rng([world.rank, step])
+    grads = [rng.standard_normal((8, 5)).astype(np.float32)]
+    params, own = opt.step(params, grads, own, inner)
+    params, state = running.step(params, state)
+anchors = world.allgather(state.arrays["anchor"][0].tobytes())
+assert len(set(anchors)) == 1 and state.numbers["rounds.0"] == 3.0
+assert world.allgather(params[0].tobytes())[2 * machine] == params[0].tobytes()
+print("done")
+"""
+    )
+    assert mpirun(4, ["-m", "mpi4py", script], timeout=90).stdout.count("done") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_of_torch_hide_exchanges_behind_inner_steps(torch_ranks):
+    pytest.importorskip("torch")
+    torch_ranks(
+        2,
+        """
+import torch, torch.distributed as dist, qcomp.torch
+dist.init_process_group("gloo")
+loop = qcomp.OuterLoop(every=4, fragments=2, delay=2, mixing=0.5, compressor=qcomp.ScaledSign(16), exact=None)
+found = []
+for again in range(2):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = qcomp.torch.OuterLoop(model, optimizer, loop)
+    torch.manual_seed(1 + dist.get_rank())
+    for step in range(14):
+        optimizer.zero_grad()
+        model(torch.randn(8, 30)).square().mean().backward()
+        optimizer.step()
+    digest = torch.cat([p.flatten() for p in outer.shared_parameters().values()])
+    both = [torch.empty_like(digest) for _ in range(2)]
+    dist.all_gather(both, digest)
+    assert torch.equal(both[0], both[1])
+    found.append(digest)
+assert torch.equal(*found)
+dist.destroy_process_group()
+""",
+        timeout=100,
+    )
