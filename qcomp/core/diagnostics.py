@@ -21,12 +21,12 @@ from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Diagnostics"]
+__all__ = ["Diagnostics", "Facts", "Notes", "counted", "message_of", "report_of"]
 
 _DIGEST_BYTES = 8
 
 
-class _Facts(NamedTuple):
+class Facts(NamedTuple):
     """Measurements of one rank in a step; NaN if there are none."""
 
     worker: float
@@ -162,19 +162,19 @@ class Diagnostics:
         drifted: dict[str, float] = {}
         if self._compares(state):
             drifted = yield from _compare(tensors, state)
-        notes = _Notes(self.sample)
-        (new_params, new_state), sent = yield from _counted(
+        notes = Notes(self.sample)
+        (new_params, new_state), sent = yield from counted(
             _watched(self.optimizer, notes).stages(params, grads, state), state.rank
         )
         facts = yield from notes.facts(state, sent)
         facts = facts._replace(direction=self._direction(notes, state))
-        arrived = yield AllGather(_message(facts, tensors[0]), (8 * len(facts),) * state.size)
-        by_rank = [_Facts(*struct.unpack(f"<{len(facts)}d", host_bytes(part))) for part in arrived]
-        report = _report(by_rank, sum(math.prod(t.shape) for t in tensors)) | drifted
+        arrived = yield AllGather(message_of(facts, tensors[0]), (8 * len(facts),) * state.size)
+        by_rank = [Facts(*struct.unpack(f"<{len(facts)}d", host_bytes(part))) for part in arrived]
+        report = report_of(by_rank, sum(math.prod(t.shape) for t in tensors)) | drifted
         ratio = new_state.numbers.get("variance_ratio", math.nan)
         return new_params, new_state, report if math.isnan(ratio) else {**report, "variance_ratio": ratio}
 
-    def _direction(self, notes: "_Notes", state: OptimizerState) -> float:
+    def _direction(self, notes: "Notes", state: OptimizerState) -> float:
         """Return the direction of the last steps; NaN before there are enough."""
         if notes.means is None or notes.exact is None:
             return math.nan
@@ -210,11 +210,13 @@ class _Sample:
         return slice(-(-(offset + part.start) // self.stride), -(-(offset + part.stop) // self.stride))
 
 
-class _Notes:
+class Notes:
     """What a step records about its compressed part."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, exact: bool = False) -> None:
         self.most = most
+        self.of_exact = exact
+        """Whether an exact part is recorded where nothing is compressed."""
         self.part: Part | None = None
         self.means: Array | None = None
         self.exact: Array | None = None
@@ -222,10 +224,12 @@ class _Notes:
 
     def before(self, average: Average) -> None:
         """Record the values before compression, which may overwrite their buffers."""
-        compressed = [p for p in average.parts if p.values and not p.mean.lossless]
-        if not compressed:
+        chosen = [p for p in average.parts if p.values and not p.mean.lossless]
+        if self.of_exact:
+            chosen = chosen or list(average.parts)
+        if not chosen:
             return
-        self.part = part = compressed[0]
+        self.part = part = chosen[0]
         self.sample = _Sample([math.prod(v.shape) for v in part.values], self.most)
         pieces = [to_compute_dtype(self.sample.of(v, i)) for i, v in enumerate(part.values)]
         if part.blends:
@@ -243,10 +247,10 @@ class _Notes:
             self.means = array_namespace(pieces[0]).concat(pieces)
             self.exchange = means.exchange
 
-    def facts(self, state: OptimizerState, sent: int) -> Stages[_Facts]:
+    def facts(self, state: OptimizerState, sent: int) -> Stages[Facts]:
         """Return this rank's measurements; exchanges the exact mean of the sample."""
         if self.part is None or self.means is None or self.exchange is None or not self.means.shape[0]:
-            return _Facts(math.nan, math.nan, math.nan, math.nan, sent)
+            return Facts(math.nan, math.nan, math.nan, math.nan, sent)
         nothing = MeanState(state.rank, state.size, (), ())
         exact, _ = yield from EXACT.stages(self.signal, nothing)
         self.exact = exact
@@ -258,7 +262,7 @@ class _Notes:
             ).residuals
             worker = self._ratio(kept.worker, own, self.signal)
             server = self._ratio(kept.server, served, exact)
-        return _Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
+        return Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
 
     def _ratio(self, residuals: Sequence[Array], parts: Sequence[Segment], signal: Array) -> float:
         """Return the norm of residuals over that of the signal at the same elements; NaN without elements."""
@@ -270,7 +274,7 @@ class _Notes:
         return math.sqrt(owed / whole) if whole else math.inf if owed else 0.0
 
 
-def _watched(optimizer: Optimizer, notes: _Notes) -> Optimizer:
+def _watched(optimizer: Optimizer, notes: Notes) -> Optimizer:
     """Return an optimizer that makes the same steps and records both halves of them."""
     twin = copy.copy(optimizer)
 
@@ -288,7 +292,7 @@ def _watched(optimizer: Optimizer, notes: _Notes) -> Optimizer:
     return twin
 
 
-def _counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
+def counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
     """Run stages and return their result, and the number of bytes sent to other ranks."""
     sent, arrived = 0, None
     while True:
@@ -326,7 +330,7 @@ def _compare(params: Sequence[Array], state: OptimizerState) -> Stages[dict[str,
     return {"drifted_ranks": float(len(drifted))}
 
 
-def _report(by_rank: Sequence[_Facts], elements: int) -> dict[str, float]:
+def report_of(by_rank: Sequence[Facts], elements: int) -> dict[str, float]:
     """Return the report over all ranks."""
     sent = [facts.bytes_sent for facts in by_rank]
     report = {
@@ -357,7 +361,8 @@ def _cosine(x: Array, y: Array) -> float:
     return min(1.0, max(-1.0, cosine))
 
 
-def _message(facts: _Facts, like: Array) -> Array:
+def message_of(facts: Sequence[float], like: Array) -> Array:
+    """Return numbers as a buffer."""
     return _buffer(struct.pack(f"<{len(facts)}d", *facts), like)
 
 

@@ -299,6 +299,17 @@ def test_the_same_script_under_mpirun(mpirun):
 
 
 @pytest.mark.slow
+def test_a_script_in_an_outer_loop(mpirun):
+    lines = torchrun("outer_loop.py").splitlines()
+    sent, exact, read = (words.split()[0] for words in lines[-1].split("; "))
+    share = 0.2 * 48 / 32 / 15  # of the elements, with their indices, every 15 steps
+    assert int(sent.replace(",", "")) / int(exact.replace(",", "")) == pytest.approx(share, rel=0.2)
+    assert float(read.rstrip("%")) > 90
+    job = mpirun(3, ["-m", "mpi4py", EXAMPLES / "outer_loop.py"], timeout=200)
+    assert "all 3 ranks hold identical parameters" in job.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
 def test_a_sharded_script(mesh, ranks):
     lines = torchrun("torch_fsdp.py", "--mesh", mesh, ranks=ranks).splitlines()

@@ -1,49 +1,37 @@
 """The outer loop: every rank trains alone for some steps, then an outer optimizer moves the shared parameters."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, to_state_dict
-from qcomp.core.compressor import Compressor
-from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import handshake_stages
-from qcomp.core.mean.averaging import Averaging, TakesAveraging
-from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
-from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import digests, explain_values
-from qcomp.core.optimizers.base import Optimizer, require_rank
-from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
-from qcomp.core.optimizers.groups import Group
+from qcomp.core.optimizers.base import require_rank
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.local_adam import copy
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.sgd import SGD
 from qcomp.core.optimizers.starting import Place, begin, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
-from qcomp.core.outer.fragments import LOCAL, assign, due, stage_of, under_way
+from qcomp.core.outer.fragments import LOCAL, due, stage_of, under_way
 from qcomp.core.outer.parts import put, take
 from qcomp.core.outer.same_step import beside, same_step
-from qcomp.core.policies.by_name import CompressorPolicy
-from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.outer.settings import ANCHOR, OWN, SENT, WARMUP, OuterSettings, nothing_like, rounds_key
 from qcomp.core.state import OptimizerState
 
 __all__ = ["OuterLoop"]
 
-_WARMUP = "warmup"
-_ANCHOR, _SENT, _LOCAL = "anchor", "sent", "local"
-"""Kinds of arrays: the shared parameters, the outer gradients under way and, in checkpoints, this rank's parameters."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class OuterLoop(TakesAveraging):
+class OuterLoop(OuterSettings):
     """Local steps with any optimizer, and every ``every`` steps a compressed exchange of what they did.
 
     In an outer round every rank makes ``every`` inner steps, alone, from the shared parameters. Then the ranks average
@@ -116,166 +104,6 @@ class OuterLoop(TakesAveraging):
     >>> qcomp.comm.run_local(2, rank_main)
     [[0.498, 0.498], [0.498, 0.498]]
     """
-
-    outer: Optimizer = SGD(learning_rate=1.0)
-    every: int
-    compressor: Compressor = Identity()
-    averaging: Averaging = Averaging()
-    exact: ExactPolicy | None = ExactBelow(10_000)
-    compressors: CompressorPolicy | None = None
-    decay: float = 1.0
-    fragments: int = 1
-    delay: int = 0
-    mixing: float = 0.0
-    warmup: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.outer, Optimizer) or self.outer.compression.mean is not EXACT:
-            raise TypeError(
-                f"outer is {self.outer!r}; expected an optimizer whose mean is exact, such as qcomp.SGD(...): the loop "
-                "compresses, with its own compressor and averaging"
-            )
-        for name, default in (("clip_norm", None), ("nonfinite", "raise")):
-            if getattr(self.outer, name) != default:
-                raise ValueError(f"outer has {name}={getattr(self.outer, name)!r}; expected {default!r}")
-        for name, least, most in (
-            ("every", 1, None),
-            ("fragments", 1, self.every),
-            ("delay", 0, None),
-            ("warmup", 0, None),
-            ("seed", 0, (1 << 64) - 1),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least or (most is not None and value > most):
-                range_ = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-                raise ValueError(f"{name} is {value!r}; expected {range_}")
-        if self.delay >= self.every:
-            raise ValueError(f"delay is {self.delay}; expected less than every, which is {self.every}")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay is {self.decay!r}; expected a number from 0 to 1")
-        if self.decay != 1 and not self.averaging.feedback:
-            raise ValueError(
-                f"decay is {self.decay!r} with feedback=False; expected 1: there are no residuals"
-            )
-        if not 0 <= self.mixing < 1:
-            raise ValueError(f"mixing is {self.mixing!r}; expected a number from 0 to below 1")
-        self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
-
-    @cached_property
-    def compression(self) -> Compression:
-        """What the loop compresses, and how."""
-        averaging = replace(self.averaging, tensorwise=True)
-        return Compression(averaging.mean(self.compressor), self.exact, self.compressors)
-
-    @property
-    def mean(self) -> CompressedMean:
-        """The mean of the outer gradients, if all tensors use one compressor; its residuals are in the state."""
-        return self.compression.mean
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The groups of the outer optimizer."""
-        return self.outer.groups
-
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate of the outer optimizer, or its schedule."""
-        return self.outer.learning_rate
-
-    def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return the mean of the outer gradients for a state, with the choices of policies and of topology "auto".
-
-        Parameters
-        ----------
-        state : OptimizerState
-            The state to average for.
-        """
-        return self.compression.mean_of(state)
-
-    def own_kinds(self, stage: str) -> tuple[str, ...]:
-        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
-
-        Parameters
-        ----------
-        stage : str
-            ``"warmup"``, ``"local"`` or ``"under way ..."``.
-        """
-        return (_LOCAL, _SENT) if self.apart(stage) else ()
-
-    def apart(self, stage: str) -> bool:
-        """Return whether the ranks have different parameters in a stage by design: after the warm-up.
-
-        Parameters
-        ----------
-        stage : str
-            ``"warmup"``, ``"local"`` or ``"under way ..."``.
-        """
-        return stage != _WARMUP
-
-    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return a saved state with exactly the entries of this loop.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar
-            From `state_dict`.
-        fresh : OptimizerState
-            The state before the first step.
-        """
-        return saved
-
-    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return a state with room for everything that a checkpoint of a stage holds.
-
-        Parameters
-        ----------
-        state : OptimizerState
-            The state before the first step.
-        stage : str
-            The stage of the checkpoint.
-        """
-        sent = under_way(stage)
-        if stage not in (_WARMUP, stage_of(sent)) or not all(0 <= f < self.fragments for f in sent):
-            raise ValueError(
-                f"stage is {stage!r}; expected one of an OuterLoop with {self.fragments} fragments"
-            )
-        anchor = state.arrays[_ANCHOR]
-        arrays = {**state.arrays, _LOCAL: anchor}
-        if sent:
-            fragments = self._fragments(anchor)
-            travelling = {i for fragment in sent for i in fragments[fragment]}
-            arrays[_SENT] = tuple(x if i in travelling else _nothing(x) for i, x in enumerate(anchor))
-        return state._replace(stage=stage, arrays=arrays)
-
-    def initial_state(
-        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
-    ) -> OptimizerState:
-        """Return the state before the first step, without an exchange.
-
-        Parameters
-        ----------
-        params : sequence of arrays
-            The parameters.
-        names : tuple of str
-            Their names.
-        rank, size : int
-            This rank, and the number of ranks.
-        """
-        if self.fragments > len(params):
-            raise ValueError(
-                f"fragments is {self.fragments}; expected at most one for each of {len(params)} tensors"
-            )
-        state = self.outer.initial_state(params, names, rank, size)
-        rounds = {_rounds(fragment): 0.0 for fragment in range(self.fragments)}
-        state = state._replace(
-            stage=_WARMUP if self.warmup else LOCAL,
-            arrays={**state.arrays, _ANCHOR: tuple(copy(to_compute_dtype(p)) for p in params)},
-            numbers={**state.numbers, **rounds},
-        )
-        if self.mean.lossless and self.compressors is None:
-            return state._replace(exact=(True,) * len(params))
-        return self.compression.begin(state, params, type(self).__name__)
 
     def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
         """Return the state before the first step, after verifying that all ranks were started alike.
@@ -358,9 +186,9 @@ class OuterLoop(TakesAveraging):
         state : OptimizerState
             As for `average`.
         """
-        if state.stage != _WARMUP:
+        if state.stage != WARMUP:
             return grads
-        gradients = as_gradients(grads, state.arrays[_ANCHOR], state.names)
+        gradients = as_gradients(grads, state.arrays[ANCHOR], state.names)
         part = self.compression.exact_part(range(len(gradients)), [copy(g) for g in gradients], state)
         try:
             means = yield from Average((part,), state.exchange).stages()
@@ -418,7 +246,7 @@ class OuterLoop(TakesAveraging):
         """
         tensors = self._fitting(params, state)
         after = state._replace(step=state.step + 1)
-        if state.stage == _WARMUP:
+        if state.stage == WARMUP:
             if after.step >= self.warmup:
                 after = yield from self._begin_rounds(tensors, after)
             return as_given(tensors, params), after
@@ -449,7 +277,7 @@ class OuterLoop(TakesAveraging):
             New arrays. In the warm-up those given are shared.
         """
         tensors = self._fitting(params, state)
-        shared = tensors if state.stage == _WARMUP else state.arrays[_ANCHOR]
+        shared = tensors if state.stage == WARMUP else state.arrays[ANCHOR]
         return as_given([_in_dtype_of(p, x) for p, x in zip(tensors, shared, strict=True)], params)
 
     def landing(self, state: OptimizerState) -> tuple[int, ...]:
@@ -473,7 +301,7 @@ class OuterLoop(TakesAveraging):
         fragment : int
             Its number, below ``fragments``.
         """
-        return self._fragments(state.arrays[_ANCHOR])[fragment]
+        return self._fragments(state.arrays[ANCHOR])[fragment]
 
     def exchange(self, state: OptimizerState, fragment: int) -> Stages[Means]:
         """Average a fragment that is under way, as a generator of pure stages; the state stays as it is.
@@ -486,12 +314,8 @@ class OuterLoop(TakesAveraging):
             Its number.
         """
         sent = under_way(state.stage)[fragment]
-        part = take(state, self.members(state, fragment), self.compression)
-        values = part.arrays[_SENT]
-        if self.decay != 1 and not all(part.exact):
-            part = part._replace(exchange=part.exchange.rescaled(self.decay))
-        key = Key(seed=self.seed, step=sent, tensor=state.stream, rank=state.rank)
-        average = self.compression.average(values, part, key)._replace(own=values, at_once=True)
+        average = self.prepare(state, fragment)
+        values = average.own
         check = same_step(sent, state, values[0])
         try:
             if self.delay:
@@ -499,9 +323,28 @@ class OuterLoop(TakesAveraging):
             yield from check  # with nothing to hide it behind, a step that differs is found before a size that does
             return (yield from average.stages())
         except NonFiniteError as error:
-            before = part._replace(step=sent - 1)
-            what = "outer gradient"
-            raise (yield from name_gradients(error, values, part.names, before, what=what)) from error
+            names = [state.names[i] for i in self.members(state, fragment)]
+            before = state._replace(step=sent - 1)
+            raise (yield from name_gradients(error, values, names, before, what="outer gradient")) from error
+
+    def prepare(self, state: OptimizerState, fragment: int) -> Average:
+        """Return what `exchange` averages: the outer gradients of a fragment, and the residuals after their decay.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            A state from which the fragment is under way.
+        fragment : int
+            Its number.
+        """
+        part = take(state, self.members(state, fragment), self.compression)
+        if self.decay != 1 and not all(part.exact):
+            part = part._replace(exchange=part.exchange.rescaled(self.decay))
+        values = part.arrays[SENT]
+        step = under_way(state.stage)[fragment]
+        key = Key(seed=self.seed, step=step, tensor=state.stream, rank=state.rank)
+        average = self.compression.average(values, part, key)
+        return average._replace(own=values, at_once=True)
 
     def state_dict(self, params: Any, state: OptimizerState) -> dict[str, Any]:
         """Return parameters and state as a flat dict of named arrays and scalars, as `Optimizer.state_dict` does.
@@ -517,7 +360,7 @@ class OuterLoop(TakesAveraging):
             The state to save.
         """
         local = tuple(copy(to_compute_dtype(p)) for p in self._fitting(params, state))
-        whole = state._replace(arrays={**state.arrays, _LOCAL: local})
+        whole = state._replace(arrays={**state.arrays, OWN: local})
         saved = to_state_dict(whole, self.mean_of(state)) | {MAKER: maker(self)}
         return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else saved
 
@@ -591,12 +434,12 @@ class OuterLoop(TakesAveraging):
         names = names_of(names, tensors)
         state = yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict)
         arrays = dict(state.arrays)
-        local = [_in_dtype_of(p, x) for p, x in zip(tensors, arrays.pop(_LOCAL), strict=True)]
+        local = [_in_dtype_of(p, x) for p, x in zip(tensors, arrays.pop(OWN), strict=True)]
         return as_given(local, params), state._replace(arrays=arrays)
 
     def _fitting(self, params: Any, state: OptimizerState) -> list[Array]:
         """Return parameters as a list, of the shapes that the state has."""
-        tensors, anchor = as_tensors(params, "params"), state.arrays[_ANCHOR]
+        tensors, anchor = as_tensors(params, "params"), state.arrays[ANCHOR]
         if len(tensors) != len(anchor):
             raise ValueError(f"params has {len(tensors)} arrays; state is of {len(anchor)}")
         for index, (p, x) in enumerate(zip(tensors, anchor, strict=True)):
@@ -606,9 +449,6 @@ class OuterLoop(TakesAveraging):
                     f"{tuple(x.shape)}"
                 )
         return list(tensors)
-
-    def _fragments(self, tensors: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
-        return assign([_size(x) for x in tensors], self.fragments)
 
     def _begin_rounds(self, tensors: Sequence[Array], state: OptimizerState) -> Stages[OptimizerState]:
         """Return the state at the start of the first outer round, from parameters that are equal on all ranks."""
@@ -625,18 +465,18 @@ class OuterLoop(TakesAveraging):
                 f"step the gradients that OuterLoop.average returns; {error}"
             ) from error
         anchor = tuple(copy(to_compute_dtype(p)) for p in tensors)
-        return state._replace(stage=LOCAL, arrays={**state.arrays, _ANCHOR: anchor})
+        return state._replace(stage=LOCAL, arrays={**state.arrays, ANCHOR: anchor})
 
     def _depart(self, fragment: int, tensors: Sequence[Array], state: OptimizerState) -> OptimizerState:
         """Return the state in which the outer gradients of a fragment are under way."""
-        anchor = state.arrays[_ANCHOR]
-        sent = list(state.arrays.get(_SENT) or map(_nothing, anchor))
+        anchor = state.arrays[ANCHOR]
+        sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
             # From where the round began: the shared parameters in the parameter's own precision.
             start = to_compute_dtype(_in_dtype_of(tensors[i], anchor[i]))
             sent[i] = start - to_compute_dtype(tensors[i])
         stage = stage_of({**under_way(state.stage), fragment: state.step})
-        return state._replace(stage=stage, arrays={**state.arrays, _SENT: tuple(sent)})
+        return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 
     def _land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
@@ -644,39 +484,22 @@ class OuterLoop(TakesAveraging):
         """Move the shared parameters of a fragment, and this rank's towards them."""
         members = self.members(state, fragment)
         part = take(state, members, self.compression)
-        rounds = state.numbers[_rounds(fragment)]
-        anchor, moved = self.outer.apply(list(part.arrays[_ANCHOR]), means, part._replace(step=int(rounds)))
-        arrays = {**moved.arrays, _ANCHOR: tuple(anchor), _SENT: tuple(map(_nothing, anchor))}
+        rounds = state.numbers[rounds_key(fragment)]
+        anchor, moved = self.outer.apply(list(part.arrays[ANCHOR]), means, part._replace(step=int(rounds)))
+        arrays = {**moved.arrays, ANCHOR: tuple(anchor), SENT: tuple(map(nothing_like, anchor))}
         part = part._replace(
             momentum=moved.momentum, variance=moved.variance, exchange=means.exchange, arrays=arrays
         )
         after = put(part, state, members, self.compression)
         still = under_way(state.stage)
         del still[fragment]
-        kept = {kind: xs for kind, xs in after.arrays.items() if still or kind != _SENT}
-        numbers = {**state.numbers, **moved.numbers, _rounds(fragment): rounds + 1}
+        kept = {kind: xs for kind, xs in after.arrays.items() if still or kind != SENT}
+        numbers = {**state.numbers, **moved.numbers, rounds_key(fragment): rounds + 1}
         new = list(tensors)
         for i, x in zip(members, anchor, strict=True):
             mixed = primitives.momentum(to_compute_dtype(new[i]), x, self.mixing, 1.0) if self.mixing else x
             new[i] = _in_dtype_of(new[i], mixed)
         return new, after._replace(stage=stage_of(still), arrays=kept, numbers=numbers)
-
-
-def _rounds(fragment: int) -> str:
-    """Return the name of the number of a fragment's completed outer rounds."""
-    return f"rounds.{fragment}"
-
-
-def _size(x: Array) -> int:
-    size = 1
-    for length in x.shape:
-        size *= length
-    return size
-
-
-def _nothing(like: Array) -> Array:
-    """Return an array without elements."""
-    return array_namespace(like).zeros((0,), dtype=like.dtype, device=device(like))
 
 
 def _in_dtype_of(p: Array, x: Array) -> Array:

@@ -1,0 +1,140 @@
+"""Measures an outer loop during a run: how far the ranks drift apart, and what compression does to their mean."""
+
+import copy
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from qcomp.core.diagnostics import Facts, Notes, counted, message_of, report_of
+from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
+from qcomp.core.numeric.arrays import host_bytes
+from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.optimizers.base import require_rank
+from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.outer.loop import OuterLoop
+from qcomp.core.state import OptimizerState
+
+__all__ = ["OuterDiagnostics"]
+
+
+@dataclass(frozen=True)
+class OuterDiagnostics:
+    """Makes the steps of an `OuterLoop`, and measures its exchanges.
+
+    The step gives the same results as the loop's own, bit for bit. The report is a dict of floats, equal on all ranks;
+    empty in a step that exchanges nothing. Else it contains, of the fragment that was exchanged:
+
+    - ``drift`` and ``drift_worst``: |d_i - mean d| / |mean d|, how far the ranks have drifted apart in the outer round
+      beside what they have done together; mean and maximum over the ranks. 0 if they did the same. Above about
+      sqrt(N - 1) their ways have nothing in common, and averaging them mostly cancels: make outer rounds shorter.
+    - ``cosine``: of the mean as it was exchanged to the exact one.
+    - ``worker_residual``, ``server_residual``, their ``_worst``, ``bytes_sent``, ``bits_per_element``: as for
+      `Diagnostics`; bits are per element of the whole model.
+
+    Parameters
+    ----------
+    loop : OuterLoop
+        The loop whose steps are measured. It exchanges when results are applied, not `Overlapped`.
+    sample : int
+        The most elements of a fragment that are sampled, equally spaced: of its compressed tensors, or of its exact
+        ones if it has no others.
+
+    Notes
+    -----
+    Sends 2 (N - 1) / N * 4 * sample bytes in a step that exchanges, and 48 bytes to every rank.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> watched = qcomp.outer.OuterDiagnostics(qcomp.OuterLoop(every=2))
+    >>> def rank_main(comm):
+    ...     params = np.zeros(2)
+    ...     state = watched.loop.init(params, comm)
+    ...     for _ in range(2):
+    ...         params, state, report = watched.step(params + 1 + comm.rank, state, comm)
+    ...     return report
+    >>> first, second = qcomp.comm.run_local(2, rank_main)
+    >>> first == second, round(first["drift"], 3), first["cosine"]
+    (True, 0.333, 1.0)
+    """
+
+    loop: OuterLoop
+    sample: int = 4096
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loop, OuterLoop):
+            raise TypeError(f"loop is {self.loop!r}; expected a qcomp.OuterLoop")
+        if type(self.sample) is not int or self.sample < 1:
+            raise ValueError(f"sample is {self.sample!r}; expected an integer of at least 1")
+
+    def step(
+        self, params: Any, state: OptimizerState, comm: Transport
+    ) -> tuple[Any, OptimizerState, dict[str, float]]:
+        """Do what `OuterLoop.step` does, and also return the report.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            This rank's parameters after an inner step.
+        state : OptimizerState
+            From ``loop.init`` or the last step.
+        comm : Communicator
+            As for `OuterLoop.step`.
+        """
+        require_rank(state, comm)
+        return drive(self.stages(params, state), comm)
+
+    def stages(
+        self, params: Any, state: OptimizerState
+    ) -> Stages[tuple[Any, OptimizerState, dict[str, float]]]:
+        """Do what `step` does as a generator of pure stages.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            As for `step`.
+        state : OptimizerState
+            As for `step`.
+        """
+        notes = Notes(self.sample, exact=True)
+        (new_params, new_state), sent = yield from counted(
+            _watched(self.loop, notes).stages(params, state), state.rank
+        )
+        if notes.part is None:
+            return new_params, new_state, {}
+        facts = yield from notes.facts(state, sent)
+        drift = math.nan
+        if notes.exact is not None:
+            together = sum_of_squares(notes.exact)
+            apart = sum_of_squares(notes.signal - notes.exact)
+            drift = math.sqrt(apart / together) if together else math.inf if apart else 0.0
+        like = state.arrays["anchor"][0]
+        size = 8 * (len(facts) + 1)
+        arrived = yield AllGather(message_of((*facts, drift), like), (size,) * state.size)
+        told = [struct.unpack(f"<{len(facts) + 1}d", host_bytes(part)) for part in arrived]
+        elements = sum(math.prod(x.shape) for x in state.arrays["anchor"])
+        report = report_of([Facts(*each[:-1]) for each in told], elements)
+        drifts = [each[-1] for each in told]
+        if not any(map(math.isnan, drifts)):
+            report |= {"drift": math.fsum(drifts) / len(drifts), "drift_worst": max(drifts)}
+        return new_params, new_state, report
+
+
+def _watched(loop: OuterLoop, notes: Notes) -> OuterLoop:
+    """Return a loop that makes the same steps and records what it exchanges."""
+    twin = copy.copy(loop)
+
+    def prepare(state: OptimizerState, fragment: int) -> Average:
+        average = loop.prepare(state, fragment)
+        notes.before(average)
+        return average
+
+    def exchange(state: OptimizerState, fragment: int) -> Stages[Means]:
+        means = yield from OuterLoop.exchange(twin, state, fragment)
+        notes.after(means)
+        return means
+
+    object.__setattr__(twin, "prepare", prepare)
+    object.__setattr__(twin, "exchange", exchange)
+    return twin

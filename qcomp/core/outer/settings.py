@@ -1,0 +1,208 @@
+"""The settings of an outer loop, and what its state holds in each stage."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.mean.averaging import Averaging, TakesAveraging
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import EXACT, Compression
+from qcomp.core.optimizers.groups import Group
+from qcomp.core.optimizers.local_adam import copy
+from qcomp.core.optimizers.sgd import SGD
+from qcomp.core.outer.fragments import LOCAL, assign, stage_of, under_way
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.state import OptimizerState
+
+__all__ = ["ANCHOR", "OWN", "SENT", "WARMUP", "OuterSettings", "nothing_like", "rounds_key"]
+
+WARMUP = "warmup"
+"""The stage in which gradients are averaged in every step."""
+
+ANCHOR, SENT, OWN = "anchor", "sent", "local"
+"""Kinds of arrays: the shared parameters, the outer gradients under way and, in checkpoints, this rank's parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterSettings(TakesAveraging):
+    """The settings of `OuterLoop`, see there, and the form of its state."""
+
+    outer: Optimizer = SGD(learning_rate=1.0)
+    every: int
+    compressor: Compressor = Identity()
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
+    decay: float = 1.0
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    warmup: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Optimizer) or self.outer.compression.mean is not EXACT:
+            raise TypeError(
+                f"outer is {self.outer!r}; expected an optimizer whose mean is exact, such as qcomp.SGD(...): the loop "
+                "compresses, with its own compressor and averaging"
+            )
+        for name, default in (("clip_norm", None), ("nonfinite", "raise")):
+            if getattr(self.outer, name) != default:
+                raise ValueError(f"outer has {name}={getattr(self.outer, name)!r}; expected {default!r}")
+        for name, least, most in (
+            ("every", 1, None),
+            ("fragments", 1, self.every),
+            ("delay", 0, None),
+            ("warmup", 0, None),
+            ("seed", 0, (1 << 64) - 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (most is not None and value > most):
+                range_ = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+                raise ValueError(f"{name} is {value!r}; expected {range_}")
+        if self.delay >= self.every:
+            raise ValueError(f"delay is {self.delay}; expected less than every, which is {self.every}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay is {self.decay!r}; expected a number from 0 to 1")
+        if self.decay != 1 and not self.averaging.feedback:
+            raise ValueError(
+                f"decay is {self.decay!r} with feedback=False; expected 1: there are no residuals"
+            )
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing is {self.mixing!r}; expected a number from 0 to below 1")
+        self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
+
+    @cached_property
+    def compression(self) -> Compression:
+        """What the loop compresses, and how."""
+        averaging = replace(self.averaging, tensorwise=True)
+        return Compression(averaging.mean(self.compressor), self.exact, self.compressors)
+
+    @property
+    def mean(self) -> CompressedMean:
+        """The mean of the outer gradients, if all tensors use one compressor; its residuals are in the state."""
+        return self.compression.mean
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The groups of the outer optimizer."""
+        return self.outer.groups
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the outer optimizer, or its schedule."""
+        return self.outer.learning_rate
+
+    def mean_of(self, state: OptimizerState) -> CompressedMean:
+        """Return the mean of the outer gradients for a state, with the choices of policies and of topology "auto".
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state to average for.
+        """
+        return self.compression.mean_of(state)
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:
+        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
+
+        Parameters
+        ----------
+        stage : str
+            ``"warmup"``, ``"local"`` or ``"under way ..."``.
+        """
+        return (OWN, SENT) if self.apart(stage) else ()
+
+    def apart(self, stage: str) -> bool:
+        """Return whether the ranks have different parameters in a stage by design: after the warm-up.
+
+        Parameters
+        ----------
+        stage : str
+            ``"warmup"``, ``"local"`` or ``"under way ..."``.
+        """
+        return stage != WARMUP
+
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return a saved state with exactly the entries of this loop.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar
+            From `state_dict`.
+        fresh : OptimizerState
+            The state before the first step.
+        """
+        return saved
+
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
+        """Return a state with room for everything that a checkpoint of a stage holds.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state before the first step.
+        stage : str
+            The stage of the checkpoint.
+        """
+        sent = under_way(stage)
+        if stage not in (WARMUP, stage_of(sent)) or not all(0 <= f < self.fragments for f in sent):
+            raise ValueError(
+                f"stage is {stage!r}; expected one of an OuterLoop with {self.fragments} fragments"
+            )
+        anchor = state.arrays[ANCHOR]
+        arrays = {**state.arrays, OWN: anchor}
+        if sent:
+            fragments = self._fragments(anchor)
+            travelling = {i for fragment in sent for i in fragments[fragment]}
+            arrays[SENT] = tuple(x if i in travelling else nothing_like(x) for i, x in enumerate(anchor))
+        return state._replace(stage=stage, arrays=arrays)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
+        """Return the state before the first step, without an exchange.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters.
+        names : tuple of str
+            Their names.
+        rank, size : int
+            This rank, and the number of ranks.
+        """
+        if self.fragments > len(params):
+            raise ValueError(
+                f"fragments is {self.fragments}; expected at most one for each of {len(params)} tensors"
+            )
+        state = self.outer.initial_state(params, names, rank, size)
+        rounds = {rounds_key(fragment): 0.0 for fragment in range(self.fragments)}
+        state = state._replace(
+            stage=WARMUP if self.warmup else LOCAL,
+            arrays={**state.arrays, ANCHOR: tuple(copy(to_compute_dtype(p)) for p in params)},
+            numbers={**state.numbers, **rounds},
+        )
+        if self.mean.lossless and self.compressors is None:
+            return state._replace(exact=(True,) * len(params))
+        return self.compression.begin(state, params, type(self).__name__)
+
+    def _fragments(self, tensors: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
+        return assign([math.prod(x.shape) for x in tensors], self.fragments)
+
+
+def rounds_key(fragment: int) -> str:
+    """Return the name of the number of a fragment's completed outer rounds."""
+    return f"rounds.{fragment}"
+
+
+def nothing_like(like: Array) -> Array:
+    """Return an array without elements."""
+    return array_namespace(like).zeros((0,), dtype=like.dtype, device=device(like))
