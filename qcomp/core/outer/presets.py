@@ -56,7 +56,8 @@ def diloco(every: int = 500, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is AdamW. The outer learning rate is 0.7, its momentum 0.9. With few outer rounds, momentum may
-    hurt: compare ``outer=qcomp.SGD(learning_rate=1.0)``. Sends in an outer round 2 (N - 1) / N * 32 bits per element. Source: Douillard et al., arXiv 2311.08105.
+    hurt: compare ``outer=qcomp.SGD(learning_rate=1.0)``. Sends in an outer round 2 (N - 1) / N * 32 bits per element.
+    Source: Douillard et al., arXiv 2311.08105.
 
     Examples
     --------
