@@ -11,7 +11,7 @@ from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
-from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import digests, explain_values
 from qcomp.core.optimizers.base import require_rank
@@ -447,6 +447,11 @@ class OuterLoop(OuterSettings):
                 raise ValueError(
                     f"params[{index}], the parameter {state.names[index]!r}, has shape {tuple(p.shape)}; expected "
                     f"{tuple(x.shape)}"
+                )
+            if compute_dtype_name(dtype_name(p.dtype)) != dtype_name(x.dtype):
+                raise TypeError(
+                    f"params[{index}], the parameter {state.names[index]!r}, has dtype {dtype_name(p.dtype)}; expected "
+                    f"one that is computed in {dtype_name(x.dtype)}, as when the loop began"
                 )
         return list(tensors)
 

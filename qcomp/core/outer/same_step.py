@@ -1,6 +1,7 @@
 """The check that all ranks exchange after the same inner step."""
 
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -55,13 +56,22 @@ def beside(check: Stages[None], work: "Stages[Result]") -> "Stages[Result]":
     2
     """
     verdicts = yield next(check)._replace(later=True)
-    arrived = yield next(work)
-    with suppress(StopIteration):
-        check.send(verdicts)
+    is_checked, arrived = False, None
     while True:
         try:
-            request = work.send(arrived)
+            request = next(work) if arrived is None else work.send(arrived)
         except StopIteration as stop:
             result: Result = stop.value
-            return result
+            break
         arrived = yield request
+        if not is_checked:
+            _finish(check, verdicts)
+            is_checked = True
+    if not is_checked:  # the computation has no exchange, as around a ring of one rank
+        _finish(check, verdicts)
+    return result
+
+
+def _finish(check: Stages[None], verdicts: Sequence[Array]) -> None:
+    with suppress(StopIteration):
+        check.send(verdicts)
