@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,9 +104,16 @@ class OuterLoop:
         self._running = Overlapped(loop, self._comm) if overlaps else None
         self._state = loop.init(self._values(), self._comm, self._names)
         self._hooks = [
-            optimizers[0].register_step_pre_hook(self._before),
-            optimizers[-1].register_step_post_hook(self._after),
+            one.register_step_pre_hook(partial(self._before, is_first=not number))
+            for number, one in enumerate(optimizers)
         ]
+        self._hooks.append(optimizers[-1].register_step_post_hook(self._after))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: a copy would have the same communicator, or none."""
+        raise TypeError(
+            "an OuterLoop cannot be copied or pickled, because it has a communicator: save its state_dict()"
+        )
 
     @property
     def comm(self) -> Communicator:
@@ -158,12 +166,30 @@ class OuterLoop:
         params, state = self._loop.load_state_dict(state_dict, like, self._comm, self._names, strict=strict)
         self._take(params, state)
 
+    def _before(
+        self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
+        if self._state.stage != "warmup":
+            return None
+        (of_step, *given), named = args, dict(kwargs)
+        closure = named.pop("closure", given[0] if given else None)
+        if closure is None:
+            if is_first:
+                self._average()
+            return None
+
+        def averaged() -> Any:
+            loss = closure()
+            self._average()
+            return loss
+
+        return (of_step, averaged, *given[1:]), named
+
     @torch.no_grad()
-    def _before(self, *_: Any) -> None:
-        """Average the gradients, in the warm-up."""
+    def _average(self) -> None:
+        """Replace the gradients by their means."""
         state = self._state
-        if state.stage != "warmup":
-            return
         grads = [p.grad for p in self._tensors]
         used = [g is not None for g in grads]
         anywhere = drive(used_anywhere(used, state, self._tensors[0].detach()), self._comm)

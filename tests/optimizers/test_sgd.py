@@ -39,6 +39,22 @@ class TestReference:
         for leaf, p in zip(leaves, ours.params[0], strict=True):
             assert np.abs(leaf.detach().numpy() - p).max() <= 1e-12 * max(1, np.abs(p).max())
 
+    def test_the_exact_one_makes_the_same_steps(self, job, grads):
+        """Bit for bit those of the one that compresses, with an exact compressor."""
+        settings = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "clip_norm": 3.0}
+        runs = [
+            job(opt, grads(SHAPES, 99, 0), 3)
+            for opt in (
+                qcomp.SGD(learning_rate=0.05, **settings),
+                sgd(compressor=qcomp.Identity(), **settings),
+            )
+        ]
+        for step in range(5):
+            for run in runs:
+                run.step([grads(SHAPES, rank, step) for rank in range(3)])
+        one, other = ([np.asarray(p).tobytes() for p in run.params[0]] for run in runs)
+        assert one == other
+
     def test_variants_differ(self, job, grads):
         """The cases above are not all the same optimizer."""
         finals = set()

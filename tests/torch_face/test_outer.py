@@ -119,7 +119,9 @@ def test_running_statistics_are_averaged_once_in_every_steps(loop, buffers):
     assert same == (ended if buffers else [False] * 7)
 
 
-def test_the_warm_up_is_training_on_the_mean_gradient():
+@pytest.mark.parametrize("how", ["before", "closure", "named", "two"])
+def test_the_warm_up_is_training_on_the_mean_gradient(how):
+    """Whether gradients are there before the step, or closures compute them, for one optimizer or several."""
     loop = qcomp.OuterLoop(every=2, warmup=4, exact=None)
 
     def spare(model):
@@ -133,13 +135,27 @@ def test_the_warm_up_is_training_on_the_mean_gradient():
 
     def rank_main(comm):
         model = spare(network())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
-        outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm)
-        for step in range(4):
-            optimizer.zero_grad()
+        params = list(model.parameters())
+        parts = [params[:3], params[3:]] if how == "two" else [params]
+        optimizers = [torch.optim.AdamW(part, lr=0.05, weight_decay=0.5) for part in parts]
+        outer = qcomp.torch.OuterLoop(model, optimizers, loop, comm=comm)
+
+        def closure():
+            model.zero_grad()
             backward(model, comm.rank, step)
             use_rare(model, comm.rank)
-            optimizer.step()
+            return torch.tensor(float(step))
+
+        for step in range(4):
+            if how in ("before", "two"):
+                closure()
+                for optimizer in optimizers:
+                    optimizer.step()
+            else:
+                found = (
+                    optimizers[0].step(closure) if how == "closure" else optimizers[0].step(closure=closure)
+                )
+                assert found == step
         assert outer.core_state.stage == "local"
         return [p.detach().clone() for p in model.parameters()]
 
@@ -221,6 +237,12 @@ def test_what_does_not_fit_is_refused():
         qcomp.torch.OuterLoop(model[0], optimizer, LOOP, comm=comm)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         qcomp.torch.OuterLoop([], optimizer, LOOP, comm=comm)
+
+
+def test_it_is_not_copied():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(train(comm, PLAIN, 0)[2])
 
 
 def test_without_its_hooks_the_optimizer_is_as_before():
