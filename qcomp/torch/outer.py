@@ -40,7 +40,8 @@ class OuterLoop:
         The settings, for instance ``qcomp.outer.diloco(100)``.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. If a worker has several
-        ranks, one of the ranks that have the same place in each worker.
+        ranks, one of the ranks that have the same place in each worker. So must it be for models that FSDP2 shards
+        within a worker: each rank exchanges its own shards.
     buffers : bool, default True
         Whether a module's floating-point buffers, such as the running statistics of BatchNorm, are averaged exactly
         once in ``every`` steps, with the last fragment. Others, and with False all, stay on their ranks.
@@ -134,7 +135,8 @@ class OuterLoop:
     def shared_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the shared parameters by name, the same on all ranks in every step.
 
-        After an outer round of one fragment without delay they are the model's own.
+        After an outer round of one fragment without delay they are the model's own. Of a sharded model they are this
+        rank's shards.
         """
         return dict(zip(self._names, self._loop.shared(self._values(), self._state), strict=True))
 
@@ -190,16 +192,18 @@ class OuterLoop:
     def _average(self) -> None:
         """Replace the gradients by their means."""
         state = self._state
-        grads = [p.grad for p in self._tensors]
-        used = [g is not None for g in grads]
-        anywhere = drive(used_anywhere(used, state, self._tensors[0].detach()), self._comm)
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(self._tensors, grads, strict=True)]
-        means = drive(self._loop.average_stages(filled, state), self._comm)
+        values, used = self._values(), [p.grad is not None for p in self._tensors]
+        anywhere = drive(used_anywhere(used, state, values[0]), self._comm)
+        grads = [
+            _own_part(p.grad) if is_used else torch.zeros_like(value)
+            for p, value, is_used in zip(self._tensors, values, used, strict=True)
+        ]
+        means = drive(self._loop.average_stages(grads, state), self._comm)
         for p, mean, is_used in zip(self._tensors, means, anywhere, strict=True):
-            if p.grad is not None:
-                p.grad.copy_(mean)
-            elif is_used:
-                p.grad = mean
+            if is_used:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                _own_part(p.grad).copy_(mean)
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
@@ -220,13 +224,13 @@ class OuterLoop:
     @torch.no_grad()
     def _take(self, params: Sequence[Any], state: OptimizerState) -> None:
         """Write what has changed into the model."""
-        for p, new in zip(self._tensors, params, strict=True):
-            if new.data_ptr() != p.data_ptr():
-                p.copy_(new)
+        for value, new in zip(self._values(), params, strict=True):
+            if new.data_ptr() != value.data_ptr():
+                value.copy_(new)
         self._state = state
 
     def _values(self) -> list[Any]:
-        return [p.detach() for p in self._tensors]
+        return [_own_part(p) for p in self._tensors]
 
 
 def _named(model: Any) -> list[tuple[str, Any]]:
@@ -240,6 +244,12 @@ def _named(model: Any) -> list[tuple[str, Any]]:
     if not found:
         raise ValueError("model has no parameter that requires a gradient; expected at least one")
     return found
+
+
+def _own_part(x: Any) -> Any:
+    """Return what this rank holds of a tensor, in the same memory: all of it, or its shard of a DTensor."""
+    own = x.detach()
+    return own.to_local() if hasattr(own, "to_local") else own
 
 
 def _require_all(optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Any]) -> None:

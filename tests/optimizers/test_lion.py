@@ -8,9 +8,9 @@ import qcomp
 SHAPES = [(5, 3), (4,), ()]
 
 
-def finals(opt, job, grads, size, dtype, steps=8):
+def finals(opt, job, grads, size, dtype):
     made = job(opt, grads(SHAPES, 99, 0, dtype), size)
-    for step in range(steps):
+    for step in range(8):
         made.step([grads(SHAPES, rank, step, dtype) for rank in range(size)])
     return made.params[0]
 

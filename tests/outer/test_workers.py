@@ -149,3 +149,40 @@ dist.destroy_process_group()
 """,
         timeout=100,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_workers_that_shard_their_model(torch_ranks):
+    """Two workers of two ranks: each rank exchanges its shards with the rank of the same place."""
+    pytest.importorskip("torch")
+    torch_ranks(
+        4,
+        """
+import torch, torch.distributed as dist, qcomp.torch
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 6))
+fully_shard(model, mesh=mesh["place"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+comm = qcomp.comm.TorchCommunicator(mesh["workers"].get_group())
+loop = qcomp.OuterLoop(every=3, compressor=qcomp.ScaledSign(16), exact=None, warmup=2)
+outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm)
+torch.manual_seed(1 + dist.get_rank())
+apart = []
+for step in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(8, 30)).square().mean().backward()
+    optimizer.step()
+    whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    of_all = [torch.empty_like(whole) for _ in range(4)]
+    dist.all_gather(of_all, whole)
+    apart.append([not torch.equal(of_all[0], other) for other in of_all[1:]])
+assert all(not a[0] for a in apart)  # the ranks of a worker have one model
+assert [a[1] for a in apart] == [False, False, True, True, False, True, True, False]
+dist.destroy_process_group()
+""",
+        timeout=150,
+    )
