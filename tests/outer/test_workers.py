@@ -6,6 +6,13 @@ import qcomp
 from qcomp.comm import run_local
 from tests.outer.jobs import begun, loop_of, moves
 
+START = """
+import os, torch, torch.distributed as dist, qcomp.torch
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], dist.TCPStore(host, port, is_master=False))
+dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+"""
+
 
 class Group:
     """Some ranks of a communicator as one of their own; all groups of it make the same calls."""
@@ -124,9 +131,8 @@ def test_ranks_of_torch_hide_exchanges_behind_inner_steps(torch_ranks):
     pytest.importorskip("torch")
     torch_ranks(
         2,
-        """
-import torch, torch.distributed as dist, qcomp.torch
-dist.init_process_group("gloo")
+        START
+        + """
 loop = qcomp.OuterLoop(every=4, fragments=2, delay=2, mixing=0.5, compressor=qcomp.ScaledSign(16), exact=None)
 found = []
 for again in range(2):
@@ -158,10 +164,9 @@ def test_workers_that_shard_their_model(torch_ranks):
     pytest.importorskip("torch")
     torch_ranks(
         4,
-        """
-import torch, torch.distributed as dist, qcomp.torch
+        START
+        + """
 from torch.distributed.fsdp import fully_shard
-dist.init_process_group("gloo")
 mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 6))
