@@ -198,6 +198,24 @@ def test_what_is_given_shares_no_memory_with_the_state():
     assert new.held() == old.held()
 
 
+@pytest.mark.parametrize("kernels", ["pure", "auto"])
+def test_nothing_that_is_given_is_written_to(kernels):
+    """With and without kernels, which may take buffers where they are told to: the state that was passed in stays."""
+    loop = loop_of(every=2, fragments=2, delay=1, mixing=0.5, decay=0.5, outer=qcomp.Adam(learning_rate=0.1))
+    with qcomp.backends.use(kernels):
+        job = Job(loop, 2)
+        for _ in range(6):
+            job.inner()
+            for params, state in zip(job.params, job.states, strict=True):
+                residuals = [*state.exchange.worker, *state.exchange.server]
+                moments = [*state.momentum, *state.variance, *residuals]
+                for x in [*params, *moments, *(x for xs in state.arrays.values() for x in xs)]:
+                    if isinstance(x, np.ndarray):  # and no scalar
+                        x.flags.writeable = False
+            job.outer()
+    assert job.states[0].numbers == {"rounds.0": 3.0, "rounds.1": 2.0}
+
+
 def test_warm_up_averages_every_step_and_then_stops():
     loop = loop_of(warmup=3)
     job = Job(loop, 2)
