@@ -430,6 +430,10 @@ class Coders(NamedTuple):
     """Levels, signs, model, lanes: the states and words of `qcomp.core.coding.range_coder`."""
     pop: Callable[[memoryview, int, int, Model, int], tuple[bytearray, bytearray]]
     """States and words, size, largest level, model, lanes: levels and signs."""
+    gaps_encode: Callable[[memoryview, int, int, int, int], bytes]
+    """Sparse payload, size, k, bucket size, bits: its code, see `qcomp.core.coding.gaps`."""
+    gaps_decode: Callable[[memoryview, int, int, int, int], bytearray]
+    """Code, size, k, bucket size, bits: the sparse payload."""
 
 
 Chooser = Callable[["Array"], KernelSet | None]

@@ -1,6 +1,6 @@
 """The coders of `qcomp.core.coding`, compiled by numba."""
 
-from qcomp.backends.numba_cpu import coding_paper, coding_planes, coding_range
+from qcomp.backends.numba_cpu import coding_gaps, coding_paper, coding_planes, coding_range
 from qcomp.core.kernels import Coders
 
 __all__ = ["CODERS"]
@@ -15,4 +15,6 @@ CODERS = Coders(
     count_classes=coding_range.count_classes,
     push=coding_range.push,
     pop=coding_range.pop,
+    gaps_encode=coding_gaps.encode,
+    gaps_decode=coding_gaps.decode,
 )

@@ -25,7 +25,8 @@ from qcomp.backends.numba_cpu.tables import (
     Encoded,
     ends_of,
 )
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
+from qcomp.backends.numba_cpu.topk import decode_topk, encode_topk
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, TopK, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import AnyFrame
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
@@ -51,6 +52,8 @@ def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
         return _sign_kernels(c.bucket_size, c.scale)
     if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
         return _minmax_kernels(c.bucket_size)
+    if isinstance(c, TopK) and kind is TopK:
+        return _topk_kernels(c.k, c.bucket_size, c.value_bits)
     held: int | None = None
     factor: float | None = None
     if isinstance(c, WholeFields) and type(c) is WholeFields:
@@ -75,6 +78,12 @@ def _sign_kernels(bucket_size: int, scale: Literal["l1", "rms"]) -> CompressorKe
 def _minmax_kernels(bucket_size: int) -> CompressorKernels:
     encode = encode_minmax(bucket_size)
     return CompressorKernels(bucket_size, lambda key: encode, decode_minmax(bucket_size))  # noqa: ARG005
+
+
+@lru_cache(256)
+def _topk_kernels(k: int, bucket_size: int, value_bits: int) -> CompressorKernels:
+    encode = encode_topk(k, bucket_size, value_bits)
+    return CompressorKernels(bucket_size, lambda key: encode, decode_topk(k, bucket_size, value_bits))  # noqa: ARG005
 
 
 @lru_cache(256)

@@ -13,6 +13,7 @@ from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline
 __all__ = [
     "FRESH",
     "IN_PLACE",
+    "MAGNITUDE",
     "NO_RESIDUAL",
     "OVER_INPUT",
     "ROUND",

@@ -1,15 +1,16 @@
 """Codes of variable length for quantised vectors, on host bytes.
 
 ``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder within a few percent of the entropy. Both code a
-level from 0 to 32767 and a sign for each element; the code does not include the scales of buckets. The loops run in the
-kernels of `qcomp.backends` if available; the versions here define every byte.
+level from 0 to 32767 and a sign for each element; the code does not include the scales of buckets. `encode_gaps` codes
+the payloads of sparse compressors. The loops run in the kernels of `qcomp.backends` if available; the versions here
+define every byte.
 """
 
-from qcomp.core.coding import paper, planes, range_coder, rans
+from qcomp.core.coding import gaps, paper, planes, range_coder, rans
 from qcomp.core.coding.bits import numbers
 from qcomp.core.kernels import Coders, chosen_coders
 
-__all__ = ["CODINGS", "LARGEST", "PURE", "decode", "encode", "pack", "unpack"]
+__all__ = ["CODINGS", "LARGEST", "PURE", "decode", "decode_gaps", "encode", "encode_gaps", "pack", "unpack"]
 
 CODINGS = ("elias", "range")
 LARGEST = 32767
@@ -36,6 +37,8 @@ PURE = Coders(
     count_classes=rans.count_classes,
     push=rans.push,
     pop=rans.pop,
+    gaps_encode=gaps.encode,
+    gaps_decode=gaps.decode,
 )
 
 
@@ -137,6 +140,35 @@ def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytear
     if coding == "elias":
         return coders.paper_decode(view, size, largest)
     return range_coder.decode(coders, view, size, largest)
+
+
+def encode_gaps(plain: Bytes, size: int, shape: gaps.Shape) -> bytes:
+    """Return the code of a sparse payload of ``size`` elements; `qcomp.core.coding.gaps` has its layout.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qcomp import TopK
+    >>> fixed = TopK(k=2, bucket_size=8, value_bits=1, coding="fixed")
+    >>> plain = fixed.compress(np.asarray([0, 3, 0, 0, -3, 0, 0, 0], dtype=np.float32)).data.tobytes()
+    >>> plain.hex()  # 1 and 4, the second negative; padding; 3.0, and no step
+    '020900000000404000000000'
+    >>> code = encode_gaps(plain, 8, gaps.Shape(2, 8, 1))
+    >>> decode_gaps(code, 8, gaps.Shape(2, 8, 1)) == plain
+    True
+    """
+    return _loops().gaps_encode(_view(plain), size, *shape)
+
+
+def decode_gaps(code: Bytes, size: int, shape: gaps.Shape) -> bytearray:
+    """Return the sparse payload, the inverse of `encode_gaps`.
+
+    Raises
+    ------
+    PayloadError
+        If the bytes are not the code of such a vector: truncated, too long, damaged.
+    """
+    return _loops().gaps_decode(_view(code), size, *shape)
 
 
 def _loops() -> Coders:

@@ -10,7 +10,7 @@ from array import array
 
 from qcomp.core.errors import PayloadError
 
-__all__ = ["BitReader", "BitWriter", "little_endian", "numbers"]
+__all__ = ["BitReader", "BitWriter", "bytes_below", "little_endian", "numbers"]
 
 _FLUSH = 256
 """The most bits kept in an integer; more would make writing quadratic."""
@@ -101,6 +101,17 @@ class BitReader:
         end = self.align()
         if end != len(self._data):
             raise PayloadError(f"the coded bits end after {end} of {len(self._data)} bytes")
+
+
+def bytes_below(end: int) -> int:
+    """Return how many bytes hold any number below ``end``, at least one.
+
+    Examples
+    --------
+    >>> bytes_below(1), bytes_below(256), bytes_below(257)
+    (1, 1, 2)
+    """
+    return max(1, -(-(end - 1).bit_length() // 8))
 
 
 def numbers(data: memoryview) -> array[int]:

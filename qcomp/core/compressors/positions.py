@@ -1,6 +1,8 @@
-"""Wire format of positions in a bucket, in one or two bytes; for compressors that keep a few elements."""
+"""Wire format of numbers such as positions in a bucket, in one to three bytes; for compressors that keep a few."""
 
-from qcomp.core.numeric.arrays import Array, array_namespace, device
+from collections.abc import Sequence
+
+from qcomp.core.numeric.arrays import Array, array_namespace, concat
 from qcomp.core.numeric.buckets import validate_bucket_size
 
 __all__ = ["join_bytes", "split_bytes", "validate_sparsity"]
@@ -15,19 +17,21 @@ def validate_sparsity(k: int, bucket_size: int) -> None:
         raise ValueError(f"k is {k!r}; expected an integer from 1 to {bucket_size}, the bucket_size")
 
 
-def split_bytes(positions: Array, *, two: bool) -> tuple[Array, Array]:
-    """Return the low and the high bytes of positions below 65536; without ``two`` there are no high bytes."""
-    xp = array_namespace(positions)
-    if not two:
-        return xp.astype(positions, xp.uint8), xp.zeros((0,), dtype=xp.uint8, device=device(positions))
-    wide = xp.astype(positions, xp.int32)
-    low = xp.bitwise_and(wide, xp.full_like(wide, 255))
-    high = xp.bitwise_right_shift(wide, xp.full_like(wide, 8))
-    return xp.astype(low, xp.uint8), xp.astype(high, xp.uint8)
+def split_bytes(numbers: Array, width: int) -> Array:
+    """Return the bytes of numbers, uint8 of shape (width * n,): all low bytes first, then the next ones."""
+    xp = array_namespace(numbers)
+    if width == 1:
+        return xp.astype(numbers, xp.uint8)
+    wide = xp.astype(numbers, xp.int32)
+    planes = [xp.bitwise_right_shift(wide, xp.full_like(wide, 8 * i)) for i in range(width)]
+    return concat([xp.astype(xp.bitwise_and(plane, xp.full_like(wide, 255)), xp.uint8) for plane in planes])
 
 
-def join_bytes(low: Array, high: Array) -> Array:
-    """Return the positions, int32, from their bytes."""
-    xp = array_namespace(low)
-    positions = xp.astype(low, xp.int32)
-    return positions + xp.astype(high, xp.int32) * 256 if high.shape[0] else positions
+def join_bytes(data: Array, width: int) -> Array:
+    """Return the numbers, int32, from their bytes."""
+    xp = array_namespace(data)
+    count = data.shape[0] // width
+    planes: Sequence[Array] = [
+        xp.astype(data[i * count : (i + 1) * count], xp.int32) * (1 << 8 * i) for i in range(width)
+    ]
+    return sum(planes[1:], start=planes[0])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.positions import join_bytes, split_bytes, validate_sparsity
 from qcomp.core.numeric.arrays import Array, array_namespace, device, flush
@@ -67,11 +68,10 @@ class RandK(Compressor):
         return Traits(self.bucket_size, random=True, unbiased=True, omega=omega, keeps_zero=True, kept=self.k)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
-        """Return the layout: the low bytes of the numbers, their high bytes if any, the values."""
+        """Return the layout: the bytes of the numbers, the low ones first, and the values."""
         count = sum(block.rows * self._strata(block) for block in blocks(size, self.bucket_size))
-        high = count if self._two_bytes else 0
         return PayloadSpec(
-            (Field("low", "uint8", count), Field("high", "uint8", high), Field("values", "float32", count))
+            (Field("numbers", "uint8", self._width * count), Field("values", "float32", count))
         )
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
@@ -87,14 +87,14 @@ class RandK(Compressor):
             kept = xp.where(self._at(drawn, block), rows, xp.zeros_like(rows))
             numbers.append(xp.reshape(drawn, (-1,)))
             values.append(xp.reshape(xp.sum(kept, axis=1), (-1,)))  # sums of one number and zeros, so exact
-        low, high = split_bytes(join_blocks(numbers, dtype=xp.uint8, like=x), two=self._two_bytes)
+        drawn = split_bytes(join_blocks(numbers, dtype=xp.uint8, like=x), self._width)
         sent = xp.astype(join_blocks(values, dtype=x.dtype, like=x), xp.float32, copy=False)
-        return {"low": low, "high": high, "values": flush(sent)}
+        return {"numbers": drawn, "values": flush(sent)}
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return the values times a power of two at the drawn elements, and zeros elsewhere."""
         xp = array_namespace(parts["values"])
-        numbers = join_bytes(parts["low"], parts["high"])
+        numbers = join_bytes(parts["numbers"], self._width)
         values = xp.astype(parts["values"], dtype, copy=False)
         decoded, offset = [], 0
         for block in blocks(size, self.bucket_size):
@@ -108,8 +108,8 @@ class RandK(Compressor):
         return join_blocks(decoded, dtype=dtype, like=values)
 
     @property
-    def _two_bytes(self) -> bool:
-        return self.bucket_size // self.k > 256
+    def _width(self) -> int:
+        return bytes_below(self.bucket_size // self.k)
 
     def _strata(self, block: Block) -> int:
         return min(self.k, block.length)

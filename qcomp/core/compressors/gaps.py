@@ -1,0 +1,60 @@
+"""Payloads of kept elements, shortened by a coder on the host."""
+
+from dataclasses import dataclass, replace
+
+from qcomp.core import coding
+from qcomp.core.coding import gaps
+from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes, is_traced
+from qcomp.core.payload import Field, PayloadSpec
+from qcomp.core.traits import AnyCompressor
+
+__all__ = ["GapCoder"]
+
+
+@dataclass(frozen=True)
+class GapCoder:
+    """Codes the positions, values and scales of a sparse compressor, see `qcomp.core.coding.gaps`.
+
+    Parameters
+    ----------
+    plain : Compressor
+        Its payloads have the fields "entries", "lowest" and "step".
+    k, bucket_size, value_bits : int
+    """
+
+    plain: AnyCompressor
+    k: int
+    bucket_size: int
+    value_bits: int
+
+    def around(self, plain: AnyCompressor) -> "GapCoder":
+        """Return this coder for another compressor with the same payloads."""
+        return replace(self, plain=plain)
+
+    def payload_spec(self, size: int) -> PayloadSpec:
+        """Return the layout of the longest payload of ``size`` elements."""
+        longest = gaps.longest(size, self._shape)
+        return PayloadSpec((Field("gaps", "uint8", longest),), variable_length=True)
+
+    def shorten(self, data: Array, size: int) -> Array:
+        """Return the shortened data of a payload of the plain compressor."""
+        if is_traced(data):
+            raise TypeError(
+                f"coding is 'gaps' with value_bits={self.value_bits}: the length of a payload depends on its values, "
+                "which a tracing compiler does not have; expected coding='fixed'"
+            )
+        return from_host_bytes(coding.encode_gaps(host_bytes(data), size, self._shape), data)
+
+    def restore(self, data: Array, size: int) -> Array:
+        """Return the data of the plain payload.
+
+        Raises
+        ------
+        PayloadError
+            If the bytes are not a payload of ``size`` elements.
+        """
+        return from_host_bytes(coding.decode_gaps(host_bytes(data), size, self._shape), data)
+
+    @property
+    def _shape(self) -> gaps.Shape:
+        return gaps.Shape(self.k, self.bucket_size, self.value_bits)
