@@ -25,6 +25,8 @@ COMPRESSORS = [
     qcomp.OneBitSGD(column_size=100),
     qcomp.TopK(k=5, bucket_size=64),
     qcomp.TopK(k=8, bucket_size=512),
+    qcomp.TopK(k=5, bucket_size=64, value_bits=2),
+    qcomp.TopK(k=8, bucket_size=512, value_bits=4, coding="fixed"),
     qcomp.RandK(k=8, bucket_size=64),
     qcomp.Identity(),
     qcomp.Cast("bfloat16"),
