@@ -33,6 +33,10 @@ SPECS = [
     "cast:dtype=bfloat16",
     "cast:dtype=float16",
     "scaled(qsgd:levels=1,bucket_size=32,norm=max)",
+    "topk:k=5,bucket_size=32",
+    "topk:k=3,bucket_size=512",
+    "topk:k=5,bucket_size=32,value_bits=4,coding=fixed",
+    "randk:k=4,bucket_size=32",
 ]
 CODED = [
     "qsgd:levels=1,bucket_size=32,norm=l2,coding=elias",  # sparse
@@ -41,6 +45,8 @@ CODED = [
     "qsgd:levels=7,bucket_size=32,norm=l2,coding=range",
     "qsgd:levels=1000,bucket_size=32,norm=max,coding=range",
     "scaled(qsgd:levels=1,bucket_size=32,norm=max,coding=range)",
+    "topk:k=1,bucket_size=32,value_bits=1",
+    "topk:k=5,bucket_size=32,value_bits=2",
 ]
 DTYPES = ("float32", "float64")
 KEY = Key(seed=2**33 + 1, step=7, tensor=1, rank=2, hop=1, bucket=3)
