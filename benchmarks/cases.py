@@ -39,6 +39,7 @@ COMPRESSORS: dict[str, qcomp.Compressor] = {
     "QSGD 4-bit": qcomp.QSGD(levels=7, bucket_size=512),
     "QSGD 8-bit": qcomp.QSGD(levels=127, bucket_size=512),
     "min-max 8-bit": qcomp.MinMaxUInt8(bucket_size=2048),
+    "64 of 4096, 2-bit": qcomp.TopK(k=64, bucket_size=4096, value_bits=2, coding="fixed"),
 }
 """QSGD with 2 bits is scaled, since the benchmark feeds back its residual, which would otherwise grow without bound."""
 

@@ -52,7 +52,7 @@ def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
         return _sign_kernels(c.bucket_size, c.scale)
     if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
         return _minmax_kernels(c.bucket_size)
-    if isinstance(c, TopK) and kind is TopK:
+    if isinstance(c, TopK) and kind is TopK and c.coder is None:
         return _topk_kernels(c.k, c.bucket_size, c.value_bits)
     held: int | None = None
     factor: float | None = None
