@@ -84,7 +84,7 @@ class Case:
                 payload, lost = feedback.compress(self.compressor, x, residual[0], key=key)
             else:
                 payload, lost = self.compressor.compress(x, key=key), x * 0
-        return payload.data, self.compressor.decompress(payload, like=x), lost
+            return payload.data, self.compressor.decompress(payload, like=x), lost
 
     def _jitted(self, arrays: list[Any], key: Key, source: Source | None) -> tuple[Any, Any, Any]:
         if source not in self._compiled:

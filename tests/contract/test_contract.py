@@ -28,6 +28,7 @@ COMPRESSORS = [
     qcomp.TopK(k=5, bucket_size=64, value_bits=2),
     qcomp.TopK(k=8, bucket_size=512, value_bits=4, coding="fixed"),
     qcomp.RandK(k=8, bucket_size=64),
+    qcomp.RandK(k=16, bucket_size=64, value_bits=4),
     qcomp.Identity(),
     qcomp.Cast("bfloat16"),
     qcomp.Cast("float16"),
@@ -107,7 +108,17 @@ def test_contract_under_jit(compressor):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
-    [qcomp.OneBitSGD(column_size=100), qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=8))],
+    [
+        qcomp.OneBitSGD(column_size=100),
+        qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=8)),
+        *(
+            pytest.param(c, marks=pytest.mark.slow)
+            for c in (
+                qcomp.TopK(k=5, bucket_size=64, value_bits=2, coding="fixed"),
+                qcomp.RandK(k=8, bucket_size=64, value_bits=2),
+            )
+        ),
+    ],
     ids=str,
 )
 def test_bytes_under_jit(compressor):

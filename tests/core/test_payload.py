@@ -37,6 +37,7 @@ SPECS = [
     "topk:k=3,bucket_size=512",
     "topk:k=5,bucket_size=32,value_bits=4,coding=fixed",
     "randk:k=4,bucket_size=32",
+    "randk:k=4,bucket_size=32,value_bits=3",
 ]
 CODED = [
     "qsgd:levels=1,bucket_size=32,norm=l2,coding=elias",  # sparse

@@ -92,6 +92,49 @@ class TestRandK:
         assert RandK(8, 4096).payload_spec(8192).nbytes == 16 * 6
         assert RandK(64, 64).payload_spec(3).nbytes == 8 * 5  # a tail of three has a length of eight
 
+    def test_values_of_few_bits_are_those_of_qsgd_and_positions_those_of_32_bits(self):
+        x, key = vector("gaussian", 300, 7), Key(seed=3, step=2, rank=1, hop=1, bucket=5)
+        for bits in (2, 4, 8):
+            c, exact = RandK(8, 64, bits), decoded(RandK(8, 64), x, key)
+            y = decoded(c, x, key)
+            step = c.payload_spec(300).split(c.compress(x, key=key).data)["step"]
+            for bucket in range(5):
+                part = slice(64 * bucket, 64 * bucket + 64)
+                assert not y[part][exact[part] == 0].any()
+                assert np.all(np.abs(y[part] - exact[part]) < 8 * step[bucket])
+                assert not np.any((y[part] / (8 * step[bucket])) % 1)
+
+    def test_the_draws_of_values_do_not_depend_on_those_of_positions(self):
+        """Values in the middle of a step go up half of the time, wherever they were taken from."""
+        x = np.full(64 * 4096, 0.5, dtype=np.float32)
+        x[::2] *= -1
+        x.reshape(4096, 8, 8)[:, :, 0] = 1  # the largest, in one stratum
+        y = np.abs(decoded(RandK(8, 64, 2), x, Key(seed=4)).reshape(4096, 8, 8)[:, :, 1:])
+        kept = np.abs(decoded(RandK(8, 64), x, Key(seed=4)).reshape(4096, 8, 8)[:, :, 1:]) > 0
+        for number in range(8):
+            for stratum in range(7):
+                up = y[:, number, stratum][kept[:, number, stratum]] > 0
+                assert abs(np.mean(up) - 0.5) < 6 * 0.5 / np.sqrt(up.size)
+
+    def test_bytes_of_few_bits(self):
+        assert RandK(64, 4096, 2).payload_spec(1 << 20).nbytes == 256 * (16 + 4) + 16
+        assert (
+            RandK(2, 64, 2).payload_spec(64).nbytes == 8 * 2 // 8 + 2 + 4 + 16
+        )  # eight codes at least, padding
+
+    @pytest.mark.parametrize("k", [1, 8, 64])
+    def test_zeros_tails_and_keys_of_every_size(self, k):
+        c = RandK(k, 64, 3)
+        for size in (0, 1, 7, 9, 64, 65, 200):
+            for key in (
+                Key(),
+                Key(seed=2**64 - 1, step=2**63, rank=2**32 - 1, hop=2**32 - 1, bucket=2**32 - 2),
+            ):
+                x = vector("gaussian", size, 1)
+                assert not decoded(c, 0 * x, key).any()
+                y, exact = decoded(c, x, key), decoded(RandK(k, 64), x, key)
+                assert not y[exact == 0].any()
+
     def test_around_it_feedback_explodes_and_says_so(self):
         with pytest.raises(ValueError, match=r"omega = 7 >= 1.*qcomp\.Scaled"):
             qcomp.CompressedMean(RandK(8, 64))
@@ -107,6 +150,8 @@ class TestRandK:
         (lambda: TopK(2, 1 << 17), "bucket_size is 131072; expected at most 65536"),
         (lambda: RandK(3, 8), "k is 3; expected a power of two"),
         (lambda: RandK(16, 8), "k is 16; expected an integer from 1 to 8"),
+        (lambda: RandK(8, 8, 1), "value_bits is 1; expected an integer from 2 to 8, or 32"),
+        (lambda: RandK(8, 8, 2.0), "value_bits is 2.0; expected an integer"),
     ],
 )
 def test_bad_parameters_are_named(make, message):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +177,7 @@ class TestCode:
         code += "0" * (-len(code) % 8)
         assert TopK(3, 16, 2).compress(x).data.tobytes() == int(code, 2).to_bytes(len(code) // 8, "big")
 
-    @pytest.mark.parametrize("coding_of", ["fixed", "gaps"])
+    @pytest.mark.parametrize("coding_of", ["fixed", None])
     @pytest.mark.parametrize("k", [3, 64])
     def test_of_nothing_is_nothing(self, k, coding_of):
         """Zeros, fewer elements than k, an empty vector."""
@@ -205,6 +206,18 @@ class TestLength:
                 before = at
             total, count = total + 8 * len(writer._bytes) + writer._count, count + 1
         assert math.log2(count) < total / count < 1.15 * math.log2(count)
+
+    @pytest.mark.parametrize(
+        ("n", "c", "most"), [(4096, 64, 7.44), (1024, 32, 6.44), (4096, 1024, 3.5), (65536, 1, 16.7)]
+    )
+    def test_the_mean_of_a_gap_at_random_positions(self, n, c, most):
+        """Exactly: the first of c positions is g with probability binom(n - g - 1, c - 1) / binom(n, c)."""
+        writer, total = gaps.BitWriter, 0
+        for g in range(n - c + 1):
+            bits = writer()
+            gaps._put_golomb(bits, g, gaps.divisor(n, c))
+            total += math.comb(n - g - 1, c - 1) * (8 * len(bits._bytes) + bits._count)
+        assert math.log2(math.comb(n, c)) / c < total / math.comb(n, c) < most
 
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize("draw", ["normal", "laplace"])
@@ -327,16 +340,16 @@ class TestSpec:
         ("c", "spec"),
         [
             (TopK(), "topk:k=32,bucket_size=1024"),
-            (TopK(value_bits=32, coding="fixed"), "topk:k=32,bucket_size=1024"),
             (TopK(64, 4096, 2), "topk:k=64,bucket_size=4096,value_bits=2"),
-            (TopK(64, 4096, 2, "gaps"), "topk:k=64,bucket_size=4096,value_bits=2"),
+            (replace(TopK(64, 4096), value_bits=2), "topk:k=64,bucket_size=4096,value_bits=2"),
+            (replace(TopK(64, 4096, 2), value_bits=32), "topk:k=64,bucket_size=4096"),
             (TopK(64, 4096, 2, "fixed"), "topk:k=64,bucket_size=4096,value_bits=2,coding=fixed"),
         ],
     )
     def test_there_and_back(self, c, spec):
         assert c.spec == spec
         assert qcomp.compressor(spec) == c
-        assert c.variable_length == (c.coding == "gaps") == (c.coder is not None)
+        assert c.variable_length == (c.coder is not None) == (c.coding is None and c.value_bits < 32)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -345,8 +358,11 @@ class TestSpec:
             ({"value_bits": 5}, "value_bits is 5; expected an integer from 1 to 4, or 32"),
             ({"value_bits": 2.0}, "value_bits is 2.0; expected an integer"),
             ({"value_bits": True}, "value_bits is True; expected an integer"),
-            ({"coding": "gaps"}, "coding is 'gaps' with value_bits=32; expected 'fixed', or fewer bits"),
-            ({"value_bits": 2, "coding": "rice"}, "coding is 'rice'; expected 'gaps' or 'fixed'"),
+            (
+                {"coding": "fixed"},
+                "coding is 'fixed', as values of 32 bits always are; expected None, or fewer",
+            ),
+            ({"value_bits": 2, "coding": "rice"}, "coding is 'rice'; expected 'fixed' or None"),
         ],
     )
     def test_what_is_out_of_range(self, arguments, message):
@@ -359,7 +375,7 @@ class TestSpec:
         c = TopK(5, 64, 2, "fixed")
         got = jax.jit(lambda x: c.compress(x).data)(jax.numpy.asarray(x))
         assert np.asarray(got).tobytes() == c.compress(x).data.tobytes()
-        with pytest.raises(TypeError, match=r"coding is 'gaps' with value_bits=2.*expected coding='fixed'"):
+        with pytest.raises(TypeError, match=r"coding is None with value_bits=2.*expected coding='fixed'"):
             jax.jit(lambda x: TopK(5, 64, 2).compress(x).data)(jax.numpy.asarray(x))
 
 

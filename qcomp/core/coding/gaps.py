@@ -17,7 +17,7 @@ The code of a bucket of n elements of which c are kept, at most K = min(k, n):
   bits.
 
 Golomb's code with m = max(1, (11 n + 8 c) // 16 c), about 0.69 n / c: g // m zeros and a one, then g mod m in truncated
-binary. With positions at random it needs 0.08 bits an element more than log2 binom(n, c) / c. Sources: Golomb, IEEE
+binary. For 64 of 4096 positions at random it needs 0.07 bits each more than log2 binom(n, c) / c. Sources: Golomb, IEEE
 Trans. Information Theory 12, 1966; Gallager and van Voorhis, IEEE Trans. Information Theory 21, 1975.
 """
 

@@ -38,10 +38,9 @@ class TopK(Compressor):
         32 sends the values in float32. 1 to 4 round each to a sign and one of 2^(value_bits - 1) magnitudes: 1 to the
         mean magnitude of the kept elements of its bucket; 2 to the means of those below that mean, and of the others; 3
         and 4 to magnitudes evenly spaced from the smallest to the largest.
-    coding : {"gaps", "fixed"}, optional
-        How values of fewer than 32 bits and their positions are sent. ``"gaps"``, the default for them, codes the gaps
-        between kept elements on the host, which a compiler cannot trace; `qcomp.core.coding.gaps` has the code.
-        ``"fixed"``, the only one for values of 32 bits, sends positions in whole bytes.
+    coding : "fixed", optional
+        For values of fewer than 32 bits: send positions in whole bytes, so that payloads have a fixed length. By
+        default a coder on the host, which a compiler cannot trace, shortens them; see `qcomp.core.coding.gaps`.
 
     Notes
     -----
@@ -52,10 +51,10 @@ class TopK(Compressor):
     With fewer bits, the error of what is kept is added. Up to 2 bits, delta is min(k / bucket_size, 1 / k), with more
     min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2; up to 2^-7 of it for the rounding
     of levels. The worst case needs one element far above k - 1 small ones; on gradients the error of what is kept is
-    one or two percent of its norm squared with 2 bits. ``"fixed"`` sends an index with the value below it, in 1 to 3
-    bytes, for each of k elements, and 64 bits a bucket. ``"gaps"`` sends at most 9.6 bits for each of 64 of 4096
-    elements with 2 bits, of which log2 binom(4096, 64) / 64 = 7.36 are the least for the positions. The levels are
-    those of SparseLoCo, arXiv 2508.15706.
+    one or two percent of its norm squared with 2 bits. A fixed length is 1 to 3 bytes for each of k elements, an index
+    with the value below it, and 64 bits a bucket. The coder sends at most 9.6 bits for each of 64 of 4096 elements with
+    2 bits, of which log2 binom(4096, 64) / 64 = 7.36 are the least for the positions. The 2-bit values are after
+    SparseLoCo, arXiv 2508.15706.
 
     Examples
     --------
@@ -76,7 +75,7 @@ class TopK(Compressor):
     k: int = 32
     bucket_size: int = 1024
     value_bits: int = 32
-    coding: Literal["gaps", "fixed"] | None = None
+    coding: Literal["fixed"] | None = None
 
     def __post_init__(self) -> None:
         validate_sparsity(self.k, self.bucket_size)
@@ -86,25 +85,22 @@ class TopK(Compressor):
             raise ValueError(
                 f"value_bits is {self.value_bits!r}; expected an integer from 1 to {MOST_BITS}, or 32"
             )
-        exact = self.value_bits == 32
-        if self.coding is None:
-            object.__setattr__(self, "coding", "fixed" if exact else "gaps")
-        if self.coding not in ("gaps", "fixed"):
-            raise ValueError(f"coding is {self.coding!r}; expected 'gaps' or 'fixed'")
-        if exact and self.coding != "fixed":
-            raise ValueError(f"coding is {self.coding!r} with value_bits=32; expected 'fixed', or fewer bits")
+        if self.coding not in ("fixed", None):
+            raise ValueError(f"coding is {self.coding!r}; expected 'fixed' or None")
+        if self.coding and self.value_bits == 32:
+            raise ValueError(
+                "coding is 'fixed', as values of 32 bits always are; expected None, or fewer value_bits"
+            )
 
     @cached_property
     def spec(self) -> str:
         """The spec string, without what is the default, so that payloads of 32-bit values keep their name."""
-        whole = super().spec
-        default = "fixed" if self.value_bits == 32 else "gaps"
-        return whole.removesuffix(f",coding={default}").removesuffix(",value_bits=32")
+        return super().spec.replace(",value_bits=32", "").replace(",coding=None", "")
 
     @cached_property
     def coder(self) -> GapCoder | None:
         """The coder of positions and values, or None."""
-        if self.coding == "fixed":
+        if self.coding == "fixed" or self.value_bits == 32:
             return None
         return GapCoder(replace(self, coding="fixed"), self.k, self.bucket_size, self.value_bits)
 

@@ -16,7 +16,16 @@ from array_api_compat import is_array_api_obj
 from qcomp.core.numeric.arrays import Array, array_namespace, device
 from qcomp.core.numeric.buckets import Block
 
-__all__ = ["SHARED_RANK", "Key", "draws16", "draws_are_replaced", "philox4x32", "replace_draws"]
+__all__ = [
+    "SHARED_RANK",
+    "Key",
+    "draws16",
+    "draws16_again",
+    "draws_are_replaced",
+    "philox4x32",
+    "replace_draws",
+    "stream_of",
+]
 
 SHARED_RANK = 0xFFFFFFFF
 """The rank in keys of draws that all ranks share."""
@@ -252,18 +261,45 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
     ``bucket * bucket_size / 8 + j`` belongs to element d*W + j, the low half of word d // 2 first. So one lane
     owns one block, eight strided elements and one byte of every bit plane.
     """
+    if _replacement.get() is not None:
+        return _replaced(key, block, like)
+    words = fold_key(key, like=like)
+    return _draws(words, key.hop, key.bucket, block=block, bucket_size=bucket_size, like=like)
+
+
+def stream_of(key: Key, *, like: Array) -> Array:
+    """Return what determines all draws of a key, int32 of shape (4,): two folded words, the hop, the bucket."""
+    words, xp = _ArrayWords(like), array_namespace(like)
+    parts = (*fold_key(key, like=like), key.hop, key.bucket)
+    return xp.concat([xp.reshape(words.word(part), (1,)) for part in parts])
+
+
+def draws16_again(stream: Array, block: Block, *, bucket_size: int, like: Array) -> Array:
+    """Return the draws of `draws16` for the key whose `stream_of` this is."""
+    if _replacement.get() is not None:
+        return _replaced(Key(), block, like)
+    first, second, hop, bucket = (stream[i : i + 1] for i in range(4))
+    return _draws((first, second), hop, bucket, block=block, bucket_size=bucket_size, like=like)
+
+
+def _replaced(key: Key, block: Block, like: Array) -> Array:
+    xp, source = array_namespace(like), _replacement.get()
+    assert source is not None
+    values = xp.asarray(source(key, block), dtype=xp.float32, device=device(like))
+    return xp.broadcast_to(values, (block.rows, block.length))
+
+
+def _draws(
+    words_of_key: tuple[Any, Any], hop: Any, bucket: Any, *, block: Block, bucket_size: int, like: Array
+) -> Array:
     xp = array_namespace(like)
-    source = _replacement.get()
-    if source is not None:
-        values = xp.asarray(source(key, block), dtype=xp.float32, device=device(like))
-        return xp.broadcast_to(values, (block.rows, block.length))
     width = block.length // 8
     lanes = xp.reshape(xp.arange(width, dtype=xp.int32, device=device(like)), (1, width))
     rows = xp.reshape(xp.arange(block.rows, dtype=xp.int32, device=device(like)), (block.rows, 1))
     words = _ArrayWords(like)
-    first = (key.bucket + block.first_bucket) * (bucket_size // 8)
-    counter = rows * words.word(bucket_size // 8) + lanes + words.word(first)
-    outputs = philox4x32((counter, key.hop, _ROUNDING, 0), fold_key(key, like=like), like=like)
+    first = (words.word(bucket) + words.word(block.first_bucket)) * words.word(bucket_size // 8)
+    counter = rows * words.word(bucket_size // 8) + lanes + first
+    outputs = philox4x32((counter, hop, _ROUNDING, 0), words_of_key, like=like)
     halves = []
     for word in outputs:
         halves += [xp.bitwise_and(word, words.word(0xFFFF)), words.high_half(word)]
