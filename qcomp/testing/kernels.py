@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, WholeFields
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, TopK, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, Encoded, KernelSet, use_kernels
@@ -43,6 +43,10 @@ COMPRESSORS: tuple[Compressor, ...] = (
     WholeFields(Scaled(QSGD(levels=3, bucket_size=512, norm="l2")), field=25),
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
+    TopK(k=5, bucket_size=64),
+    TopK(k=20, bucket_size=512, value_bits=2, coding="fixed"),
+    TopK(k=40, bucket_size=64, value_bits=4, coding="fixed"),
+    TopK(k=1, bucket_size=8, value_bits=1, coding="fixed"),
 )
 """One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not. Of the
 widths that exist only with a coder: the narrowest, the widest and one other, also with a factor that rounds to 1. Also

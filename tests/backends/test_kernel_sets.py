@@ -28,6 +28,7 @@ QUICK = (
     qcomp.Scaled(qcomp.QSGD(7, 64)),
     WideQSGD(128, 64),
     qcomp.MinMaxUInt8(64),
+    qcomp.TopK(20, 512, 2, "fixed"),
 )
 """Compressors of each kernel; `make test-all` has every width of a code."""
 
@@ -309,6 +310,8 @@ def test_broken_kernels_for_wide_codes_are_caught(fault):
         (qcomp.Scaled(WIDE), True),
         (qcomp.WholeFields(WIDE, field=9), True),
         (qcomp.WholeFields(qcomp.Scaled(qcomp.QSGD()), field=25), True),
+        (qcomp.TopK(k=3, bucket_size=64), True),
+        (qcomp.TopK(k=3, bucket_size=64, value_bits=2, coding="fixed"), True),
         (qcomp.WholeFields(qcomp.TopK(k=3, bucket_size=64), field=9), False),
         (qcomp.Scaled(qcomp.WholeFields(qcomp.QSGD(), field=25)), False),
     ],

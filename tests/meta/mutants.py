@@ -48,6 +48,12 @@ class Largest(qcomp.TopK):
 
 
 @dataclass(frozen=True)
+class LargestInTwoBits(Largest):
+    value_bits: int = 2
+    coding: str = "fixed"
+
+
+@dataclass(frozen=True)
 class Drawn(qcomp.RandK):
     k: int = 8
     bucket_size: int = 64
@@ -186,6 +192,7 @@ mutant("variance_bound", "omega not random", Sign, traits=promises(unbiased=True
 mutant("contraction", "delta of sign", Sign, traits=promises(delta=lambda delta: delta * 1.3))
 mutant("contraction", "delta of minmax", Range, traits=promises(delta=lambda delta: 1 - (1 - delta) * 0.8))
 mutant("contraction", "delta of topk", Largest, traits=promises(delta=6 / 64))
+mutant("contraction", "delta of topk in two bits", LargestInTwoBits, traits=promises(delta=6 / 64))
 mutant("contraction", "delta of scaled", Shrunk, traits=promises(delta=lambda delta: delta * 1.3))
 mutant("contraction", "delta of cast", qcomp.Cast, traits=promises(delta=1 - 2.0**-18))
 mutant(

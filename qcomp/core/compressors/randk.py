@@ -19,7 +19,7 @@ from qcomp.core.traits import Traits
 
 __all__ = ["RandK"]
 
-_VALUES = 1 << 31
+_VALUES = 1 << 30
 """Added to the hop of a key for the draws that round values, which must not depend on those of the positions."""
 
 
@@ -132,7 +132,7 @@ class RandK(Compressor):
                 held = self._held(block)
                 padding = xp.zeros((held.rows, held.length - strata), dtype=x.dtype, device=device(x))
                 value, (step,) = rounding.encode_block(
-                    xp.concat([value, padding], axis=1), held, key.at(hop=(key.hop + _VALUES) % (1 << 32))
+                    xp.concat([value, padding], axis=1), held, _of_values(key)
                 )
                 value = bitplanes.pack(value, rounding.bits)
                 steps.append(step)
@@ -198,3 +198,9 @@ class RandK(Compressor):
         xp = array_namespace(drawn)
         each = xp.arange(block.length // self._strata(block), dtype=xp.int32, device=device(drawn))
         return each[None, :, None] == drawn[:, None, :]
+
+
+def _of_values(key: Key) -> Key:
+    """Return the key of the draws that round values."""
+    hop = key.hop + _VALUES
+    return key.at(hop=hop % (1 << 32) if isinstance(hop, int) else hop)
