@@ -105,16 +105,30 @@ class TestRandK:
                 assert not np.any((y[part] / (8 * step[bucket])) % 1)
 
     def test_the_draws_of_values_do_not_depend_on_those_of_positions(self):
-        """Values in the middle of a step go up half of the time, wherever they were taken from."""
-        x = np.full(64 * 4096, 0.5, dtype=np.float32)
-        x[::2] *= -1
-        x.reshape(4096, 8, 8)[:, :, 0] = 1  # the largest, in one stratum
-        y = np.abs(decoded(RandK(8, 64, 2), x, Key(seed=4)).reshape(4096, 8, 8)[:, :, 1:])
-        kept = np.abs(decoded(RandK(8, 64), x, Key(seed=4)).reshape(4096, 8, 8)[:, :, 1:]) > 0
-        for number in range(8):
-            for stratum in range(7):
-                up = y[:, number, stratum][kept[:, number, stratum]] > 0
-                assert abs(np.mean(up) - 0.5) < 6 * 0.5 / np.sqrt(up.size)
+        """Values in the middle of a step go up half of the time, wherever in their stratum they were taken from."""
+        x = np.full(64, 0.5, dtype=np.float32)
+        x[7::8] = 1  # the largest, in one stratum
+        ups = {True: [], False: []}
+        for step in range(400):
+            (number,) = np.flatnonzero(decoded(RandK(8, 64), x, Key(step=step))[::8])
+            ups[bool(number < 4)].append(decoded(RandK(8, 64, 2), x, Key(step=step))[8 * number] != 0)
+        for up in ups.values():
+            assert abs(np.mean(up) - 0.5) < 6 * 0.5 / np.sqrt(len(up))
+
+    @pytest.mark.slow
+    def test_a_compiler_draws_the_same(self):
+        """Also when what was drawn is drawn again."""
+        jax = pytest.importorskip("jax")
+        c, x, key = RandK(8, 64, 2), vector("gaussian", 128, 1), Key(seed=1, step=5, hop=1)
+
+        @jax.jit
+        def compiled(x):
+            payload = c.compress(x, key=key)
+            return payload.data, c.decompress(payload, like=x)
+
+        data, y = compiled(jax.numpy.asarray(x))
+        assert np.asarray(data).tobytes() == c.compress(x, key=key).data.tobytes()
+        assert np.asarray(y).tobytes() == decoded(c, x, key).tobytes()
 
     def test_bytes_of_few_bits(self):
         assert RandK(64, 4096, 2).payload_spec(1 << 20).nbytes == 256 * (16 + 4) + 16
@@ -134,6 +148,13 @@ class TestRandK:
                 assert not decoded(c, 0 * x, key).any()
                 y, exact = decoded(c, x, key), decoded(RandK(k, 64), x, key)
                 assert not y[exact == 0].any()
+                assert np.abs(y).max(initial=0) <= np.abs(exact).max(initial=0) * (1 + 2**-15)
+
+    @pytest.mark.parametrize("bits", [2, 5, 32])
+    def test_a_tail_has_the_factor_of_its_length(self, bits):
+        for size, k, factor in ((64, 8, 8), (9, 8, 2), (9, 1, 16), (7, 64, 1), (33, 4, 16)):
+            y = decoded(RandK(k, 64, bits), np.full(size, 3, dtype=np.float32), Key(seed=2))
+            assert {*y.tolist()} <= {0.0, 3.0 * factor}
 
     def test_around_it_feedback_explodes_and_says_so(self):
         with pytest.raises(ValueError, match=r"omega = 7 >= 1.*qcomp\.Scaled"):

@@ -286,6 +286,13 @@ class TestDamage:
         with pytest.raises(PayloadError, match=message), qcomp.backends.use("pure"):
             coding.decode_gaps(int(bits, 2).to_bytes(len(bits) // 8, "big"), 8, gaps.Shape(5, 8, 2))
 
+    def test_a_scale_out_of_range(self, coders):
+        for difference, sign in ((1000, "1"), (900, "0")):  # 952 - 1001 < 8, and 952 + 900 > 1816
+            bits = "1" + "0" * 9 + f"{difference + 1:010b}" + sign
+            bits += "1" * 15 + "0" * (-len(bits + 15 * "1") % 8)
+            with pytest.raises(PayloadError):
+                coders.gaps_decode(memoryview(int(bits, 2).to_bytes(len(bits) // 8, "big")), 8, 5, 8, 1)
+
     @settings(derandomize=True, deadline=None, max_examples=200)
     @given(st.binary(max_size=60), st.sampled_from([(1, 8), (5, 64), (64, 64), (3, 4096)]), st.integers(1, 4))
     def test_arbitrary_bytes(self, data, shape, bits):
