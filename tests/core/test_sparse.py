@@ -154,7 +154,7 @@ class TestRandK:
     def test_a_tail_has_the_factor_of_its_length(self, bits):
         for size, k, factor in ((64, 8, 8), (9, 8, 2), (9, 1, 16), (7, 64, 1), (33, 4, 16)):
             y = decoded(RandK(k, 64, bits), np.full(size, 3, dtype=np.float32), Key(seed=2))
-            assert {*y.tolist()} <= {0.0, 3.0 * factor}
+            np.testing.assert_allclose(y[y != 0], 3 * factor, rtol=2.0**-15 if bits == 5 else 0)
 
     def test_around_it_feedback_explodes_and_says_so(self):
         with pytest.raises(ValueError, match=r"omega = 7 >= 1.*qcomp\.Scaled"):
