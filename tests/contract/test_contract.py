@@ -48,6 +48,7 @@ QUICK = {
     qcomp.Identity(),
     qcomp.Cast("bfloat16"),
     qcomp.TopK(k=5, bucket_size=64),
+    qcomp.TopK(k=8, bucket_size=512, value_bits=4, coding="fixed"),
 }
 """One of each kind of which a check takes a second or two; that of QSGD under kernels is quick, in tests/backends."""
 
