@@ -110,7 +110,7 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
 
 
 def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
-    """Return SparseLoCo: the 64 largest of 4,096 elements, with residuals that decay.
+    """Return SparseLoCo: the 64 largest of 4,096 elements in two bits each, with residuals that decay.
 
     Parameters
     ----------
@@ -126,9 +126,9 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is AdamW. The outer learning rate is 1, published are 0.4 to 1, without momentum; residuals
-    decay by 0.95. Chunks are runs of 4,096 elements; in the source they are 64 x 64 blocks of a matrix, and values have
-    2 bits; here they have 32. All-gather, so that nothing is compressed twice: sends in an outer round (N - 1) * 0.75
-    bits per element. Source: Sarfi et al., arXiv 2508.15706.
+    decay by 0.95. Chunks are runs of 4,096 elements; in the source they are 64 x 64 blocks of a matrix. All-gather, so
+    that nothing is compressed twice: sends in an outer round about (N - 1) * 0.15 bits per element. Source: Sarfi et
+    al., arXiv 2508.15706.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
     settings: dict[str, Any] = {
         "every": every,
         "outer": SGD(learning_rate=1.0),
-        "compressor": TopK(k=64, bucket_size=4096),
+        "compressor": TopK(k=64, bucket_size=4096, value_bits=2),
         "averaging": Averaging(topology="all_gather"),
         "decay": 0.95,
     }
