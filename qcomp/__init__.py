@@ -24,9 +24,10 @@ from qcomp.core.compressors import (
 )
 from qcomp.core.diagnostics import Diagnostics
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
-from qcomp.core.mean.averaging import Averaging
+from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.ef21 import EF21Mean
+from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers import (
     EF21SGD,
@@ -97,6 +98,8 @@ __all__ = [
     "Payload",
     "PayloadError",
     "PayloadSpec",
+    "PowerSGD",
+    "PowerSGDMean",
     "QAdam",
     "RandK",
     "Scaled",

@@ -303,6 +303,19 @@ class KernelSet(Protocol):
         """
         ...
 
+    def compensate(self, x: Array, residual: Array, *, out: Array | None) -> tuple[Array, float] | None:
+        """Return x plus a residual, and the largest magnitude of that, NaN if there is one.
+
+        In ``out`` if that is given, which may be x.
+        """
+        ...
+
+    def take_low_rank(
+        self, left: Array, right: Array, matrix: Array, *, out: Array | None
+    ) -> tuple[Array, Array] | None:
+        """Return the product of two factors, in ``out`` if that is given, and what it leaves of a matrix, in place."""
+        ...
+
 
 class Partial:
     """Base of sets that leave these to the pure version, which calls the other kernels one after the other."""
@@ -402,6 +415,27 @@ class Partial:
         *,
         donate: bool,  # noqa: ARG002
     ) -> list[tuple[Array, Array, Array]] | None:
+        """Return None."""
+        return None
+
+    def compensate(
+        self,
+        x: Array,  # noqa: ARG002
+        residual: Array,  # noqa: ARG002
+        *,
+        out: Array | None,  # noqa: ARG002
+    ) -> tuple[Array, float] | None:
+        """Return None."""
+        return None
+
+    def take_low_rank(
+        self,
+        left: Array,  # noqa: ARG002
+        right: Array,  # noqa: ARG002
+        matrix: Array,  # noqa: ARG002
+        *,
+        out: Array | None,  # noqa: ARG002
+    ) -> tuple[Array, Array] | None:
         """Return None."""
         return None
 

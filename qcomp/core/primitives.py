@@ -1,8 +1,8 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
 `encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
-these and of `finish_mean`, `momentum`, `adam_steps`, and `frozen_steps` of the frozen-variance optimizers. All else in
-the core is made of these, or runs once a step on small arrays.
+these and of `finish_mean`, `momentum`, `adam_steps`, `frozen_steps` of the frozen-variance optimizers, and `compensate`
+and `take_low_rank` of PowerSGD. All else in the core is made of these, or runs once a step on small arrays.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from qcomp.core.numeric.arrays import (
     dtype_name,
     flush,
     is_mutable,
+    is_on_host,
     is_read_late,
     is_traced,
     out_of_range,
     require_below,
     sqrt,
     to_compute_dtype,
+    truncate_last_bit,
     write_into,
 )
 
@@ -43,6 +45,7 @@ __all__ = [
     "adam_steps",
     "add_up",
     "average",
+    "compensate",
     "compress_mean",
     "decode",
     "empty_like",
@@ -54,6 +57,7 @@ __all__ = [
     "momentum",
     "refusal",
     "require_accepted",
+    "take_low_rank",
 ]
 
 
@@ -459,3 +463,97 @@ def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
     if weight_decay:
         direction = direction + weight_decay * values
     return array_namespace(p).astype(values - rate * direction, p.dtype, copy=False)
+
+
+def compensate(
+    x: Array, residual: Array, *, what: str, out: Array | None = None
+) -> tuple[Array, Array | None]:
+    """Return ``flush(flush(x) + residual)``, and what a device will say of values out of range, as `Encoded.refused`.
+
+    Parameters
+    ----------
+    x, residual : array, shape (size,)
+        Of the dtype in which x is computed.
+    what : str
+        What refuses values, in errors.
+    out : array, optional
+        A buffer for the result, which may be x.
+
+    Raises
+    ------
+    NonFiniteError
+        If values out of range, from 2^100 on, were found before this returned; x is used up then if it is ``out``.
+    """
+    kernels = chosen(x)
+    if kernels is not None:
+        found = kernels.compensate(x, residual, out=out)
+        if found is not None:
+            values, largest = found
+            if not largest < LIMIT:
+                raise NonFiniteError(
+                    f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {LIMIT:.6g}"
+                )
+            return values, None
+    compensated = flush(flush(x) + residual)
+    refused = None
+    if is_read_late(x):
+        refused = out_of_range(compensated, LIMIT)
+    else:
+        require_below(compensated, LIMIT, what)
+    return compensated if out is None else write_into(out, compensated), refused
+
+
+_BLOCK = 1 << 15
+"""Elements of a matrix that are computed at once on a CPU, whose caches hold all that comes between."""
+
+
+def take_low_rank(
+    left: Array, right: Array, matrix: Array, *, out: Array | None = None
+) -> tuple[Array, Array]:
+    """Return a matrix of low rank, and what it leaves of another matrix, which is used up.
+
+    Parameters
+    ----------
+    left, right : array, shapes (rank, rows) and (rank, columns)
+        The factors. The magnitudes of two elements whose product is not zero must multiply to at least 2^-102.
+    matrix : array, shape (rows * columns,)
+        Of the dtype of the factors.
+    out : array, shape (rows * columns,), optional
+        A buffer for the matrix of low rank.
+
+    Returns
+    -------
+    product : array, shape (rows * columns,)
+        ``product[i, j] = sum_k t(left[k, i] * right[k, j])``, added in the order of k, where t clears the last bit of a
+        product. So no compiler can contract a product and a sum, and every library returns the same bits.
+    rest : array, shape (rows * columns,)
+        ``flush(matrix - product)``, in the buffer of ``matrix`` where that can be written to.
+    """
+    kernels = chosen(matrix)
+    if kernels is not None:
+        found = kernels.take_low_rank(left, right, matrix, out=out)
+        if found is not None:
+            return found
+    xp = array_namespace(matrix)
+    product = empty_like(matrix) if out is None else out
+    rows, columns = left.shape[1], right.shape[1]
+    if product is None or not is_mutable(matrix):
+        whole = _outer(left, right)
+        return whole, flush(matrix - whole)
+    step = max(1, _BLOCK // max(1, columns)) if is_on_host(matrix) else max(1, rows)
+    for first in range(0, rows, step):
+        part = slice(first * columns, min(rows, first + step) * columns)
+        block = _outer(left[:, first : first + step], right)
+        product[part] = block
+        matrix[part] = flush(matrix[part] - block)
+    return xp.reshape(product, (-1,)), matrix
+
+
+def _outer(left: Array, right: Array) -> Array:
+    """Return the sum of the outer products of the rows of two factors, flat; see `take_low_rank`."""
+    total = None
+    for index in range(left.shape[0]):
+        product = truncate_last_bit(left[index, :, None] * right[index, None, :])
+        total = product if total is None else total + product
+    assert total is not None
+    return array_namespace(left).reshape(total, (-1,))

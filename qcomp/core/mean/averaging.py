@@ -1,16 +1,17 @@
 """The settings of an optimizer's mean over ranks."""
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.costs import Link
+from qcomp.core.mean.powersgd import PowerSGDMean, require_rank
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.registry import require_name
 
-__all__ = ["Averaging", "TakesAveraging"]
+__all__ = ["Averaging", "PowerSGD", "TakesAveraging"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,55 @@ class Averaging:
         """
         kind = TensorwiseMean if self.tensorwise else CompressedMean
         return kind(compressor, self.topology, self.feedback, self.link)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Averaging):
+    """Average matrices by PowerSGD: two thin factors of each instead of its elements, with error feedback.
+
+    Used as the ``averaging`` of an optimizer, or of the hook for DistributedDataParallel. The ``compressor`` beside it
+    then compresses the factors, and must lose little: pass ``Identity()`` or ``Cast("bfloat16")``.
+
+    Parameters
+    ----------
+    rank : int, default 1
+        Columns of a factor, at least 1. 1, 2 and 4 are usual; what is sent grows in proportion.
+    min_compression : float, default 2
+        A tensor of shape (n, ...) with n m elements is averaged exactly unless ``rank * (n + m) * min_compression < n *
+        m``, >= 0. So are vectors, and what the optimizer's policy ``exact`` selects.
+
+    Notes
+    -----
+    See `PowerSGDMean` for the algorithm, what it sends, and its source. There is no choice of a topology.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> opt = qcomp.CompressedSGD(learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=2))
+    >>> opt.mean.rank, opt.mean.is_low_rank((64, 32, 3, 3)), opt.mean.is_low_rank((64,))
+    (2, True, False)
+    """
+
+    topology: Literal["two_phase"] = field(default="two_phase", init=False)
+    feedback: bool = field(default=True, init=False)
+    link: Link = field(default=ETHERNET, init=False)
+    tensorwise: bool = field(default=True, init=False)
+    rank: int = 1
+    min_compression: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_rank(self.rank, self.min_compression)
+
+    def mean(self, compressor: Compressor) -> PowerSGDMean:
+        """Return the mean of tensors whose factors use this compressor.
+
+        Parameters
+        ----------
+        compressor : Compressor
+            Compresses the factors, on workers and owners.
+        """
+        return PowerSGDMean(compressor, rank=self.rank, min_compression=self.min_compression)
 
 
 class TakesAveraging:

@@ -37,7 +37,16 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.random import Key
 from qcomp.core.rehearsal import rehearse
 
-__all__ = ["CompressedMean", "Computation", "MeanState", "Terms"]
+__all__ = [
+    "CompressedMean",
+    "Computation",
+    "MeanState",
+    "Terms",
+    "of_one_tensor",
+    "shaped_like",
+    "unless_refused",
+    "zeros_for",
+]
 
 
 _MOST_LAYOUTS = 256
@@ -224,21 +233,21 @@ class CompressedMean:
         """
         require_rank_in(rank, size)
         tensors = as_list(x)
-        yield from handshake_stages(
-            {
-                "compressor": [c.spec for c in self.compressors],
-                "topology": self.topology,
-                "link": str(self.link),
-                "feedback": self.feedback,
-                "shapes": [list(t.shape) for t in tensors],
-                "dtypes": [compute_dtype_name(dtype_name(t.dtype)) for t in tensors],
-            },
-            size=size,
-            like=tensors[0],
-        )
+        yield from handshake_stages(self.facts(tensors), size=size, like=tensors[0])
         rehearse(self.compressors, tensors[0], steps=False)
         nodes = yield from self.node_stages(host, size=size, like=tensors[0])
         return self.zeros(tensors, rank=rank, size=size, nodes=nodes)
+
+    def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
+        """Return what the ranks must agree on before they average tensors like these."""
+        return {
+            "compressor": [c.spec for c in self.compressors],
+            "topology": self.topology,
+            "link": str(self.link),
+            "feedback": self.feedback,
+            "shapes": [list(t.shape) for t in tensors],
+            "dtypes": [compute_dtype_name(dtype_name(t.dtype)) for t in tensors],
+        }
 
     def node_stages(self, host: str | None, *, size: int, like: Array) -> Stages[tuple[int, ...]]:
         """Return the node of each rank, the same on all ranks; empty, without an exchange, if nothing depends on it."""
@@ -298,7 +307,7 @@ class CompressedMean:
         if not self.keeps_residuals or mean.resolved.is_exact_on(Nodes.of(size, nodes)):
             return MeanState(rank, size, (), (), nodes=nodes, topology=mean.topology)
         worker, server = (
-            tuple(_zeros_for(tensors[s.tensor], s.size) for s in ranges)
+            tuple(zeros_for(tensors[s.tensor], s.size) for s in ranges)
             for ranges in mean.layout(shapes, rank=rank, size=size, nodes=nodes).residuals
         )
         return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
@@ -430,7 +439,7 @@ class CompressedMean:
         elif mean.keeps_residuals:
             mean._require_own(state, tensors)
         computation = mean._computation(tensors, state, terms)
-        return computation if isinstance(x, list | tuple) else _of_one_tensor(computation)
+        return computation if isinstance(x, list | tuple) else of_one_tensor(computation)
 
     def _computation(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
         """Return the computation for tensors that match the state and the terms."""
@@ -478,10 +487,10 @@ class CompressedMean:
 
         def finish(results: Sequence[Averaged]) -> tuple[list[Array], MeanState]:
             average = join(results)
-            means = _unless_refused(average.means, average.verdicts)
+            means = unless_refused(average.means, average.verdicts)
             values = cut_like(means[0], sizes) if joined else means
             new_state = state._replace(worker=average.worker, server=average.server)
-            return _shaped_like(values, targets), new_state
+            return shaped_like(values, targets), new_state
 
         return Computation(rounds, finish)
 
@@ -517,7 +526,7 @@ def _only(results: Sequence[Averaged]) -> Averaged:
     return result
 
 
-def _of_one_tensor(computation: Computation) -> Computation:
+def of_one_tensor(computation: Computation) -> Computation:
     """Return the same computation for a single tensor instead of a list."""
 
     def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
@@ -527,14 +536,14 @@ def _of_one_tensor(computation: Computation) -> Computation:
     return computation._replace(finish=finish)
 
 
-def _zeros_for(tensor: Array, size: int) -> Array:
+def zeros_for(tensor: Array, size: int) -> Array:
     """Return ``size`` zeros in the compute dtype of a tensor, on its device."""
     xp = array_namespace(tensor)
     dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
     return xp.zeros((size,), dtype=dtype, device=device(tensor))
 
 
-def _unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
+def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
     """Return means as they are, or NaN if a verdict that a compiler traces refuses: nothing can be raised there."""
     if not verdicts:
         return means
@@ -543,7 +552,7 @@ def _unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequen
     return [xp.where(refused, xp.asarray(math.nan, dtype=mean.dtype), mean) for mean in means]
 
 
-def _shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
+def shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
     """Return flat vectors in the shapes and dtypes of tensors."""
     return [
         x

@@ -41,6 +41,7 @@ __all__ = [
     "host_bytes",
     "host_numbers",
     "is_mutable",
+    "is_on_host",
     "is_read_late",
     "is_traced",
     "itemsize",
@@ -372,6 +373,11 @@ def is_mutable(x: Array) -> bool:
     if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
         return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
+
+
+def is_on_host(x: Array) -> bool:
+    """Return whether x is in the memory of a CPU."""
+    return str(device(x)).lower().startswith("cpu")
 
 
 def flat(x: Array) -> Array:

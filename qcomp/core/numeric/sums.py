@@ -16,7 +16,17 @@ from qcomp.core.numeric.arrays import (
     truncate_last_bit,
 )
 
-__all__ = ["mean_abs", "norm2", "pad_to_power_of_two", "rms", "sum_of_squares", "total", "totals", "tree_sum"]
+__all__ = [
+    "mean_abs",
+    "norm2",
+    "pad_to_power_of_two",
+    "power_of_two_below",
+    "rms",
+    "sum_of_squares",
+    "total",
+    "totals",
+    "tree_sum",
+]
 
 
 def tree_sum(rows: Array) -> Array:
@@ -56,13 +66,13 @@ def _scaled_squares(rows: Array) -> tuple[Array, Array]:
     """
     xp = array_namespace(rows)
     largest = xp.max(xp.abs(rows), axis=1)
-    power = _power_of_two_below(largest)
+    power = power_of_two_below(largest)
     scaled = divide(xp.abs(rows), power[:, None])
     scaled = xp.where(scaled < 2.0**-63, xp.zeros_like(scaled), scaled)
     return tree_sum(truncate_last_bit(scaled * scaled)), power
 
 
-def _power_of_two_below(x: Array) -> Array:
+def power_of_two_below(x: Array) -> Array:
     """Return the largest power of two that is at most x, and 1 for zero, infinity and NaN."""
     xp = array_namespace(x)
     if dtype_name(x.dtype) == "float64":

@@ -405,5 +405,7 @@ def _separable(optimizer: Optimizer) -> Optimizer:
             f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
             "qcomp.OneBitAdam(...)"
         )
+    if averaging.tensorwise:
+        return optimizer
     changes: dict[str, Any] = {"averaging": replace(averaging, tensorwise=True)}
     return replace(optimizer, **changes)

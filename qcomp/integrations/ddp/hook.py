@@ -176,6 +176,7 @@ def hook(
     *,
     feedback: bool | None = None,
     topology: str = "auto",
+    averaging: Averaging | None = None,
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     exact_iterations: int = 2,
@@ -198,6 +199,9 @@ def hook(
         is unbiased.
     topology : {"auto", "two_phase", "all_gather", "hierarchical", "ring"}
         See `qcomp.CompressedMean`. The default selects the fastest by the cost model, all-gather with two ranks.
+    averaging : Averaging, optional
+        Given instead of ``feedback`` and ``topology``. With ``qcomp.PowerSGD(rank=1)`` two thin factors of each matrix
+        are averaged, and the compressor compresses these.
     exact, compressors, seed
         See `qcomp.OneBitAdam`.
     exact_iterations : int
@@ -219,6 +223,8 @@ def hook(
     ------
     MismatchError
         On every rank, if the ranks differ in these settings or in the model.
+    ValueError
+        If ``averaging`` is given together with ``feedback`` or ``topology``.
 
     Notes
     -----
@@ -241,12 +247,17 @@ def hook(
     1
     >>> dist.destroy_process_group()
     """
+    if averaging is None:
+        feedback = not compressor.traits.unbiased if feedback is None else feedback
+        averaging = Averaging(topology=topology, feedback=feedback)
+    elif feedback is not None or topology != "auto":
+        raise ValueError(
+            f"averaging is {averaging!r}, feedback {feedback!r} and topology {topology!r}; expected averaging alone, "
+            "which has the other two"
+        )
     mean = GradientMean(
         compressor=compressor,
-        averaging=Averaging(
-            topology=topology,
-            feedback=not compressor.traits.unbiased if feedback is None else feedback,
-        ),
+        averaging=averaging,
         exact=exact,
         compressors=compressors,
         exact_iterations=exact_iterations,

@@ -1,0 +1,512 @@
+"""PowerSGD: ranks average two thin factors of each matrix, and keep what these lose."""
+
+import heapq
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from qcomp.core import primitives
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.cast import Cast
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.chunks import Segment
+from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.compressed_mean import (
+    Computation,
+    MeanState,
+    Terms,
+    of_one_tensor,
+    shaped_like,
+    unless_refused,
+    zeros_for,
+)
+from qcomp.core.mean.costs import Link
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.nodes import Nodes
+from qcomp.core.mean.stages import AllGather, AllToAll, Stages, announce_lengths, fuse
+from qcomp.core.mean.tensorwise import TensorwiseMean
+from qcomp.core.mean.topologies.base import Averaged, assemble
+from qcomp.core.mean.topologies.choice import ETHERNET
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    as_list,
+    detached,
+    dtype_name,
+    flat,
+    is_mutable,
+    to_compute_dtype,
+)
+from qcomp.core.numeric.low_rank import (
+    LEAST_LEFT,
+    LEAST_RIGHT,
+    first_factor,
+    next_factor,
+    orthonormal,
+    without_small,
+)
+from qcomp.core.numeric.random import Key
+
+__all__ = ["PowerSGDMean"]
+
+_LEFT, _RIGHT = 0, 2
+"""The hops of the draws of a rank for each factor; those of its owner are one more."""
+_LARGEST_ERROR = 1 / 6
+"""The most that a factor may lose, times the rank; feedback could diverge from (sqrt(2) - 1)^2 on, a little more."""
+
+
+class _Matrix(NamedTuple):
+    """A tensor of which two factors are sent."""
+
+    tensor: int
+    rows: int
+    columns: int
+    rank: int
+
+
+class _Plan(NamedTuple):
+    """What a mean of tensors of these shapes needs to know, for one rank."""
+
+    matrices: tuple[_Matrix, ...]
+    rest: tuple[int, ...]
+    """The tensors that are averaged exactly."""
+    left: Layout
+    right: Layout
+
+
+@dataclass(frozen=True)
+class PowerSGDMean(TensorwiseMean):
+    """The mean over all ranks by PowerSGD: of each matrix a product of two thin factors, with error feedback.
+
+    With M_i = x_i + e_i of rank i, seen as n x m matrices, and Q of the last step: P = orthonormal(mean_i M_i Q), Q' =
+    mean_i M_i^T P. All ranks return P Q'^T, and rank i keeps e_i' = M_i - P Q'^T. Over time nothing is lost, and P Q'^T
+    follows the largest singular vectors of the mean.
+
+    Parameters
+    ----------
+    compressor : Compressor or sequence of Compressor, default Identity()
+        Compresses the factors, one for all tensors or one for each: ``Cast("bfloat16")`` halves what is sent. It must
+        lose little, see Notes.
+    rank : int, default 1
+        Columns of a factor, at least 1; at most rows and columns of a matrix.
+    min_compression : float, default 2
+        A tensor is averaged exactly unless its factors have fewer elements by more than this factor, >= 0: unless
+        ``rank * (n + m) * min_compression < n * m``. Vectors always are.
+    numbers : sequence of int
+        See `TensorwiseMean`.
+
+    Raises
+    ------
+    ValueError
+        If the rank or ``min_compression`` is out of range, or the compressor loses too much.
+
+    Notes
+    -----
+    A tensor of shape (n, ...) is an n x m matrix of all that follows. With N ranks, a rank sends on average 2 (N - 1) /
+    N * 4 rank (n + m) bytes of a matrix as float32, in four exchanges, and 2 (N - 1) / N * 4 bytes per element of what
+    stays exact, in the first two of them. Each factor has an owner among the ranks, who averages it, makes P
+    orthonormal, and sends it to all: so ranks may have different hardware and libraries, and hold the same mean bit for
+    bit. Factors are shared out by size. M_i Q and M_i^T P are the contributions of one rank, by the matrix product of
+    its library. A column of Q that would be zero, as for a gradient of zero, stays as it was.
+
+    Sum identity: the means of T steps add up to those of the exact means minus mean_i e_i after the last step, whatever
+    was lost on the way, by compressed factors too. Feedback is stable because P P^T is a projection, and with
+    compressed factors if it is close to one: the compressor must be a `Cast`, or its ``traits`` must promise that it
+    is lossless or has a relative squared error of at most 1 / (6 rank). A state holds e_i as ``worker``, and the
+    columns of Q one after the other as ``server``, which is the same on all ranks. Source: Vogels, Karimireddy and
+    Jaggi, NeurIPS 2019, algorithms 1 and 2.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> mean = qcomp.PowerSGDMean(rank=1)
+    >>> def rank_main(comm):
+    ...     x = np.outer(np.arange(8.0), np.ones(16)) * (1 + comm.rank)  # the mean has rank 1
+    ...     state = mean.init(x, comm)
+    ...     g, state = mean(x, state, comm)
+    ...     return g[:, 0].round(6).tolist()
+    >>> qcomp.comm.run_local(2, rank_main)[0]
+    [0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 9.0, 10.5]
+    """
+
+    kinds: ClassVar[tuple[str, str]] = ("worker_residual", "right_factor")
+
+    compressor: Compressor | Sequence[Compressor] = Identity()
+    topology: Literal["two_phase"] = field(default="two_phase", init=False)
+    feedback: bool = field(default=True, init=False)
+    link: Link = field(default=ETHERNET, init=False)
+    rank: int = 1
+    min_compression: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_rank(self.rank, self.min_compression)
+        for compressor in self.compressors:
+            _require_faithful(compressor, self.rank)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the mean is exact: no, whatever compresses the factors."""
+        return False
+
+    def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
+        """Return what the ranks must agree on; see `CompressedMean.facts`."""
+        return super().facts(tensors) | {"rank": self.rank, "min_compression": self.min_compression}
+
+    def is_low_rank(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is approximated."""
+        return self._matrix(0, shape) is not None
+
+    def zeros(
+        self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
+    ) -> MeanState:
+        """Return a rank's state with residuals of zero and the first factors, without an exchange."""
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        worker, factors = [], []
+        for matrix in self._matrices(shapes):
+            residual = zeros_for(tensors[matrix.tensor], matrix.rows * matrix.columns)
+            worker.append(residual)
+            factors.append(flat(first_factor(matrix.rank, matrix.columns, residual)))
+        if not worker:
+            return MeanState(rank, size, (), (), nodes=nodes, topology=self.topology)
+        return MeanState(rank, size, tuple(worker), tuple(factors), shapes, nodes, self.topology)
+
+    def layout(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        rank: int,
+        size: int,
+        nodes: tuple[int, ...] = (),
+        dtypes: tuple[str, ...] = (),
+    ) -> Layout:
+        """Return where the residuals and factors of tensors of these shapes lie; messages have layouts of their own."""
+        operands = self._operands(shapes, dtypes, rank, Nodes.of(size, nodes))
+        matrices = self._matrices(tuple(shapes))
+        worker = tuple(Segment(m.tensor, 0, m.rows * m.columns, 0) for m in matrices)
+        factors = tuple(Segment(m.tensor, 0, m.rank * m.columns, 0) for m in matrices)
+        return Layout(operands, operands.chunks(1), Residuals(worker, factors))
+
+    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+        """Return the one round of a call; see `CompressedMean.begin`."""
+        tensors = detached(as_list(x))
+        self._require_terms(terms, len(tensors))
+        self._require_own(state, tensors)
+        targets = [b.m for b in terms.blends] or tensors
+        vectors = [flat(to_compute_dtype(t)) for t in tensors]
+        if terms.blends:
+            vectors = [
+                primitives.momentum(flat(b.m), g, b.beta1, b.scale)
+                for g, b in zip(vectors, terms.blends, strict=True)
+            ]
+        given = bool(terms.donate or terms.blends)
+        used_up = [given or t.dtype != v.dtype for t, v in zip(tensors, vectors, strict=True)]
+        shapes = state.shapes or tuple(tuple(t.shape) for t in tensors)
+        plan = self._plan(shapes, tuple(dtype_name(v.dtype) for v in vectors), state)
+        stages = self._stages(plan, vectors, used_up, state, terms)
+
+        def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
+            (averaged,) = results
+            means = unless_refused(averaged.means, averaged.verdicts)
+            new_state = state._replace(worker=averaged.worker, server=averaged.server)
+            return shaped_like(means, targets), new_state
+
+        computation = Computation([stages], finish)
+        return computation if isinstance(x, list | tuple) else of_one_tensor(computation)
+
+    def _stages(
+        self,
+        plan: _Plan,
+        vectors: Sequence[Array],
+        used_up: Sequence[bool],
+        state: MeanState,
+        terms: Terms,
+    ) -> Stages[Averaged]:
+        """Average the factors of the matrices, and exactly what is left, in the same messages."""
+        side_by_side: list[Stages[Any]] = []
+        if plan.rest:
+            nothing = MeanState(state.rank, state.size, (), ())
+            plain = self._exact.begin([vectors[i] for i in plan.rest], nothing, Terms(at_once=True))
+            side_by_side += plain.rounds
+        if plan.matrices:
+            factored = self._factored(plan, vectors, used_up, state, terms)
+            if plan.left.operands.variable_length:
+                factored = announce_lengths(factored, state.rank)
+            side_by_side.append(factored)
+        results = yield from fuse(side_by_side)
+        means: dict[int, Array] = {}
+        verdicts: tuple[Array, ...] = ()
+        if plan.rest:
+            verdicts += results[0].verdicts
+            exact, _ = plain.finish(results[:1])
+            means.update(zip(plan.rest, exact, strict=True))
+        worker, server = (), ()
+        if plan.matrices:
+            products, worker, server, unread = results[-1]
+            verdicts += unread
+            means.update(zip((m.tensor for m in plan.matrices), products, strict=True))
+        return Averaged([means[i] for i in range(len(vectors))], worker, server, verdicts)
+
+    def _factored(
+        self,
+        plan: _Plan,
+        vectors: Sequence[Array],
+        used_up: Sequence[bool],
+        state: MeanState,
+        terms: Terms,
+    ) -> Stages[Averaged]:
+        """Average the two factors of each matrix, one after the other."""
+        verdicts = Verdicts(at_once=plan.left.operands.variable_length)
+        matrices, refused, error = self._compensated(plan, vectors, used_up, state.worker)
+        old = [_rows(q, m.rank) for q, m in zip(state.server, plan.matrices, strict=True)]
+        key = (terms.key or Key())._replace(rank=state.rank)
+
+        left = [
+            _unless(flag, _product(q, array_namespace(x).matrix_transpose(_rows(x, m.rows))))
+            for q, x, m, flag in zip(old, matrices, plan.matrices, refused, strict=True)
+        ]
+        lefts, error = yield from _by_owners(
+            plan.left, left, verdicts, error, key.at(hop=_LEFT), finish=_orthonormal(plan)
+        )
+        lefts = [
+            _rows(without_small(p, LEAST_LEFT), m.rank) for p, m in zip(lefts, plan.matrices, strict=True)
+        ]
+        right = [
+            _product(p, _rows(x, m.rows)) for p, x, m in zip(lefts, matrices, plan.matrices, strict=True)
+        ]
+        rights, error = yield from _by_owners(
+            plan.right, right, verdicts, error, key.at(hop=_RIGHT), finish=_as_they_are
+        )
+        rights = [
+            _rows(without_small(q, LEAST_RIGHT), m.rank) for q, m in zip(rights, plan.matrices, strict=True)
+        ]
+        unread = verdicts.require_accepted(error)
+
+        products, residuals = [], []
+        for p, q, x, m in zip(lefts, rights, matrices, plan.matrices, strict=True):
+            place = vectors[m.tensor] if terms.overwrite and not used_up[m.tensor] else None
+            product, rest = primitives.take_low_rank(
+                p, q, x, out=place if place is not None and is_mutable(place) else None
+            )
+            products.append(product)
+            residuals.append(rest)
+        factors = tuple(flat(next_factor(q, before)) for q, before in zip(rights, old, strict=True))
+        return Averaged(products, tuple(residuals), factors, unread)
+
+    def _compensated(
+        self, plan: _Plan, vectors: Sequence[Array], used_up: Sequence[bool], residuals: Sequence[Array]
+    ) -> tuple[list[Array], list[Array | None], NonFiniteError | None]:
+        """Return each matrix plus its residual, flat, with what a device says of it; zeros if a value is refused."""
+        found = []
+        try:
+            for matrix, residual in zip(plan.matrices, residuals, strict=True):
+                x = vectors[matrix.tensor]
+                buffer = x if used_up[matrix.tensor] and is_mutable(x) else primitives.empty_like(x)
+                found.append(
+                    primitives.compensate(x, residual, what=f"PowerSGD of rank {self.rank}", out=buffer)
+                )
+        except NonFiniteError as error:
+            nothing = [array_namespace(e).zeros_like(e) for e in residuals]
+            return nothing, [None] * len(nothing), error
+        return [values for values, _ in found], [flag for _, flag in found], None
+
+    def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> _Plan:
+        """Return the plan for tensors of these shapes; resolved once, and kept."""
+        asked = (shapes, dtypes, state.rank, state.size)
+        known = self._plans
+        if asked not in known:
+            if len(known) >= _MOST_PLANS:
+                known.clear()
+            known[asked] = self._resolve(*asked)
+        return known[asked]
+
+    @cached_property
+    def _plans(self) -> dict[Any, _Plan]:
+        return {}
+
+    def _resolve(
+        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], rank: int, size: int
+    ) -> _Plan:
+        matrices = self._matrices(shapes)
+        low_rank = {m.tensor for m in matrices}
+        rest = tuple(i for i in range(len(shapes)) if i not in low_rank)
+        numbers = self.numbers or self.bucket_numbers(shapes)
+        compressors = self._chosen(shapes)
+
+        def layout(lengths: Sequence[int], shift: int) -> Layout:
+            """Return the layout of the messages of a factor with rows of these lengths."""
+            sizes = tuple(m.rank * n for m, n in zip(matrices, lengths, strict=True))
+            operands = Operands(
+                tuple(
+                    compressors[m.tensor].for_shape((m.rank, n))
+                    for m, n in zip(matrices, lengths, strict=True)
+                ),
+                sizes,
+                tuple(dtypes[m.tensor] for m in matrices),
+                rank,
+                Nodes.of(size, ()),
+            )
+            owners = _owners(sizes, size, shift)
+            chunks = tuple(
+                tuple(
+                    Segment(index, 0, sizes[index], numbers[m.tensor])
+                    for index, m in enumerate(matrices)
+                    if owners[index] == owner
+                )
+                for owner in range(size)
+            )
+            return Layout(operands, chunks, Residuals((), ()))
+
+        # Means of single tensors share the work too, however small the tensors are.
+        first = zlib.crc32(repr(numbers[:1]).encode())
+        return _Plan(
+            matrices,
+            rest,
+            layout([m.rows for m in matrices], first),
+            layout([m.columns for m in matrices], first + (size + 1) // 2),
+        )
+
+    def _operands(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...], rank: int, nodes: Nodes
+    ) -> Operands:
+        sizes = tuple(map(math.prod, shapes))
+        return Operands(tuple(self._chosen(shapes)), sizes, dtypes or ("float32",) * len(sizes), rank, nodes)
+
+    def _chosen(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[Compressor]:
+        """Return the compressor of the factors of each tensor."""
+        self.compressors_of(shapes)  # raises if there is not one for each
+        return self.compressors if isinstance(self.compressor, tuple) else self.compressors * len(shapes)
+
+    def _matrices(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Matrix, ...]:
+        found = (self._matrix(i, shape) for i, shape in enumerate(shapes))
+        return tuple(matrix for matrix in found if matrix is not None)
+
+    def _matrix(self, tensor: int, shape: tuple[int, ...]) -> _Matrix | None:
+        """Return how a tensor is approximated, None if it stays exact."""
+        size = math.prod(shape)
+        if len(shape) < 2 or not size:
+            return None
+        rows, columns = shape[0], size // shape[0]
+        rank = min(self.rank, rows, columns)
+        pays = rank * (rows + columns) * self.min_compression < size
+        return _Matrix(tensor, rows, columns, rank) if pays else None
+
+    def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
+        """Raise ValueError unless the state holds this mean's residuals and factors for these tensors."""
+        shapes = state.shapes or tuple(tuple(t.shape) for t in tensors)
+        super()._require_own(state._replace(shapes=shapes), tensors)
+        matrices = self._matrices(shapes)
+        expected = [m.rows * m.columns for m in matrices], [m.rank * m.columns for m in matrices]
+        found = tuple([math.prod(e.shape) for e in kept] for kept in (state.worker, state.server))
+        if found != expected:
+            raise ValueError(
+                f"state has residuals of {found[0]} and factors of {found[1]} elements; expected {expected[0]} and "
+                f"{expected[1]} for rank {self.rank}: make it with this mean's init"
+            )
+
+
+_MOST_PLANS = 256
+"""As for the layouts of a `CompressedMean`."""
+
+
+def require_rank(rank: int, min_compression: float) -> None:
+    """Raise ValueError unless these are settings of PowerSGD."""
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"rank is {rank!r}; expected an integer, at least 1")
+    if not 0 <= min_compression < math.inf:
+        raise ValueError(f"min_compression is {min_compression!r}; expected a finite number >= 0")
+
+
+def _require_faithful(compressor: Compressor, rank: int) -> None:
+    """Raise ValueError if a compressor may lose so much of a factor that feedback would not be stable.
+
+    For P with orthonormal columns and what is left of it after compression, P + E: |P + E| <= 1 + |E|, which must stay
+    below sqrt(2) for I - (P + E)(P + E)^T to have a norm below 1, and |E|^2 <= rank times the relative squared error.
+    """
+    traits = compressor.traits
+    losses = [1 - traits.delta] if traits.delta is not None else []
+    losses += [traits.omega] if traits.omega is not None else []
+    if traits.lossless or isinstance(compressor, Cast) or (losses and min(losses) * rank <= _LARGEST_ERROR):
+        return
+    told = f"a relative squared error of {min(losses):.3g}" if losses else "no bound of its error"
+    raise ValueError(
+        f"compressor is {compressor.spec}, which promises {told}; the factors of PowerSGD of rank {rank} need at most "
+        f"{_LARGEST_ERROR / rank:.3g}, or feedback could diverge: pass compressor=qcomp.Identity(), "
+        "qcomp.Cast('bfloat16') or qcomp.QSGD(levels=127)"
+    )
+
+
+def _owners(sizes: Sequence[int], ranks: int, shift: int) -> list[int]:
+    """Return the owner of each factor: the largest first, each to the rank with the least."""
+    loads = [(0, index, (index + shift) % ranks) for index in range(ranks)]
+    owners = [0] * len(sizes)
+    for size, number in sorted(
+        zip(sizes, range(len(sizes)), strict=True), key=lambda each: (-each[0], each[1])
+    ):
+        load, index, rank = heapq.heappop(loads)
+        owners[number] = rank
+        heapq.heappush(loads, (load + size, index, rank))
+    return owners
+
+
+def _by_owners(
+    layout: Layout,
+    values: Sequence[Array],
+    verdicts: Verdicts,
+    error: NonFiniteError | None,
+    key: Key,
+    *,
+    finish: Callable[[int, Array], Array],
+) -> Stages[tuple[list[Array], NonFiniteError | None]]:
+    """Return what all ranks decode of the mean of each vector, after its owner has finished it.
+
+    ``error`` is what kept this rank from computing the values; also returned is what has by now.
+    """
+    codec = Codec(values)
+    if error is None:
+        sent = codec.encode(layout.frames, values, (), key, donate=False)
+    else:
+        sent = codec.refusals(layout.frames, error)
+    error = error or sent.error
+    arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
+    opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
+    finished = list(values)
+    for segment, mean in zip(layout.own.chunk, codec.average(opened), strict=True):
+        finished[segment.tensor] = finish(segment.tensor, mean)
+    served = codec.encode([layout.own], finished, (), key.at(hop=key.hop + 1), donate=False)
+    error = error or served.error
+    arrived = yield AllGather(served.messages[0], layout.message_sizes)
+    opened = codec.open(arrived, layout.frames, verdicts, error)
+    return assemble(layout.chunks, [codec.decode(one) for one in opened], values), error
+
+
+def _orthonormal(plan: _Plan) -> Callable[[int, Array], Array]:
+    """Return what makes the mean of a left factor orthonormal."""
+    return lambda index, mean: flat(orthonormal(_rows(mean, plan.matrices[index].rank)))
+
+
+def _as_they_are(index: int, mean: Array) -> Array:  # noqa: ARG001
+    return mean
+
+
+def _rows(x: Array, count: int) -> Array:
+    """Return a vector as a matrix with this number of rows."""
+    return array_namespace(x).reshape(x, (count, -1))
+
+
+def _product(rows: Array, matrix: Array) -> Array:
+    """Return a matrix product in the dtype of its factors, whatever a context of the library does, as a vector."""
+    xp = array_namespace(rows)
+    return flat(xp.astype(xp.matmul(rows, matrix), rows.dtype, copy=False))
+
+
+def _unless(refused: Array | None, x: Array) -> Array:
+    """Return x, or NaN if a device has refused what it was made of."""
+    if refused is None:
+        return x
+    xp = array_namespace(x)
+    return xp.where(refused > 0, xp.asarray(math.nan, dtype=x.dtype), x)

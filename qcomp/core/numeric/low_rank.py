@@ -1,0 +1,83 @@
+"""Factors of matrices of low rank: where they start, what makes them orthonormal, and what keeps products exact."""
+
+from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush, sqrt
+from qcomp.core.numeric.buckets import Block
+from qcomp.core.numeric.random import SHARED_RANK, Key, draws16
+from qcomp.core.numeric.sums import power_of_two_below
+
+__all__ = ["LEAST_LEFT", "LEAST_RIGHT", "first_factor", "next_factor", "orthonormal", "without_small"]
+
+LEAST_LEFT, LEAST_RIGHT = 2.0**-30, 2.0**-72
+"""Smaller magnitudes in the left factor, whose rows have norm 1, and in the right one count as zero.
+
+A product of two others is at least 2^-102, so in float32 sums of products are multiples of 2^-126: never subnormal,
+which some devices flush and others do not.
+"""
+_INDEPENDENT = 0.5
+"""The least norm that a row of norm 1 keeps in the second projection, if it is more than rounding errors."""
+
+
+def first_factor(count: int, length: int, like: Array) -> Array:
+    """Return numbers between -1 and 1, of shape (count, length): the same on all ranks, in all jobs."""
+    xp = array_namespace(like)
+    padded = -(-length // 8) * 8
+    draws = draws16(
+        Key(rank=SHARED_RANK), Block(0, count, padded, length, 0), bucket_size=padded, like=like
+    )  # 0 to 65535
+    return xp.astype((2 * draws[:, :length] - 65535) / 65536, like.dtype, copy=False)
+
+
+def next_factor(new: Array, old: Array) -> Array:
+    """Return each row divided by a power of two, so that its largest magnitude is from 1 to 2; of zeros, the old row.
+
+    Exact, so that all ranks hold the same. A row of zeros would never leave zero again.
+    """
+    xp = array_namespace(new)
+    largest = xp.max(xp.abs(new), axis=1)[:, None]
+    return xp.where(largest > 0, flush(divide(new, power_of_two_below(largest))), old)
+
+
+def without_small(x: Array, least: float) -> Array:
+    """Return x with magnitudes below ``least`` replaced by zero."""
+    xp = array_namespace(x)
+    return xp.where(xp.abs(x) < least, xp.zeros_like(x), x)
+
+
+def orthonormal(rows: Array) -> Array:
+    """Return an orthonormal basis of the span of rows, a row of zeros for each that depends on those before it.
+
+    Gram-Schmidt, in which every row is projected twice: then the rows are orthogonal to working precision, however
+    close to dependent they were. A row that is nothing but rounding errors may become any direction orthogonal to the
+    others, or zero.
+
+    Parameters
+    ----------
+    rows : array of float32 or float64, shape (count, length)
+        Finite, of any magnitudes.
+    """
+    xp = array_namespace(rows)
+    scaled = divide(rows, power_of_two_below(xp.max(xp.abs(rows), axis=1))[:, None])  # no square overflows
+    basis: list[Array] = []
+    for index in range(rows.shape[0]):
+        first, _ = _unit(_projected(scaled[index], basis))
+        second, norm = _unit(_projected(first, basis))
+        basis.append(xp.where(norm < _INDEPENDENT, xp.zeros_like(second), second))
+    return xp.stack(basis)
+
+
+def _projected(row: Array, basis: list[Array]) -> Array:
+    """Return what of a row is orthogonal to a basis."""
+    if not basis:
+        return row
+    xp = array_namespace(row)
+    others = xp.stack(basis)
+    # Not by `matmul`, which some devices compute with few bits.
+    shares = xp.sum(others * row, axis=1)
+    return row - xp.sum(shares[:, None] * others, axis=0)
+
+
+def _unit(row: Array) -> tuple[Array, Array]:
+    """Return a row divided by its norm, or zeros, and the norm."""
+    xp = array_namespace(row)
+    norm = sqrt(xp.sum(row * row))
+    return divide(row, xp.where(norm > 0, norm, xp.ones_like(norm))), norm
