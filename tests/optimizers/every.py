@@ -126,6 +126,14 @@ EVERY = {
         qcomp.CompressedSGD(**FIRST, compressor=SIGN, averaging=qcomp.Averaging(topology="auto")),
         "compressed",
     ),
+    "SGD, PowerSGD": _entry(
+        qcomp.CompressedSGD(
+            **FIRST,
+            compressor=qcomp.Cast("bfloat16"),
+            averaging=qcomp.PowerSGD(rank=2, min_compression=1),
+        ),
+        "compressed",
+    ),
     "EF21": _entry(qcomp.EF21SGD(**FIRST, compressor=qcomp.TopK(k=2, bucket_size=16), eta=0.5), "compressed"),
     "QSVRG": _entry(qcomp.QSVRG(**FIRST, compressor=QSGD), "start", "epoch"),
 }

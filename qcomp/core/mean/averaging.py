@@ -83,8 +83,8 @@ class PowerSGD(Averaging):
     --------
     >>> import qcomp
     >>> opt = qcomp.CompressedSGD(learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=2))
-    >>> opt.mean.rank, opt.mean.is_low_rank((64, 32, 3, 3)), opt.mean.is_low_rank((64,))
-    (2, True, False)
+    >>> opt.mean.rank, opt.mean.keeps_exact((64, 32, 3, 3)), opt.mean.keeps_exact((64,))
+    (2, False, True)
     """
 
     topology: Literal["two_phase"] = field(default="two_phase", init=False)

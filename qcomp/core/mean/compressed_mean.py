@@ -183,6 +183,10 @@ class CompressedMean:
         """Whether a state holds residuals."""
         return self.feedback and not self.lossless
 
+    def keeps_exact(self, shape: tuple[int, ...]) -> bool:  # noqa: ARG002 - for means that depend on it
+        """Return whether a tensor of this shape is averaged exactly, whatever the compressor is."""
+        return False
+
     def compressors_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Compressor]:
         """Return the compressor of each tensor, given the shapes."""
         chosen = self.compressors

@@ -1,12 +1,10 @@
 """PowerSGD: ranks average two thin factors of each matrix, and keep what these lose."""
 
-import heapq
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -14,7 +12,7 @@ from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.codec import Verdicts
 from qcomp.core.mean.compressed_mean import (
     Computation,
     MeanState,
@@ -25,11 +23,12 @@ from qcomp.core.mean.compressed_mean import (
     zeros_for,
 )
 from qcomp.core.mean.costs import Link
+from qcomp.core.mean.factors import Matrix, Plan, by_owners, make_plan, matrices_of
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
-from qcomp.core.mean.stages import AllGather, AllToAll, Stages, announce_lengths, fuse
+from qcomp.core.mean.stages import Stages, announce_lengths, fuse
 from qcomp.core.mean.tensorwise import TensorwiseMean
-from qcomp.core.mean.topologies.base import Averaged, assemble
+from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.numeric.arrays import (
     Array,
@@ -57,25 +56,6 @@ _LEFT, _RIGHT = 0, 2
 """The hops of the draws of a rank for each factor; those of its owner are one more."""
 _LARGEST_ERROR = 1 / 6
 """The most that a factor may lose, times the rank; feedback could diverge from (sqrt(2) - 1)^2 on, a little more."""
-
-
-class _Matrix(NamedTuple):
-    """A tensor of which two factors are sent."""
-
-    tensor: int
-    rows: int
-    columns: int
-    rank: int
-
-
-class _Plan(NamedTuple):
-    """What a mean of tensors of these shapes needs to know, for one rank."""
-
-    matrices: tuple[_Matrix, ...]
-    rest: tuple[int, ...]
-    """The tensors that are averaged exactly."""
-    left: Layout
-    right: Layout
 
 
 @dataclass(frozen=True)
@@ -143,10 +123,12 @@ class PowerSGDMean(TensorwiseMean):
     min_compression: float = 2.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_rank(self.rank, self.min_compression)
-        for compressor in self.compressors:
-            _require_faithful(compressor, self.rank)
+        compressors = self.compressor if isinstance(self.compressor, Sequence) else (self.compressor,)
+        for compressor in compressors:
+            if isinstance(compressor, Compressor):
+                _require_faithful(compressor, self.rank)
+        super().__post_init__()
 
     @property
     def lossless(self) -> bool:
@@ -157,9 +139,9 @@ class PowerSGDMean(TensorwiseMean):
         """Return what the ranks must agree on; see `CompressedMean.facts`."""
         return super().facts(tensors) | {"rank": self.rank, "min_compression": self.min_compression}
 
-    def is_low_rank(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this shape is approximated."""
-        return self._matrix(0, shape) is not None
+    def keeps_exact(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is averaged exactly."""
+        return not self._matrices((shape,))
 
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
@@ -220,7 +202,7 @@ class PowerSGDMean(TensorwiseMean):
 
     def _stages(
         self,
-        plan: _Plan,
+        plan: Plan,
         vectors: Sequence[Array],
         used_up: Sequence[bool],
         state: MeanState,
@@ -253,7 +235,7 @@ class PowerSGDMean(TensorwiseMean):
 
     def _factored(
         self,
-        plan: _Plan,
+        plan: Plan,
         vectors: Sequence[Array],
         used_up: Sequence[bool],
         state: MeanState,
@@ -269,7 +251,7 @@ class PowerSGDMean(TensorwiseMean):
             _unless(flag, _product(q, array_namespace(x).matrix_transpose(_rows(x, m.rows))))
             for q, x, m, flag in zip(old, matrices, plan.matrices, refused, strict=True)
         ]
-        lefts, error = yield from _by_owners(
+        lefts, error = yield from by_owners(
             plan.left, left, verdicts, error, key.at(hop=_LEFT), finish=_orthonormal(plan)
         )
         lefts = [
@@ -278,7 +260,7 @@ class PowerSGDMean(TensorwiseMean):
         right = [
             _product(p, _rows(x, m.rows)) for p, x, m in zip(lefts, matrices, plan.matrices, strict=True)
         ]
-        rights, error = yield from _by_owners(
+        rights, error = yield from by_owners(
             plan.right, right, verdicts, error, key.at(hop=_RIGHT), finish=_as_they_are
         )
         rights = [
@@ -298,7 +280,7 @@ class PowerSGDMean(TensorwiseMean):
         return Averaged(products, tuple(residuals), factors, unread)
 
     def _compensated(
-        self, plan: _Plan, vectors: Sequence[Array], used_up: Sequence[bool], residuals: Sequence[Array]
+        self, plan: Plan, vectors: Sequence[Array], used_up: Sequence[bool], residuals: Sequence[Array]
     ) -> tuple[list[Array], list[Array | None], NonFiniteError | None]:
         """Return each matrix plus its residual, flat, with what a device says of it; zeros if a value is refused."""
         found = []
@@ -314,61 +296,20 @@ class PowerSGDMean(TensorwiseMean):
             return nothing, [None] * len(nothing), error
         return [values for values, _ in found], [flag for _, flag in found], None
 
-    def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> _Plan:
+    def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
         """Return the plan for tensors of these shapes; resolved once, and kept."""
         asked = (shapes, dtypes, state.rank, state.size)
         known = self._plans
         if asked not in known:
             if len(known) >= _MOST_PLANS:
                 known.clear()
-            known[asked] = self._resolve(*asked)
+            numbers = self.numbers or self.bucket_numbers(shapes)
+            known[asked] = make_plan(self._matrices(shapes), self._chosen(shapes), dtypes, numbers, state)
         return known[asked]
 
     @cached_property
-    def _plans(self) -> dict[Any, _Plan]:
+    def _plans(self) -> dict[Any, Plan]:
         return {}
-
-    def _resolve(
-        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], rank: int, size: int
-    ) -> _Plan:
-        matrices = self._matrices(shapes)
-        low_rank = {m.tensor for m in matrices}
-        rest = tuple(i for i in range(len(shapes)) if i not in low_rank)
-        numbers = self.numbers or self.bucket_numbers(shapes)
-        compressors = self._chosen(shapes)
-
-        def layout(lengths: Sequence[int], shift: int) -> Layout:
-            """Return the layout of the messages of a factor with rows of these lengths."""
-            sizes = tuple(m.rank * n for m, n in zip(matrices, lengths, strict=True))
-            operands = Operands(
-                tuple(
-                    compressors[m.tensor].for_shape((m.rank, n))
-                    for m, n in zip(matrices, lengths, strict=True)
-                ),
-                sizes,
-                tuple(dtypes[m.tensor] for m in matrices),
-                rank,
-                Nodes.of(size, ()),
-            )
-            owners = _owners(sizes, size, shift)
-            chunks = tuple(
-                tuple(
-                    Segment(index, 0, sizes[index], numbers[m.tensor])
-                    for index, m in enumerate(matrices)
-                    if owners[index] == owner
-                )
-                for owner in range(size)
-            )
-            return Layout(operands, chunks, Residuals((), ()))
-
-        # Means of single tensors share the work too, however small the tensors are.
-        first = zlib.crc32(repr(numbers[:1]).encode())
-        return _Plan(
-            matrices,
-            rest,
-            layout([m.rows for m in matrices], first),
-            layout([m.columns for m in matrices], first + (size + 1) // 2),
-        )
 
     def _operands(
         self, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...], rank: int, nodes: Nodes
@@ -381,19 +322,8 @@ class PowerSGDMean(TensorwiseMean):
         self.compressors_of(shapes)  # raises if there is not one for each
         return self.compressors if isinstance(self.compressor, tuple) else self.compressors * len(shapes)
 
-    def _matrices(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Matrix, ...]:
-        found = (self._matrix(i, shape) for i, shape in enumerate(shapes))
-        return tuple(matrix for matrix in found if matrix is not None)
-
-    def _matrix(self, tensor: int, shape: tuple[int, ...]) -> _Matrix | None:
-        """Return how a tensor is approximated, None if it stays exact."""
-        size = math.prod(shape)
-        if len(shape) < 2 or not size:
-            return None
-        rows, columns = shape[0], size // shape[0]
-        rank = min(self.rank, rows, columns)
-        pays = rank * (rows + columns) * self.min_compression < size
-        return _Matrix(tensor, rows, columns, rank) if pays else None
+    def _matrices(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Matrix, ...]:
+        return matrices_of(shapes, self.rank, self.min_compression)
 
     def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
         """Raise ValueError unless the state holds this mean's residuals and factors for these tensors."""
@@ -440,51 +370,7 @@ def _require_faithful(compressor: Compressor, rank: int) -> None:
     )
 
 
-def _owners(sizes: Sequence[int], ranks: int, shift: int) -> list[int]:
-    """Return the owner of each factor: the largest first, each to the rank with the least."""
-    loads = [(0, index, (index + shift) % ranks) for index in range(ranks)]
-    owners = [0] * len(sizes)
-    for size, number in sorted(
-        zip(sizes, range(len(sizes)), strict=True), key=lambda each: (-each[0], each[1])
-    ):
-        load, index, rank = heapq.heappop(loads)
-        owners[number] = rank
-        heapq.heappush(loads, (load + size, index, rank))
-    return owners
-
-
-def _by_owners(
-    layout: Layout,
-    values: Sequence[Array],
-    verdicts: Verdicts,
-    error: NonFiniteError | None,
-    key: Key,
-    *,
-    finish: Callable[[int, Array], Array],
-) -> Stages[tuple[list[Array], NonFiniteError | None]]:
-    """Return what all ranks decode of the mean of each vector, after its owner has finished it.
-
-    ``error`` is what kept this rank from computing the values; also returned is what has by now.
-    """
-    codec = Codec(values)
-    if error is None:
-        sent = codec.encode(layout.frames, values, (), key, donate=False)
-    else:
-        sent = codec.refusals(layout.frames, error)
-    error = error or sent.error
-    arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
-    opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
-    finished = list(values)
-    for segment, mean in zip(layout.own.chunk, codec.average(opened), strict=True):
-        finished[segment.tensor] = finish(segment.tensor, mean)
-    served = codec.encode([layout.own], finished, (), key.at(hop=key.hop + 1), donate=False)
-    error = error or served.error
-    arrived = yield AllGather(served.messages[0], layout.message_sizes)
-    opened = codec.open(arrived, layout.frames, verdicts, error)
-    return assemble(layout.chunks, [codec.decode(one) for one in opened], values), error
-
-
-def _orthonormal(plan: _Plan) -> Callable[[int, Array], Array]:
+def _orthonormal(plan: Plan) -> Callable[[int, Array], Array]:
     """Return what makes the mean of a left factor orthonormal."""
     return lambda index, mean: flat(orthonormal(_rows(mean, plan.matrices[index].rank)))
 

@@ -59,7 +59,7 @@ def orthonormal(rows: Array) -> Array:
     scaled = divide(rows, power_of_two_below(xp.max(xp.abs(rows), axis=1))[:, None])  # no square overflows
     basis: list[Array] = []
     for index in range(rows.shape[0]):
-        first, _ = _unit(_projected(scaled[index], basis))
+        first, _ = _unit(_projected(scaled[index, :], basis))
         second, norm = _unit(_projected(first, basis))
         basis.append(xp.where(norm < _INDEPENDENT, xp.zeros_like(second), second))
     return xp.stack(basis)

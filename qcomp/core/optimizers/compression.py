@@ -155,6 +155,7 @@ class Compression:
         ]
         exact = (False,) * len(tensors) if self.exact is None else tuple(self.exact(tensors))
         compressors: tuple[Compressor, ...] = ()
+        chosen: tuple[Compressor | None, ...] = ()
         if self.compressors is not None:
             chosen = tuple(self.compressors(tensors))
             if len(chosen) != len(tensors) or not all(c is None or isinstance(c, Compressor) for c in chosen):
@@ -163,16 +164,23 @@ class Compression:
                     f"{len(tensors)} tensors"
                 )
             exact = tuple(is_exact or c is None for is_exact, c in zip(exact, chosen, strict=True))
+        policy_keeps_all = all(exact)
+        exact = tuple(e or self.mean.keeps_exact(t.shape) for e, t in zip(exact, tensors, strict=True))
+        if chosen:
             compressors = tuple(c for is_exact, c in zip(exact, chosen, strict=True) if c and not is_exact)
             self._require_suitable(compressors)
         if all(exact):
             policies = f"exact={self.exact!r}" + (
                 f", compressors={self.compressors!r}" if self.compressors else ""
             )
+            if policy_keeps_all:
+                advice = "pass exact=None to compress all"
+            else:
+                policies += f" and {self.mean!r}"
+                advice = "pass exact=None, and a smaller rank or min_compression"
             warn_caller(
                 f"{optimizer} compresses nothing: {policies} keeps all {len(params)} tensors "
-                f"exact (the largest has {max(t.size for t in tensors)} elements); "
-                "pass exact=None to compress all"
+                f"exact (the largest has {max(t.size for t in tensors)} elements); {advice}"
             )
         return state._replace(exact=exact, compressors=compressors)
 

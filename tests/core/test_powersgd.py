@@ -1,0 +1,453 @@
+"""PowerSGD: what its residuals add up to, what it approximates, and that all ranks hold the same."""
+
+import warnings
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import PowerSGDMean
+from qcomp.comm import run_local
+from qcomp.core import primitives
+from qcomp.core.mean import powersgd
+from qcomp.core.numeric import low_rank
+
+SHAPES = [(12, 20), (7,), (16, 5, 5), (3, 2), ()]
+"""Two matrices, and three tensors that stay exact."""
+CAST = qcomp.Cast("bfloat16")
+
+
+def begin(mean, x, size: int) -> list:
+    return [mean.zeros(x, rank=rank, size=size) for rank in range(size)]
+
+
+def draw(seed: int, size: int, shapes=SHAPES, dtype=np.float32) -> list[list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [[np.asarray(rng.standard_normal(s), dtype) for s in shapes] for _ in range(size)]
+
+
+def average(lockstep, mean, vectors, states, **options) -> tuple[list, list]:
+    """One step of all ranks, which then hold the same means and factors, bit for bit."""
+    results = lockstep([mean.stages(x, s, **options) for x, s in zip(vectors, states, strict=True)])
+    held = [b"".join(np.asarray(x).tobytes() for x in [*means, *state.server]) for means, state in results]
+    assert len(set(held)) == 1
+    return [np.asarray(x) for x in results[0][0]], [state for _, state in results]
+
+
+def mean_of(vectors, tensor: int) -> np.ndarray:
+    return np.mean([np.asarray(x[tensor], np.float64) for x in vectors], axis=0)
+
+
+def owed(states, number: int, shape) -> np.ndarray:
+    return np.mean([np.asarray(s.worker[number], np.float64) for s in states], axis=0).reshape(shape)
+
+
+def best(matrix: np.ndarray, rank: int) -> np.ndarray:
+    u, s, v = np.linalg.svd(matrix)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
+
+
+def lost_in_total(lockstep, mean, size: int = 3, steps: int = 6, dtype=np.float32) -> float:
+    """The largest element of sum mean_i x_i - sum means - mean_i e_i, over the largest of the first."""
+    states = begin(mean, draw(0, 1, dtype=dtype)[0], size)
+    exact = [np.zeros(s) for s in SHAPES]
+    given = [np.zeros(s) for s in SHAPES]
+    for step in range(steps):
+        vectors = draw(step, size, dtype=dtype)
+        key = qcomp.Key(seed=3, step=step)
+        means, states = average(lockstep, mean, vectors, states, key=key)
+        exact = [t + mean_of(vectors, i) for i, t in enumerate(exact)]
+        given = [t + x for t, x in zip(given, means, strict=True)]
+    lost = [exact[i] - given[i] for i in range(len(SHAPES))]
+    lost[0] -= owed(states, 0, SHAPES[0])
+    lost[2] -= owed(states, 1, SHAPES[2])
+    return max(float(np.abs(x).max()) for x in lost)
+
+
+class TestSum:
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    @pytest.mark.parametrize("compressor", [qcomp.Identity(), CAST, qcomp.QSGD(127, 64)], ids=str)
+    def test_means_and_residuals_add_up_to_the_exact_means(self, lockstep, compressor, size):
+        """Each step rounds M_i, e_i' and the exact means once: values below 16, so 2^-20 each at most."""
+        mean = PowerSGDMean(compressor, rank=2)
+        assert lost_in_total(lockstep, mean, size) <= 6 * 4 * 2.0**-20
+        assert lost_in_total(lockstep, mean, size, dtype=np.float64) <= 6 * 4 * 2.0**-49
+
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_a_step_loses_nothing_at_all(self, lockstep, size):
+        """Bit for bit: e_i' is the float32 nearest to M_i - P Q'^T, below 2^-126 zero, for every element."""
+        mean, vectors = PowerSGDMean(rank=3), draw(5, size)
+        states = begin(mean, vectors[0], size)
+        for _ in range(2):
+            old = states
+            means, states = average(lockstep, mean, vectors, states)
+            for x, before, after in zip(vectors, old, states, strict=True):
+                for number, tensor in enumerate((0, 2)):
+                    compensated = (x[tensor].reshape(-1) + before.worker[number]).tolist()
+                    product = means[tensor].reshape(-1).tolist()
+                    exact = [
+                        np.float32(float(Fraction(m) - Fraction(d)))
+                        for m, d in zip(compensated, product, strict=True)
+                    ]
+                    assert np.asarray(exact).tobytes() == after.worker[number].tobytes()
+
+    def test_exact_tensors_are_averaged_exactly(self, lockstep):
+        vectors = draw(1, 3)
+        means, _ = average(lockstep, PowerSGDMean(), vectors, begin(PowerSGDMean(), vectors[0], 3))
+        plain = qcomp.CompressedMean(qcomp.Identity(), feedback=False)
+        exact = lockstep(
+            [plain.stages(x, s) for x, s in zip(vectors, begin(plain, vectors[0], 3), strict=True)]
+        )
+        for tensor in (1, 3, 4):
+            assert means[tensor].tobytes() == np.asarray(exact[0][0][tensor]).tobytes()
+
+
+class TestApproximation:
+    @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 2, 3), (1, 4)])
+    def test_full_rank_is_the_exact_mean(self, lockstep, shape):
+        """P P^T is then the identity, up to roundings: of P, of two products of at most 9 terms, of the last one."""
+        mean, vectors = PowerSGDMean(rank=50, min_compression=0), draw(2, 3, [shape])
+        means, states = average(lockstep, mean, vectors, begin(mean, vectors[0], 3))
+        assert len(states[0].worker) == 1
+        np.testing.assert_allclose(means[0], mean_of(vectors, 0), atol=1e-5)
+        assert max(np.abs(s.worker[0]).max() for s in begin(mean, vectors[0], 3)) == 0
+
+    def test_a_mean_of_low_rank_is_found_at_once(self, lockstep):
+        rng = np.random.default_rng(3)
+        low = (rng.standard_normal((30, 2)) @ rng.standard_normal((2, 40))).astype(np.float32)
+        noise = rng.standard_normal((30, 40)).astype(np.float32)  # which the ranks have with opposite signs
+        mean, vectors = PowerSGDMean(rank=2), [[low + noise], [low - noise]]
+        means, _ = average(lockstep, mean, vectors, begin(mean, vectors[0], 2))
+        np.testing.assert_allclose(means[0], low, atol=2e-4)
+
+    @pytest.mark.parametrize("rank", [1, 2, 4])
+    def test_constant_matrices_tend_to_the_best_approximation(self, lockstep, rank):
+        """Without residuals every step is one of subspace iteration: the error shrinks by (s_{r+1} / s_r)^2."""
+        rng = np.random.default_rng(4)
+        u, _ = np.linalg.qr(rng.standard_normal((24, 24)))
+        v, _ = np.linalg.qr(rng.standard_normal((30, 30)))
+        matrix = ((u * 0.5 ** np.arange(24)) @ v[:24]).astype(np.float32)
+        mean = PowerSGDMean(rank=rank)
+        states, errors = begin(mean, [matrix], 2), []
+        for _ in range(14):
+            states = [s._replace(worker=tuple(0 * e for e in s.worker)) for s in states]
+            means, states = average(lockstep, mean, [[matrix], [matrix]], states)
+            errors.append(np.linalg.norm(means[0] - best(matrix, rank)))
+        assert errors[0] > 1e-2
+        assert errors[-1] < 3e-6
+        for before, after in pairwise(errors[2:]):
+            assert after < 0.3 * before + 1e-6
+            assert after > 0.2 * before or before < 1e-4
+
+    def test_is_linear(self, lockstep):
+        """The ranks' matrices may be shared out in any way: only their mean matters, up to roundings."""
+        x = draw(6, 2, [(12, 20)])
+        both = mean_of(x, 0).astype(np.float32)
+        mean = PowerSGDMean(rank=2)
+        apart, _ = average(lockstep, mean, x, begin(mean, x[0], 2))
+        alike, _ = average(lockstep, mean, [[both], [both]], begin(mean, x[0], 2))
+        alone, _ = average(lockstep, mean, [[2 * both]], begin(mean, x[0], 1))
+        np.testing.assert_allclose(apart[0], alike[0], atol=1e-5)
+        assert (alone[0] == 2 * alike[0]).all()  # powers of two are exact
+
+
+def torch_hook(vectors: list, rank: int, steps: int) -> list[np.ndarray]:
+    """What torch's hook returns for these matrices in each step, by its own functions, on one bucket and one rank.
+
+    P = orthonormal(M Q), Q' = M^T P, with Q orthonormal first; see `torch.distributed...powerSGD_hook._orthogonalize`.
+    """
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    start = torch.tensor(np.asarray(low_rank.first_factor(rank, 20, np.zeros(1, np.float32)))).T.contiguous()
+    error, q, found = torch.zeros(12, 20), start, []
+    for step in range(steps):
+        matrix = torch.tensor(mean_of(vectors[step], 0), dtype=torch.float32) + error
+        powerSGD_hook._orthogonalize(q.unsqueeze(0))
+        p = matrix @ q
+        powerSGD_hook._orthogonalize(p.unsqueeze(0))
+        q = matrix.T @ p
+        found.append((p @ q.T).numpy())
+        error = matrix - p @ q.T
+    return found
+
+
+class TestPeer:
+    @pytest.mark.parametrize("rank", [1, 2, 4])
+    def test_is_what_the_hook_of_torch_computes(self, lockstep, rank):
+        """The span of Q decides, so that the bases may differ; float32, and 6 steps that build on each other."""
+        pytest.importorskip("torch")
+        mean = PowerSGDMean(rank=rank, min_compression=0)
+        vectors = [draw(step, 2, [(12, 20)]) for step in range(6)]
+        states = begin(mean, vectors[0][0], 2)
+        for step, expected in enumerate(torch_hook(vectors, rank, 6)):
+            means, states = average(lockstep, mean, vectors[step], states)
+            np.testing.assert_allclose(means[0], expected, atol=2e-4)
+
+
+class TestSameBits:
+    def test_product_and_rest_are_the_same_in_every_library(self, library):
+        rng = np.random.default_rng(7)
+        left, right = (rng.standard_normal((3, n)).astype(np.float32) for n in (37, 29))
+        matrix = rng.standard_normal(37 * 29).astype(np.float32)
+        given = [library.array(x) for x in (left, right, matrix)]
+        if library.name == "readonly":
+            given[2] = matrix.copy()
+        product, rest = primitives.take_low_rank(*given)
+        bits = np.uint32(0xFFFFFFFE)
+        exact = np.zeros((37, 29), np.float32)
+        for a, b in zip(left, right, strict=True):
+            terms = (np.outer(a, b).astype(np.float32).view(np.uint32) & bits).view(np.float32)
+            exact = terms if a is left[0] else exact + terms
+        assert library.numpy(product).tobytes() == exact.tobytes()
+        assert library.numpy(rest).tobytes() == (matrix - exact.reshape(-1)).tobytes()
+
+    def test_ranks_with_different_libraries_hold_the_same(self, libraries):
+        """Each computes its own products, and serves some of the factors, with its own library."""
+        mean, vectors = PowerSGDMean(CAST, rank=2), draw(8, 3)
+        mixed = [libraries[name] for name in ("numpy", "torch", "strict")]
+
+        def rank_main(comm):
+            library = mixed[comm.rank]
+            x = [library.array(a) for a in vectors[comm.rank]]
+            state, held = mean.init(x, comm), []
+            for _ in range(4):
+                means, state = mean(x, state, comm)
+                held.append(b"".join(library.numpy(x).tobytes() for x in [*means, *state.server]))
+            return held
+
+        first, *others = run_local(3, rank_main)
+        assert others == [first, first]
+
+    @pytest.mark.slow
+    def test_jax_too_also_under_jit(self, libraries):
+        """A compiler may contract a product and a sum: not this one."""
+        import jax
+
+        rng = np.random.default_rng(9)
+        left, right = (rng.standard_normal((4, n)).astype(np.float32) for n in (64, 48))
+        matrix = rng.standard_normal(64 * 48).astype(np.float32)
+        expected = primitives.take_low_rank(left, right, matrix.copy())
+        found = jax.jit(primitives.take_low_rank)(left, right, matrix)
+        for a, b in zip(expected, found, strict=True):
+            assert a.tobytes() == np.asarray(b).tobytes()
+
+    @pytest.mark.parametrize("least", [2.0**-60, 2.0**-100, 2.0**-126, 1e-45])
+    def test_no_product_is_subnormal(self, lockstep, least):
+        """Some devices flush those and others do not: neither the mean nor the residual has any."""
+        mean = PowerSGDMean(rank=2)
+        vectors = [[(x[0] * np.float32(least)).astype(np.float32)] for x in draw(10, 2, [(12, 20)])]
+        means, states = average(lockstep, mean, vectors, begin(mean, vectors[0], 2))
+        for x in (means[0], states[0].worker[0], states[0].server[0]):
+            assert not ((np.abs(x) > 0) & (np.abs(x) < 2.0**-126)).any()
+
+
+class TestOrthonormal:
+    def test_rows_are_orthonormal_and_span_the_same(self, library):
+        rows = np.random.default_rng(11).standard_normal((4, 33)).astype(np.float32)
+        for power in (0, 90, -90):
+            basis = library.numpy(low_rank.orthonormal(library.array(rows * np.float32(2.0**power))))
+            np.testing.assert_allclose(basis @ basis.T, np.eye(4), atol=1e-6)
+            np.testing.assert_allclose((rows @ basis.T) @ basis, rows, atol=1e-5)
+
+    @pytest.mark.parametrize("apart", [1e-3, 1e-6, 1e-7, 1e-12])
+    def test_nearly_dependent_rows_are_orthogonal_all_the_same(self, apart):
+        rng = np.random.default_rng(12)
+        first, other = rng.standard_normal((2, 200))
+        basis = low_rank.orthonormal(np.stack([first, first + apart * other, other]).astype(np.float32))
+        gram = basis @ basis.T
+        assert np.abs(gram - np.diag(np.diag(gram))).max() < 2e-6
+        assert all(abs(x - 1) < 1e-5 or x == 0 for x in np.diag(gram))
+
+    def test_zero_and_dependent_rows_are_no_nan(self):
+        rows = np.zeros((4, 6), np.float32)
+        assert (low_rank.orthonormal(rows) == 0).all()
+        rows[1] = rows[2] = 2.0
+        basis = low_rank.orthonormal(rows)
+        assert np.isfinite(basis).all()
+        np.testing.assert_allclose(np.linalg.norm(basis, axis=1)[[0, 1]], [0, 1], atol=1e-6)
+
+    def test_first_factor_is_the_same_in_every_library_and_has_full_rank(self, library):
+        found = library.numpy(low_rank.first_factor(3, 21, library.array(np.zeros(1, np.float32))))
+        assert found.tobytes() == low_rank.first_factor(3, 21, np.zeros(1, np.float32)).tobytes()
+        assert np.abs(found).max() < 1
+        assert np.linalg.matrix_rank(found) == 3
+
+
+class TestDegenerate:
+    def test_zeros_stay_zeros_and_what_follows_is_found(self, lockstep):
+        """A factor that had become zero would stay zero for ever."""
+        mean, x = PowerSGDMean(rank=2), draw(13, 2, [(12, 20)])
+        zeros = [[np.zeros((12, 20), np.float32)]] * 2
+        states = begin(mean, zeros[0], 2)
+        for _ in range(3):
+            means, states = average(lockstep, mean, zeros, states)
+            assert (means[0] == 0).all()
+        fresh, _ = average(lockstep, mean, x, begin(mean, x[0], 2))
+        means, _ = average(lockstep, mean, x, states)
+        assert means[0].tobytes() == fresh[0].tobytes()
+
+    def test_a_matrix_of_lower_rank_and_then_one_of_higher(self, lockstep):
+        rng = np.random.default_rng(14)
+        factors = rng.standard_normal((12, 3)), rng.standard_normal((3, 20))
+        mean, states = PowerSGDMean(rank=3, min_compression=1), None
+        for rank in (1, 1, 1, 3, 3, 3):
+            matrix = (factors[0][:, :rank] @ factors[1][:rank]).astype(np.float32)
+            states = states or begin(mean, [matrix], 2)
+            means, states = average(lockstep, mean, [[matrix], [matrix]], states)
+        np.testing.assert_allclose(
+            means[0] + owed(states, 0, (12, 20)), matrix + owed(states, 0, (12, 20)), atol=1e-2
+        )
+
+    def test_odd_shapes(self, lockstep):
+        shapes = [(0, 5), (1, 1), (2, 0, 3), (1, 30), (30, 1), (3, 4)]
+        mean, vectors = PowerSGDMean(rank=4, min_compression=0), draw(15, 2, shapes)
+        means, states = average(lockstep, mean, vectors, begin(mean, vectors[0], 2))
+        assert [m.shape for m in means] == shapes
+        assert len(states[0].worker) == 4
+        for tensor in (1, 3, 4, 5):
+            np.testing.assert_allclose(means[tensor], mean_of(vectors, tensor), atol=1e-5)
+
+    def test_strided_read_only_and_half_precision(self, lockstep):
+        x = draw(16, 2, [(20, 12)])
+        mean = PowerSGDMean(rank=2)
+        plain, _ = average(lockstep, mean, [[a[0].T.copy()] for a in x], begin(mean, [x[0][0].T], 2))
+        for a in x:
+            a[0].flags.writeable = False
+        strided, _ = average(lockstep, mean, [[a[0].T] for a in x], begin(mean, [x[0][0].T], 2))
+        assert plain[0].tobytes() == strided[0].tobytes()
+        half = [[a[0].astype(np.float16)] for a in x]
+        means, states = average(lockstep, mean, half, begin(mean, half[0], 2))
+        assert (means[0].dtype, states[0].worker[0].dtype) == (np.float16, np.float32)
+
+    def test_donated_values_give_the_same(self, lockstep):
+        mean, x = PowerSGDMean(rank=2), draw(17, 2)
+        expected, kept = average(lockstep, mean, x, begin(mean, x[0], 2))
+        for options in ({"donate": True}, {"overwrite": True}):
+            own = [[a.copy() for a in of_rank] for of_rank in x]
+            means, states = average(lockstep, mean, own, begin(mean, x[0], 2), **options)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(means, expected, strict=True))
+            assert states[1].worker[0].tobytes() == kept[1].worker[0].tobytes()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", ["numpy", "torch", "strict"])
+    @pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**100])
+    @pytest.mark.parametrize("tensor", [0, 1, 2])
+    def test_every_rank_raises_and_nothing_changes(self, libraries, lockstep, name, value, tensor):
+        library = libraries[name]
+        mean, x = PowerSGDMean(rank=2), draw(18, 3)
+        states = [mean.zeros([library.array(a) for a in x[0]], rank=rank, size=3) for rank in range(3)]
+        before = [[library.numpy(a).tobytes() for a in (*s.worker, *s.server)] for s in states]
+        x[1][tensor].reshape(-1)[3] = value
+        stages = [
+            mean.stages([library.array(a) for a in of_rank], s) for of_rank, s in zip(x, states, strict=True)
+        ]
+        requests = [next(s) for s in stages]
+        told = 0
+        while told == 0:
+            arrived = [
+                [r.send[me] if isinstance(r.send, tuple) else r.send for r in requests] for me in range(3)
+            ]
+            requests = []
+            for s, buffers in zip(stages, arrived, strict=True):
+                try:
+                    requests.append(s.send(buffers))
+                except qcomp.NonFiniteError as error:
+                    told += "rank 1" in str(error)
+        assert told == 3
+        assert [[library.numpy(a).tobytes() for a in (*s.worker, *s.server)] for s in states] == before
+
+    def test_settings_are_compared(self):
+        x = np.zeros((12, 20), np.float32)
+
+        def rank_main(comm):
+            with pytest.raises(qcomp.MismatchError, match="rank"):
+                PowerSGDMean(rank=1 + comm.rank).init(x, comm)
+            with pytest.raises(qcomp.MismatchError, match="min_compression"):
+                PowerSGDMean(min_compression=1 + comm.rank).init(x, comm)
+            return True
+
+        assert run_local(2, rank_main) == [True, True]
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"rank": 0}, "rank is 0"),
+            ({"rank": 1.5}, "rank is 1.5"),
+            ({"rank": True}, "rank is True"),
+            ({"min_compression": -1}, "min_compression is -1"),
+            ({"min_compression": np.nan}, "min_compression is nan"),
+            ({"compressor": qcomp.ScaledSign()}, "relative squared error of 1"),
+            ({"compressor": qcomp.ScaledSign(scale="rms")}, "no bound of its error"),
+            ({"compressor": qcomp.QSGD(7)}, "compressor is qsgd"),
+            ({"compressor": qcomp.MinMaxUInt8(), "rank": 16}, "rank 16 need at most"),
+        ],
+    )
+    def test_wrong_settings(self, options, said):
+        with pytest.raises(ValueError, match=said):
+            PowerSGDMean(**options)
+        if "compressor" not in options:
+            with pytest.raises(ValueError, match=said):
+                qcomp.PowerSGD(**options)
+
+    def test_a_state_of_another_rank_or_mean(self, lockstep):
+        x = draw(19, 1, [(12, 20)])[0]
+        for other in (PowerSGDMean(rank=1), qcomp.CompressedMean(qcomp.ScaledSign())):
+            state = other.zeros(x, rank=0, size=1)
+            with pytest.raises(ValueError, match="make it with this mean's init"):
+                lockstep([PowerSGDMean(rank=2).stages(x, state)])
+
+
+BROKEN = {
+    "no feedback": lambda m: m.setattr(
+        primitives, "compensate", lambda x, e, *, what, out=None: (np.asarray(x) + 0, None)
+    ),
+    "P as it was computed": lambda m: m.setattr(powersgd, "_orthonormal", lambda plan: powersgd._as_they_are),
+    "P averaged after it is orthonormal": lambda m: m.setattr(powersgd, "_product", _orthonormal_product),
+    "P made orthonormal after its use": lambda m: (
+        m.setattr(powersgd, "_orthonormal", lambda plan: powersgd._as_they_are),
+        m.setattr(primitives, "take_low_rank", _orthonormal_at_the_end),
+    ),
+    "a cold start": lambda m: m.setattr(powersgd, "next_factor", lambda new, old: old),
+}
+
+
+def _orthonormal_at_the_end(left, right, matrix, *, out=None, plain=primitives.take_low_rank):
+    return plain(low_rank.orthonormal(left), right, matrix, out=out)
+
+
+def _orthonormal_product(rows, matrix, plain=powersgd._product):
+    found = plain(rows, matrix)
+    left = matrix.shape[1] == 12
+    return low_rank.orthonormal(found.reshape(rows.shape[0], -1)).reshape(-1) if left else found
+
+
+@pytest.mark.parametrize("broken", [None, *BROKEN])
+def test_what_is_broken_is_noticed(lockstep, broken, monkeypatch):
+    """Constant matrices: the sum of the means, over the steps, must come close to the mean, and follow its span."""
+    if broken:
+        BROKEN[broken](monkeypatch)
+    rng = np.random.default_rng(20)
+    u, v = np.linalg.qr(rng.standard_normal((12, 12)))[0], np.linalg.qr(rng.standard_normal((20, 20)))[0]
+    common = (u * 0.5 ** np.arange(12)) @ v[:12]
+    apart = 3 * rng.standard_normal((12, 20))
+    vectors = [[(common + sign * apart).astype(np.float32)] for sign in (1, -1)]
+    mean, steps = PowerSGDMean(rank=2), 60
+    states, total = begin(mean, vectors[0], 2), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            for _ in range(steps):
+                means, states = average(lockstep, mean, vectors, states)
+                total = total + means[0]
+            off = np.abs(total / steps - common).max()
+            fresh, _ = average(
+                lockstep, mean, vectors, [s._replace(worker=tuple(0 * e for e in s.worker)) for s in states]
+            )
+            near = np.linalg.norm(fresh[0] - common) / np.linalg.norm(common - best(common, 2))
+        except qcomp.NonFiniteError:
+            off = near = np.inf
+    assert (off < 0.05 and near < 1.3) == (broken is None), (off, near)

@@ -1,0 +1,187 @@
+"""PowerSGD as a hook of DistributedDataParallel, and in the optimizers for torch."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+HOOK = """
+options = {"averaging": qcomp.PowerSGD(rank=2, min_compression=1), "exact": None, "seed": 5}
+def hooked(*args, compressor=qcomp.Identity(), **how):
+    model = wrapped(*args)
+    state, averaged = ddp.hook(compressor, model, **options | how)
+    model.register_comm_hook(state, averaged)
+    return model, state
+"""
+
+
+def test_the_means_are_those_of_the_whole_model_whatever_the_buckets_are(said):
+    body = f"""{HOOK}
+alone = network()
+mean = qcomp.PowerSGDMean(rank=2, min_compression=1)
+kept = mean.init([p.detach() for p in alone.parameters()], comm)
+models = [hooked(1), hooked(4000), hooked(10**6)]
+for step in range(6):
+    own = [g.detach() for g in torch.autograd.grad(loss(alone, step), list(alone.parameters()))]
+    if step < 2:
+        expected, _ = EXACT(own, qcomp.MeanState(me, n, (), ()), comm)
+    else:
+        expected, kept = mean(own, kept, comm)
+    for model, state in models:
+        loss(model, step).backward()
+        assert same(gradients(model), expected), step
+        assert state.iterations == step + 1
+        model.zero_grad()
+assert len(kept.worker) == 3
+say("ok")
+"""
+    assert said(3, body) == [["ok"]] * 3
+
+
+def test_is_what_the_hook_of_torch_computes(said):
+    """torch's own hook, over gloo, with one bucket; its first Q is another, which five steps forget."""
+    body = f"""{HOOK}
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(24, 30))
+        self.bias = torch.nn.Parameter(torch.zeros(24))
+    def forward(self, x):
+        draws = torch.Generator().manual_seed(7)
+        u, v = (torch.linalg.qr(torch.randn(k, k, generator=draws))[0] for k in (24, 30))
+        own = (u * 0.3 ** torch.arange(24.0)) @ v[:24] + (1 - 2 * me) * x
+        return (self.first * own).sum() + self.bias.sum() * me
+ours = DistributedDataParallel(Linear())
+state, averaged = ddp.hook(
+    qcomp.Identity(), ours, averaging=qcomp.PowerSGD(rank=2), exact=None, exact_iterations=2
+)
+ours.register_comm_hook(state, averaged)
+theirs = DistributedDataParallel(Linear(), bucket_cap_mb=100)
+theirs.register_comm_hook(
+    powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2),
+    powerSGD_hook.powerSGD_hook,
+)
+noise = torch.ones(24, 30)
+total = [0, 0]
+for step in range(12):
+    for i, model in enumerate((ours, theirs)):
+        model(noise).backward()
+        total[i] = total[i] + model.module.first.grad
+    a, b = gradients(ours), gradients(theirs)
+    assert torch.allclose(a[1], b[1])
+    for model in (ours, theirs):
+        model.zero_grad()
+off = (total[0] - total[1]).norm() / total[1].norm()
+say("ok" if off < 0.01 else off)
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+def test_loads_with_another_number_of_ranks_and_pickles(said, tmp_path):
+    body = f"""{HOOK}
+model, state = hooked(4000, exact_iterations=0)
+for step in range(3):
+    loss(model, step).backward()
+    model.zero_grad()
+path = {str(tmp_path)!r}
+torch.save(state.state_dict(), f"{{path}}/{{me}}.pt")
+again = pickle.loads(pickle.dumps(state)).attach(model)
+assert again.iterations == 3
+for a, b in zip(state._running.state.exchange.server, again._running.state.exchange.server, strict=True):
+    assert torch.equal(a, b)
+say(*sorted(key for key in state.state_dict() if "factor" in key))
+"""
+    keys = "right_factor.0.weight@0 right_factor.2.weight@0 right_factor.4.weight@0"
+    assert said(3, body) == [[keys]] * 3
+    body = f"""{HOOK}
+dicts = [torch.load(f"{tmp_path!s}/{{rank}}.pt") for rank in range(3)]
+model, state = hooked(10**6, exact_iterations=0)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    state.load_state_dict(dicts)
+found = state.state_dict()
+for key in found:
+    if key.startswith("right_factor"):
+        assert torch.equal(found[key], dicts[0][key])
+    if key.startswith("worker_residual"):
+        assert torch.allclose(found[key], sum(d[key] for d in dicts) / 3, atol=1e-6)
+loss(model, 3).backward()
+assert state.iterations == 4
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+def test_what_is_not_finite_is_refused_on_every_rank(said):
+    body = f"""{HOOK}
+model, state = hooked(4000, exact_iterations=0)
+loss(model, 0).backward()
+model.zero_grad()
+before = state.state_dict()
+before = {{key: x.clone() if hasattr(x, "shape") else x for key, x in before.items()}}
+try:
+    (loss(model, 1) * (float("nan") if me == 1 else 1)).backward()
+except qcomp.NonFiniteError as error:
+    assert "rank 1" in str(error)
+    assert all(p.grad is None for p in model.parameters())
+    after = state.state_dict()
+    assert all(torch.equal(x, after[key]) for key, x in before.items() if hasattr(x, "shape"))
+    loss(model, 2).backward()
+    say(state.iterations, state.skipped)
+"""
+    assert said(2, body) == [["2 1"]] * 2
+
+
+def test_optimizers_for_torch_and_the_core_make_the_same_steps(said):
+    body = """
+import qcomp.torch
+averaging = qcomp.PowerSGD(rank=2, min_compression=1)
+kinds = {"compressor": qcomp.Cast("bfloat16"), "exact": None, "averaging": averaging}
+plain, under = network(), wrapped(4000)
+first = qcomp.torch.CompressedSGD(plain.named_parameters(), lr=0.01, comm=comm, **kinds)
+core = qcomp.CompressedSGD(learning_rate=0.01, **kinds)
+overlapped = ddp.OverlappedOptimizer(under, core)
+alone = network()
+params = [p.detach().clone() for p in alone.parameters()]
+names = [name for name, _ in alone.named_parameters()]
+state = core.init(params, comm, names)
+for step in range(5):
+    for model, optimizer in ((plain, first), (under, overlapped)):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for p, x in zip(alone.parameters(), params, strict=True):
+            p.copy_(x)
+    grads = [g.detach() for g in torch.autograd.grad(loss(alone, step), list(alone.parameters()))]
+    params, state = core.step(params, grads, state, comm)
+    assert same([p.detach() for p in plain.parameters()], params), step
+    assert same([p.detach() for p in under.parameters()], params), step
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+def test_wrong_settings(said):
+    body = """
+model = wrapped()
+for arguments, words in (
+    ({"topology": "ring"}, "expected averaging alone"),
+    ({"feedback": False}, "expected averaging alone"),
+):
+    try:
+        ddp.hook(qcomp.Identity(), model, averaging=qcomp.PowerSGD(), **arguments)
+    except ValueError as error:
+        assert words in str(error)
+    else:
+        raise AssertionError(arguments)
+try:
+    ddp.hook(qcomp.ScaledSign(), model, averaging=qcomp.PowerSGD())
+except ValueError as error:
+    assert "factors of PowerSGD" in str(error)
+try:
+    ddp.hook(qcomp.Identity(), model, averaging=qcomp.PowerSGD(rank=1 + me))
+except qcomp.MismatchError as error:
+    say("rank" in str(error))
+"""
+    assert said(2, body) == [["True"]] * 2
