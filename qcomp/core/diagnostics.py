@@ -261,7 +261,8 @@ class Notes:
                 kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes
             ).residuals
             worker = self._ratio(kept.worker, own, self.signal)
-            server = self._ratio(kept.server, served, exact)
+            if not self.part.mean.low_rank:  # whose server keeps factors, and owes nothing
+                server = self._ratio(kept.server, served, exact)
         return Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
 
     def _ratio(self, residuals: Sequence[Array], parts: Sequence[Segment], signal: Array) -> float:

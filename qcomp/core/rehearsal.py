@@ -19,7 +19,7 @@ _APART = (64, 3)
 _STEP = StepNumbers(rate=0.0, correction=1.0, eps=1.0, weight_decay=0.0)
 
 
-def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> None:
+def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low_rank: bool = False) -> None:
     """Call every primitive once, so that its kernel is compiled, or read from a cache.
 
     It does nothing without kernels, for kernels that are compiled for every shape anew, and for compressors of other
@@ -33,6 +33,8 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> 
         Gives the library, the device and the dtype of what will be compressed.
     steps : bool
         Whether there will be steps of an optimizer.
+    low_rank : bool
+        Whether matrices will be approximated by factors.
     """
     kernels = chosen(like)
     if kernels is None or not kernels.any_shape:
@@ -46,6 +48,11 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool) -> 
             _exchange(compressor.for_shape((_SIZE,)), x)
     if steps:
         _step(x)
+    if low_rank:
+        values = to_compute_dtype(x)
+        matrix, _ = primitives.compensate(values, values, what="a rehearsal", out=empty_like(values))
+        row = array_namespace(values).reshape(values, (1, _SIZE))
+        primitives.take_low_rank(row[:, :1], row, matrix)
 
 
 def _is_ours(compressor: Compressor) -> bool:

@@ -51,8 +51,8 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     ['compressed', 'compressed']
     """
     mean = optimizer.mean
-    if measured.cluster is None or comm.size == 1 or comm.rank != 0 or mean.lossless:
-        return
+    if measured.cluster is None or comm.size == 1 or comm.rank != 0 or mean.lossless or mean.low_rank:
+        return  # the cost model knows no factors
     cluster = replace(measured.cluster, ranks=comm.size)
     (compressor,) = mean.compressors  # the optimizer's own; a policy may choose others for single tensors
     shapes = [tuple(p.shape) for p in as_tensors(params, "params")]

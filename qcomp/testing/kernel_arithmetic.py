@@ -1,4 +1,4 @@
-"""Checks of the arithmetic of optimizers: momenta, division of sums over ranks, and steps of Adam."""
+"""Checks of arithmetic without compressors: momenta, sums over ranks, steps of Adam, and matrices of low rank."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from qcomp.core import primitives
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import AdamNumbers, KernelSet, StepNumbers, use_kernels
+from qcomp.core.numeric.arrays import is_mutable
 from qcomp.testing.inputs import vector
 from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, to_library, to_numpy
 
-__all__ = ["BLENDS", "check_steps", "check_updates"]
+__all__ = ["BLENDS", "check_low_rank", "check_steps", "check_updates"]
 
 BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
 _COUNTS = (
@@ -192,3 +194,71 @@ def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> N
                     to_numpy(primitives.finish_mean(to_library(xp, vector(family, size, count)), count))
                 )
         assert results[0].tobytes() == results[1].tobytes(), f"mean over {count} ranks of {size} elements"
+
+
+_MATRICES = ((1, 1, 1), (1, 3, 5), (2, 7, 64), (3, 33, 129), (4, 5, 5000), (2, 5000, 3), (5, 300, 301))
+"""Ranks, rows and columns: small ones, and enough of each for several threads and more than a cache."""
+
+
+def check_low_rank(kernels: KernelSet, xp: Namespace) -> None:
+    """Check the two primitives of PowerSGD, in new arrays and in given buffers."""
+    writes = is_mutable(to_library(xp, np.zeros(1, np.float32)))
+    matrices = _MATRICES if writes else _MATRICES[:3]  # a library that compiles for every shape takes long
+    for (rank, rows, columns), layout in product(matrices, ("dense", "offset", "strided")):
+        if layout != "dense" and rows * columns > 5000:
+            continue
+        what = f"of rank {rank}, {rows} x {columns}, {layout}"
+        sizes = rank * rows, rank * columns, rows * columns
+        left, right, matrix = (vector("gaussian", size, number) for number, size in enumerate(sizes))
+        wide = vector("wide", rows * columns, 3)
+        for given in (False, True)[: 1 + writes]:
+            expected, got = (
+                _low_rank(chosen, xp, [left, right, matrix, wide], rank, layout, given=given)
+                for chosen in (None, kernels)
+            )
+            assert got[:2] == expected[:2], f"product or rest {what}, in a given buffer: {given}"
+            assert got[2:] == expected[2:], f"compensated values {what}, in a given buffer: {given}"
+    for bad in (np.nan, -np.inf, 2.0**100):
+        x = vector("gaussian", 5000, 4)
+        x[4321] = bad
+        try:
+            with use_kernels(kernels):
+                _, refused = primitives.compensate(
+                    to_library(xp, x), to_library(xp, np.zeros_like(x)), what="this check"
+                )
+        except NonFiniteError:
+            continue
+        assert refused is not None, f"{bad} is not refused"
+        assert int(refused[0]), f"{bad} is not refused"
+
+
+def _low_rank(
+    kernels: KernelSet | None,
+    xp: Namespace,
+    vectors: Sequence[np.ndarray[Any, Any]],
+    rank: int,
+    layout: str,
+    *,
+    given: bool,
+) -> list[bytes]:
+    """Return the product of two factors, what it leaves of a matrix, and that matrix plus a residual."""
+    untouched = Untouched()
+    (left, left_memory), (right, right_memory), (matrix, _), (residual, residual_memory) = (
+        laid_out(xp, x, layout) for x in vectors
+    )
+    left, right = left.reshape(rank, -1), right.reshape(rank, -1)
+    other, memory = laid_out(xp, vectors[2], layout)
+    for name, kept in (
+        ("left factor", left_memory),
+        ("right factor", right_memory),
+        ("residual", residual_memory),
+    ):
+        untouched.keep(f"the {name}", kept)
+    if not given:
+        untouched.keep("the values", memory)
+    with use_kernels(kernels):
+        room = to_library(xp, np.empty_like(vectors[2])) if given else None
+        product_, rest = primitives.take_low_rank(left, right, matrix, out=room)
+        summed, _ = primitives.compensate(other, residual, what="this check", out=other if given else None)
+    untouched.check()
+    return [to_numpy(x).tobytes() for x in (product_, rest, summed)]

@@ -18,7 +18,7 @@ from qcomp.core.kernels import Blend, Encoded, KernelSet, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
-from qcomp.testing.kernel_arithmetic import BLENDS, check_steps, check_updates
+from qcomp.testing.kernel_arithmetic import BLENDS, check_low_rank, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
@@ -113,10 +113,10 @@ def check_kernels(
     Equal to the last bit must be: the payload; the residual (in a new buffer, the donated one, that of x, and a given
     one); the decompressed vector, and its sum with another one; the mean of two and of three payloads, compressed or
     not; the division of a sum over ranks; the momentum; and the steps of Adam, also of several tensors at once and in
-    donated buffers; the messages of chunks of several tensors, and what they decompress to. Sizes are chosen so that
-    tails and padding matter, values include zeros, subnormals, ties and huge magnitudes, and dtypes are all that are
-    computed in float32. A vector that the pure version refuses must be refused, and a donated residual is then
-    unchanged.
+    donated buffers; the messages of chunks of several tensors, and what they decompress to; the product of two factors,
+    and what it leaves of a matrix. Sizes are chosen so that tails and padding matter, values include zeros, subnormals,
+    ties and huge magnitudes, and dtypes are all that are computed in float32. A vector that the pure version refuses
+    must be refused, and a donated residual is then unchanged.
 
     Parameters
     ----------
@@ -153,6 +153,7 @@ def kernel_contract(
     laws: list[Attempt] = [
         ("mean, momentum or step with a frozen variance", lambda: check_updates(kernels, xp)),
         ("steps of Adam", lambda: check_steps(kernels, xp)),
+        ("matrices of low rank", lambda: check_low_rank(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
         ("chunks", lambda: check_chunks(kernels, xp, compressors)),
     ]

@@ -120,6 +120,18 @@ class Whole:
         old = zip(params, momenta, variances, strict=True)
         return [tuple(map(write_into, *each)) for each in zip(old, moved, strict=True)]
 
+    def compensate(self, x, residual, *, out):
+        with use_kernels(None):
+            try:
+                values, _ = primitives.compensate(x, residual, what=self.name, out=out)
+            except NonFiniteError:
+                return x, np.inf
+        return values, float(np.abs(values).max(initial=0))
+
+    def take_low_rank(self, left, right, matrix, *, out):
+        with use_kernels(None):
+            return primitives.take_low_rank(left, right, matrix, out=out)
+
 
 BROKEN = []
 
@@ -357,6 +369,21 @@ broken(
     compress_mean_frame=lambda self, whole, frame, messages, like, residuals, key: whole(
         frame, messages, like, [r * 0 for r in residuals], key
     ),
+)
+
+# Matrices of low rank.
+broken("refuses no values", compensate=lambda self, whole, x, e: (whole(x, e)[0], 0.0))
+broken("forgets the residual of a matrix", compensate=lambda self, whole, x, e: whole(x, 0 * e))
+broken(
+    "keeps the last bit of products",
+    take_low_rank=lambda self, whole, left, right, matrix: (
+        (left.T @ right).reshape(-1),
+        whole(left, right, matrix)[1],
+    ),
+)
+broken(
+    "leaves the whole matrix",
+    take_low_rank=lambda self, whole, left, right, matrix: (whole(left, right, matrix.copy())[0], matrix),
 )
 
 # Optimizers.

@@ -24,6 +24,7 @@ from qcomp.backends.numba_cpu.codec import (
 )
 from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
+from qcomp.backends.numba_cpu.low_rank import compensate, take_low_rank
 from qcomp.backends.numba_cpu.means import average, compress_mean
 from qcomp.backends.numba_cpu.memory import empty
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
@@ -350,6 +351,30 @@ class NumbaKernels:
         if donate:
             _tell_torch([*params, *momenta, *variances])
         return moved
+
+    def compensate(self, x: Array, residual: Array, *, out: Array | None) -> tuple[Array, float] | None:
+        """Return x plus a residual, and its largest magnitude."""
+        values, old, room = _values(x), _values(residual), _room(x, out)
+        if values is None or old is None or room is None:
+            return None
+        target, new = room
+        largest = compensate(values, old, new)
+        _tell_torch([target])
+        return target, largest
+
+    def take_low_rank(
+        self, left: Array, right: Array, matrix: Array, *, out: Array | None
+    ) -> tuple[Array, Array] | None:
+        """Return the product of two factors, and what it leaves of a matrix in the buffer of that."""
+        factors, whole, room = [_values(left), _values(right)], _values(matrix), _room(matrix, out)
+        if factors[0] is None or factors[1] is None or whole is None or room is None:
+            return None
+        if not whole.flags.writeable:
+            return None
+        target, product = room
+        take_low_rank(factors[0], factors[1], whole, product, left.shape[1])
+        _tell_torch([target, matrix])
+        return target, matrix
 
 
 KERNELS = NumbaKernels()

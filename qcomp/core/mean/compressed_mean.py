@@ -150,6 +150,8 @@ class CompressedMean:
 
     kinds: ClassVar[tuple[str, str]] = ("worker_residual", "server_residual")
     """The names in checkpoints of the arrays in ``MeanState.worker`` and ``MeanState.server``."""
+    low_rank: ClassVar[bool] = False
+    """Whether matrices are approximated by factors."""
 
     compressor: Compressor | Sequence[Compressor]
     topology: str = "two_phase"
@@ -238,7 +240,7 @@ class CompressedMean:
         require_rank_in(rank, size)
         tensors = as_list(x)
         yield from handshake_stages(self.facts(tensors), size=size, like=tensors[0])
-        rehearse(self.compressors, tensors[0], steps=False)
+        rehearse(self.compressors, tensors[0], steps=False, low_rank=self.low_rank)
         nodes = yield from self.node_stages(host, size=size, like=tensors[0])
         return self.zeros(tensors, rank=rank, size=size, nodes=nodes)
 

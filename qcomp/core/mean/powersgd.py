@@ -114,6 +114,7 @@ class PowerSGDMean(TensorwiseMean):
     """
 
     kinds: ClassVar[tuple[str, str]] = ("worker_residual", "right_factor")
+    low_rank: ClassVar[bool] = True
 
     compressor: Compressor | Sequence[Compressor] = Identity()
     topology: Literal["two_phase"] = field(default="two_phase", init=False)

@@ -173,14 +173,11 @@ class Compression:
             policies = f"exact={self.exact!r}" + (
                 f", compressors={self.compressors!r}" if self.compressors else ""
             )
-            if policy_keeps_all:
-                advice = "pass exact=None to compress all"
-            else:
-                policies += f" and {self.mean!r}"
-                advice = "pass exact=None, and a smaller rank or min_compression"
+            more = "" if policy_keeps_all else ", and give PowerSGD a smaller rank or min_compression"
             warn_caller(
                 f"{optimizer} compresses nothing: {policies} keeps all {len(params)} tensors "
-                f"exact (the largest has {max(t.size for t in tensors)} elements); {advice}"
+                f"exact (the largest has {max(t.size for t in tensors)} elements); "
+                f"pass exact=None to compress all{more}"
             )
         return state._replace(exact=exact, compressors=compressors)
 

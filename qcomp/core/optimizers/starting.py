@@ -65,7 +65,8 @@ def begin(
         raise problem
     require_matches("groups", patterns_of(optimizer.groups), names)
     state = state._replace(stream=stream_of(names, tensors))
-    rehearse([*EXACT.compressors, *optimizer.mean_of(state).compressors], tensors[0], steps=True)
+    mean = optimizer.mean_of(state)
+    rehearse([*EXACT.compressors, *mean.compressors], tensors[0], steps=True, low_rank=mean.low_rank)
     nodes = yield from optimizer.mean.node_stages(place.host, size=place.size, like=tensors[0])
     begun: OptimizerState = optimizer.compression.on_nodes(state, tensors, nodes)
     return begun
