@@ -21,6 +21,26 @@ from network.shaped import NetworkError, require_rights
 RANKS = 2
 ROUNDS = {"100mbit": 7, "1gbit": 15}
 STEPS = 120
+START = """# PowerSGD
+
+Steps of DistributedDataParallel with AdamW and two ranks, with torch's PowerSGD hook and with
+`averaging=qcomp.PowerSGD(rank)`. Each rank has one core of the same machine, and a network of its own with a limit in
+each direction. torch's hook has one bucket, since over gloo it aborts with several; qcomp's has buckets of 25 MB. MB
+are what a rank sends in a step, as its interface counts it.
+
+    sudo python benchmarks/powersgd_times.py
+
+## Steps
+<!-- steps -->
+<!-- end of steps -->
+
+## Losses
+Each model learns ten batches by heart, on two ranks; all variants start alike, with two exact steps.
+
+<!-- losses -->
+<!-- end of losses -->
+"""
+"""The page before it has tables."""
 
 
 def main() -> int:
@@ -71,6 +91,8 @@ def write(options: argparse.Namespace) -> None:
     ]
     curves = [json.loads((folder / f"{model}-curves.json").read_text()) for model in options.models]
     blocks = {"steps": "\n\n".join(map(steps, runs)), "losses": "\n\n".join(map(ends, curves))}
+    if not (folder / page.PAGE).exists():
+        (folder / page.PAGE).write_text(START)
     page.rewrite(folder, blocks)
     for text in blocks.values():
         print(f"\n{text}")

@@ -185,3 +185,42 @@ except qcomp.MismatchError as error:
     say("rank" in str(error))
 """
     assert said(2, body) == [["True"]] * 2
+
+
+@pytest.mark.slow
+def test_odd_memory_formats_and_parameters_that_nobody_used(said):
+    body = """
+options = {"averaging": qcomp.PowerSGD(rank=2, min_compression=1), "exact": None, "exact_iterations": 0}
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = torch.nn.Conv2d(6, 16, 3).to(memory_format=torch.channels_last)
+        self.turned = torch.nn.Parameter(torch.randn(20, 30).t())
+        self.never = torch.nn.Linear(12, 12)
+        self.sometimes = torch.nn.Linear(12, 12)
+    def forward(self, x, use):
+        y = self.conv(x).square().sum() + self.turned.square().sum() * x.sum()
+        return y + self.sometimes(x.flatten()[:12]).square().sum() if use else y
+def batch(step):
+    return torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(100 * step + me))
+model = DistributedDataParallel(Odd(), find_unused_parameters=True, bucket_cap_mb=0.001)
+state, averaged = ddp.hook(qcomp.Identity(), model, **options)
+model.register_comm_hook(state, averaged)
+alone, used = Odd(), ["conv.weight", "conv.bias", "turned"]
+mean, named = qcomp.PowerSGDMean(rank=2, min_compression=1), dict(alone.named_parameters())
+kept = mean.init([named[name].detach() for name in used], comm)
+first = state.state_dict()["right_factor.never.weight@0"].clone()
+for step in range(4):
+    model(batch(step), step == 2 and me == 1).backward()
+    own = torch.autograd.grad(alone(batch(step), False), [named[name] for name in used])
+    expected, kept = mean([g.detach() for g in own], kept, comm)
+    got = dict(model.module.named_parameters())
+    assert same([got[name].grad for name in used], expected), step
+    assert got["never.weight"].grad is None
+    assert (got["sometimes.weight"].grad is None) == (step != 2)
+    model.zero_grad()
+assert torch.equal(state.state_dict()["right_factor.never.weight@0"], first)
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2

@@ -300,13 +300,15 @@ class PowerSGDMean(TensorwiseMean):
     def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
         """Return the plan for tensors of these shapes; resolved once, and kept."""
         asked = (shapes, dtypes, state.rank, state.size)
-        known = self._plans
-        if asked not in known:
+        known = self._plans  # ranks in threads of one process share it
+        found = known.get(asked)
+        if found is None:
             if len(known) >= _MOST_PLANS:
                 known.clear()
             numbers = self.numbers or self.bucket_numbers(shapes)
-            known[asked] = make_plan(self._matrices(shapes), self._chosen(shapes), dtypes, numbers, state)
-        return known[asked]
+            found = make_plan(self._matrices(shapes), self._chosen(shapes), dtypes, numbers, state)
+            known[asked] = found
+        return found
 
     @cached_property
     def _plans(self) -> dict[Any, Plan]:
