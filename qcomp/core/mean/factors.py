@@ -4,7 +4,8 @@ import heapq
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
@@ -14,11 +15,11 @@ from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
-from qcomp.core.mean.topologies.base import assemble
-from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, cut_like, flat
+from qcomp.core.numeric.low_rank import without_small
 from qcomp.core.numeric.random import Key
 
-__all__ = ["Matrix", "Plan", "by_owners", "make_plan", "matrices_of"]
+__all__ = ["Factors", "Matrix", "Plan", "by_owners", "make_plan", "matrices_of", "together"]
 
 
 class Matrix(NamedTuple):
@@ -30,17 +31,39 @@ class Matrix(NamedTuple):
     rank: int
 
 
+class Factors(NamedTuple):
+    """How the left or the right factors of all matrices get to all ranks."""
+
+    layout: Layout
+    """Of the packs, each of which is a vector."""
+    packs: tuple[tuple[int, ...], ...]
+    """The factors in each pack: of one owner, and compressed element by element if there are several."""
+    shapes: tuple[tuple[int, int], ...]
+    """The rank and the length of the rows of each factor."""
+
+    def joined(self, factors: Sequence[Array]) -> list[Array]:
+        """Return the packs of factors."""
+        return [concat([flat(factors[i]) for i in pack]) for pack in self.packs]
+
+    def split(self, number: int, pack: Array) -> dict[int, Array]:
+        """Return the factors in a pack, by their numbers."""
+        xp, indexes = array_namespace(pack), self.packs[number]
+        parts = cut_like(pack, [math.prod(self.shapes[i]) for i in indexes])
+        return {i: xp.reshape(part, self.shapes[i]) for i, part in zip(indexes, parts, strict=True)}
+
+
 class Plan(NamedTuple):
     """What a mean of tensors of these shapes needs to know, for one rank."""
 
     matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
     """The tensors that are averaged exactly."""
-    left: Layout
-    right: Layout
+    left: Factors
+    right: Factors
 
 
-def matrices_of(shapes: Sequence[tuple[int, ...]], rank: int, min_compression: float) -> tuple[Matrix, ...]:
+@lru_cache(256)  # asked several times in every step
+def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression: float) -> tuple[Matrix, ...]:
     """Return how the tensors of these shapes are approximated that do not stay exact, see `PowerSGDMean`."""
     found = []
     for tensor, shape in enumerate(shapes):
@@ -76,27 +99,36 @@ def make_plan(
     low_rank = {m.tensor for m in matrices}
     rest = tuple(i for i in range(len(dtypes)) if i not in low_rank)
 
-    def layout(lengths: Sequence[int], shift: int) -> Layout:
-        """Return the layout of the messages of a factor with rows of these lengths."""
-        pairs = list(zip(matrices, lengths, strict=True))
-        sizes = tuple(m.rank * length for m, length in pairs)
+    def factors(lengths: Sequence[int], shift: int) -> Factors:
+        """Return how a factor of each matrix gets to all ranks, whose rows have these lengths."""
+        shapes = tuple((m.rank, length) for m, length in zip(matrices, lengths, strict=True))
+        chosen = [compressors[m.tensor].for_shape(s) for m, s in zip(matrices, shapes, strict=True)]
+        owners = _owners([math.prod(shape) for shape in shapes], state.size, shift)
+        packs: dict[Any, list[int]] = {}
+        for index, (m, compressor) in enumerate(zip(matrices, chosen, strict=True)):
+            traits = compressor.traits
+            alone = traits.random or traits.bucket_size > 1 or compressor.variable_length
+            packs.setdefault((owners[index], index if alone else (compressor, dtypes[m.tensor])), []).append(
+                index
+            )
+        firsts = [pack[0] for pack in packs.values()]
+        sizes = tuple(sum(math.prod(shapes[i]) for i in pack) for pack in packs.values())
         operands = Operands(
-            tuple(compressors[m.tensor].for_shape((m.rank, length)) for m, length in pairs),
+            tuple(chosen[first] for first in firsts),
             sizes,
-            tuple(dtypes[m.tensor] for m in matrices),
+            tuple(dtypes[matrices[first].tensor] for first in firsts),
             state.rank,
             Nodes.of(state.size, ()),
         )
-        owners = _owners(sizes, state.size, shift)
         chunks = tuple(
             tuple(
-                Segment(index, 0, sizes[index], numbers[m.tensor])
-                for index, m in enumerate(matrices)
-                if owners[index] == owner
+                Segment(number, 0, sizes[number], numbers[matrices[first].tensor])
+                for number, first in enumerate(firsts)
+                if owners[first] == owner
             )
             for owner in range(state.size)
         )
-        return Layout(operands, chunks, Residuals((), ()))
+        return Factors(Layout(operands, chunks, Residuals((), ())), tuple(map(tuple, packs.values())), shapes)
 
     # So means of single tensors, as of the parts of a model, share the work too.
     first = zlib.crc32(repr(numbers[:1]).encode())
@@ -104,8 +136,8 @@ def make_plan(
     return Plan(
         matrices,
         rest,
-        layout([m.rows for m in matrices], first),
-        layout([m.columns for m in matrices], right),
+        factors([m.rows for m in matrices], first),
+        factors([m.columns for m in matrices], right),
     )
 
 
@@ -123,31 +155,54 @@ def _owners(sizes: Sequence[int], ranks: int, shift: int) -> list[int]:
 
 
 def by_owners(
-    layout: Layout,
+    factors: Factors,
     values: Sequence[Array],
     verdicts: Verdicts,
     error: NonFiniteError | None,
     key: Key,
     *,
-    finish: Callable[[int, Array], Array],
+    least: float,
+    finish: Callable[[Sequence[Array]], Sequence[Array]],
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
-    """Return what all ranks decode of the mean of each vector, after its owner has finished it.
+    """Return what all ranks decode of the mean of each factor, after its owner has finished it.
 
-    ``error`` is what kept this rank from computing the values; also returned is what has by now.
+    Magnitudes below ``least`` are replaced by zero. ``error`` is what kept this rank from computing the values; also
+    returned is what has by now.
     """
-    codec = Codec(values)
+    layout, packs = factors.layout, factors.joined(values)
+    codec = Codec(packs)
     if error is None:
-        sent = codec.encode(layout.frames, values, (), key, donate=False)
+        sent = codec.encode(layout.frames, packs, (), key, donate=False)
     else:
         sent = codec.refusals(layout.frames, error)
     error = error or sent.error
     arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
     opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
-    finished = list(values)
+    means: dict[int, Array] = {}
     for segment, mean in zip(layout.own.chunk, codec.average(opened), strict=True):
-        finished[segment.tensor] = finish(segment.tensor, mean)
-    served = codec.encode([layout.own], finished, (), key.at(hop=key.hop + 1), donate=False)
+        means |= factors.split(segment.tensor, mean)
+    finished = dict(zip(means, finish(list(means.values())), strict=True))
+    for segment in layout.own.chunk:
+        packs[segment.tensor] = concat([flat(finished[i]) for i in factors.packs[segment.tensor]])
+    served = codec.encode([layout.own], packs, (), key.at(hop=key.hop + 1), donate=False)
     error = error or served.error
     arrived = yield AllGather(served.messages[0], layout.message_sizes)
     opened = codec.open(arrived, layout.frames, verdicts, error)
-    return assemble(layout.chunks, [codec.decode(one) for one in opened], values), error
+    found: dict[int, Array] = {}
+    for one in opened:
+        for segment, pack in zip(one.frame.chunk, codec.decode(one), strict=True):
+            found |= factors.split(segment.tensor, without_small(pack, least))
+    return [found[i] for i in range(len(values))], error
+
+
+def together(function: Callable[..., Array], *lists: Sequence[Array]) -> list[Array]:
+    """Return what a function of stacks returns for the arrays of each list, with one call for all of one shape."""
+    alike: dict[Any, list[int]] = {}
+    for index, x in enumerate(lists[0]):
+        alike.setdefault((tuple(x.shape), x.dtype), []).append(index)
+    found: dict[int, Array] = {}
+    for indexes in alike.values():
+        xp = array_namespace(lists[0][indexes[0]])
+        stack = function(*(xp.stack([arrays[i] for i in indexes]) for arrays in lists))
+        found.update((i, stack[number, ...]) for number, i in enumerate(indexes))
+    return [found[i] for i in range(len(lists[0]))]

@@ -1,7 +1,7 @@
 """PowerSGD: ranks average two thin factors of each matrix, and keep what these lose."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -23,7 +23,7 @@ from qcomp.core.mean.compressed_mean import (
     zeros_for,
 )
 from qcomp.core.mean.costs import Link
-from qcomp.core.mean.factors import Matrix, Plan, by_owners, make_plan, matrices_of
+from qcomp.core.mean.factors import Matrix, Plan, by_owners, make_plan, matrices_of, together
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages, announce_lengths, fuse
@@ -46,7 +46,6 @@ from qcomp.core.numeric.low_rank import (
     first_factor,
     next_factor,
     orthonormal,
-    without_small,
 )
 from qcomp.core.numeric.random import Key
 
@@ -218,7 +217,7 @@ class PowerSGDMean(TensorwiseMean):
             side_by_side += plain.rounds
         if plan.matrices:
             factored = self._factored(plan, vectors, used_up, state, terms)
-            if plan.left.operands.variable_length:
+            if plan.left.layout.operands.variable_length:
                 factored = announce_lengths(factored, state.rank)
             side_by_side.append(factored)
         results = yield from fuse(side_by_side)
@@ -244,7 +243,7 @@ class PowerSGDMean(TensorwiseMean):
         terms: Terms,
     ) -> Stages[Averaged]:
         """Average the two factors of each matrix, one after the other."""
-        verdicts = Verdicts(at_once=plan.left.operands.variable_length)
+        verdicts = Verdicts(at_once=plan.left.layout.operands.variable_length)
         matrices, refused, error = self._compensated(plan, vectors, used_up, state.worker)
         old = [_rows(q, m.rank) for q, m in zip(state.server, plan.matrices, strict=True)]
         key = (terms.key or Key())._replace(rank=state.rank)
@@ -254,20 +253,14 @@ class PowerSGDMean(TensorwiseMean):
             for q, x, m, flag in zip(old, matrices, plan.matrices, refused, strict=True)
         ]
         lefts, error = yield from by_owners(
-            plan.left, left, verdicts, error, key.at(hop=_LEFT), finish=_orthonormal(plan)
+            plan.left, left, verdicts, error, key.at(hop=_LEFT), least=LEAST_LEFT, finish=_orthonormal
         )
-        lefts = [
-            _rows(without_small(p, LEAST_LEFT), m.rank) for p, m in zip(lefts, plan.matrices, strict=True)
-        ]
         right = [
             _product(p, _rows(x, m.rows)) for p, x, m in zip(lefts, matrices, plan.matrices, strict=True)
         ]
         rights, error = yield from by_owners(
-            plan.right, right, verdicts, error, key.at(hop=_RIGHT), finish=_as_they_are
+            plan.right, right, verdicts, error, key.at(hop=_RIGHT), least=LEAST_RIGHT, finish=_as_they_are
         )
-        rights = [
-            _rows(without_small(q, LEAST_RIGHT), m.rank) for q, m in zip(rights, plan.matrices, strict=True)
-        ]
         unread = verdicts.require_accepted(error)
 
         products, residuals = [], []
@@ -278,7 +271,7 @@ class PowerSGDMean(TensorwiseMean):
             )
             products.append(product)
             residuals.append(rest)
-        factors = tuple(flat(next_factor(q, before)) for q, before in zip(rights, old, strict=True))
+        factors = tuple(map(flat, together(next_factor, rights, old)))
         return Averaged(products, tuple(residuals), factors, unread)
 
     def _compensated(
@@ -374,13 +367,13 @@ def _require_faithful(compressor: Compressor, rank: int) -> None:
     )
 
 
-def _orthonormal(plan: Plan) -> Callable[[int, Array], Array]:
-    """Return what makes the mean of a left factor orthonormal."""
-    return lambda index, mean: flat(orthonormal(_rows(mean, plan.matrices[index].rank)))
+def _orthonormal(means: Sequence[Array]) -> Sequence[Array]:
+    """Return means of left factors with orthonormal rows."""
+    return together(orthonormal, means)
 
 
-def _as_they_are(index: int, mean: Array) -> Array:  # noqa: ARG001
-    return mean
+def _as_they_are(means: Sequence[Array]) -> Sequence[Array]:
+    return means
 
 
 def _rows(x: Array, count: int) -> Array:
@@ -389,9 +382,9 @@ def _rows(x: Array, count: int) -> Array:
 
 
 def _product(rows: Array, matrix: Array) -> Array:
-    """Return a matrix product in the dtype of its factors, whatever a context of the library does, as a vector."""
+    """Return a matrix product in the dtype of its factors, whatever a context of the library does."""
     xp = array_namespace(rows)
-    return flat(xp.astype(xp.matmul(rows, matrix), rows.dtype, copy=False))
+    return xp.astype(xp.matmul(rows, matrix), rows.dtype, copy=False)
 
 
 def _unless(refused: Array | None, x: Array) -> Array:

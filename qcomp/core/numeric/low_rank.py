@@ -3,7 +3,7 @@
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush, sqrt
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import SHARED_RANK, Key, draws16
-from qcomp.core.numeric.sums import power_of_two_below
+from qcomp.core.numeric.sums import pad_to_power_of_two, power_of_two_below, tree_sum
 
 __all__ = ["LEAST_LEFT", "LEAST_RIGHT", "first_factor", "next_factor", "orthonormal", "without_small"]
 
@@ -28,12 +28,12 @@ def first_factor(count: int, length: int, like: Array) -> Array:
 
 
 def next_factor(new: Array, old: Array) -> Array:
-    """Return each row divided by a power of two, so that its largest magnitude is from 1 to 2; of zeros, the old row.
+    """Return each row divided by a power of two, so that its largest magnitude is from 1 to 2; for zeros, the old row.
 
     Exact, so that all ranks hold the same. A row of zeros would never leave zero again.
     """
     xp = array_namespace(new)
-    largest = xp.max(xp.abs(new), axis=1)[:, None]
+    largest = xp.max(xp.abs(new), axis=-1, keepdims=True)
     return xp.where(largest > 0, flush(divide(new, power_of_two_below(largest))), old)
 
 
@@ -52,32 +52,40 @@ def orthonormal(rows: Array) -> Array:
 
     Parameters
     ----------
-    rows : array of float32 or float64, shape (count, length)
+    rows : array of float32 or float64, shape (..., count, length)
         Finite, of any magnitudes.
     """
     xp = array_namespace(rows)
-    scaled = divide(rows, power_of_two_below(xp.max(xp.abs(rows), axis=1))[:, None])  # no square overflows
-    basis: list[Array] = []
-    for index in range(rows.shape[0]):
-        first, _ = _unit(_projected(scaled[index, :], basis))
+    largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)
+    scaled = divide(rows, power_of_two_below(largest))  # no square overflows
+    basis = scaled[..., :0, :]
+    for index in range(rows.shape[-2]):
+        first, _ = _unit(_projected(scaled[..., index : index + 1, :], basis))
         second, norm = _unit(_projected(first, basis))
-        basis.append(xp.where(norm < _INDEPENDENT, xp.zeros_like(second), second))
-    return xp.stack(basis)
+        found = xp.where(norm < _INDEPENDENT, xp.zeros_like(second), second)
+        basis = xp.concat([basis, found], axis=-2)
+    return basis
 
 
-def _projected(row: Array, basis: list[Array]) -> Array:
+def _projected(row: Array, basis: Array) -> Array:
     """Return what of a row is orthogonal to a basis."""
-    if not basis:
+    if not basis.shape[-2]:
         return row
-    xp = array_namespace(row)
-    others = xp.stack(basis)
-    # Not by `matmul`, which some devices compute with few bits.
-    shares = xp.sum(others * row, axis=1)
-    return row - xp.sum(shares[:, None] * others, axis=0)
+    shares = _sums(basis * row)  # not by `matmul`, which some devices compute with few bits
+    for index in range(basis.shape[-2]):
+        row = row - shares[..., index : index + 1, :] * basis[..., index : index + 1, :]
+    return row
 
 
 def _unit(row: Array) -> tuple[Array, Array]:
     """Return a row divided by its norm, or zeros, and the norm."""
     xp = array_namespace(row)
-    norm = sqrt(xp.sum(row * row))
+    norm = sqrt(_sums(row * row))
     return divide(row, xp.where(norm > 0, norm, xp.ones_like(norm))), norm
+
+
+def _sums(x: Array) -> Array:
+    """Return the sum of each row, of shape (..., count, 1), in an order that does not depend on the other rows."""
+    xp = array_namespace(x)
+    rows = pad_to_power_of_two(xp.reshape(x, (-1, x.shape[-1])))
+    return xp.reshape(tree_sum(rows), (*x.shape[:-1], 1))
