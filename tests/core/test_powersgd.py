@@ -393,6 +393,24 @@ class TestRefusals:
             with pytest.raises(ValueError, match=said):
                 qcomp.PowerSGD(**options)
 
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda x: [x[0].reshape(20, 12), *x[1:]], r"shape \(20, 12\) at 0; state is for \(12, 20\)"),
+            (
+                lambda x: [x[0].astype(np.float64), *x[1:]],
+                "dtype float64 at 0; state is for what is computed in",
+            ),
+            (lambda x: x[:-1], "state is for"),
+            (lambda x: x[::-1], "state is for"),
+        ],
+    )
+    def test_other_tensors_than_the_state_is_for(self, lockstep, change, said):
+        """The rows of a matrix of another shape are others: the sum would be right, and the approximation poor."""
+        mean, x = PowerSGDMean(rank=2), draw(21, 1)[0]
+        with pytest.raises(ValueError, match=said):
+            lockstep([mean.stages(change(x), mean.zeros(x, rank=0, size=1))])
+
     def test_a_state_of_another_rank_or_mean(self, lockstep):
         x = draw(19, 1, [(12, 20)])[0]
         for other in (PowerSGDMean(rank=1), qcomp.CompressedMean(qcomp.ScaledSign())):

@@ -76,7 +76,7 @@ def test_each_default_of_an_optimizer_is_in_its_entry(cls):
 
 @pytest.mark.parametrize(
     "documented",
-    [*CLASSES, *FUNCTIONS, qcomp.CompressedMean, qcomp.EF21Mean],
+    [*CLASSES, *FUNCTIONS, qcomp.CompressedMean, qcomp.EF21Mean, qcomp.PowerSGDMean, qcomp.PowerSGD],
     ids=lambda value: value.__name__,
 )
 def test_each_parameter_of_a_public_name_is_documented(documented):

@@ -34,6 +34,7 @@ from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     as_list,
+    compute_dtype_name,
     detached,
     dtype_name,
     flat,
@@ -90,7 +91,8 @@ class PowerSGDMean(TensorwiseMean):
     stays exact, in the first two of them. Each factor has an owner among the ranks, who averages it, makes P
     orthonormal, and sends it to all: so ranks may have different hardware and libraries, and hold the same mean bit for
     bit. Factors are shared out by size. M_i Q and M_i^T P are the contributions of one rank, by the matrix product of
-    its library. A column of Q that would be zero, as for a gradient of zero, stays as it was.
+    its library. A column of Q that would be zero, as for a gradient of zero, stays as it was. Elements of Q' below
+    2^-72 count as zero and stay in the residuals, so gradients should be larger.
 
     Sum identity: the means of T steps add up to those of the exact means minus mean_i e_i after the last step, whatever
     was lost on the way, by compressed factors too. Feedback is stable because P P^T is a projection, and with
@@ -324,8 +326,14 @@ class PowerSGDMean(TensorwiseMean):
 
     def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
         """Raise ValueError unless the state holds this mean's residuals and factors for these tensors."""
-        shapes = state.shapes or tuple(tuple(t.shape) for t in tensors)
+        given = tuple(tuple(t.shape) for t in tensors)
+        shapes = state.shapes or given
         super()._require_own(state._replace(shapes=shapes), tensors)
+        for index, (found_shape, expected_shape) in enumerate(zip(given, shapes, strict=True)):
+            if found_shape != expected_shape:  # whose rows would be others
+                raise ValueError(
+                    f"x has an array of shape {found_shape} at {index}; state is for {expected_shape}"
+                )
         matrices = self._matrices(shapes)
         expected = [m.rows * m.columns for m in matrices], [m.rank * m.columns for m in matrices]
         found = tuple([math.prod(e.shape) for e in kept] for kept in (state.worker, state.server))
@@ -334,6 +342,12 @@ class PowerSGDMean(TensorwiseMean):
                 f"state has residuals of {found[0]} and factors of {found[1]} elements; expected {expected[0]} and "
                 f"{expected[1]} for rank {self.rank}: make it with this mean's init"
             )
+        for m, residual in zip(matrices, state.worker, strict=True):
+            dtype, kept = dtype_name(tensors[m.tensor].dtype), dtype_name(residual.dtype)
+            if compute_dtype_name(dtype) != kept:
+                raise ValueError(
+                    f"x has an array of dtype {dtype} at {m.tensor}; state is for what is computed in {kept}"
+                )
 
 
 _MOST_PLANS = 256
