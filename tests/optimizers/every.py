@@ -135,6 +135,20 @@ EVERY = {
         "compressed",
     ),
     "EF21": _entry(qcomp.EF21SGD(**FIRST, compressor=qcomp.TopK(k=2, bucket_size=16), eta=0.5), "compressed"),
+    "Muon": _entry(
+        qcomp.Muon(learning_rate=0.05, compressor=QSGD, update_compressor=qcomp.ScaledSign(16, "rms")),
+        "compressed",
+    ),
+    "Muon, clipped": _entry(
+        qcomp.Muon(
+            learning_rate=lambda step: 0.05 / (step + 1),
+            compressor=qcomp.Identity(),
+            update_compressor=qcomp.QSGD(7, 16, coding="elias"),
+            clip_norm=1.0,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        "compressed",
+    ),
     "QSVRG": _entry(qcomp.QSVRG(**FIRST, compressor=QSGD), "start", "epoch"),
 }
 COMPRESSING = [name for name, entry in EVERY.items() if entry.compresses and not entry.pairs]

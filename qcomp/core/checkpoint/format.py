@@ -18,6 +18,7 @@ __all__ = [
     "array_keys",
     "from_state_dict",
     "named_arrays",
+    "owned_keys",
     "plain",
     "require_dtype",
     "require_fit",
@@ -143,15 +144,25 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
     yield from zip((f"variance.{name}" for name in state.names), state.variance, strict=False)
     compressed = [name for name, exact in zip(state.names, state.exact, strict=True) if not exact]
     kept = state.exchange
-    if kept.worker:
+    if kept.worker or kept.server:
         worker, server = mean.layout(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes).residuals
-        of_worker, of_server = mean.kinds
+        of_worker, *of_server = mean.kinds
         keys = (f"{of_worker}.{compressed[s.tensor]}{f'@{s.start}' if s.start else ''}" for s in worker)
         yield from zip(keys, kept.worker, strict=True)
-        keys = (f"{of_server}.{compressed[s.tensor]}@{s.start}" for s in server)
+        keys = (f"{kind}.{compressed[s.tensor]}@{s.start}" for kind in of_server for s in server)
         yield from zip(keys, kept.server, strict=True)
     for kind, arrays in state.arrays.items():
         yield from zip((f"{kind}.{name}" for name in state.names), arrays, strict=True)
+
+
+def owned_keys(state: OptimizerState, mean: CompressedMean) -> tuple[str, ...]:
+    """Return the keys of the arrays that exist once in the world, each on some rank; the same on all ranks."""
+    return tuple(
+        f"{kind}.{name}@0"
+        for kind in mean.owned_kinds
+        for name, exact in zip(state.names, state.exact, strict=True)
+        if not exact
+    )
 
 
 def array_keys(saved: Mapping[str, Any]) -> list[str]:

@@ -119,11 +119,14 @@ def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
     return Manifest(scalars, arrays)
 
 
-def require_agreement(manifests: Sequence[Manifest]) -> None:
-    """Raise ValueError unless the dicts agree in all entries that do not belong to one rank."""
-    first = _shared(manifests[0])
+def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the dicts agree in all entries that do not belong to one rank.
+
+    Arrays of the kinds in ``owned_kinds`` need not be in every dict.
+    """
+    first = _shared(manifests[0], owned_kinds)
     for old, manifest in enumerate(manifests):
-        other = _shared(manifest)
+        other = _shared(manifest, owned_kinds)
         # Compared as texts, since NaN is not equal to itself.
         differing = [key for key in sorted({*first, *other}) if repr(first.get(key)) != repr(other.get(key))]
         if differing:
@@ -133,7 +136,7 @@ def require_agreement(manifests: Sequence[Manifest]) -> None:
             )
 
 
-def _shared(manifest: Manifest) -> dict[str, Any]:
+def _shared(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, Any]:
     """Return what must be equal in all dicts; digests of arrays that belong to one rank are empty."""
     scalars = {name: value for name, value in manifest.scalars.items() if name != "skipped"}
-    return {**scalars, **manifest.but_kinds(WORKER, SERVER)}
+    return {**scalars, **manifest.but_kinds(WORKER, SERVER, *owned_kinds)}

@@ -34,9 +34,11 @@ from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     bytes_of,
+    compute_dtype_name,
     concat,
     device,
     divide,
+    dtype_name,
     flush,
     from_bytes_of,
 )
@@ -62,6 +64,13 @@ class World(NamedTuple):
     """Gives the library and the device of exchanged arrays."""
     accept: Callable[[Saved], None]
     """Raises ValueError for a dict that another optimizer has saved."""
+    owned: Sequence[str] = ()
+    """The keys of all arrays that exist once in the world; the same on all ranks."""
+
+    @property
+    def owned_kinds(self) -> tuple[str, ...]:
+        """The kinds of arrays that exist once in the world."""
+        return tuple(sorted({kind_of(key) for key in self.owned}))
 
     def place(self, key: str) -> tuple[str, int]:
         """Return the tensor of a residual, and the offset of the residual within it."""
@@ -79,7 +88,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
     In a world like the old one every rank gets the dict with its own number, unchanged. In any other, every worker
     residual becomes mean_i e_i + e_s of the old world, server residuals become zero, the optimizer's own kinds become
-    their means, and everything else, which must be equal in all dicts, stays. A server that is not a worker for its
+    their means, arrays that exist once in the world go to their new owners, and everything else, which must be equal in
+    all dicts, stays. A server that is not a worker for its
     chunk, as around a ring, gets the Nth part of that residual, which its own worker residual would have contributed to
     the mean.
 
@@ -112,7 +122,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     mine = {old: has[old] for old, holder in enumerate(old_holders) if holder == world.rank}
 
     described = {
-        old: describe(each, world.own_kinds(str(plain(each["stage"])))) for old, each in mine.items()
+        old: describe(each, (*world.own_kinds(str(plain(each["stage"]))), *world.owned_kinds))
+        for old, each in mine.items()
     }
     texts = yield from gather_texts(json.dumps(described), world.size, world.like)
     found = {int(old): facts for text in texts for old, facts in json.loads(text).items()}
@@ -120,7 +131,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         Manifest(scalars, {key: Entry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
         for _, (scalars, arrays) in sorted(found.items())
     ]
-    require_agreement(manifests)
+    require_agreement(manifests, world.owned_kinds)
     template = world.template(manifests[0].scalars["stage"])
     fits = len(manifests) == world.size and _fits(manifests[world.rank], template)
     texts = yield from gather_texts(json.dumps(fits), world.size, world.like)
@@ -179,16 +190,7 @@ def _merge(
         f"a state of {len(manifests)} ranks resumes with {world.size}, or with other chunks: every rank starts with "
         "the total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
     )
-    arrays = {}
-    for key, entry in manifests[0].but_kinds(WORKER, SERVER, *own_kinds).items():
-        if len(set(by)) == world.size:  # all ranks have it, and it is equal
-            arrays[key] = mine[min(mine)][key]
-        else:
-            send = _bytes(mine[0][key], world) if world.rank == by[0] else _nothing(world)
-            sizes = [0] * world.size
-            sizes[by[0]] = entry.nbytes
-            arrived = yield AllGather(send, tuple(sizes))
-            arrays[key] = _read(arrived[by[0]], entry)
+    arrays = yield from _unmerged(mine, by, manifests, template, world)
 
     shares = {
         f"{WORKER}.{name}": _share(mine, name, count, template, world) for name, count in covered.items()
@@ -221,6 +223,38 @@ def _merge(
     return arrays
 
 
+def _unmerged(
+    mine: Mapping[int, Saved],
+    by: Sequence[int],
+    manifests: Sequence[Manifest],
+    template: Mapping[str, Array],
+    world: World,
+) -> Stages[dict[str, Array]]:
+    """Return the arrays that need no arithmetic: those that are equal in all dicts, and those that exist once."""
+    apart = (WORKER, SERVER, *world.own_kinds(manifests[0].scalars["stage"]), *world.owned_kinds)
+    arrays = {}
+    for key in world.owned:  # one after the other, so that no rank needs memory for those of others
+        old = next(old for old, manifest in enumerate(manifests) if key in manifest.arrays)
+        found = yield from _from_one(by[old], mine.get(old), key, manifests[old].arrays[key], world)
+        if key in template:
+            arrays[key] = found
+    for key, entry in manifests[0].but_kinds(*apart).items():
+        if len(set(by)) == world.size:  # all ranks have it, and it is equal
+            arrays[key] = mine[min(mine)][key]
+        else:
+            arrays[key] = yield from _from_one(by[0], mine.get(0), key, entry, world)
+    return arrays
+
+
+def _from_one(holder: int, saved: Saved | None, key: str, entry: Entry, world: World) -> Stages[Array]:
+    """Return an array of a dict that one rank holds, and sends to all; ``saved`` is None on the others."""
+    send = _nothing(world) if saved is None else _bytes(saved[key], world)
+    sizes = [0] * world.size
+    sizes[holder] = entry.nbytes
+    arrived = yield AllGather(send, tuple(sizes))
+    return _read(arrived[holder], entry)
+
+
 def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Array]]:
     """Return the exact means over the new ranks."""
     filled = {key: share for key, share in shares.items() if share.shape[0]}
@@ -245,9 +279,11 @@ def _require_mergeable(
     ValueError
         If the dicts belong to another model or optimizer.
     """
-    alike = manifests[0].but_kinds(WORKER, SERVER)
-    expected = {key: like for key, like in template.items() if kind_of(key) not in (WORKER, SERVER)}
+    apart = (WORKER, SERVER, *world.owned_kinds)
+    alike = manifests[0].but_kinds(*apart)
+    expected = {key: like for key, like in template.items() if kind_of(key) not in apart}
     require_keys(alike, expected)
+    _require_owned(manifests, world)
     for key, like in expected.items():
         require_fit(alike[key].shape, alike[key].dtype, like, key)
     likes = {world.place(key)[0]: like for key, like in template.items() if kind_of(key) == WORKER}
@@ -281,6 +317,19 @@ def _require_mergeable(
     return {
         name: coverage(parts, world.sizes[name], f"{WORKER}.{name}") for name, parts in taking_part.items()
     }
+
+
+def _require_owned(manifests: Sequence[Manifest], world: World) -> None:
+    """Raise ValueError, on all ranks alike, unless some dict has each array that exists once, in its size."""
+    owned = [entry for manifest in manifests for entry in manifest.of_kinds(*world.owned_kinds).items()]
+    require_keys((key for key, _ in owned), world.owned)
+    dtype = compute_dtype_name(dtype_name(world.like.dtype))
+    for key, entry in owned:
+        if (entry.shape, entry.dtype) != ((world.sizes[world.place(key)[0]],), dtype):
+            raise ValueError(
+                f"the state has {key} of shape {entry.shape} and dtype {entry.dtype}; expected "
+                f"{(world.sizes[world.place(key)[0]],)} and {dtype}"
+            )
 
 
 def _share(

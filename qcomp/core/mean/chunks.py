@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from qcomp.core.numeric.buckets import bucket_count
 
-__all__ = ["Chunk", "Chunks", "Cutter", "Segment", "cut", "cut_each"]
+__all__ = ["Chunk", "Chunks", "Cutter", "Segment", "cut", "cut_each", "deal"]
 
 
 class Segment(NamedTuple):
@@ -99,3 +99,23 @@ def _cut_each(
         for chunk, own in zip(chunks, cut([size], length, count), strict=True):
             chunk += [s._replace(tensor=tensor, bucket=number + s.bucket) for s in own]
     return tuple(map(tuple, chunks))
+
+
+def deal(sizes: Sequence[int], bucket_sizes: Sequence[int], count: int, *, costs: Sequence[int]) -> Chunks:
+    """Give every tensor as a whole to one of ``count`` chunks: the costliest first, to the chunk with the least costs.
+
+    No chunk costs more than the mean of all chunks and one tensor. Buckets are numbered as by `cut`.
+
+    Examples
+    --------
+    >>> [[s.tensor for s in chunk] for chunk in deal([8, 16, 8, 8], [8] * 4, 2, costs=[2, 5, 2, 2])]
+    [[1], [0, 2, 3]]
+    """
+    (whole,) = cut(sizes, bucket_sizes, 1)
+    chunks: list[list[Segment]] = [[] for _ in range(count)]
+    spent = [0] * count
+    for segment in sorted(whole, key=lambda s: (-costs[s.tensor], s.tensor)):
+        least = spent.index(min(spent))
+        chunks[least].append(segment)
+        spent[least] += costs[segment.tensor]
+    return tuple(tuple(sorted(chunk)) for chunk in chunks)

@@ -148,8 +148,11 @@ class CompressedMean:
     [0.5, 0.5]
     """
 
-    kinds: ClassVar[tuple[str, str]] = ("worker_residual", "server_residual")
-    """The names in checkpoints of the arrays in ``MeanState.worker`` and ``MeanState.server``."""
+    kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "server_residual")
+    """The names in checkpoints of what is in ``MeanState.worker``, then of what is in ``MeanState.server``."""
+
+    owned_kinds: ClassVar[tuple[str, ...]] = ()
+    """Those of ``kinds`` that exist once in the world for each tensor, on the rank that owns it."""
     low_rank: ClassVar[bool] = False
     """Whether matrices are approximated by factors."""
 
@@ -174,6 +177,11 @@ class CompressedMean:
     def compressors(self) -> tuple[Compressor, ...]:
         """The one compressor of all tensors, or the compressor of each."""
         return self.compressor if isinstance(self.compressor, tuple) else (self.compressor,)
+
+    @property
+    def sends(self) -> tuple[Compressor, ...]:
+        """The compressors of all payloads that are sent."""
+        return self.compressors
 
     @cached_property
     def lossless(self) -> bool:
@@ -240,7 +248,7 @@ class CompressedMean:
         require_rank_in(rank, size)
         tensors = as_list(x)
         yield from handshake_stages(self.facts(tensors), size=size, like=tensors[0])
-        rehearse(self.compressors, tensors[0], steps=False, low_rank=self.low_rank)
+        rehearse(self.sends, tensors[0], steps=False, low_rank=self.low_rank)
         nodes = yield from self.node_stages(host, size=size, like=tensors[0])
         return self.zeros(tensors, rank=rank, size=size, nodes=nodes)
 
@@ -352,6 +360,7 @@ class CompressedMean:
                 rank,
                 Nodes.of(size, nodes),
                 self.cutter(shapes),
+                shapes,
             )
             layout = self.chosen(shapes, size, nodes).resolved.lay_out(operands)
             if len(known) >= _MOST_LAYOUTS:
@@ -488,7 +497,7 @@ class CompressedMean:
             join: Callable[[Sequence[Averaged]], Averaged] = _only
         else:
             rounds, join = in_rounds(resolved, call, lay_out_rounds(resolved, layout, count))
-        if layout.operands.variable_length:
+        if any(c.variable_length for c in self.sends):
             rounds = [announce_lengths(stages, state.rank) for stages in rounds]
 
         def finish(results: Sequence[Averaged]) -> tuple[list[Array], MeanState]:

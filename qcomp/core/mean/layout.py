@@ -38,6 +38,8 @@ class Operands:
         Which ranks share a machine.
     cut : callable
         Cuts tensors into chunks; see `qcomp.core.mean.chunks.cut`.
+    shapes : tuple of tuple of int
+        The shape of each tensor; empty where nobody asks.
     """
 
     compressors: tuple[Compressor, ...]
@@ -46,6 +48,7 @@ class Operands:
     rank: int
     nodes: Nodes
     cut: Cutter = cut
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def world(self) -> int:

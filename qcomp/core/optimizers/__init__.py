@@ -7,6 +7,7 @@ from qcomp.core.optimizers.freeze import FreezeAt, VarianceStable
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.optimizers.lamb import Lamb
 from qcomp.core.optimizers.lion import Lion
+from qcomp.core.optimizers.muon import Muon
 from qcomp.core.optimizers.onebit_adam import OneBitAdam
 from qcomp.core.optimizers.onebit_lamb import OneBitLamb
 from qcomp.core.optimizers.qadam import QAdam
@@ -28,6 +29,7 @@ __all__ = [
     "Lamb",
     "Lion",
     "LocalSteps",
+    "Muon",
     "OneBitAdam",
     "OneBitLamb",
     "Optimizer",

@@ -10,7 +10,7 @@ from qcomp.core.reporting import warn_caller
 
 __all__ = ["maker", "require_maker"]
 
-_COMPRESSORS = ("compressor", "compressors")
+_COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # where residuals lie shows in the keys of a state
 _ADDED = ("variance_floor", "variance_steps")
 """Settings that states of earlier releases do not name; what they govern is in the arrays of a state."""

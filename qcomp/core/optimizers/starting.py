@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qcomp.core.checkpoint.format import TOPOLOGY, from_state_dict, named_arrays, plain
+from qcomp.core.checkpoint.format import TOPOLOGY, from_state_dict, named_arrays, owned_keys, plain
 from qcomp.core.checkpoint.reshard import World, regroup
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.nodes import require_rank_in
@@ -66,7 +66,7 @@ def begin(
     require_matches("groups", patterns_of(optimizer.groups), names)
     state = state._replace(stream=stream_of(names, tensors))
     mean = optimizer.mean_of(state)
-    rehearse([*EXACT.compressors, *mean.compressors], tensors[0], steps=True, low_rank=mean.low_rank)
+    rehearse([*EXACT.compressors, *mean.sends], tensors[0], steps=True, low_rank=mean.low_rank)
     nodes = yield from optimizer.mean.node_stages(place.host, size=place.size, like=tensors[0])
     begun: OptimizerState = optimizer.compression.on_nodes(state, tensors, nodes)
     return begun
@@ -118,6 +118,7 @@ def _world(
         lambda stage: dict(named_arrays(optimizer.enter(fresh, stage), optimizer.mean_of(fresh))),
         params[0],
         accept,
+        owned_keys(fresh, optimizer.mean_of(fresh)),
     )
 
 

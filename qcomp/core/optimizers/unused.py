@@ -155,18 +155,19 @@ def _without(
 
     exchange = new.exchange
     if exchange.worker or exchange.server:
-        layout = optimizer.mean_of(new).layout(
+        mean = optimizer.mean_of(new)
+        of_worker, of_server = mean.layout(
             exchange.shapes, rank=exchange.rank, size=exchange.size, nodes=exchange.nodes
-        )
+        ).residuals
         compressed = [number for number, is_exact in enumerate(new.exact) if not is_exact]
-        ranges = layout.residuals
+        _, *of_servers = mean.kinds
         worker, server = (
             tuple(
                 before if compressed[segment.tensor] in left_out else now
                 for segment, before, now in zip(of_kind, old, after, strict=bool(after))
             )
             for of_kind, old, after in zip(
-                ranges,
+                (of_worker, of_server * len(of_servers)),
                 (state.exchange.worker, state.exchange.server),
                 (exchange.worker, exchange.server),
                 strict=True,

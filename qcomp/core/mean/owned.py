@@ -1,0 +1,160 @@
+"""Tensors that one rank owns each: it averages what all send, and sends them something that it makes of the mean."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Literal, Protocol
+
+from qcomp.core import feedback
+from qcomp.core.compressor import Compressor
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.chunks import Chunks, deal
+from qcomp.core.mean.codec import Codec, Compressed, Verdicts
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.costs import Link
+from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.topologies.base import Call, Topology
+from qcomp.core.mean.topologies.choice import ETHERNET
+from qcomp.core.mean.topologies.two_phase import TwoPhase
+from qcomp.core.numeric.arrays import Array, array_namespace
+
+__all__ = ["OwnedMean", "Rule"]
+
+Shape = tuple[int, ...]
+
+
+class Rule(Protocol):
+    """What an owner makes of means; equal rules do the same."""
+
+    def cost(self, shape: Shape) -> int:
+        """Return what the work on a tensor costs, in any unit: ranks get tensors of about equal costs."""
+        ...
+
+    def updates(
+        self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the update of each tensor and its new momentum, flat, from its mean and its momentum, flat."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnedMean(CompressedMean):
+    """Updates of tensors that one rank owns each: used like `CompressedMean`, whose two phases it has.
+
+    Every rank sends its compressed tensors to their owners. An owner averages each, makes an update of the mean and of
+    a momentum that only it has, compresses the update and sends it to all. All ranks decode the same bytes, so they
+    hold the same updates bit for bit, whatever the owners compute.
+
+    Parameters
+    ----------
+    compressor : Compressor or sequence of Compressor
+        Compresses what workers send to owners: one for all tensors, or one for each.
+    updates : Compressor
+        Compresses what owners send to all.
+    rule : Rule
+        What an owner computes.
+
+    Notes
+    -----
+    With feedback on both ways: the means of T steps add up to those of the exact means minus mean_i e_i, and the
+    decoded updates to those of the rule minus e_s. With b bytes in the payload of all tensors, c in that of all updates
+    and tensors shared equally, each of N ranks sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al.
+    (EF21-Muon), arXiv:2510.00643, for the compression on both ways; owners as in ZeRO, Rajbhandari et al., SC 2020.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "owner_momentum", "owner_residual")
+    owned_kinds: ClassVar[tuple[str, ...]] = kinds[1:]
+
+    topology: Literal["two_phase"] = field(default="two_phase", init=False)
+    feedback: bool = field(default=True, init=False)
+    link: Link = field(default=ETHERNET, init=False)
+    updates: Compressor = field(kw_only=True)
+    rule: Rule = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        feedback.require_contraction(self.updates)
+
+    @property
+    def sends(self) -> tuple[Compressor, ...]:
+        """The compressors of both ways."""
+        return (*self.compressors, self.updates)
+
+    @cached_property
+    def lossless(self) -> bool:
+        """False: an update is no mean."""
+        return False
+
+    @property
+    def resolved(self) -> Topology:
+        """Two phases around the rule."""
+        return self._owners
+
+    @cached_property
+    def _owners(self) -> "_Owners":
+        return _Owners(self.updates, self.rule)
+
+    def zeros(
+        self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
+    ) -> MeanState:
+        """Return a rank's state with residuals and momenta of zero, without an exchange; see `CompressedMean.zeros`."""
+        state = super().zeros(tensors, rank=rank, size=size, nodes=nodes)
+        residuals = tuple(array_namespace(m).zeros_like(m) for m in state.server)
+        return state._replace(server=(*state.server, *residuals))
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnedLayout(Layout):
+    """The layout of what workers send, with that of the updates."""
+
+    updates: Layout
+
+
+class _Owners(TwoPhase):
+    """Two phases in which a chunk has whole tensors, and whose servers compute; see `OwnedMean`.
+
+    ``server`` holds the momentum of each tensor that this rank owns, then the residual of each of their updates.
+    """
+
+    allows_rounds = False
+    blends = False
+
+    def __init__(self, updates: Compressor, rule: Rule) -> None:
+        self._compressor = updates
+        self._rule = rule
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
+        """Give every tensor to an owner; workers keep no residuals of what loses nothing."""
+        costs = [self._rule.cost(shape) for shape in operands.shapes]
+        found = deal(operands.sizes, operands.bucket_sizes, operands.world, costs=costs)
+        compressors = tuple(self._compressor.for_shape(shape) for shape in operands.shapes)
+        sent = replace(operands, compressors=compressors)
+        answers = deal(sent.sizes, sent.bucket_sizes, sent.world, costs=costs)
+        exact = all(c.traits.lossless for c in operands.compressors)
+        residuals = Residuals(() if exact else operands.whole, found[operands.rank])
+        return _OwnedLayout(operands, found, residuals, Layout(sent, answers, Residuals((), ())))
+
+    def answers(self, layout: Layout) -> Layout:
+        """Return the layout of the updates."""
+        assert isinstance(layout, _OwnedLayout)
+        return layout.updates
+
+    def serve(
+        self,
+        codec: Codec,
+        call: Call,
+        arrived: Sequence[Array],
+        verdicts: Verdicts,
+        error: NonFiniteError | None,
+    ) -> Compressed:
+        """Average what has arrived for this rank's tensors, and compress the updates for all."""
+        layout = call.layout
+        opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
+        shapes = [layout.operands.shapes[segment.tensor] for segment in layout.own.chunk]
+        momenta, owed = call.server[: len(shapes)], call.server[len(shapes) :]
+        updates, momenta = self._rule.updates(codec.average(opened), momenta, shapes)
+        frame = self.answers(layout).own
+        sent = Codec(updates, codec.like).encode(
+            [frame.as_tensors], updates, owed, call.key.at(hop=1), donate=False
+        )
+        return sent._replace(residuals=(*momenta, *sent.residuals))

@@ -1,0 +1,288 @@
+"""Muon: updates with the singular vectors of the momentum, made by the rank that owns a matrix."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal
+
+from qcomp.core import primitives
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.compressors.sign import ScaledSign
+from qcomp.core.kernels import AdamNumbers, StepNumbers
+from qcomp.core.mean.owned import OwnedMean, Shape
+from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
+from qcomp.core.numeric.orthogonal import ITERATIONS, orthogonalize
+from qcomp.core.optimizers.adam import Adam
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
+from qcomp.core.policies.exact_below import ExactPolicy, Tensor
+from qcomp.core.policies.patterns import require_matches
+from qcomp.core.reporting import warn_caller
+from qcomp.core.state import OptimizerState
+
+__all__ = ["Muon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Muon for matrices, with compressed gradients and compressed updates, and AdamW for all other tensors.
+
+    Name the embeddings and the output head in ``others``: they are matrices too, but Muon suits only weights between
+    hidden layers, and nothing in a shape tells one from the other.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        Step size of the matrices: a finite number >= 0, or a schedule that returns it from the number of completed
+        steps. Required. About 0.02 with ``adjust_lr_fn="original"``, and that of AdamW with ``"match_rms_adamw"``.
+    weight_decay : float, default 0
+        Decoupled weight decay coefficient, >= 0: each step subtracts rate * weight_decay * x from the parameters x,
+        with the learning rate of the tensor before its shape factor.
+    clip_norm : float, optional
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
+        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressors' random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
+        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
+        seeds.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
+        ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
+    groups : sequence of Group, default ()
+        Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    compressor : Compressor, default QSGD(levels=7, bucket_size=128)
+        Compresses the gradients of the matrices, with feedback. `Identity` keeps them exact.
+    update_compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses the updates of the matrices, with feedback. `Identity` keeps them exact.
+    others : sequence of str, or callable, default ()
+        The matrices that AdamW moves: patterns of their names, with ``*``, ``?`` and ``[...]`` as in file names, such
+        as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
+        `Tensor` of the model whether AdamW moves it. Tensors with fewer than two dimensions are always among them.
+    momentum : float, default 0.95
+        Decay rate of the momentum of the matrices, from 0 to below 1.
+    nesterov : bool, default True
+        Whether to use Nesterov momentum.
+    adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
+        The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
+        which updates are as large as those of AdamW. The names are those of ``torch.optim.Muon``.
+    adam_learning_rate_factor : float, optional
+        The learning rate of AdamW, as a factor of ``learning_rate``, >= 0. None, the default, is 0.1 with
+        ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates of AdamW's momentum and variance, each from 0 to below 1.
+    eps : float, default 1e-8
+        Added to the square root of AdamW's variance, >= 0.
+
+    Notes
+    -----
+    A matrix is a tensor of two or more dimensions: its first one is the rows, all others together are the columns, so
+    that convolution kernels are matrices of (out, rest). Its owner computes, with D the compressed mean gradient,
+
+        m' = momentum m + (1 - momentum) D,  u = momentum m' + (1 - momentum) D  (u = m' without Nesterov),
+        O = orthogonalize(u),  q = C(factor O + e),  e' = factor O + e - q,
+
+    and all ranks x' = x - rate (q + weight_decay x).
+
+    Only the owner has m and e, and only it orthogonalises. Matrices are shared among the ranks by these costs, so a
+    matrix that is larger than a rank's share keeps one rank busy while others wait. All ranks decode the same q, so
+    they hold the same parameters bit for bit, whatever the matrix products of their libraries round to. With `Identity`
+    for both compressors this is exact Muon. Gradients of the other tensors are averaged exactly, in the same messages.
+
+    With b bits per element for gradients and c for updates, each of N ranks sends about (N - 1) / N (b + c) bits per
+    element of a matrix, and 2 (N - 1) / N * 32 bits per element of the others. A checkpoint loads on any number of
+    ranks: momenta and residuals of updates go to the new owners. Source: Jordan et al., 2024 (Muon);
+    Liu et al., arXiv:2502.16982 ("match_rms_adamw"); Gruntkowska et al., arXiv:2510.00643 (compression both ways).
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.Muon(learning_rate=0.02, others=("embedding", "head"))
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> names = ["embedding", "hidden", "hidden_bias", "head"]
+    >>> params = [np.ones(shape, np.float32) for shape in [(256, 64), (64, 64), (64,), (256, 64)]]
+    >>> state = opt.init(params, comm, names)
+    >>> dict(zip(names, state.exact))  # what AdamW moves
+    {'embedding': True, 'hidden': False, 'hidden_bias': True, 'head': True}
+    >>> params, state = opt.step(params, params, state, comm)
+    """
+
+    compressor: Compressor = QSGD(levels=7, bucket_size=128)
+    update_compressor: Compressor = ScaledSign(scale="rms")
+    others: Sequence[str] | ExactPolicy = ()
+    momentum: float = 0.95
+    nesterov: bool = True
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    adam_learning_rate_factor: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum!r}; expected a number from 0 to below 1")
+        if self.adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn is {self.adjust_lr_fn!r}; expected 'original' or 'match_rms_adamw'"
+            )
+        factor = self.adam_learning_rate_factor
+        if factor is not None and not 0 <= factor < math.inf:
+            raise ValueError(
+                f"adam_learning_rate_factor is {factor!r}; expected a finite number >= 0, or None"
+            )
+        if not callable(self.others):
+            if isinstance(self.others, str) or not all(isinstance(name, str) for name in self.others):
+                raise TypeError(
+                    f"others is {self.others!r}; expected a sequence of patterns, such as ('embed*', 'head.*'), or a "
+                    "policy, which is a function of the tensors"
+                )
+            object.__setattr__(self, "others", tuple(self.others))
+
+    @cached_property
+    def compression(self) -> Compression:
+        """What this optimizer compresses: the gradients and the updates of matrices."""
+        rule = _Rule(self.momentum, self.nesterov, self.adjust_lr_fn)
+        return Compression(OwnedMean(self.compressor, updates=self.update_compressor, rule=rule))
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
+        """Return moments and residuals of zero; there is no warm-up."""
+        exact = self._moved_by_adam(names, params)
+        if all(exact):
+            warn_caller(
+                f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they have fewer than two "
+                f"dimensions or are among others={self.others!r}"
+            )
+        kept = [
+            p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]
+            for p, is_exact in zip(params, exact, strict=True)
+        ]
+        state = OptimizerState.first("compressed", names, rank, size)._replace(
+            exact=exact, momentum=zeros_like(kept), variance=zeros_like(kept)
+        )
+        return state._replace(exchange=self.compression.zero_residuals(params, state))
+
+    def rates(self, state: OptimizerState) -> tuple[float, ...]:
+        """Return the learning rate of each tensor in the next step, without the factor of a matrix's shape.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        factor = self.adam_learning_rate_factor
+        if factor is None:
+            factor = 0.1 if self.adjust_lr_fn == "original" else 1.0
+        pairs = zip(super().rates(state), state.exact, strict=True)
+        return tuple([rate * factor if is_exact else rate for rate, is_exact in pairs])
+
+    def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
+        """Ask for the updates of the matrices, and for the exact mean gradients of the other tensors."""
+        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        return self.compression.average(scaled, state, self.key(state))
+
+    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
+        """Make a step of AdamW, and one with the updates that the owners have sent."""
+        tensors = as_tensors(params, "params")
+        rates, decays = self.rates(state), self.weight_decays(state)
+        moved = {
+            i: update(p, rate * (q + decay * to_compute_dtype(p) if decay else q))
+            for i, (p, q, rate, decay) in enumerate(zip(tensors, means.values, rates, decays, strict=True))
+            if not state.exact[i]
+        }
+        momentum, variance = list(state.momentum), list(state.variance)
+        by_adam = [i for i, is_exact in enumerate(state.exact) if is_exact]
+        if by_adam:
+            updates = state.step + 1
+            corrections = [1 - beta**updates for beta in self.betas]
+            numbers = [
+                AdamNumbers(
+                    self.betas,
+                    corrections[1],
+                    0.0,
+                    StepNumbers(rates[i], corrections[0], self.eps, decays[i]),
+                )
+                for i in by_adam
+            ]
+            steps = primitives.adam_steps(
+                [tensors[i] for i in by_adam],
+                [momentum[i] for i in by_adam],
+                [variance[i] for i in by_adam],
+                [means.values[i] for i in by_adam],
+                numbers,
+                donate=means.donate,
+            )
+            for i, step in zip(by_adam, steps, strict=True):
+                moved[i], momentum[i], variance[i] = step
+        return [moved[i] for i in range(len(tensors))], state._replace(
+            step=state.step + 1,
+            momentum=tuple(momentum),
+            variance=tuple(variance),
+            exchange=means.exchange,
+        )
+
+    def _moved_by_adam(self, names: Sequence[str], params: Sequence[Array]) -> tuple[bool, ...]:
+        """Return for each tensor whether AdamW moves it."""
+        tensors = [
+            Tensor(name, tuple(p.shape), math.prod(p.shape)) for name, p in zip(names, params, strict=True)
+        ]
+        if callable(self.others):
+            chosen = tuple(self.others(tensors))
+            if len(chosen) != len(tensors):
+                raise TypeError(
+                    f"others chose {chosen!r}; expected True or False for each of {len(tensors)} tensors"
+                )
+        else:
+            require_matches("others", self.others, names)
+            chosen = tuple(any(fnmatchcase(name, pattern) for pattern in self.others) for name in names)
+        return tuple(bool(c) or len(t.shape) < 2 or not t.size for c, t in zip(chosen, tensors, strict=True))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What the owner of a matrix computes; see `Muon`."""
+
+    momentum: float
+    nesterov: bool
+    adjust_lr_fn: str
+
+    def cost(self, shape: Shape) -> int:
+        """Return the multiplications in `orthogonalize`."""
+        less, more = sorted(_matrix(shape))
+        return ITERATIONS * less * less * (2 * more + less)
+
+    def updates(
+        self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the update and the new momentum of each matrix; matrices of one shape are computed together."""
+        blended = [self._blend(m, d) for m, d in zip(momenta, means, strict=True)]
+        ahead = [self._blend(m, d) for m, d in zip(blended, means, strict=True)] if self.nesterov else blended
+        updates = list(ahead)
+        order = sorted(range(len(shapes)), key=lambda i: _matrix(shapes[i]))
+        for matrix, group in groupby(order, key=lambda i: _matrix(shapes[i])):
+            numbers = list(group)
+            xp = array_namespace(ahead[numbers[0]])
+            together = orthogonalize(xp.stack([xp.reshape(ahead[i], matrix) for i in numbers]))
+            for place, i in enumerate(numbers):
+                updates[i] = xp.reshape(self._factor(matrix) * together[place, ...], (-1,))
+        return updates, blended
+
+    def _blend(self, m: Array, d: Array) -> Array:
+        return primitives.momentum(m, d, self.momentum, 1.0)
+
+    def _factor(self, matrix: Shape) -> float:
+        rows, columns = matrix
+        if self.adjust_lr_fn == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _matrix(shape: Shape) -> Shape:
+    """Return the rows and columns of a tensor."""
+    return shape[0], math.prod(shape[1:])
