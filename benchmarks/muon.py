@@ -84,7 +84,7 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     hidden = [i for i, name in enumerate(names) if params[0][i].ndim == 2 and name.startswith("blocks")]
     elements = sum(params[0][i].numel() for i in range(len(names)))
     of_mean = [
-        mean.zeros([p[i] for i in hidden], rank=rank, size=RANKS) if mean else None
+        (mean or qcomp.CompressedMean(EXACT)).zeros([p[i] for i in hidden], rank=rank, size=RANKS)
         for rank, p in enumerate(params)
     ]
     began, sent = time.perf_counter(), [0] * RANKS
@@ -129,7 +129,7 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 def bits(settings: dict[str, Any], mean: Any, sizes: list[int]) -> float:
     """Return the bits of the payloads of both ways for each element of a matrix between hidden layers."""
     ways = (mean, mean) if mean else (settings.get(f"{way}compressor", EXACT) for way in ("", "update_"))
-    total = sum(way.payload_spec(size).nbytes for way in ways for size in sizes)
+    total: int = sum(way.payload_spec(size).nbytes for way in ways for size in sizes)
     return round(8 * total / sum(sizes), 3)
 
 

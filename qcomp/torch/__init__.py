@@ -9,7 +9,7 @@ would average the gradients too.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qcomp.torch.algorithms import CompressedSGD, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
+from qcomp.torch.algorithms import CompressedSGD, Muon, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.outer import OuterLoop
 
@@ -21,6 +21,7 @@ __all__ = [
     "AveragingOptimizer",
     "CompressedSGD",
     "LoadPlanner",
+    "Muon",
     "OneBitAdam",
     "OneBitLamb",
     "OuterLoop",

@@ -92,8 +92,9 @@ class LiveSettings:
 
 
 def _with_layouts(optimizer: Optimizer, other: Optimizer) -> Optimizer:
-    """Return an optimizer with the layouts of another, which do not depend on the settings that change."""
-    vars(optimizer)["compression"] = other.compression
+    """Return an optimizer with the layouts of another, unless a setting that has changed is part of the exchange."""
+    if optimizer.compression == other.compression:
+        vars(optimizer)["compression"] = other.compression
     return optimizer
 
 

@@ -28,9 +28,6 @@ from qcomp.torch.saved import flattened, nested
 
 __all__ = ["AveragingOptimizer", "communicator"]
 
-_FIXED = ("compressor", "exact")
-"""The settings of groups that stay as they are from the first step on, and that are no plain values."""
-
 
 class AveragingOptimizer(torch.optim.Optimizer):
     """Base of the optimizers for torch, which average over the ranks themselves.
@@ -54,6 +51,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
     """The keys of param_groups that must be equal in all groups; read in every step."""
+
+    fixed: ClassVar[tuple[str, ...]] = ("compressor", "exact")
+    """The keys of param_groups that stay as they are from the first step on, and that are no plain values."""
 
     _step_supports_amp_scaling = True
 
@@ -85,21 +85,26 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._tensors = list(chain.from_iterable(of_groups))
         if not self._tensors:
             raise ValueError("params has no parameter that requires a gradient; expected at least one")
-        self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
+        self._fixed = [{key: group[key] for key in self.fixed} for group in groups]
         names = names_of(groups, self._model)
         self._names = tuple(chain.from_iterable(names))
         require_memory_of_its_own(zip(self._names, self._tensors, strict=True))
         self._given = [[(id(p), p.shape) for p in group["params"]] for group in groups]
-        exact, compressors = exact_of(groups, names), compressors_of(groups, names)
-        make, compressor = self._make, groups[0]["compressor"]
-        self._settings = LiveSettings(
-            lambda **live: make(exact=exact, compressors=compressors, compressor=compressor, **live),
-            names,
-            self.shared,
-        )
+        make, policies = self._make, self._policies(groups, names)
+        self._settings = LiveSettings(lambda **live: make(**policies, **live), names, self.shared)
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
             self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    def _policies(
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+    ) -> dict[str, Any]:
+        """Return the settings of the core that follow from those of `fixed`, with the names in each group."""
+        return {
+            "exact": exact_of(groups, names),
+            "compressors": compressors_of(groups, names),
+            "compressor": groups[0]["compressor"],
+        }
 
     def attach(self, model: Any) -> None:
         """Take part in the backward passes of a wrapped model from now on, as ``model=`` does.
@@ -271,7 +276,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self._values() if optimizer.apart(state.stage) else [],
         )
         saved["param_groups"] = [
-            {key: value for key, value in group.items() if key not in _FIXED}
+            {key: value for key, value in group.items() if key not in self.fixed}
             for group in saved["param_groups"]
         ]
         return saved

@@ -22,6 +22,7 @@ SMALL = {"exact": qcomp.ExactBelow(100)}
 SIGN = qcomp.ScaledSign(bucket_size=64)
 FACES = {
     "CompressedSGD": (qcomp.CompressedSGD, {"lr": 0.05, "compressor": qcomp.QSGD(7, 64)}),
+    "Muon": (qcomp.Muon, {"lr": 0.01, "compressor": qcomp.QSGD(7, 64), "update_compressor": SIGN}),
     "OneBitAdam": (qcomp.OneBitAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "OneBitLamb": (qcomp.OneBitLamb, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "QAdam": (qcomp.QAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": qcomp.MinMaxUInt8(64)}),
@@ -50,14 +51,17 @@ def backward(model, rank, step):
     model(torch.randn(8, 20, generator=draws)).square().sum().backward()
 
 
-def face(name, params, comm, **changes):
+def settings_of(name):
     _, settings = FACES[name]
-    return getattr(qcomp.torch, name)(params, **{**settings, **SMALL, **changes}, comm=comm)
+    return {**settings, **({} if name == "Muon" else SMALL)}
+
+
+def face(name, params, comm, **changes):
+    return getattr(qcomp.torch, name)(params, **{**settings_of(name), **changes}, comm=comm)
 
 
 def core(name, **changes):
-    make, settings = FACES[name]
-    settings = {**settings, **SMALL}
+    make, settings = FACES[name][0], settings_of(name)
     return make(learning_rate=settings.pop("lr"), **{**settings, **changes})
 
 
@@ -127,6 +131,49 @@ def test_the_warm_up_alone_is_adamw():
             opt.zero_grad()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_a_momentum_that_changes_reaches_the_owners():
+    """The layouts of the optimizer before stay only where nothing in the exchange has changed."""
+    model, comm = model_of(0), LocalCommunicator.alone()
+    optimizer = face("Muon", model.named_parameters(), comm)
+    for step, momentum in enumerate((0.85, 0.95, 0.95)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        backward(model, 0, step)
+        grads, params = (
+            [p.grad.clone() for p in model.parameters()],
+            [p.detach().clone() for p in model.parameters()],
+        )
+        own = optimizer.core_state._replace(
+            momentum=tuple(m.clone() for m in optimizer.core_state.momentum),
+            variance=tuple(v.clone() for v in optimizer.core_state.variance),
+        )
+        expected, _ = core("Muon", momentum=momentum).step(params, grads, own, comm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, expected, (p.detach() for p in model.parameters())))
+
+
+def test_groups_say_what_adamw_moves():
+    model, comm = model_of(0), LocalCommunicator.alone()
+    first, *_ = weights = [pair for pair in model.named_parameters() if pair[1].ndim == 2]
+    rest = [pair for pair in model.named_parameters() if pair[1].ndim == 1]
+    for others, in_rest, exact in (
+        ((), True, (False, False, True, True, True)),
+        ((), (), (False, False, True, True, True)),
+        (("0.*",), False, (True, False, True, True, True)),
+        (True, (), (True, True, True, True, True)),
+        (lambda tensors: [t.name == "3.weight" for t in tensors], (), (False, True, True, True, True)),
+    ):
+        groups = [{"params": weights, "others": others}, {"params": rest, "others": in_rest}]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Muon orthogonalises nothing")
+            optimizer = face("Muon", groups, comm)
+        assert optimizer.core_state.exact == exact
+    with pytest.raises(TypeError, match=r"others is '0\.\*'; expected a sequence of patterns"):
+        face("Muon", [first], comm, others="0.*")
+    with pytest.raises(ValueError, match=r"others has the pattern 'embed\*'"):
+        face("Muon", [first], comm, others=("embed*",))
 
 
 def test_groups_have_rates_and_decays_of_their_own_that_a_scheduler_changes():
@@ -265,6 +312,10 @@ OTHER = {
     "factor_change": 0.5,
     "variance_steps": qcomp.DoublingIntervals(3),
     "sync_steps": qcomp.LocalSteps(5, 3),
+    "adjust_lr_fn": "match_rms_adamw",
+    "others": ("3",),
+    "adam_learning_rate_factor": 0.5,
+    "update_compressor": qcomp.QSGD(15, 64),
 }
 """A value of each setting that is not the default of any optimizer."""
 
@@ -278,16 +329,17 @@ def test_every_setting_of_the_core_is_there_and_reaches_it(name):
     instead = {"learning_rate", "groups", "compressors"}
     must_be = {"ZeroOneAdam": {"decoupled_weight_decay"}, "OneBitLamb": {"variance_steps"}}
     fixed = must_be.get(name, set())
+    other = OTHER | ({"nesterov": False} if name == "Muon" else {})
     assert of_face.keys() - {"params", "lr", "comm", "model"} == of_core.keys() - instead - fixed
     for setting in of_face.keys() - {"params", "lr", "comm", "model"}:
         assert setting == "compressor" or of_face[setting].default == of_core[setting]
         params, comm = model_of(0).parameters(), LocalCommunicator.alone()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some freeze early, or compress nothing
-            optimizer = getattr(qcomp.torch, name)(params, comm=comm, **{setting: OTHER[setting]})
+            optimizer = getattr(qcomp.torch, name)(params, comm=comm, **{setting: other[setting]})
             plain = getattr(qcomp.torch, name)(model_of(0).parameters(), comm=comm)
         reached = optimizer._settings.optimizer(optimizer.param_groups, 0)
-        assert getattr(reached, setting) == OTHER[setting] != of_core[setting]
+        assert getattr(reached, setting) == other[setting] != of_core[setting]
         assert plain._settings.optimizer(plain.param_groups, 0).compressor == of_core["compressor"]
 
 
@@ -601,7 +653,9 @@ def parts_of(optimizer, number):
     """The parameter of a number, its moments, and the residuals of its elements."""
     saved = optimizer.state_dict()
     name = optimizer.param_groups[0]["param_names"][number]
-    residuals = {k: x for k, x in of_this_rank(saved).items() if "residual" in k and f".{name}" in k}
+    residuals = {
+        k: x for k, x in of_this_rank(saved).items() if ("residual" in k or "owner" in k) and f".{name}" in k
+    }
     (shared,) = saved["state"][number]["shared"]
     moments = {k: x for k, x in shared.items() if k in ("momentum", "variance")}
     return {"parameter": optimizer.param_groups[0]["params"][number].detach(), **moments, **residuals}

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -323,6 +324,11 @@ def _require_owned(manifests: Sequence[Manifest], world: World) -> None:
     """Raise ValueError, on all ranks alike, unless some dict has each array that exists once, in its size."""
     owned = [entry for manifest in manifests for entry in manifest.of_kinds(*world.owned_kinds).items()]
     require_keys((key for key, _ in owned), world.owned)
+    twice = sorted(key for key, count in Counter(key for key, _ in owned).items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"several states have {twice[0]}, which only one rank has: they belong to different jobs"
+        )
     dtype = compute_dtype_name(dtype_name(world.like.dtype))
     for key, entry in owned:
         if (entry.shape, entry.dtype) != ((world.sizes[world.place(key)[0]],), dtype):

@@ -73,6 +73,8 @@ class OwnedMean(CompressedMean):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.updates, Compressor):
+            raise TypeError(f"updates is {self.updates!r}; expected a qcomp.Compressor")
         feedback.require_contraction(self.updates)
 
     @property

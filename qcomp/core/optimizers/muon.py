@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compression, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
-from qcomp.core.policies.exact_below import ExactPolicy, Tensor
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies.patterns import require_matches
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
@@ -122,6 +121,8 @@ class Muon(Optimizer):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
+        if not isinstance(self.update_compressor, Compressor):
+            raise TypeError(f"update_compressor is {self.update_compressor!r}; expected a qcomp.Compressor")
         super().__post_init__()
         Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
         if not 0 <= self.momentum < 1:
@@ -136,7 +137,7 @@ class Muon(Optimizer):
                 f"adam_learning_rate_factor is {factor!r}; expected a finite number >= 0, or None"
             )
         if not callable(self.others):
-            if isinstance(self.others, str) or not all(isinstance(name, str) for name in self.others):
+            if not isinstance(self.others, list | tuple) or not all(isinstance(n, str) for n in self.others):
                 raise TypeError(
                     f"others is {self.others!r}; expected a sequence of patterns, such as ('embed*', 'head.*'), or a "
                     "policy, which is a function of the tensors"
@@ -232,15 +233,14 @@ class Muon(Optimizer):
         tensors = [
             Tensor(name, tuple(p.shape), math.prod(p.shape)) for name, p in zip(names, params, strict=True)
         ]
-        if callable(self.others):
-            chosen = tuple(self.others(tensors))
-            if len(chosen) != len(tensors):
-                raise TypeError(
-                    f"others chose {chosen!r}; expected True or False for each of {len(tensors)} tensors"
-                )
-        else:
+        if not callable(self.others):
             require_matches("others", self.others, names)
-            chosen = tuple(any(fnmatchcase(name, pattern) for pattern in self.others) for name in names)
+        policy = self.others if callable(self.others) else ExactBelow(0, self.others)
+        chosen = tuple(policy(tensors))
+        if len(chosen) != len(tensors):
+            raise TypeError(
+                f"others chose {chosen!r}; expected True or False for each of {len(tensors)} tensors"
+            )
         return tuple(bool(c) or len(t.shape) < 2 or not t.size for c, t in zip(chosen, tensors, strict=True))
 
 

@@ -1,0 +1,85 @@
+"""Newton-Schulz: singular vectors stay, and singular values go through the polynomial."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from qcomp.core.numeric.orthogonal import COEFFICIENTS, EPS, ITERATIONS, orthogonalize
+
+SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (64, 24), (24, 64), (48, 49)]
+SMALLEST = 0.0018
+"""The part of the norm from which singular values come near 1."""
+
+
+def polynomial(s):
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def matrix(shape, kind):
+    rng = np.random.default_rng([*shape, len(kind)])
+    x = rng.standard_normal(shape)
+    if kind == "random":
+        return x
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    if kind == "ill-conditioned":
+        return (u * np.logspace(0, -6, len(s))) @ vt
+    return (u * (np.arange(len(s)) < (len(s) + 1) // 2)) @ vt  # rank-deficient
+
+
+@pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
+def test_every_library_does_the_same(library, shape):
+    x = matrix(shape, "random").astype(np.float32)
+    found = library.numpy(orthogonalize(library.array(x)))
+    assert (found.shape, found.dtype) == (shape, np.float32)
+    np.testing.assert_allclose(found, orthogonalize(x.astype(np.float64)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_singular_values_go_through_the_polynomial(shape, kind):
+    x = matrix(shape, kind).astype(np.float32)
+    u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    s /= np.linalg.norm(s)
+    expected = (u * polynomial(s)) @ vt
+    found = orthogonalize(x)
+    # A rounding of 2^-24 grows by the slope of the polynomial at 0 in each iteration, times some for the products.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2**-24 * COEFFICIENTS[0] ** ITERATIONS)
+    values = np.linalg.svd(found, compute_uv=False)
+    assert values.max() <= 1.21
+    assert (np.sort(values)[::-1][: (s >= SMALLEST).sum()] >= 0.68).all()
+
+
+def test_zero_stays_zero(library):
+    assert not library.numpy(orthogonalize(library.array(np.zeros((24, 64), np.float32)))).any()
+
+
+def test_any_scale_from_eps_on_gives_the_same():
+    """Powers of two change no rounding; squares of these would overflow, or vanish."""
+    x = matrix((24, 64), "random").astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for power in (-18, 30, 70, 99):
+            scaled = orthogonalize(x * np.float32(2.0**power))
+            assert scaled.tobytes() == orthogonalize(x).tobytes()
+
+
+def test_noise_below_eps_is_not_scaled_up():
+    x = matrix((24, 64), "random")
+    x *= EPS / np.linalg.norm(x)
+    for part in (1e-3, 1e-20):
+        found = np.linalg.svd(orthogonalize(part * x), compute_uv=False)
+        s = np.linalg.svd(x, compute_uv=False)
+        np.testing.assert_allclose(found, polynomial(part * s / EPS), rtol=1e-9)
+
+
+def test_several_matrices_at_once(library):
+    x = np.stack([matrix((24, 8), kind) for kind in ("random", "rank-deficient")]).astype(np.float32)
+    x[0] *= 1e6
+    together = library.numpy(orthogonalize(library.array(x)))
+    for one, found in zip(x, together, strict=True):
+        alone = library.numpy(orthogonalize(library.array(one)))
+        np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)

@@ -1,0 +1,117 @@
+"""Tensors that one rank owns: who owns what, and that feedback loses nothing on either way."""
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core.mean.chunks import cut, deal
+from qcomp.core.mean.owned import OwnedMean
+
+SHAPES = [(8, 8), (5, 3, 3), (16, 4), (2, 2), (9, 20)]
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Tripled:
+    """Updates that are linear in the means, so that sums tell what was lost; the momentum is the mean."""
+
+    def cost(self, shape):
+        return prod(shape)
+
+    def updates(self, means, momenta, shapes):
+        assert [m.shape for m in means] == [m.shape for m in momenta] == [(prod(s),) for s in shapes]
+        return [3 * mean for mean in means], [m + mean for m, mean in zip(momenta, means, strict=True)]
+
+
+def mean_of(compressor, updates):
+    return OwnedMean(compressor, updates=updates, rule=Tripled())
+
+
+def vectors(rank, step):
+    rng = np.random.default_rng([rank, step])
+    return [rng.standard_normal(shape) for shape in SHAPES]
+
+
+def run(mean, size, lockstep, *, steps=STEPS):
+    """The states after some steps, the sums of exact means and of updates, all in float64."""
+    states = lockstep([mean.init_stages(vectors(0, 0), rank=rank, size=size) for rank in range(size)])
+    exact = [np.zeros(shape) for shape in SHAPES]
+    decoded = [np.zeros(shape) for shape in SHAPES]
+    for step in range(steps):
+        values = [vectors(rank, step) for rank in range(size)]
+        key = qcomp.Key(seed=3, step=step)
+        results = lockstep([mean.stages(v, s, key=key) for v, s in zip(values, states, strict=True)])
+        states = [state for _, state in results]
+        assert len({b"".join(u.tobytes() for u in updates) for updates, _ in results}) == 1
+        for i, update in enumerate(results[0][0]):
+            exact[i] += sum(v[i] for v in values) / size
+            decoded[i] += update
+    return states, exact, decoded
+
+
+def owned(mean, states):
+    """What the owner of each tensor has: the momentum and the residual."""
+    found = {}
+    for state in states:
+        (_, mine) = mean.layout(state.shapes, rank=state.rank, size=state.size).residuals
+        count = len(mine)
+        assert len(state.server) == 2 * count
+        for place, segment in enumerate(mine):
+            assert (segment.start, segment.size) == (0, prod(SHAPES[segment.tensor]))
+            assert segment.tensor not in found
+            found[segment.tensor] = state.server[place], state.server[count + place]
+    assert sorted(found) == list(range(len(SHAPES)))
+    return found
+
+
+PAIRS = [
+    (qcomp.QSGD(7, 16), qcomp.ScaledSign(16, "rms")),
+    (qcomp.ScaledSign(16), qcomp.QSGD(7, 16, coding="elias")),
+    (qcomp.QSGD(7, 16, coding="range"), qcomp.TopK(2, 16)),
+    (qcomp.OneBitSGD(), qcomp.Identity()),
+    (qcomp.Identity(), qcomp.OneBitSGD()),
+    (qcomp.Identity(), qcomp.Identity()),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
+def test_feedback_loses_nothing_on_either_way(lockstep, size, pair):
+    """Sum of the means = sum of the exact means - mean_i e_i; sum of the updates = 3 sum of the means - e."""
+    mean = mean_of(*pair)
+    states, exact, decoded = run(mean, size, lockstep)
+    lossy = not pair[0].traits.lossless
+    for i, (total, residual) in owned(mean, states).items():
+        owed = sum(s.worker[i] for s in states) / size if lossy else np.zeros_like(total)
+        np.testing.assert_allclose(total, exact[i].ravel() - owed, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(decoded[i].ravel(), 3 * total - residual, rtol=0, atol=1e-12)
+        assert np.any(owed) == lossy
+        assert np.any(residual) != pair[1].traits.lossless
+    assert all(bool(s.worker) == lossy for s in states)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_tensors_are_dealt_whole_and_evenly(count):
+    rng = np.random.default_rng(count)
+    for _ in range(20):
+        sizes = rng.integers(1, 60, size=rng.integers(1, 12)).tolist()
+        costs = [int(s) ** 2 for s in sizes]
+        chunks = deal(sizes, [8] * len(sizes), count, costs=costs)
+        (whole,) = cut(sizes, 8, 1)
+        assert sorted(s for chunk in chunks for s in chunk) == list(
+            whole
+        )  # with the draws that they have in one chunk
+        assert all(list(chunk) == sorted(chunk) for chunk in chunks)
+        spent = [sum(costs[s.tensor] for s in chunk) for chunk in chunks]
+        assert max(spent) <= sum(costs) / count + max(costs)
+        assert max(spent) - min(spent) <= max(costs)
+
+
+def test_both_compressors_must_be_contractions():
+    wild = qcomp.QSGD(levels=1, bucket_size=512)
+    for pair in ((wild, qcomp.Identity()), (qcomp.Identity(), wild)):
+        with pytest.raises(ValueError, match="feedback=True around qsgd:levels=1"):
+            mean_of(*pair)

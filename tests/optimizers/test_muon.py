@@ -1,0 +1,343 @@
+"""Muon: that of torch where nothing is lost, one owner for every matrix, and checkpoints that follow the owners."""
+
+import warnings
+from math import prod
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import LocalCommunicator, run_local
+
+SHAPES = [(24, 10), (10, 24), (16, 3, 2), (7,), (12, 12), (20, 6)]
+NAMES = ["tall", "wide", "kernel", "bias", "square", "head"]
+MATRICES = ["tall", "wide", "kernel", "square"]
+EXACT = {"compressor": qcomp.Identity(), "update_compressor": qcomp.Identity()}
+COARSE = {"compressor": qcomp.QSGD(7, 16), "update_compressor": qcomp.ScaledSign(16, "rms")}
+
+
+def muon(**changes) -> qcomp.Muon:
+    return qcomp.Muon(**{"learning_rate": 0.05, "others": ("head",), **COARSE, **changes})
+
+
+def run(
+    opt, grads, lockstep, size, *, steps=5, states=None, params=None, first=0, same=False, dtype=np.float32
+):
+    """The parameters and the states of all ranks; ``same`` gradients on all ranks are those of rank 0."""
+    if states is None:
+        params = [grads(SHAPES, 99, 0, dtype) for _ in range(size)]
+        states = lockstep(
+            [opt.init_stages(p, rank=rank, size=size, names=NAMES) for rank, p in enumerate(params)]
+        )
+    for step in range(first, first + steps):
+        stages = [
+            opt.stages(p, grads(SHAPES, 0 if same else rank, step, dtype), s)
+            for rank, (p, s) in enumerate(zip(params, states, strict=True))
+        ]
+        results = lockstep(stages)
+        params, states = [p for p, _ in results], [s for _, s in results]
+        assert len({b"".join(x.tobytes() for x in p) for p in params}) == 1
+    return params, states
+
+
+def owned(opt, states, kind):
+    """What exists once, by name, from the dicts of all ranks."""
+    found = {}
+    for state in states:
+        for key, value in opt.state_dict(state).items():
+            if key.startswith(f"{kind}."):
+                assert key not in found
+                found[key] = value
+    assert {key.partition(".")[2] for key in found} == {f"{name}@0" for name in MATRICES}
+    return found
+
+
+class TestReference:
+    @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+    @pytest.mark.parametrize(("nesterov", "momentum", "decay"), [(True, 0.95, 0.1), (False, 0.8, 0.0)])
+    def test_without_compression_it_is_that_of_torch_and_its_adamw(
+        self, grads, lockstep, monkeypatch, *, adjust_lr_fn, nesterov, momentum, decay
+    ):
+        """Torch's iterates in bfloat16, here in the dtype of the gradients."""
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        leaves = [torch.from_numpy(np.array(p)).requires_grad_() for p in grads(SHAPES, 99, 0, np.float64)]
+        matrices = [x.detach().reshape(len(x), -1).requires_grad_() for x in leaves[:3] + leaves[4:5]]
+        others = [leaves[3], leaves[5]]
+        settings = {"lr": 0.05, "weight_decay": decay}
+        theirs = torch.optim.Muon(
+            matrices, **settings, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn
+        )
+        beside = torch.optim.AdamW(
+            others, lr=0.05 * (0.1 if adjust_lr_fn == "original" else 1), weight_decay=decay
+        )
+        opt = muon(
+            **EXACT, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn, weight_decay=decay
+        )
+        (params,), _ = run(opt, grads, lockstep, 1, steps=12, dtype=np.float64)
+        for step in range(12):
+            given = [torch.from_numpy(np.array(g)) for g in grads(SHAPES, 0, step, np.float64)]
+            for leaf, g in zip(matrices, given[:3] + given[4:5], strict=True):
+                leaf.grad = g.reshape(leaf.shape)
+            for leaf, g in zip(others, (given[3], given[5]), strict=True):
+                leaf.grad = g
+            theirs.step()
+            beside.step()
+        found = [params[i] for i in (0, 1, 2, 4, 3, 5)]
+        for leaf, p in zip(matrices + others, found, strict=True):
+            # 12 steps, each with an error of a few units that the iterations multiply by up to 500.
+            np.testing.assert_allclose(p.reshape(leaf.shape), leaf.detach().numpy(), rtol=0, atol=1e-11)
+
+    def test_it_is_that_of_torch_up_to_the_bfloat16_that_this_iterates_in(self, grads, lockstep):
+        torch = pytest.importorskip("torch")
+        p, g = (np.asarray(grads([(48, 32)], rank, 0)[0]) for rank in (99, 0))
+        leaf = torch.from_numpy(p.copy()).requires_grad_()
+        leaf.grad = torch.from_numpy(g.copy())
+        torch.optim.Muon([leaf], lr=1.0, weight_decay=0.0).step()
+        opt = qcomp.Muon(learning_rate=1.0, **EXACT)
+        moved, _ = opt.step(p, g, opt.init(p, LocalCommunicator.alone()), LocalCommunicator.alone())
+        update = p - moved
+        assert np.abs(update - (p - leaf.detach().numpy())).max() < 0.1 * np.abs(update).max()
+
+    @pytest.mark.parametrize("size", [2, 3, 5])
+    def test_without_compression_ranks_make_the_steps_of_one_with_the_mean_gradient(
+        self, grads, lockstep, size
+    ):
+        opt = muon(**EXACT, clip_norm=3.0)
+        params, states = run(opt, grads, lockstep, size, same=True, dtype=np.float64)
+        (alone,), _ = run(opt, grads, lockstep, 1, dtype=np.float64)
+        for one, other in zip(params[0], alone, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+        assert not any(state.exchange.worker for state in states)
+        different, _ = run(opt, grads, lockstep, size, dtype=np.float64)
+        assert np.abs(different[0][0] - alone[0]).max() > 1e-3
+
+    def test_other_settings_make_other_steps(self, grads, lockstep):
+        finals = set()
+        for changes in (
+            {},
+            {"momentum": 0.5},
+            {"nesterov": False},
+            {"adjust_lr_fn": "match_rms_adamw"},
+            {"weight_decay": 0.1},
+            {"groups": (qcomp.Group("tall", learning_rate_factor=0.5),)},
+            {"learning_rate": lambda step: 0.05 / (step + 1)},
+        ):
+            (params,), _ = run(muon(**EXACT | changes), grads, lockstep, 1, steps=2)
+            finals.add(params[0].tobytes())
+        assert len(finals) == 7
+
+
+class TestOwners:
+    def test_only_the_owner_has_a_momentum(self, grads, lockstep):
+        opt = muon()
+        _, states = run(opt, grads, lockstep, 3)
+        sizes = {f"{name}@0": prod(shape) for name, shape in zip(NAMES, SHAPES, strict=True)}
+        for kind in ("owner_momentum", "owner_residual"):
+            for key, value in owned(opt, states, kind).items():
+                assert value.shape == (sizes[key.partition(".")[2]],)
+                assert value.any()
+        for state in states:
+            assert [m.size for m in state.momentum] == [0, 0, 0, 7, 0, 120]
+            assert len(state.exchange.worker) == len(MATRICES)
+
+    def test_what_is_sent(self, grads, lockstep):
+        """Of N ranks each sends (N - 1) / N of the payloads of both ways, and twice 32 bits of what stays exact."""
+        for size in (2, 3):
+            sent = []
+
+            def counted(stages, sent=sent, size=size):
+                arrived, total = None, 0
+                while True:
+                    try:
+                        request = stages.send(arrived)
+                    except StopIteration as stop:
+                        sent.append(total)
+                        return stop.value
+                    to_all = not isinstance(request.send, tuple)
+                    total += len(request.send) * size if to_all else sum(map(len, request.send))
+                    arrived = yield request
+
+            opt, params = muon(), grads(SHAPES, 99, 0)
+            states = lockstep([opt.init_stages(params, rank=r, size=size, names=NAMES) for r in range(size)])
+            lockstep([counted(opt.stages(params, grads(SHAPES, r, 0), s)) for r, s in enumerate(states)])
+            sizes = [prod(shape) for shape, name in zip(SHAPES, NAMES, strict=True) if name in MATRICES]
+            payloads = sum(c.payload_spec(n).nbytes for c in COARSE.values() for n in sizes)
+            exact = 4 * sum(prod(s) for s, name in zip(SHAPES, NAMES, strict=True) if name not in MATRICES)
+            least = payloads + 2 * exact
+            # At most 8 bytes of padding for each payload, and 16 for each message.
+            assert least <= sum(sent) / size <= least + 8 * (2 * len(sizes) + 2) + 64 * size
+
+    @pytest.mark.parametrize("library", ["torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
+    def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
+        """Their matrix products may round otherwise: an owner's update is what all have of it."""
+        own, other = libraries[library], libraries["numpy"]
+        opt = muon()
+
+        def rank_main(comm):
+            lib = own if comm.rank == 1 else other
+            params = [lib.array(p) for p in grads(SHAPES, 99, 0)]
+            state = opt.init(params, comm, NAMES)
+            for step in range(1 if library == "jax" else 3):
+                given = [lib.array(g) for g in grads(SHAPES, comm.rank, step)]
+                params, state = opt.step(params, given, state, comm)
+            return [lib.numpy(p).tobytes() for p in params]
+
+        first, *rest = run_local(3, rank_main, timeout=300)  # JAX compiles for every shape
+        assert all(held == first for held in rest)
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (3, 1), (1, 4), (2, 2)])
+    @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
+    def test_what_an_owner_has_goes_to_the_new_owner(self, grads, lockstep, old, new, how):
+        opt = muon()
+        params, states = run(opt, grads, lockstep, old)
+        dicts = [opt.state_dict(s) for s in states]
+        passed = {
+            "all on all": [dicts] * new,
+            "dealt": [dicts[rank::new] for rank in range(new)],
+            "all on the last": [[]] * (new - 1) + [dicts[::-1]],
+        }[how]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a state of . ranks resumes")
+            loaded = lockstep(
+                [opt.load_stages(passed[r], params[0], rank=r, size=new, names=NAMES) for r in range(new)]
+            )
+        for kind in ("owner_momentum", "owner_residual"):
+            before, after = owned(opt, states, kind), owned(opt, loaded, kind)
+            assert {k: x.tobytes() for k, x in before.items()} == {k: x.tobytes() for k, x in after.items()}
+        for i in range(len(MATRICES)):
+            means = [sum(s.exchange.worker[i] for s in world) / len(world) for world in (states, loaded)]
+            np.testing.assert_allclose(*means, rtol=0, atol=1e-6)
+            assert means[0].any()
+        run(opt, grads, lockstep, new, states=loaded, params=[params[0]] * new, steps=2)
+
+    def test_without_compression_another_number_of_ranks_changes_nothing(self, grads, lockstep):
+        opt = muon(**EXACT)
+        params, states = run(opt, grads, lockstep, 2, same=True)
+        dicts = [opt.state_dict(s) for s in states]
+        with pytest.warns(UserWarning, match="a state of 2 ranks resumes with 3"):
+            loaded = lockstep(
+                [opt.load_stages(dicts, params[0], rank=r, size=3, names=NAMES) for r in range(3)]
+            )
+        later, _ = run(opt, grads, lockstep, 3, states=loaded, params=[params[0]] * 3, first=5, same=True)
+        whole, _ = run(opt, grads, lockstep, 2, steps=10, same=True)
+        for one, other in zip(later[0], whole[0], strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("broken", ["missing", "twice", "short"])
+    def test_all_ranks_refuse_what_does_not_exist_once(self, grads, lockstep, broken):
+        opt = muon()
+        params, states = run(opt, grads, lockstep, 2)
+        dicts = [opt.state_dict(s) for s in states]
+        key = next(key for key in dicts[0] if key.startswith("owner_momentum."))
+        if broken == "missing":
+            del dicts[0][key]
+        elif broken == "short":
+            dicts[0][key] = dicts[0][key][:-1]
+        else:
+            dicts[1][key] = dicts[0][key]
+        found = lockstep(
+            [opt.load_stages(dicts, params[0], rank=r, size=3, names=NAMES) for r in range(3)],
+            catch=ValueError,
+        )
+        assert len({str(error) for error in found}) == 1
+        assert key.partition("@")[0] in str(found[0])
+
+    def test_another_compressor_of_updates_is_refused(self, grads, lockstep):
+        opt = muon()
+        (params,), (state,) = run(opt, grads, lockstep, 1)
+        other = muon(update_compressor=qcomp.ScaledSign(32, "rms"))
+        with pytest.raises(ValueError, match="update_compressor="):
+            other.load_state_dict(opt.state_dict(state), params, LocalCommunicator.alone(), NAMES)
+
+
+class TestWhatAdamWMoves:
+    def chosen(self, others):
+        opt = muon(others=others)
+        state = opt.init([np.ones(shape) for shape in SHAPES], LocalCommunicator.alone(), NAMES)
+        return [name for name, is_exact in zip(NAMES, state.exact, strict=True) if is_exact]
+
+    def test_by_patterns_or_by_a_policy(self):
+        assert self.chosen(()) == ["bias"]
+        assert self.chosen(["w*", "head"]) == ["wide", "bias", "head"]
+        assert self.chosen(qcomp.ExactBelow(200)) == ["kernel", "bias", "square", "head"]
+        assert self.chosen(lambda tensors: [t.name == "tall" for t in tensors]) == ["tall", "bias"]
+
+    def test_a_model_without_matrices_is_warned_of(self):
+        with pytest.warns(UserWarning, match="Muon orthogonalises nothing: AdamW moves all 1 tensors"):
+            qcomp.Muon(learning_rate=0.1).init([np.ones(3)], LocalCommunicator.alone())
+
+    def test_its_rate(self):
+        state = muon().init([np.ones(shape) for shape in SHAPES], LocalCommunicator.alone(), NAMES)
+        for changes, factor in (
+            ({}, 0.1),
+            ({"adjust_lr_fn": "match_rms_adamw"}, 1.0),
+            ({"adam_learning_rate_factor": 0.25}, 0.25),
+        ):
+            opt = muon(**changes, groups=(qcomp.Group(["bias", "tall"], learning_rate_factor=2.0),))
+            rates = dict(zip(NAMES, opt.rates(state), strict=True))
+            assert rates == pytest.approx(
+                {
+                    "tall": 0.1,
+                    "wide": 0.05,
+                    "kernel": 0.05,
+                    "bias": 0.1 * factor,
+                    "square": 0.05,
+                    "head": 0.05 * factor,
+                }
+            )
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "text"),
+        [
+            ({"others": "head"}, TypeError, "others is 'head'; expected a sequence of patterns"),
+            ({"others": None}, TypeError, "others is None"),
+            ({"momentum": 1.0}, ValueError, "momentum is 1.0"),
+            ({"adjust_lr_fn": None}, ValueError, "adjust_lr_fn is None"),
+            ({"adam_learning_rate_factor": -1.0}, ValueError, "adam_learning_rate_factor is -1.0"),
+            ({"betas": (0.9, 1.0)}, ValueError, "betas is"),
+            ({"eps": -1.0}, ValueError, "eps is"),
+            ({"update_compressor": "sign"}, TypeError, "update_compressor is 'sign'"),
+            ({"update_compressor": qcomp.QSGD(1, 512)}, ValueError, "feedback=True around qsgd:levels=1"),
+        ],
+    )
+    def test_settings_out_of_range(self, changes, error, text):
+        with pytest.raises(error, match=text):
+            muon(**changes)
+
+    def test_policies_that_do_not_fit(self):
+        for others, error, text in (
+            (("had",), ValueError, "others has the pattern 'had', which matches no name"),
+            (
+                lambda tensors: [True],
+                TypeError,
+                r"others chose \(True,\); expected True or False for each of 6",
+            ),
+        ):
+            with pytest.raises(error, match=text):
+                self.chosen(others)
+
+    def test_ranks_with_other_policies_are_told(self):
+        def rank_main(comm):
+            opt = muon(others=lambda tensors: [comm.rank == 1 and t.name == "tall" for t in tensors])
+            with pytest.raises(qcomp.MismatchError, match="compressed"):
+                opt.init([np.ones(shape) for shape in SHAPES], comm, NAMES)
+
+        run_local(2, rank_main, timeout=20)
+
+
+def test_diagnostics_report_the_bytes(grads):
+    """And nothing that compares an update with a mean, which it is not."""
+
+    def rank_main(comm):
+        diagnostics = qcomp.Diagnostics(muon())
+        params = grads(SHAPES, 99, 0)
+        state = muon().init(params, comm, NAMES)
+        return diagnostics.step(params, grads(SHAPES, comm.rank, 0), state, comm)[2]
+
+    for report in run_local(2, rank_main, timeout=20):
+        assert report["bytes_sent"] > 0
+        assert "cosine" not in report
+        assert "server_residual" not in report
