@@ -300,6 +300,7 @@ class TestWhatAdamWMoves:
             ({"betas": (0.9, 1.0)}, ValueError, "betas is"),
             ({"eps": -1.0}, ValueError, "eps is"),
             ({"update_compressor": "sign"}, TypeError, "update_compressor is 'sign'"),
+            ({"compressor": [qcomp.Identity()]}, TypeError, r"compressor is \[Identity\(\)\]"),
             ({"update_compressor": qcomp.QSGD(1, 512)}, ValueError, "feedback=True around qsgd:levels=1"),
         ],
     )

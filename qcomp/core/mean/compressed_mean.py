@@ -255,7 +255,7 @@ class CompressedMean:
     def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
         """Return what the ranks must agree on before they average tensors like these."""
         return {
-            "compressor": [c.spec for c in self.compressors],
+            "compressor": [c.spec for c in self.sends],
             "topology": self.topology,
             "link": str(self.link),
             "feedback": self.feedback,

@@ -121,8 +121,9 @@ class Muon(Optimizer):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.update_compressor, Compressor):
-            raise TypeError(f"update_compressor is {self.update_compressor!r}; expected a qcomp.Compressor")
+        for name in ("compressor", "update_compressor"):
+            if not isinstance(getattr(self, name), Compressor):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected a qcomp.Compressor")
         super().__post_init__()
         Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
         if not 0 <= self.momentum < 1:
