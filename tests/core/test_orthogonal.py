@@ -30,7 +30,6 @@ def matrix(shape, kind):
     return (u * (np.arange(len(s)) < (len(s) + 1) // 2)) @ vt  # rank-deficient
 
 
-@pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
 def test_every_library_does_the_same(library, shape):
     x = matrix(shape, "random").astype(np.float32)
@@ -39,6 +38,7 @@ def test_every_library_does_the_same(library, shape):
     np.testing.assert_allclose(found, orthogonalize(x.astype(np.float64)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_singular_values_go_through_the_polynomial(shape, kind):
     x = matrix(shape, kind).astype(np.float32)

@@ -9,6 +9,7 @@ import pytest
 import qcomp
 from qcomp.core.mean.chunks import cut, deal
 from qcomp.core.mean.owned import OwnedMean
+from qcomp.testing.means import draws_of
 
 SHAPES = [(8, 8), (5, 3, 3), (16, 4), (2, 2), (9, 20)]
 STEPS = 12
@@ -91,6 +92,16 @@ def test_feedback_loses_nothing_on_either_way(lockstep, size, pair):
         assert np.any(owed) == lossy
         assert np.any(residual) != pair[1].traits.lossless
     assert all(bool(s.worker) == lossy for s in states)
+
+
+def test_every_draw_is_made_once(lockstep):
+    """No two ranks, ways or buckets share draws."""
+    mean = mean_of(qcomp.QSGD(7, 16), qcomp.QSGD(7, 8))
+    values = [vectors(rank, 0) for rank in range(3)]
+    states = lockstep([mean.init_stages(v, rank=rank, size=3) for rank, v in enumerate(values)])
+    seen = draws_of(mean, values, states)
+    buckets = [sum(-(-prod(shape) // size) for shape in SHAPES) for size in (16, 8)]
+    assert len(seen) == len(set(seen)) == 3 * buckets[0] + buckets[1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
