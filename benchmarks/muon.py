@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import page
 import torch
 from convergence.language_model import LanguageModelTask
 
@@ -73,6 +74,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "AdamW, exact": {},
     "Muon, exact": {"compressor": EXACT, "update_compressor": EXACT},
     "Muon, 4 + 1 bits": {"compressor": FOUR, "update_compressor": SIGN},
+    "Muon without Nesterov, 4 + 1 bits": {"compressor": FOUR, "update_compressor": SIGN, "nesterov": False},
     "Muon, 2 + 1 bits": {"compressor": FourLevels(), "update_compressor": SIGN},
     "Muon, 1 + 1 bits": {"compressor": SIGN, "update_compressor": SIGN},
     "Muon, mean gradient in 4 + 4 bits": {"compressor": EXACT, "update_compressor": EXACT, "mean": FOUR},
@@ -82,13 +84,14 @@ METHODS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Train, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/muon.json"))
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    document = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
+    results = options.out / "muon.json"
+    document = json.loads(results.read_text()) if results.exists() else {"runs": []}
     document |= {"machine": {"python": platform.python_version(), "torch": torch.__version__}, "ranks": RANKS}
     for seed in range(options.seeds):
         for name in options.methods:
@@ -97,8 +100,24 @@ def main() -> None:
                 continue
             found = which | train(METHODS[name], options.steps, seed)
             document["runs"].append(found)
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
+            results.write_text(json.dumps(document, indent=1) + "\n")
             print(found, flush=True)
+    page.rewrite(options.out, blocks(document))
+
+
+def blocks(document: dict[str, Any]) -> dict[str, str]:
+    """Return the table of the page: the mean loss of the seeds of each method."""
+    rows = []
+    for name in dict.fromkeys(run["method"] for run in document["runs"]):
+        runs = [run for run in document["runs"] if run["method"] == name]
+        losses = [run["loss"] for run in runs]
+        bits = f"{runs[0]['bits']:.3g}" if "Muon" in name else ""
+        sent = f"{runs[0]['bytes_a_step'] / 1e6:.2f} MB"
+        rows.append([name, bits, sent, f"{sum(losses) / len(losses):.3f}", str(len(runs))])
+    steps = sorted({run["steps"] for run in document["runs"]})
+    head = ["method", "bits of a matrix, both ways", "sent by a rank in a step", "validation loss", "seeds"]
+    told = f"{document['ranks']} ranks, {', '.join(map(str, steps))} steps."
+    return {"muon": f"{told}\n\n{page.table(head, rows)}"}
 
 
 def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:

@@ -121,6 +121,14 @@ def test_tensors_are_dealt_whole_and_evenly(count):
         assert max(spent) - min(spent) <= max(costs)
 
 
+def test_the_state_of_another_mean_is_refused():
+    x = vectors(0, 0)
+    plain = qcomp.CompressedMean(qcomp.ScaledSign(16))
+    mean = mean_of(qcomp.ScaledSign(16), qcomp.Identity())
+    with pytest.raises(ValueError, match="expected the momentum and the residual of each of 5 tensors"):
+        next(mean.stages(x, plain.zeros(x, rank=0, size=1)))
+
+
 def test_both_compressors_must_be_contractions():
     wild = qcomp.QSGD(levels=1, bucket_size=512)
     for pair in ((wild, qcomp.Identity()), (qcomp.Identity(), wild)):

@@ -104,6 +104,17 @@ class OwnedMean(CompressedMean):
         residuals = tuple(array_namespace(m).zeros_like(m) for m in state.server)
         return state._replace(server=(*state.server, *residuals))
 
+    def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
+        """Raise ValueError unless the state holds what this rank owns of these tensors."""
+        super()._require_own(state, tensors)
+        owned = self.layout(state.shapes, rank=state.rank, size=state.size).residuals.server
+        expected = [segment.size for segment in owned] * len(self.owned_kinds)
+        if [x.shape[0] for x in state.server] != expected:
+            raise ValueError(
+                f"state has {len(state.server)} arrays of a server; expected the momentum and the residual of each of "
+                f"{len(owned)} tensors that rank {state.rank} owns: it is the state of another mean"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class _OwnedLayout(Layout):
