@@ -75,6 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Muon, exact": {"compressor": EXACT, "update_compressor": EXACT},
     "Muon, 4 + 1 bits": {"compressor": FOUR, "update_compressor": SIGN},
     "Muon without Nesterov, 4 + 1 bits": {"compressor": FOUR, "update_compressor": SIGN, "nesterov": False},
+    "Muon, 2 + 2 bits": {"compressor": FourLevels(), "update_compressor": FourLevels()},
     "Muon, 2 + 1 bits": {"compressor": FourLevels(), "update_compressor": SIGN},
     "Muon, 1 + 1 bits": {"compressor": SIGN, "update_compressor": SIGN},
     "Muon, mean gradient in 4 + 4 bits": {"compressor": EXACT, "update_compressor": EXACT, "mean": FOUR},

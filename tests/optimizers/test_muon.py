@@ -172,18 +172,19 @@ class TestOwners:
     def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
         """Their matrix products may round otherwise: an owner's update is what all have of it."""
         own, other = libraries[library], libraries["numpy"]
-        opt = muon()
+        numbers = (0, 3) if library == "jax" else range(len(SHAPES))  # JAX compiles for every shape
+        opt, names = muon(others=()), [NAMES[i] for i in numbers]
 
         def rank_main(comm):
             lib = own if comm.rank == 1 else other
-            params = [lib.array(p) for p in grads(SHAPES, 99, 0)]
-            state = opt.init(params, comm, NAMES)
-            for step in range(1 if library == "jax" else 3):
-                given = [lib.array(g) for g in grads(SHAPES, comm.rank, step)]
+            params = [lib.array(p) for i, p in enumerate(grads(SHAPES, 99, 0)) if i in numbers]
+            state = opt.init(params, comm, names)
+            for step in range(3):
+                given = [lib.array(g) for i, g in enumerate(grads(SHAPES, comm.rank, step)) if i in numbers]
                 params, state = opt.step(params, given, state, comm)
             return [lib.numpy(p).tobytes() for p in params]
 
-        first, *rest = run_local(3, rank_main, timeout=300)  # JAX compiles for every shape
+        first, *rest = run_local(3, rank_main, timeout=300)
         assert all(held == first for held in rest)
 
 
