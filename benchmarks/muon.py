@@ -109,8 +109,10 @@ def main() -> None:
 def blocks(document: dict[str, Any]) -> dict[str, str]:
     """Return the table of the page: the mean loss of the seeds of each method."""
     rows = []
-    for name in dict.fromkeys(run["method"] for run in document["runs"]):
+    for name in METHODS:
         runs = [run for run in document["runs"] if run["method"] == name]
+        if not runs:
+            continue
         losses = [run["loss"] for run in runs]
         bits = f"{runs[0]['bits']:.3g}" if "Muon" in name else ""
         sent = f"{runs[0]['bytes_a_step'] / 1e6:.2f} MB"
