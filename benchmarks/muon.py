@@ -33,7 +33,7 @@ RANKS = 2
 STEPS = 480
 OTHERS = ("*embedding*", "head*")
 PEAK = {"AdamW": 0.002, "Muon": 0.02}
-"""The largest learning rate: the best of 0.001, 0.002, 0.005 and 0.01 for AdamW, of 0.01 and 0.02 for Muon."""
+"""The largest learning rate."""
 SIGN, EXACT = qcomp.ScaledSign(scale="rms"), qcomp.Identity()
 FOUR = qcomp.QSGD(levels=7, bucket_size=128)
 
