@@ -5,7 +5,7 @@ from pathlib import Path
 
 import page
 import pytest
-import sparse
+import sparse_payloads as sparse
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "sparse"
 

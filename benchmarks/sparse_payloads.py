@@ -1,6 +1,6 @@
 """How many bits sparse payloads take, what rounding their values loses, and what a second compression costs.
 
-    python benchmarks/sparse.py
+    python benchmarks/sparse_payloads.py
 
 Compresses Gaussian and Laplace vectors, and the gradients of a language model that `gradients.py` has saved; then
 averages vectors with feedback over four ranks, by all-gather and in two phases. Nothing is timed. Writes sparse.json
