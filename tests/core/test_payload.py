@@ -120,10 +120,11 @@ class TestGolden:
     def test_codes_are_sent_in_every_way(self):
         """The byte after the steps says whether they are coded, and the next, of Elias's codes, whether by gaps."""
         golden, ways = json.loads(GOLDEN.read_text()), []
-        for spec in CODED:
+        codes = [spec for spec in CODED if spec.startswith("qsgd")]
+        for spec in codes:
             data = read(bytes.fromhex(golden[f"{spec} float32"]["bytes"])).data.tolist()
             ways.append(data[qcomp.compressor(spec).payload_spec(77).shortest - 1 :][:2])
-        elias = [way for way, spec in zip(ways, CODED, strict=True) if "elias" in spec]
+        elias = [way for way, spec in zip(ways, codes, strict=True) if "elias" in spec]
         assert [way[0] for way in ways] == [1, 1, 0, 1, 1, 1]
         assert elias[:2] == [[1, 1], [1, 0]]
 

@@ -34,8 +34,8 @@ def orthogonalize(x: Array) -> Array:
     --------
     >>> import numpy as np
     >>> orthogonalize(np.asarray([[3.0, 0.0], [0.0, 0.5]])).round(2)
-    array([[0.7, 0. ],
-           [0. , 1.1]])
+    array([[0.71, 0.  ],
+           [0.  , 1.04]])
     """
     a, b, c = COEFFICIENTS
     xp = array_namespace(x)

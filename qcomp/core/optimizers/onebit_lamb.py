@@ -70,7 +70,7 @@ class OneBitLamb(FrozenVarianceAdam):
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
-    variance_steps : None
+    variance_steps : None, default None
         Must be None: the compressed means tell how much the variance has changed, see ``factor_bounds``.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
