@@ -9,7 +9,8 @@ would average the gradients too.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qcomp.torch.algorithms import CompressedSGD, Muon, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
+from qcomp.torch.algorithms import CompressedSGD, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
+from qcomp.torch.muon import Muon
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.outer import OuterLoop
 

@@ -154,7 +154,7 @@ class _Flight:
         """Start the next message that the computation waits for."""
         while True:
             try:
-                request = self._stages.send(self._arrived)  # type: ignore[arg-type]
+                request = self._stages.send(self._arrived)  # type: ignore[arg-type]  # None begins, and mypy wants buffers
             except StopIteration as stop:
                 self._result = stop.value
                 return

@@ -1,0 +1,136 @@
+"""Muon as an optimizer of torch: thin, the algorithm is the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from qcomp.comm.base import Communicator
+from qcomp.core import optimizers
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors import QSGD, ScaledSign
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.torch.live import exact_of
+from qcomp.torch.optimizer import AveragingOptimizer
+
+__all__ = ["Muon"]
+
+
+class Muon(AveragingOptimizer):
+    """Muon for matrices with compressed gradients and updates, AdamW for all else: `qcomp.Muon` as a torch optimizer.
+
+    Name the embeddings and the output head in ``others``, or put them into a group with ``others=True``: nothing else
+    tells them from the weights between hidden layers, which alone Muon suits.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of pairs of names and parameters, or of dict
+        As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
+        in errors, for random draws and for ``others``; give them, or none, on all ranks alike.
+    lr : float, default 1e-3
+        Learning rate, a finite number >= 0; that of AdamW is ``adam_learning_rate_factor`` times it. Each group has its
+        own, which schedulers may change.
+    weight_decay : float, default 0
+        Weight decay coefficient, >= 0, decoupled. Each group has its own. The default of ``torch.optim.Muon`` is 0.1.
+    momentum : float, default 0.95
+        Decay rate of the momentum of the matrices, from 0 to below 1. The same in all groups; it may change between
+        steps.
+    nesterov : bool, default True
+        Whether to use Nesterov momentum.
+    adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
+        The factor of a matrix's learning rate, as in ``torch.optim.Muon``.
+    others : sequence of str, callable or bool, default ()
+        The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
+        none. Each group may have its own, fixed from the first step on. Tensors with fewer than two dimensions are
+        always among them.
+    adam_learning_rate_factor : float, optional
+        The learning rate of AdamW, as a factor of that of the group. None, the default, is 0.1 with
+        ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
+    betas : tuple of two floats, default (0.9, 0.999)
+        Decay rates of AdamW's momentum and variance, each from 0 to below 1. The same in all groups.
+    eps : float, default 1e-8
+        Added to the square root of AdamW's variance, >= 0. The same in all groups.
+    compressor : Compressor, default QSGD(levels=7, bucket_size=128)
+        Compresses the gradients of the matrices.
+    update_compressor : Compressor, default ScaledSign(scale="rms")
+        Compresses the updates of the matrices.
+    clip_norm : float, optional
+        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+    seed : int, default 0
+        Seed of the compressors' random draws, 0 to 2**64 - 1.
+    nonfinite : {"raise", "skip"}, default "raise"
+        What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    comm : communicator, optional
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+
+    See `qcomp.Muon` for the algorithm, what it sends, and its source. It averages by itself, so do not wrap the model
+    in a DistributedDataParallel.
+
+    Examples
+    --------
+    >>> import torch, qcomp.torch
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(256, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 256))
+    >>> optimizer = qcomp.torch.Muon(model.named_parameters(), lr=0.02, others=("0.*", "2.*"))
+    >>> model(torch.ones(1, dtype=torch.long)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> optimizer.core_state.exact  # what AdamW moves: not the weight between the hidden layers
+    (True, False, True, True, True)
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("momentum", "betas", "eps")
+    fixed: ClassVar[tuple[str, ...]] = ("others",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+        others: Sequence[str] | ExactPolicy | bool = (),
+        adam_learning_rate_factor: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        compressor: Compressor = QSGD(levels=7, bucket_size=128),
+        update_compressor: Compressor = ScaledSign(scale="rms"),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+    ) -> None:
+        of_groups: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "others": others,
+            "betas": betas,
+            "eps": eps,
+        }
+        settings: dict[str, Any] = {
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn,
+            "adam_learning_rate_factor": adam_learning_rate_factor,
+            "compressor": compressor,
+            "update_compressor": update_compressor,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, of_groups, partial(optimizers.Muon, **settings), comm)
+
+    def _policies(
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+    ) -> dict[str, Any]:
+        """Return what all groups have, or a policy of the groups."""
+        first, *rest = [group["others"] for group in groups]
+        if not isinstance(first, bool) and all(others == first for others in rest):
+            return {"others": first}
+        policies = [
+            others if callable(others) or isinstance(others, bool) else ExactBelow(0, others)
+            for others in (first, *rest)
+        ]
+        return {"others": exact_of([{"exact": policy} for policy in policies], names)}
