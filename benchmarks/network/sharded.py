@@ -3,34 +3,21 @@
 sharded_times.py starts it on every rank. The variants take turns, so that all are measured in the same seconds.
 """
 
-import argparse
-import json
-import os
-import random
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from timing import machine, rounded, spread
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import qcomp
-from network.launch import RATES
-from network.models import MODELS, loss
-from network.shaped import VARIABLE, limit, transmitted
+from network.models import MODELS
+from network.trainees import Trainee, run, timed
 from qcomp.torch.fsdp import compress
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FOUR_BITS = qcomp.QSGD(levels=7, bucket_size=128)
-WARM = 2
-"""Steps of each variant that are not counted."""
-FRESH = 10
-"""Batches that curves go through again and again, so that there is something to learn."""
 
 
 def variants() -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
@@ -47,8 +34,8 @@ def variants() -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
     }
 
 
-class Trainee:
-    """A sharded model with AdamW.
+def make(model: str, variant: str, *, keep: bool = False) -> Trainee:
+    """Return a sharded model.
 
     Parameters
     ----------
@@ -59,103 +46,28 @@ class Trainee:
     keep : bool
         Whether weights stay gathered between the forward and the backward pass.
     """
-
-    def __init__(self, model: str, variant: str, *, keep: bool) -> None:
-        in_bfloat16, prepare = variants()[variant]
-        torch.manual_seed(0)
-        self.model: Any = MODELS[model].make()
-        options: dict[str, Any] = {"reshard_after_forward": not keep}
-        if in_bfloat16:
-            options["mp_policy"] = BFLOAT16
-        for layer in list(self.model.modules()):
-            if isinstance(layer, nn.TransformerEncoderLayer):
-                fully_shard(layer, **options)
-        fully_shard(self.model, **options)
-        if prepare is not None:
-            prepare(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        torch.manual_seed(dist.get_rank())
-        self.batches = [MODELS[model].batch() for _ in range(FRESH)]
-        self.steps = 0
-
-    def step(self) -> torch.Tensor:
-        """Make one step, and return its loss on this rank."""
-        batch = self.batches[self.steps % FRESH]
-        self.steps += 1
-        value = loss(self.model, batch)
-        value.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return value.detach()
+    in_bfloat16, prepare = variants()[variant]
+    torch.manual_seed(0)
+    module: Any = MODELS[model].make()
+    options: dict[str, Any] = {"reshard_after_forward": not keep}
+    if in_bfloat16:
+        options["mp_policy"] = BFLOAT16
+    for layer in list(module.modules()):
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            fully_shard(layer, **options)
+    fully_shard(module, **options)
+    if prepare is not None:
+        prepare(module)
+    return Trainee(model, module)
 
 
-def timed(trainees: dict[str, Trainee], rounds: int) -> dict[str, Any]:
-    """Return the seconds of the slowest rank, and the bytes of a rank, of a step of each variant."""
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in trainees}
-    for number in range(WARM + rounds):
-        order = list(trainees)
-        random.Random(number).shuffle(order)
-        for name in order:
-            trainees[name].step()  # in training the step before is of the same variant
-            dist.barrier()
-            before, start = transmitted("eth0"), time.perf_counter()
-            trainees[name].step()
-            sample = torch.tensor([time.perf_counter() - start, transmitted("eth0") - before])
-            dist.all_reduce(sample, op=dist.ReduceOp.MAX)
-            if number >= WARM:
-                samples[name].append((sample[0].item(), sample[1].item()))
+def time_steps(model: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Return the seconds and bytes of a step of each variant, with weights that are freed and with kept ones."""
     return {
-        name: {
-            "seconds": spread([seconds for seconds, _ in found]),
-            "each": [rounded(seconds) for seconds, _ in found],
-            "bytes": round(sorted(sent for _, sent in found)[len(found) // 2]),
-        }
-        for name, found in samples.items()
+        label: timed({name: make(model, name, keep=keep) for name in names}, rounds)
+        for label, keep in (("freed", False), ("kept", True))
     }
 
 
-def curve(trainee: Trainee, steps: int) -> list[float]:
-    """Return the mean loss of the ranks at each step."""
-    found = []
-    for _ in range(steps):
-        value = trainee.step().float()
-        dist.all_reduce(value)
-        found.append(rounded(value.item() / dist.get_world_size()))
-    return found
-
-
-def main() -> None:
-    """Time all variants on a link, or follow their losses."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=list(MODELS), required=True)
-    parser.add_argument("--variants", nargs="+", choices=list(variants()), default=list(variants()))
-    parser.add_argument("--link", choices=list(RATES), help="on which steps are timed")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=0, help="of the curves")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found: dict[str, Any] = {"machine": machine() | {"torch": torch.__version__}, "model": options.model}
-    found |= {"ranks": dist.get_world_size(), "link": options.link, "rounds": options.rounds}
-    if options.link:
-        if dist.get_rank() == 0:
-            limit(os.environ[VARIABLE], dist.get_world_size(), options.link)
-        dist.barrier()
-        found["steps"] = {
-            label: timed(
-                {name: Trainee(options.model, name, keep=keep) for name in options.variants}, options.rounds
-            )
-            for label, keep in (("freed", False), ("kept", True))
-        }
-    if options.steps:
-        found["curves"] = {
-            name: curve(Trainee(options.model, name, keep=False), options.steps) for name in options.variants
-        }
-    if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__ or "", list(variants()), make, time_steps)

@@ -154,7 +154,8 @@ class _Flight:
         """Start the next message that the computation waits for."""
         while True:
             try:
-                request = self._stages.send(self._arrived)  # type: ignore[arg-type]  # None begins, and mypy wants buffers
+                arrived = self._arrived
+                request = next(self._stages) if arrived is None else self._stages.send(arrived)
             except StopIteration as stop:
                 self._result = stop.value
                 return
