@@ -28,7 +28,11 @@ import qcomp.torch
 from qcomp.backends import numba_cpu
 
 RATE = 1e-6
-PEERS: dict[str, Any] = {"torch, fused": {"fused": True}, "torch, foreach": {"foreach": True}}
+PEERS: dict[str, Any] = {
+    "torch, fused": {"fused": True},
+    "torch, foreach": {"foreach": True},
+    "torch, default": {},
+}
 OPTIMIZERS = ("CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam")
 STAGES = ("exact", "compressed")
 RANKS = 2
@@ -59,7 +63,7 @@ def shapes_of_network() -> list[tuple[int, ...]]:
 
 MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "1 x 10,000,000": lambda: [(10_000_000,)],
-    "100 x 100,000": lambda: [(100_000,)] * 100,
+    "100 x 100,000": lambda: [(250, 400)] * 100,  # vectors among others are not compressed
     "a small CNN": shapes_of_network,
 }
 

@@ -303,8 +303,10 @@ class KernelSet(Protocol):
         """
         ...
 
-    def compensate(self, x: Array, residual: Array, *, out: Array | None) -> tuple[Array, float] | None:
-        """Return x plus a residual, and the largest magnitude of that, NaN if there is one.
+    def compensate(
+        self, x: Array, residual: Array | None, *, out: Array | None
+    ) -> tuple[Array, float] | None:
+        """Return x, plus a residual if there is one, and the largest magnitude of that, NaN if there is one.
 
         In ``out`` if that is given, which may be x.
         """
@@ -421,7 +423,7 @@ class Partial:
     def compensate(
         self,
         x: Array,  # noqa: ARG002
-        residual: Array,  # noqa: ARG002
+        residual: Array | None,  # noqa: ARG002
         *,
         out: Array | None,  # noqa: ARG002
     ) -> tuple[Array, float] | None:

@@ -466,14 +466,15 @@ def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
 
 
 def compensate(
-    x: Array, residual: Array, *, what: str, out: Array | None = None
+    x: Array, residual: Array | None, *, what: str, out: Array | None = None
 ) -> tuple[Array, Array | None]:
     """Return ``flush(flush(x) + residual)``, and what a device will say of values out of range, as `Encoded.refused`.
 
     Parameters
     ----------
-    x, residual : array, shape (size,)
-        Of the dtype in which x is computed.
+    x : array, shape (size,)
+    residual : array, shape (size,), or None
+        Of the dtype in which x is computed; None for zeros.
     what : str
         What refuses values, in errors.
     out : array, optional
@@ -494,7 +495,7 @@ def compensate(
                     f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {LIMIT:.6g}"
                 )
             return values, None
-    compensated = flush(flush(x) + residual)
+    compensated = flush(x) if residual is None else flush(flush(x) + residual)
     refused = None
     if is_read_late(x):
         refused = out_of_range(compensated, LIMIT)

@@ -69,7 +69,8 @@ def _operands(compressors: Sequence[Compressor]) -> Operands:
     chosen: list[Compressor] = []
     for index, extra in enumerate((5, 0, 1, 9, 3)):
         compressor = compressors[index % len(compressors)]
-        whole = (3, 2, 0, 1, 0)[index] * compressor.traits.bucket_size
+        bucket = compressor.traits.bucket_size
+        whole = (3, 2, 0, 1, 0)[index] * max(bucket, 700 // bucket * bucket)
         sizes.append(whole + extra)
         chosen.append(compressor.for_shape((whole + extra,)))
     dtypes = ("float32",) * len(sizes)

@@ -25,7 +25,7 @@ from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 pytest.importorskip("numba")
 
 from qcomp.backends import numba_cpu as kernels
-from qcomp.backends.numba_cpu import jit, threads
+from qcomp.backends.numba_cpu import codec, identity, jit, threads
 from qcomp.backends.numba_cpu import vectors as passes
 
 F = np.float32
@@ -55,6 +55,8 @@ class Case:
 
     def encoder(self, x, data):
         c = self.compressor
+        if c.name == "identity":
+            return codec.encoder_of(identity.encode_identity(), identity.RUN, x, data, None)
         if c.name == "sign":
             return kernels.sign_encoder(x, c.bucket_size, c.scale, data)
         if c.name == "minmax":
@@ -68,6 +70,8 @@ class Case:
 
     def decoder(self, data, out):
         c = self.compressor
+        if c.name == "identity":
+            return codec.decoder_of(identity.decode_identity(), identity.RUN, data, out)
         if c.name == "sign":
             return kernels.sign_decoder(data, c.bucket_size, out)
         if c.name == "minmax":
@@ -77,8 +81,8 @@ class Case:
 
     @property
     def bucket(self):
-        """Elements of a bucket."""
-        return self.compressor.traits.bucket_size
+        """Elements of a bucket of the kernels."""
+        return identity.RUN if self.compressor.name == "identity" else self.compressor.traits.bucket_size
 
     def unwrapped(self):
         """Return the QSGD inside, and the elements of a bucket if it is filled up with zeros."""
@@ -146,7 +150,8 @@ FIELDS = [
     qcomp.WholeFields(WideQSGD(levels=500, bucket_size=64), field=25),
 ]
 MINMAX = [qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 64, 2048)]
-EVERY = [Case(c) for c in (*SIGN, *QSGD, *FIELDS, *MINMAX)]
+IDENTITY = [qcomp.Identity()]
+EVERY = [Case(c) for c in (*SIGN, *QSGD, *FIELDS, *MINMAX, *IDENTITY)]
 
 
 @st.composite
@@ -182,6 +187,13 @@ def test_buckets_that_are_filled_up(drawn):
 @given(inputs(MINMAX))
 @checked
 def test_minmax(drawn):
+    case, x, residual = drawn
+    case.check(x, residual)
+
+
+@given(inputs(IDENTITY))
+@checked
+def test_identity(drawn):
     case, x, residual = drawn
     case.check(x, residual)
 
@@ -236,7 +248,8 @@ def test_only_the_sum_is_refused(case):
         Case(qcomp.QSGD(levels=15)),
         Case(WideQSGD(levels=1000)),
         Case(FIELDS[2]),
-        EVERY[-1],
+        Case(MINMAX[-1]),
+        Case(IDENTITY[0]),
     ],
     ids=lambda c: c.compressor.spec,
 )

@@ -75,7 +75,9 @@ def reads_of_steps(monkeypatch, lockstep, ranks, **options):
 def test_a_step_reads_twice_at_any_number_of_ranks(monkeypatch, lockstep, ranks, kernels):
     with qcomp.backends.use(kernels):
         counts = reads_of_steps(monkeypatch, lockstep, ranks, watch=None)
-    assert counts == [1, 1, 2, 2, 2, 2]
+    # A rank alone sends no exact values, and a kernel has checked them when it returns.
+    spared = int(ranks == 1 and kernels == "auto")
+    assert counts == [count - spared for count in (1, 1, 2, 2, 2, 2)]
 
 
 def test_a_watch_reads_a_few_times_more(monkeypatch, lockstep):

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun
+from qcomp.backends.numba_cpu.identity import RUN, decode_identity, encode_identity
 from qcomp.backends.numba_cpu.jit import Longs
 from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
 from qcomp.backends.numba_cpu.qsgd import encode_qsgd
@@ -26,7 +27,7 @@ from qcomp.backends.numba_cpu.tables import (
     ends_of,
 )
 from qcomp.backends.numba_cpu.topk import decode_topk, encode_topk
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, TopK, WholeFields
+from qcomp.core.compressors import QSGD, Identity, MinMaxUInt8, Scaled, ScaledSign, TopK, WholeFields
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import AnyFrame
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
@@ -39,7 +40,7 @@ class CompressorKernels(NamedTuple):
     """The kernels of a compressor."""
 
     bucket_size: int
-    """Elements of a vector in a bucket."""
+    """Elements of a vector that the kernels take as a bucket."""
     encode: Callable[[Key | None], EncodeRun | None]
     """Returns what compresses with the draws of a key; None if the pure version would now draw in another way."""
     decode: DecodeRun
@@ -48,6 +49,8 @@ class CompressorKernels(NamedTuple):
 def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
     """Return the kernels of a compressor, None if there are none."""
     c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
+    if kind is Identity:
+        return _identity_kernels()
     if isinstance(c, ScaledSign) and kind is ScaledSign:
         return _sign_kernels(c.bucket_size, c.scale)
     if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
@@ -66,6 +69,12 @@ def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
 
 
 # A call on a small vector would take longer to make these than to use them.
+
+
+@lru_cache(1)
+def _identity_kernels() -> CompressorKernels:
+    encode = encode_identity()
+    return CompressorKernels(RUN, lambda key: encode, decode_identity())  # noqa: ARG005
 
 
 @lru_cache(256)
@@ -180,6 +189,8 @@ class Plan(NamedTuple):
     """Elements of each segment."""
     groups: tuple[Group, ...] | None
     """None if the kernels cannot compress all of it."""
+    gaps: tuple[Longs, ...]
+    """The bytes in a message of each frame that belong to no payload."""
 
 
 _plans: WeakKeyDictionary[AnyFrame, list[Plan]] = WeakKeyDictionary()
@@ -211,8 +222,21 @@ def _resolved(frames: tuple[AnyFrame, ...]) -> Plan:
     plain = all(not frame.variable_length and {*frame.dtypes} <= {"float32"} for frame in frames)
     found = tuple(group for group in groups if group is not None)
     return Plan(
-        tuple(map(ref, frames)), tensors, sizes, found if plain and len(found) == len(groups) else None
+        tuple(map(ref, frames)),
+        tensors,
+        sizes,
+        found if plain and len(found) == len(groups) else None,
+        tuple(map(_gaps, frames)),
     )
+
+
+def _gaps(frame: AnyFrame) -> Longs:
+    """Return the bytes of a message, without lengths, that belong to no payload: the verdict, and what fills up."""
+    if frame.variable_length:
+        return _longs([])
+    *ends, _ = [offset + size for offset, size in zip(frame.offsets, frame.sizes, strict=True)]
+    gaps = [*zip(ends, frame.offsets[1:], strict=True), (frame.offsets[-1], frame.nbytes)]
+    return _longs([byte for end, start in gaps for byte in range(end, start)])
 
 
 class _Segment(NamedTuple):

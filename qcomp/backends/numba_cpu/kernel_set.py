@@ -24,9 +24,9 @@ from qcomp.backends.numba_cpu.codec import (
 )
 from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
-from qcomp.backends.numba_cpu.low_rank import compensate, take_low_rank
+from qcomp.backends.numba_cpu.low_rank import NO_VALUES, compensate, take_low_rank
 from qcomp.backends.numba_cpu.means import average, compress_mean
-from qcomp.backends.numba_cpu.memory import empty
+from qcomp.backends.numba_cpu.memory import empty, message
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
 from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
@@ -215,8 +215,8 @@ class NumbaKernels:
             return None
         mode = NO_RESIDUAL if not residuals else OVER_INPUT if donated else FRESH
         weights = _weights(blends[0]) if blends else NO_MOMENTUM
-        messages = [np.zeros(frame.nbytes, dtype=np.uint8) for frame in frames]
-        to = _longs([address(message) for message in messages])
+        messages = [message(frame.nbytes, gaps) for frame, gaps in zip(frames, plan.gaps, strict=True)]
+        to = _longs([*map(address, messages)])
         for group in plan.groups:
             run = group.kernels.encode(key)
             if run is None:
@@ -226,7 +226,7 @@ class NumbaKernels:
                 if donated:
                     raise refusal(group.compressor)
                 return None  # the pure version says so
-        return [_as_array_of(tensors[0], message) for message in messages]
+        return [_as_array_of(tensors[0], each) for each in messages]
 
     def decode_frames(
         self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
@@ -275,8 +275,8 @@ class NumbaKernels:
         if new is None or old is None or at is None:
             return None
         mode = OVER_INPUT if residuals else NO_RESIDUAL
-        message = np.zeros(frame.nbytes, dtype=np.uint8)
-        to = _longs([address(message)])
+        sent_to_all = message(frame.nbytes, plan.gaps[0])
+        to = _longs([address(sent_to_all)])
         for group in plan.groups:
             kernels, run = group.kernels, group.kernels.encode(key)
             if run is None:
@@ -285,7 +285,7 @@ class NumbaKernels:
             sent = group.encoded_alone(new, old, to, key.bucket)
             if not compress_mean(kernels.decode, run, kernels.bucket_size, received, sent, mode):
                 return None
-        return EncodedFrame(_as_array_of(like, message), tuple(outs) if residuals else ())
+        return EncodedFrame(_as_array_of(like, sent_to_all), tuple(outs) if residuals else ())
 
     def finish_mean(self, total: Array, count: int) -> Array | None:
         """Divide a sum over ranks by their number, in place."""
@@ -352,9 +352,12 @@ class NumbaKernels:
             _tell_torch([*params, *momenta, *variances])
         return moved
 
-    def compensate(self, x: Array, residual: Array, *, out: Array | None) -> tuple[Array, float] | None:
-        """Return x plus a residual, and its largest magnitude."""
-        values, old, room = _values(x), _values(residual), _room(x, out)
+    def compensate(
+        self, x: Array, residual: Array | None, *, out: Array | None
+    ) -> tuple[Array, float] | None:
+        """Return x, plus a residual if there is one, and its largest magnitude."""
+        values, room = _values(x), _room(x, out)
+        old = NO_VALUES if residual is None else _values(residual)
         if values is None or old is None or room is None:
             return None
         target, new = room

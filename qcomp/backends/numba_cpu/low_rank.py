@@ -11,10 +11,12 @@ from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
 from qcomp.backends.numba_cpu.primitives import U, as_bits, as_float, flush, largest_bits
 
-__all__ = ["compensate", "take_low_rank"]
+__all__ = ["NO_VALUES", "compensate", "take_low_rank"]
 
 _RUN = 1 << 12
 """Elements that stay in the first-level cache between the loops over them."""
+
+NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
 def compensate(x: Floats, residual: Floats, out: Floats) -> float:
@@ -22,7 +24,9 @@ def compensate(x: Floats, residual: Floats, out: Floats) -> float:
 
     Parameters
     ----------
-    x, residual : array of float32, shape (n,)
+    x : array of float32, shape (n,)
+    residual : array of float32, shape (n,)
+        Or `NO_VALUES` for zeros, which are not read.
     out : array of float32, shape (n,)
         May be x.
     """
@@ -47,6 +51,12 @@ def take_low_rank(left: Floats, right: Floats, matrix: Floats, out: Floats, rows
 
 
 @inline
+def _flush(x: Floats, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = flush(x[i])
+
+
+@inline
 def _add(x: Floats, residual: Floats, out: Floats) -> None:
     for i in range(out.size):
         out[i] = flush(flush(x[i]) + residual[i])
@@ -65,7 +75,9 @@ def _compensate(x: Floats, residual: Floats, out: Floats, over: bool, first: int
     for start in range(first, last, _RUN):
         stop = min(last, start + _RUN)
         part = out[start:stop]
-        if over:
+        if residual.size == 0:
+            _flush(x[start:stop], part)
+        elif over:
             _add_over(part, residual[start:stop])
         else:
             _add(x[start:stop], residual[start:stop], part)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["empty", "release_memory"]
+__all__ = ["empty", "message", "release_memory"]
 
 _LARGE = 1 << 20
 """Bytes of the smallest buffers that are reused; smaller ones are left to the allocator of the C library."""
@@ -98,6 +98,15 @@ def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
     if nbytes < _LARGE:
         return np.empty(shape, dtype=np.float32)
     return _stock.take(nbytes).view(np.float32).reshape(shape)
+
+
+def message(nbytes: int, gaps: NDArray[np.int64]) -> Block:
+    """Return room for a message: zeros in its gaps and anything elsewhere, in reused memory if available."""
+    if nbytes < _LARGE:
+        return np.zeros(nbytes, dtype=np.uint8)
+    found = _stock.take(nbytes)
+    found[gaps] = 0
+    return found
 
 
 def release_memory() -> None:

@@ -11,6 +11,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.kernels import Blend
+from qcomp.core.mean.alone import alone
 from qcomp.core.mean.chunks import Cutter, cut
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands
@@ -473,9 +474,10 @@ class CompressedMean:
         shapes = tuple([tuple(t.shape) for t in tensors])
         dtypes = tuple([dtype_name(x.dtype) for x in vectors])
         sizes = [x.shape[0] for x in vectors]
-        in_one = terms.at_once or terms.overwrite or not resolved.allows_rounds
+        sends_nothing = self.lossless and state.size == 1
+        in_one = sends_nothing or terms.at_once or terms.overwrite or not resolved.allows_rounds
         count = 1 if in_one else count_rounds(dtypes, sizes)
-        joined = self.lossless and count == 1
+        joined = self.lossless and count == 1 and not sends_nothing
         mean: CompressedMean = self
         if joined:  # nothing depends on the boundaries, and one vector is faster than many
             vectors, shapes = [concat(vectors)], ((sum(sizes),),)
@@ -492,9 +494,11 @@ class CompressedMean:
             blends=blends,
             overwrite=terms.overwrite and not donate,
         )
-        if count == 1:
-            rounds: list[Stages[Averaged]] = [resolved.stages(call)]
-            join: Callable[[Sequence[Averaged]], Averaged] = _only
+        join: Callable[[Sequence[Averaged]], Averaged] = _only
+        if sends_nothing:
+            rounds = [alone(vectors, self.compressors[0].spec)]
+        elif count == 1:
+            rounds = [resolved.stages(call)]
         else:
             rounds, join = in_rounds(resolved, call, lay_out_rounds(resolved, layout, count))
         if any(c.variable_length for c in self.sends):

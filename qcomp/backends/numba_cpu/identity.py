@@ -1,0 +1,144 @@
+"""Values as they are: `qcomp.core.compressors.identity`.
+
+Without a residual a payload holds x, or the momentum that x is blended into; with one it holds
+p = flush(flush(x) + residual), and residual' = 0.
+
+Bytes read and written per element: encode 4 and 4, with feedback 8 and 8; decode 4 and 4, and 4 more are read to
+accumulate. The bound is the memory: checking the values costs no pass of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, Weights
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
+from qcomp.backends.numba_cpu.primitives import NO_RESIDUAL, ZERO, F, finish, largest_bits, load, too_large
+from qcomp.backends.numba_cpu.stream import finish_streams, stream
+from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
+
+__all__ = ["RUN", "decode_identity", "encode_identity"]
+
+RUN = 1 << 10
+"""Elements that the kernels take as a bucket, so few that they stay in the first-level cache."""
+
+
+def encode_identity() -> EncodeRun:
+    """Return what copies vectors into payloads."""
+
+    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+        scratch = np.empty(RUN, dtype=np.float32)
+        failed: int = _encode(vectors.rows, vectors.ends, mode, *weights, first, last, scratch)
+        return failed
+
+    return run
+
+
+def decode_identity() -> DecodeRun:
+    """Return what copies payloads into vectors."""
+
+    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
+        _decode(*vectors, accumulate, streams, finish, first, last, np.empty(RUN, dtype=np.float32))
+
+    return run
+
+
+# As bytes, since a payload may be at any address.
+
+
+@inline
+def _store(values: Floats, data: Bytes) -> None:
+    raw = values.view(np.uint8)
+    for i in range(data.size):
+        data[i] = raw[i]
+
+
+@inline
+def _load(data: Bytes, values: Floats) -> None:
+    raw = values.view(np.uint8)
+    for i in range(data.size):
+        raw[i] = data[i]
+
+
+@inline
+def _mix(x: Floats, m: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = keep * m[i] + new * x[i]
+
+
+@inline
+def _accumulate(values: Floats, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] += values[i]
+
+
+@kernel("int64(table, i64, int64, float32, float32, int64, int64, f32)")
+def _encode(
+    rows: Longs,
+    ends: Longs,
+    mode: int,
+    keep: np.float32,
+    new: np.float32,
+    first: int,
+    last: int,
+    scratch: Floats,
+) -> int:
+    scratch = borrow(scratch)
+    vector = 0
+    while first < last:
+        vector, begin, end = run_of(ends, vector, first, last)
+        x, residual, out, m, data = input_vectors(rows, vector)
+        for run in range(begin, end):
+            start, stop = run * RUN, min((run + 1) * RUN, x.size)
+            if mode != NO_RESIDUAL:
+                p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch)
+            elif m.size > 0:
+                p = scratch[: stop - start]
+                _mix(x[start:stop], m[start:stop], keep, new, p)
+            else:
+                p = x[start:stop]
+            if too_large(largest_bits(p)):
+                return first + run - begin
+            _store(p, data[4 * start : 4 * stop])
+            if mode != NO_RESIDUAL:
+                out[start:stop] = ZERO
+        first += end - begin
+    return -1
+
+
+@kernel("void(table, table, i64, boolean, boolean, boolean, int64, int64, f32)")
+def _decode(
+    rows: Longs,
+    payloads: Longs,
+    ends: Longs,
+    accumulate: bool,
+    streams: bool,
+    finishes: bool,
+    first: int,
+    last: int,
+    scratch: Floats,
+) -> None:
+    scratch = borrow(scratch)
+    ranks = payloads.shape[1]
+    vector = 0
+    while first < last:
+        vector, begin, end = run_of(ends, vector, first, last)
+        for rank in range(ranks):
+            data, out = output_vectors(rows, payloads, vector, rank)
+            for run in range(begin, end):
+                start, stop = run * RUN, min((run + 1) * RUN, out.size)
+                to = out[start:stop]
+                if accumulate or rank > 0 or streams:
+                    values = scratch[: stop - start]
+                    _load(data[4 * start : 4 * stop], values)
+                    if accumulate or rank > 0:
+                        _accumulate(values, to)
+                    else:
+                        stream(to, values)
+                else:
+                    _load(data[4 * start : 4 * stop], to)
+                if finishes and rank == ranks - 1:
+                    finish(to, F(ranks))
+        first += end - begin
+    if streams:
+        finish_streams()

@@ -1,0 +1,47 @@
+"""The exact mean in a world of one, where nothing is sent."""
+
+from collections.abc import Sequence
+
+from qcomp.core import primitives
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import chosen
+from qcomp.core.mean.codec import Verdicts
+from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.topologies.base import Averaged
+from qcomp.core.numeric.arrays import Array, concat, cut_like
+
+__all__ = ["alone"]
+
+
+def alone(values: Sequence[Array], what: str) -> Stages[Averaged]:
+    """Return what an exchange with oneself would: the values, in new arrays, and zero for those below 2^-126.
+
+    Parameters
+    ----------
+    values : sequence of arrays
+        Flat, of one dtype.
+    what : str
+        What refuses values, in errors.
+
+    Raises
+    ------
+    NonFiniteError
+        If a value is not finite, or too large to compress.
+    """
+    # Without kernels, one vector is faster than many.
+    vectors = values if chosen(values[0]) is not None else [concat(list(values))]
+    verdicts = Verdicts(at_once=False)
+    means = []
+    for x in vectors:
+        try:
+            mean, refused = primitives.compensate(x, None, what=what)
+        except NonFiniteError as found:
+            raise NonFiniteError("a value on rank 0 is not finite, or too large to compress") from found
+        means.append(mean)
+        if refused is not None:
+            verdicts.add([refused], None)
+    unread = verdicts.require_accepted(None)
+    if len(means) < len(values):
+        means = cut_like(means[0], [x.shape[0] for x in values])
+    return Averaged(means, (), (), unread)
+    yield  # type: ignore[unreachable]  # a generator, as every mean is

@@ -1,0 +1,71 @@
+"""The exact mean in a world of one: what an exchange would return, without an exchange."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from qcomp import CompressedMean, Identity, NonFiniteError
+from qcomp.comm import LocalCommunicator
+from qcomp.core.kernels import use_kernels
+from qcomp.core.mean.stages import drive
+from qcomp.testing.inputs import FAMILIES, vector
+from qcomp.testing.libraries import has_dtype, to_library, to_numpy
+
+MEAN = CompressedMean(Identity(), feedback=False)
+SIZES = (5, 0, 1, 3000)
+
+
+class Silent(LocalCommunicator):
+    """The only rank of a world, in which nothing may be exchanged."""
+
+    def _exchange(self, *_):
+        raise AssertionError("something was sent")
+
+
+def alone(xs, **options):
+    state = MEAN.zeros(xs, rank=0, size=1)
+    means, _ = drive(MEAN.stages(xs, state, **options), Silent.alone())
+    return means
+
+
+def computed(pure):
+    return use_kernels(None) if pure else nullcontext()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("pure", [False, True], ids=["kernels", "pure"])
+def test_equals_the_mean_of_two_ranks_with_the_same_values(library, lockstep, dtype, pure):
+    xp = library.xp
+    if not has_dtype(xp, dtype):
+        pytest.skip(f"{library.name} has no {dtype}")
+    for family in FAMILIES if dtype == "float32" and library.name != "jax" else ("gaussian",):
+        xs = [library.seal(to_library(xp, vector(family, size, 3), dtype)) for size in SIZES]
+        with computed(pure):
+            own = alone(xs)
+            two = [MEAN.stages(xs, MEAN.zeros(xs, rank=rank, size=2)) for rank in range(2)]
+            (expected, _), _ = lockstep(two)
+        for a, b, x in zip(own, expected, xs, strict=True):
+            assert to_numpy(a).tobytes() == to_numpy(b).tobytes(), family
+            assert a.dtype == x.dtype
+            assert a.shape == x.shape
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["kernels", "pure"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 2.0**100])
+def test_refuses_what_an_exchange_refuses(float64_library, bad, overwrite, pure):
+    xs = [vector("gaussian", size, 3) for size in SIZES]
+    xs[3][2999] = bad
+    given = [to_library(float64_library.xp, x) for x in xs]
+    with computed(pure), pytest.raises(NonFiniteError, match="a value on rank 0 is not finite, or too large"):
+        alone(given, overwrite=overwrite)
+    assert [to_numpy(x).tobytes() for x in given] == [x.tobytes() for x in xs]
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["kernels", "pure"])
+def test_shares_no_memory_with_the_values(pure):
+    xs = [vector("gaussian", size, 3) for size in SIZES]
+    with computed(pure):
+        means = alone(xs)
+    assert not any(np.shares_memory(mean, x) for mean in means for x in xs)
