@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import array_api_compat
-from array_api_compat import device, is_array_api_obj, is_torch_array
+from array_api_compat import device, is_array_api_obj, is_numpy_array, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
 
@@ -276,24 +276,29 @@ def flush(x: Array) -> Array:
 def divide(x: Array, divisor: float | Array) -> Array:
     """Return x / divisor, correctly rounded under every compiler.
 
-    XLA turns a division by a number, or by an array that is broadcast, into a multiplication by the reciprocal, which
-    rounds twice. Here the divisor appears to differ between elements (it does not: x == x except for NaN).
+    XLA, and libraries on devices, turn a division by a number, or by an array that is broadcast, into a multiplication
+    by the reciprocal, which rounds twice. For them the divisor appears to differ between elements (it does not: x == x
+    except for NaN).
     """
     xp = array_namespace(x)
     if isinstance(divisor, int | float):
         divisor = xp.asarray(float(divisor), dtype=x.dtype, device=device(x))
+    if is_on_host(x) and xp.__name__ != "jax.numpy":
+        return x / divisor
     return x / xp.where(x == x, divisor, xp.ones_like(x))  # noqa: PLR0124
 
 
 def sqrt(x: Array) -> Array:
     """Return the correctly rounded square root.
 
-    Rounding a float64 root of a float32 number gives the correctly rounded float32 root, even if the float64 root is
-    off by an ulp: the exact root differs from every rounding boundary by at least 2^-51 of itself. Some vectorised
-    roots are off, such as torch's on the CPU, also in float64; there NumPy computes the root.
+    NumPy's is, in both precisions; torch's on the CPU is not, and NumPy computes it. Elsewhere, rounding a float64 root
+    of a float32 number gives the correctly rounded float32 root, even if the float64 root is off by an ulp: the exact
+    root differs from every rounding boundary by at least 2^-51 of itself.
     """
     xp = array_namespace(x)
-    if dtype_name(x.dtype) == "float64" and is_torch_array(x) and x.device.type == "cpu":
+    if is_numpy_array(x):
+        return xp.asarray(xp.sqrt(x))
+    if is_torch_array(x) and x.device.type == "cpu":
         host = x.detach().numpy()
         return xp.asarray(array_namespace(host).sqrt(host))
     info = xp.__array_namespace_info__()

@@ -8,6 +8,7 @@ from qcomp.core import primitives
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
@@ -182,7 +183,7 @@ class Adam(Optimizer):
 
 def corrected(variance: Sequence[Array], beta2: float, updates: int) -> tuple[Array, ...]:
     """Return the variance divided by 1 - b2^updates."""
-    return tuple(divide(v, 1 - beta2**updates) for v in variance)
+    return tuple(each_in_blocks(lambda v: divide(v, 1 - beta2**updates), variance))
 
 
 def rate_rises(optimizer: Optimizer, state: OptimizerState) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qcomp.core import primitives
@@ -10,6 +11,7 @@ from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, sqrt, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.adam import Adam
+from qcomp.core.optimizers.blocks import in_blocks
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.tensors import as_tensors, update
 from qcomp.core.state import OptimizerState
@@ -83,24 +85,20 @@ class Lamb(Adam):
         self, params: Any, means: Means, state: OptimizerState, *, correction: float
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step of LAMB with this bias correction of the variance, and note its trust ratios."""
-        beta1, beta2 = self.betas
         tensors = as_tensors(params, "params")
         gradients = self.decayed(means.values, tensors, state)
-        momentum = tuple(
-            primitives.momentum(m, g, beta1, 1.0) for m, g in zip(state.momentum, gradients, strict=True)
-        )
-        variance = tuple(
-            primitives.momentum(v, g * g, beta2, 1.0) for v, g in zip(state.variance, gradients, strict=True)
-        )
-        directions = [
-            direction(p, m, v / correction, numbers)
-            for p, m, v, numbers in zip(tensors, momentum, variance, self.numbers(state), strict=True)
-        ]
-        trust = [self._trust(p, d) for p, d in zip(tensors, directions, strict=True)]
-        moved = [
-            update(p, (rate * c) * d)
-            for p, d, c, rate in zip(tensors, directions, trust, self.rates(state), strict=True)
-        ]
+        moved: list[Array] = []
+        trust, moments = [], []
+        arrays = zip(gradients, tensors, state.momentum, state.variance, strict=True)
+        for (g, p, m, v), numbers, rate in zip(arrays, self.numbers(state), self.rates(state), strict=True):
+            rooms = [primitives.empty_like(x) for x in (m, v, m)]
+            new_m, new_v, d = in_blocks(partial(self._folded, numbers, correction), (g, p, m, v), rooms)
+            c = self._trust(p, d)
+            room = p if means.donate else primitives.empty_like(p)
+            moved.append(*in_blocks(partial(_moved, rate * c), (p, d), [room]))
+            trust.append(c)
+            moments.append((new_m, new_v))
+        momentum, variance = zip(*moments, strict=True)
         ratios = {trust_key(name): c for name, c in zip(state.names, trust, strict=True)}
         return moved, state._replace(
             step=state.step + 1,
@@ -109,11 +107,21 @@ class Lamb(Adam):
             numbers={**state.numbers, **ratios},
         )
 
+    def _folded(self, numbers: StepNumbers, correction: float, *arrays: Array) -> tuple[Array, Array, Array]:
+        """Return the moments after a step, and its direction."""
+        (g, p, m, v), (beta1, beta2) = arrays, self.betas
+        m, v = primitives.momentum(m, g, beta1, 1.0), primitives.momentum(v, g * g, beta2, 1.0)
+        return m, v, direction(p, m, v / correction, numbers)
+
     def _trust(self, param: Array, step: Array) -> float:
         """Return the trust ratio of a tensor."""
         own, length = (math.sqrt(sum_of_squares(to_compute_dtype(x))) for x in (param, step))
         low, high = self.trust_bounds
         return min(max(own / length, low), high) if own > 0 and length > 0 else 1.0
+
+
+def _moved(rate: float, p: Array, d: Array) -> tuple[Array]:
+    return (update(p, rate * d),)
 
 
 def direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:

@@ -12,6 +12,7 @@ from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
 from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.groups import group_of_each
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -86,7 +87,7 @@ class LocalAdam(Optimizer):
         """Return the common parameters and state after the steps whose sums of momenta have this mean."""
         rates, weights = state.numbers["rates"], state.numbers["weights"]
         anchor = state.arrays["anchor"] if state.stage == "local" else params
-        momenta = [divide(u, weights) for u in means.values]
+        momenta = each_in_blocks(lambda u: divide(u, weights), means.values)
         settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
         # The momentum times the sum of the weights, and decay times the sum of the rates.
         numbers = [
@@ -115,10 +116,9 @@ class LocalAdam(Optimizer):
     def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
         """Return the sums of the weighted momenta since the last synchronisation, with this step's."""
         weight = self._weight(state)
-        new = [weight * m for m in momenta]
         if state.stage != "local":
-            return new
-        return [u + n for u, n in zip(state.arrays["pending"], new, strict=True)]
+            return each_in_blocks(lambda m: weight * m, momenta)
+        return each_in_blocks(lambda u, m: u + weight * m, state.arrays["pending"], momenta)
 
     def _weight(self, state: OptimizerState) -> float:
         """Return the rate of the next step over its bias correction of the momentum."""

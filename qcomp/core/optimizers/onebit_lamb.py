@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
-from qcomp.core.kernels import Blend
+from qcomp.core.kernels import Blend, StepNumbers
 from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.optimizers.blocks import in_blocks
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
@@ -149,40 +150,23 @@ class OneBitLamb(FrozenVarianceAdam):
         if state.stage != "compressed":
             new_params, new_state = super().apply(params, means, state)
             return new_params, new_state._replace(numbers={**new_state.numbers, **self._averages(new_state)})
-        beta1, beta2 = self.betas
         tensors = as_tensors(params, "params")
         own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
-        unscaled = [
-            divide(m, _scalar(s)) if s.shape[0] else m
-            for m, s in zip(own, state.arrays["scale"], strict=True)
-        ]
-        decayed = self.adam.decayed(unscaled, tensors, state, factor=1 - beta1)
-        # What never had a gradient does not move, as in `frozen_step`.
-        momentum = [
-            array_namespace(m).where(v > 0, m, array_namespace(m).zeros_like(m))
-            for m, v in zip(decayed, state.variance, strict=True)
-        ]
-        gradients = [(m - beta1 * old) / (1 - beta1) for m, old in zip(momentum, state.momentum, strict=True)]
-        fresh = [
-            primitives.momentum(f, g * g, beta2, 1.0)
-            for f, g in zip(state.arrays["fresh"], gradients, strict=True)
-        ]
-        numbers = dict(state.numbers)
-        new_params = []
-        steps = zip(
-            state.names,
-            tensors,
-            momentum,
-            state.variance,
-            fresh,
-            self.adam.numbers(state),
-            strict=True,
-        )
-        for name, p, m, v, f, step in steps:
-            factor = self._factor(v, f, state.numbers[f"factor.{name}"])
+        decays = [0.0] * len(tensors) if self.decoupled_weight_decay else self.weight_decays(state)
+        new_params, momentum, fresh, numbers = [], [], [], dict(state.numbers)
+        arrays = zip(own, tensors, state.momentum, state.variance, state.arrays["fresh"], strict=True)
+        settings = zip(state.names, state.arrays["scale"], decays, self.adam.numbers(state), strict=True)
+        for of_tensor, (name, scale, decay, step) in zip(arrays, settings, strict=True):
+            _, p, _, v, _ = of_tensor
+            rooms = [primitives.empty_like(v) for _ in range(3)]
+            m, f, ratios = in_blocks(partial(self._folded, scale, decay), of_tensor, rooms)
+            factor = self._factor(ratios, state.numbers[f"factor.{name}"])
             trust = (state.numbers[f"average.{name}"] or 1.0) * factor
             numbers |= {f"factor.{name}": factor, trust_key(name): trust}
-            new_params.append(update(p, (step.rate * trust) * direction(p, m, v, step)))
+            room = p if means.donate else primitives.empty_like(p)
+            new_params.append(*in_blocks(partial(_moved, step, step.rate * trust), (p, m, v), [room]))
+            momentum.append(m)
+            fresh.append(f)
         new_state = state._replace(
             step=state.step + 1,
             exchange=means.exchange,
@@ -191,6 +175,20 @@ class OneBitLamb(FrozenVarianceAdam):
             numbers=numbers,
         )
         return new_params, self._watched(new_state, beside, tensors)
+
+    def _folded(self, scale: Array, decay: float, *arrays: Array) -> tuple[Array, Array, Array]:
+        """Return the momentum and the fresh variance after a step, and by how much each element of the step changes."""
+        (mean, p, old, v, f), (beta1, beta2) = arrays, self.betas
+        xp = array_namespace(mean)
+        m = divide(mean, _scalar(scale)) if scale.shape[0] else mean
+        if decay:
+            m = m + ((1 - beta1) * decay) * to_compute_dtype(p)
+        m = xp.where(
+            v > 0, m, xp.zeros_like(m)
+        )  # what never had a gradient does not move, as in `frozen_step`
+        gradient = (m - beta1 * old) / (1 - beta1)
+        f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
+        return m, f, divide(sqrt(v) + self.eps, sqrt(f) + self.eps)
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all are about as large."""
@@ -236,15 +234,18 @@ class OneBitLamb(FrozenVarianceAdam):
             averages[f"average.{name}"] = average
         return averages
 
-    def _factor(self, variance: Array, fresh: Array, last: float) -> float:
+    def _factor(self, ratios: Array, last: float) -> float:
         """Return by how much steps should be longer, now that the variance is another one."""
-        xp = array_namespace(variance)
-        if not math.prod(variance.shape):
+        if not math.prod(ratios.shape):
             return last
-        ratio = float(xp.max(divide(sqrt(variance) + self.eps, sqrt(fresh) + self.eps)))
+        ratio = float(array_namespace(ratios).max(ratios))
         low, high = self.factor_bounds
         bounded = min(max(ratio, low), high)
         return min(max(bounded, last * (1 - self.factor_change)), last * (1 + self.factor_change))
+
+
+def _moved(step: StepNumbers, rate: float, p: Array, m: Array, v: Array) -> tuple[Array]:
+    return (update(p, rate * direction(p, m, v, step)),)
 
 
 def _scalar(x: Array) -> Array:

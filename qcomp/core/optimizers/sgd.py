@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.blocks import each_in_blocks, in_blocks
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -82,26 +85,31 @@ class SGD(Optimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean of the gradients."""
-        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        scaled = each_in_blocks(lambda g: g * scale, [*map(to_compute_dtype, as_tensors(grads, "grads"))])
         part = self.compression.exact_part(range(len(scaled)), scaled, state)
         return Average((part,), state.exchange, of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update the momentum with the mean gradient, and the parameters with it."""
         tensors = as_tensors(params, "params")
-        directions = [
-            d + decay * to_compute_dtype(p) if decay else d
-            for d, p, decay in zip(means.values, tensors, self.weight_decays(state), strict=True)
-        ]
-        momentum: tuple[Array, ...] = ()
-        if self.momentum:
-            pairs = list(zip(state.momentum, directions, strict=True))
-            momentum = tuple(self.momentum * m + d for m, d in pairs)
-            ahead = [d + self.momentum * m for m, d in zip(momentum, directions, strict=True)]
-            directions = ahead if self.nesterov else list(momentum)
-        rates = self.rates(state)
-        moved = [update(p, rate * d) for p, d, rate in zip(tensors, directions, rates, strict=True)]
-        return moved, state._replace(step=state.step + 1, momentum=momentum, exchange=means.exchange)
+        moved, momentum = [], []
+        arrays = zip(tensors, means.values, *([state.momentum] if self.momentum else []), strict=True)
+        for of_tensor, decay, rate in zip(arrays, self.weight_decays(state), self.rates(state), strict=True):
+            p, _, *m = of_tensor
+            outs = [p, *m] if means.donate else [*map(primitives.empty_like, (p, *m))]
+            p, *m = in_blocks(partial(self._moved, decay, rate), of_tensor, outs)
+            moved.append(p)
+            momentum.extend(m)
+        return moved, state._replace(step=state.step + 1, momentum=tuple(momentum), exchange=means.exchange)
+
+    def _moved(self, decay: float, rate: float, p: Array, d: Array, *m: Array) -> tuple[Array, ...]:
+        """Return the parameters after a step, and their momentum if there is one."""
+        if decay:
+            d = d + decay * to_compute_dtype(p)
+        if not m:
+            return (update(p, rate * d),)
+        new = self.momentum * m[0] + d
+        return update(p, rate * (d + self.momentum * new if self.nesterov else new)), new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,5 +185,5 @@ class CompressedSGD(SGD):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the compressed mean of the gradients."""
-        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        scaled = each_in_blocks(lambda g: g * scale, [*map(to_compute_dtype, as_tensors(grads, "grads"))])
         return self.compression.average(scaled, state, self.key(state))._replace(of_gradients=True)
