@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from qcomp.cli import bench, check, info, plan, show, warmup
 from qcomp.cli.output import UsageError
@@ -72,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if all is well, 1 if a problem was found, 130 if interrupted, 141 if the reader of the output has left. Wrong
         usage raises SystemExit with status 2, as argparse does.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
     options = make_parser().parse_args(arguments)
     try:
         status: int = options.run(options)

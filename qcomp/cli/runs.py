@@ -51,7 +51,7 @@ def read_runs(path: Path) -> list[Run]:
         )
         if not files:
             raise ValueError(f"{path} has no summary.json, curves.json or other logs")
-        return _merged([run for file in files for run in _read_file(file)])
+        return _merged([run for file in files for run in _read_file(file, may_be_empty=True)])
     return _read_file(path)
 
 
@@ -65,11 +65,14 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
     return list(found.values())
 
 
-def _read_file(path: Path) -> list[Run]:
+def _read_file(path: Path, *, may_be_empty: bool = False) -> list[Run]:
+    """Return the runs in a file; one among others may have nothing in it yet."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text: {error}") from error
+    if may_be_empty and not text.strip():
+        return [Run(path.stem)]
     try:
         document = json.loads(text)
     except json.JSONDecodeError:

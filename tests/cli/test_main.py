@@ -127,3 +127,9 @@ def test_a_reader_that_leaves_is_no_traceback():
     code = f"{shlex.quote(sys.executable)} -m qcomp bench --compressor sign --elements 100 --rounds 1 | true"
     done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
+
+
+def test_output_that_nobody_wants(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2}\n')
+    command = f'"{sys.executable}" -m qcomp show "{tmp_path}/log.jsonl" >&-'
+    assert subprocess.run(command, shell=True, check=False, timeout=60).returncode == 0

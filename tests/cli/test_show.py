@@ -191,3 +191,11 @@ def test_figures_that_are_no_numbers(capsys, tmp_path):
     assert shown(capsys, path).splitlines()[1].split()[:4] == ["a", "adam", "2", "-"]
     (document,) = json.loads(shown(capsys, path, "--json"), parse_constant=pytest.fail)
     assert document["figures"] == {"steps": "many", "bytes_sent": "9", "speed": None}
+
+
+def test_a_log_in_a_folder_may_be_empty_as_that_of_a_run_that_begins(capsys, log, tmp_path):
+    log("adam.jsonl", falling(5))
+    log("onebit.jsonl", [])
+    lines = shown(capsys, tmp_path).splitlines()
+    assert lines[2].split() == ["b", "onebit", "0", "-", "-", "-", "-", "-"]
+    assert "has no numbers by step, since it is empty" in refused(capsys, tmp_path / "onebit.jsonl")
