@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import chosen
-from qcomp.core.mean.codec import Verdicts
+from qcomp.core.mean.codec import Verdicts, refused_by
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.numeric.arrays import Array, concat, cut_like
@@ -36,7 +36,7 @@ def alone(values: Sequence[Array], what: str) -> Stages[Averaged]:
         try:
             mean, refused = primitives.compensate(x, None, what=what)
         except NonFiniteError as found:
-            raise NonFiniteError("a value on rank 0 is not finite, or too large to compress") from found
+            raise refused_by([0]) from found
         means.append(mean)
         if refused is not None:
             verdicts.add([refused], None)

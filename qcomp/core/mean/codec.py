@@ -22,7 +22,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Codec", "Compressed", "Verdicts"]
+__all__ = ["Codec", "Compressed", "Verdicts", "refused_by"]
 
 _FINE, _NON_FINITE = 0, 1
 
@@ -83,9 +83,13 @@ class Verdicts:
             found = flags[start : start + len(of_exchange)]
             start += len(of_exchange)
             if any(found):
-                ranks = name_ranks([rank for rank, flag in enumerate(found) if flag != _FINE])
-                raise NonFiniteError(f"a value on {ranks} is not finite, or too large to compress") from error
+                raise refused_by([rank for rank, flag in enumerate(found) if flag != _FINE]) from error
         return ()
+
+
+def refused_by(ranks: Sequence[int]) -> NonFiniteError:
+    """Return the error that every rank raises if some ranks have refused."""
+    return NonFiniteError(f"a value on {name_ranks(ranks)} is not finite, or too large to compress")
 
 
 class Codec:
