@@ -81,13 +81,13 @@ class Choice(NamedTuple):
 
 
 def choice(run: Run, measured: Measured) -> Choice:
-    """Return the advisor's recommendation, given computation time, link and speeds."""
+    """Return the advisor's recommendation by seconds a step, given computation time, link and speeds."""
     assert measured.cluster is not None  # there are ranks
     size = volume("sign", run.shapes)
     job = Job(size.exact + size.compressed, run.compute, exact=size.exact, tensors=size.tensors)
     hooks = {name: _compressed(METHODS[name].compressor or "", run) for name in HOOKS}
     methods = {way: name for name, way in (PLAIN | hooks).items() if name in run.methods}
-    advice = advise(job, measured.cluster, measured.machine, methods=list(methods))
+    advice = advise(job, measured.cluster, measured.machine, methods=list(methods), task=None)
     recommended = methods[advice.best.time.method]
     best = min((name for name in run.averaging if name != recommended), key=run.seconds)
     return Choice(recommended, best, run.seconds(recommended) / run.seconds(best))

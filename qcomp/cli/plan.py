@@ -1,9 +1,15 @@
 """``qcomp plan``: whether compression will pay off, from given or measured figures."""
 
 import argparse
+import errno
 import json
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from qcomp.cli.output import UsageError, explained, import_named, say, set_aside, vector
 from qcomp.core.compressor import Compressor
@@ -11,8 +17,13 @@ from qcomp.core.registry import compressor
 from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
 from qcomp.planning.advice import Advice, methods_of
 from qcomp.planning.cluster import INSIDE
+from qcomp.planning.evidence import TASKS
+from qcomp.planning.network import agreed
 from qcomp.planning.picture import draw
 from qcomp.planning.units import bandwidth, count, seconds, show_bandwidth, show_seconds
+
+if TYPE_CHECKING:
+    from qcomp.comm import Communicator
 
 __all__ = ["EPILOG", "add_arguments", "plan", "run"]
 
@@ -26,6 +37,22 @@ examples:
 
 _MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
 _LATENCY = 50e-6
+_OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
+"""The options of settings that have another name."""
+
+
+def matrix(text: str) -> tuple[int, int]:
+    """Return rows and columns from ``"1024x4096"``.
+
+    Examples
+    --------
+    >>> matrix("1024x4096")
+    (1024, 4096)
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not understood; expected rows and columns such as 1024x4096")
+    return int(found[1]), int(found[2])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--warmup", type=float, default=0.0, help="share of exact steps in a run that compresses"
     )
+    job.add_argument(
+        "--matrix",
+        type=explained(matrix),
+        default=(1024, 1024),
+        metavar="ROWSxCOLUMNS",
+        help="shape that all matrices are taken to have, for PowerSGD and Muon (default: 1024x1024)",
+    )
     ranks = parser.add_argument_group("ranks and links")
     ranks.add_argument("--ranks", type=int)
     ranks.add_argument("--ranks-per-node", type=int)
@@ -81,6 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="SPEC",
         help="compressor spec, such as qsgd:levels=7; repeatable",
+    )
+    how.add_argument(
+        "--task",
+        choices=TASKS,
+        default=TASKS[0],
+        help="task whose studies say how many steps a method needs to a loss (default: %(default)s)",
     )
     how.add_argument("--picture", metavar="FILE", help="plot of step time over bandwidth; needs qcomp[plot]")
     probing = parser.add_argument_group("measuring, under mpirun or torchrun")
@@ -128,11 +168,14 @@ def plan(options: argparse.Namespace) -> str:
                 raise ValueError(
                     f"--{name} is {getattr(options, name)!r}; expected it together with --measure"
                 )
-        measured = None if options.measured is None else Measured.load(options.measured)
+        with _naming(options, "measured", OSError):
+            measured = None if options.measured is None else Measured.load(options.measured)
         advice = _advice(options, measured)
         return json.dumps(advice.document, indent=1) if options.json else advice.text
     if options.measured is not None:
         raise ValueError("--measure and --measured are both given; expected one")
+    if options.params is not None:
+        _job(options, 0.0)  # raises before minutes of measuring
     rank, measured = _measure(options)
     if rank != 0:
         return ""
@@ -153,25 +196,61 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
     if options.params is None or compute is None:
         missing = "--params" if options.params is None else "--compute-ms"
         raise ValueError(f"{missing} is not given; expected it, unless only --measure is wanted")
-    job = Job(
-        options.params,
-        compute,
-        options.gradient_bytes,
-        options.overlap,
-        options.buckets,
-        options.overlap_compressed,
-        options.exact,
-        options.tensors,
-    )
+    job = _job(options, compute)
     cluster = _cluster(options, None if measured is None else measured.cluster)
     machine = CPU if measured is None else measured.machine
     if options.machine is not None:
         machine = _MACHINES[options.machine]()
-    methods = _methods(options, cluster, machine)
-    advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup)
+    with _naming(options):
+        methods = _methods(options, cluster, machine)
+        advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup, task=options.task)
     if options.picture is not None:
-        draw(advice, options.picture)
+        with _naming(options, "picture", (ValueError, OSError)):
+            draw(advice, options.picture)
     return advice
+
+
+def _job(options: argparse.Namespace, compute: float) -> Job:
+    with _naming(options):
+        return Job(
+            options.params,
+            compute,
+            options.gradient_bytes,
+            options.overlap,
+            options.buckets,
+            options.overlap_compressed,
+            options.exact,
+            options.tensors,
+            _shapes(options.params - options.exact, options.exact, options.matrix),
+        )
+
+
+def _shapes(elements: int, exact: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Return matrices of a shape that have so many elements, the last of fewer rows, and a vector of all others."""
+    count, left = divmod(max(0, elements), shape[0] * shape[1])
+    rows, left = divmod(left, shape[1])
+    rest = [(rows, shape[1])] * (rows > 0) + [(left + exact,)] * (left + exact > 0)
+    return (*[shape] * count, *rest)
+
+
+@contextmanager
+def _naming(
+    options: argparse.Namespace,
+    name: str | None = None,
+    errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
+) -> Iterator[None]:
+    """Let errors name the option at fault: the given one, or that of the setting with which their text begins."""
+    try:
+        yield
+    except errors as error:
+        text = str(error)
+        found = None if name is not None else re.match(r"(\w+) is .*?; ", text)
+        option = name if found is None else _OPTIONS.get(found[1], found[1])
+        if option is None or getattr(options, option, None) is None:
+            raise
+        written = f"--{option.replace('_', '-')}"
+        told = text[found.end() :] if found is not None else text
+        raise UsageError(f"{written} is {getattr(options, option)!r}; {told}") from error
 
 
 def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
@@ -181,27 +260,35 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
                 raise ValueError(
                     f"--{name} is not given; expected it, or --measured FILE with what was measured"
                 )
-        measured = Cluster(1, Link(options.link, _LATENCY))
+        with _naming(options):
+            measured = Cluster(1, Link(options.link, _LATENCY))
     link = {"bandwidth": options.link, "latency": options.latency, "streams": options.streams}
     given = {name: value for name, value in link.items() if value is not None}
     if "latency" in given:
         given["per_message"] = None  # the measured value belongs to the measured latency
-    inside = measured.inside if options.inside is None else replace(INSIDE, bandwidth=options.inside)
-    return Cluster(
-        ranks=measured.ranks if options.ranks is None else options.ranks,
-        link=replace(measured.link, **given),
-        ranks_per_node=measured.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
-        inside=inside,
-    )
+    with _naming(options, "inside", ValueError):
+        inside = measured.inside if options.inside is None else replace(INSIDE, bandwidth=options.inside)
+    with _naming(options):
+        return Cluster(
+            ranks=measured.ranks if options.ranks is None else options.ranks,
+            link=replace(measured.link, **given),
+            ranks_per_node=measured.ranks_per_node
+            if options.ranks_per_node is None
+            else options.ranks_per_node,
+            inside=inside,
+        )
 
 
-def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
-    """Return the plain methods and those of the requested compressors, or of all that the machine knows."""
-    methods = methods_of(cluster, options.gradient_bytes, options.compressor)
-    for method in methods:
-        if method.compressor is not None:
-            machine.speed(method.compressor)  # raises if there is no figure
-    return methods
+def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
+    """Return the plain methods and those of the requested compressors; None for all that the machine knows."""
+    if options.compressor is None:
+        return None
+    for chosen in options.compressor:
+        try:
+            machine.speed(chosen)
+        except ValueError as error:
+            raise UsageError(f"--compressor is {chosen.spec}; {error}") from error
+    return methods_of(cluster, options.gradient_bytes, options.compressor)
 
 
 def _measure(options: argparse.Namespace) -> tuple[int, Measured]:
@@ -213,8 +300,25 @@ def _measure(options: argparse.Namespace) -> tuple[int, Measured]:
     step = None if options.step is None else _import(options.step)
     like = vector(options.arrays, options.elements)
     comm = world()
+    _require_writable(options.out, comm, like)
     compressors: list[Compressor] = options.compressor or _default_compressors()
     return comm.rank, measure(comm, compressors, like=like, step=step, rounds=options.rounds)
+
+
+def _require_writable(out: str | None, comm: "Communicator", like: Any) -> None:
+    """Raise on every rank, before minutes of measuring, if the first one cannot write to a file."""
+    problem = 0
+    if out is not None and comm.rank == 0:
+        path, existed = Path(out), Path(out).exists()
+        try:
+            path.open("a").close()
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            problem = error.errno or errno.EIO
+    found = max(int(value) for (value,) in agreed(comm, [problem], like))
+    if found:
+        raise UsageError(f"--out is {out!r}; the first rank cannot write there: {os.strerror(found)}")
 
 
 def _default_compressors() -> list[Compressor]:

@@ -1,12 +1,14 @@
-"""Will compression pay off? Predicts the time of a step for each way to average, and break-even bandwidths.
+"""Will compression pay off? Predicts the time of a step for each method, and which reaches a loss first.
 
 The model consists of formulas, without an array library. Its inputs can be measured on the ranks themselves.
 """
 
-from qcomp.planning.advice import Advice, advise, methods_of
+from qcomp.planning.advice import Advice, advise, methods_for, methods_of
 from qcomp.planning.cluster import Cluster, Job, Link
-from qcomp.planning.machine import CPU, PURE, Machine, Speed, gpu
+from qcomp.planning.evidence import Evidence, evidence_of
+from qcomp.planning.machine import CPU, PURE, LowRankSpeed, Machine, Speed, gpu
 from qcomp.planning.measurement import Measured
+from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method, break_even, run_speedup, step_time
 from qcomp.planning.probes import measure
 from qcomp.planning.warning import warn_if_slower
@@ -16,16 +18,23 @@ __all__ = [
     "PURE",
     "Advice",
     "Cluster",
+    "Evidence",
     "Job",
     "Link",
+    "LowRankSpeed",
     "Machine",
     "Measured",
     "Method",
+    "MuonMethod",
+    "OuterMethod",
+    "PowerSGDMethod",
     "Speed",
     "advise",
     "break_even",
+    "evidence_of",
     "gpu",
     "measure",
+    "methods_for",
     "methods_of",
     "run_speedup",
     "step_time",

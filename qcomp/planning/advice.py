@@ -5,14 +5,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, TopK
+from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.mean.topologies.registry import names, topology
+from qcomp.core.optimizers.muon import Muon
+from qcomp.core.outer.presets import diloco, sparse_loco, streaming_diloco
 from qcomp.planning.cluster import Cluster, Job
+from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, evidence_of
 from qcomp.planning.machine import CPU, Machine
+from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
 from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_seconds
 
-__all__ = ["WORTHWHILE", "Advice", "Row", "advise", "methods_of"]
+__all__ = ["WORTHWHILE", "Advice", "Row", "advise", "methods_for", "methods_of"]
 
 WORTHWHILE = 1.2
 """The smallest recommended speed-up, since the model is within a fifth of measured steps."""
@@ -28,6 +33,24 @@ class Row(NamedTuple):
     """Speed-up of a run, whose first steps are exact if the method compresses."""
     break_even: float | None
     """Bandwidth between nodes below which the method is faster than that all-reduce, None for an all-reduce."""
+    known: Evidence | None
+    """What is known of its steps to a loss; None for an all-reduce, which needs those of exact training, and if nothing
+    is known."""
+    loss_speedup: float
+    """Speed-up of a run to the same loss over that all-reduce, with `UNMEASURED` steps for one where nothing is
+    known."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether its steps to a loss are known."""
+        return self.time.method.is_allreduce or (self.known is not None and self.known.ratio is not None)
+
+    @property
+    def steps(self) -> float:
+        """Steps for each step of exact training that the comparison counts."""
+        if self.time.method.is_allreduce:
+            return 1.0
+        return UNMEASURED if self.known is None else self.known.counted
 
 
 @dataclass(frozen=True)
@@ -47,7 +70,9 @@ class Advice:
     best : Row
         The recommended method.
     reason : str
-        A sentence that explains the recommendation.
+        Sentences that explain the recommendation.
+    task : str or None
+        The task whose studies say how many steps a method needs to a loss; None if only seconds were compared.
     """
 
     job: Job
@@ -58,6 +83,7 @@ class Advice:
     plain: Row
     best: Row
     reason: str
+    task: str | None = TASKS[0]
 
     @property
     def compress(self) -> bool:
@@ -67,7 +93,9 @@ class Advice:
     @property
     def text(self) -> str:
         """The output of `qcomp plan`."""
-        return "\n".join([*self._question(), "", *self._table(), "", self.reason])
+        known = self._known()
+        told = [*self._question(), "", *self._table(), "", *known, *([""] if known else []), self.reason]
+        return "\n".join(told)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -89,6 +117,8 @@ class Advice:
                 "sent": time.sent,
                 "speedup": row.speedup,
                 "run_speedup": row.run_speedup,
+                "loss_speedup": row.loss_speedup,
+                "steps_to_loss": None if row.known is None else asdict(row.known),
             }
             methods.append(
                 finite(entry if row.break_even is None else {**entry, "pays_below": row.break_even})
@@ -99,6 +129,7 @@ class Advice:
             "machine": self.machine.source,
             "warmup": self.warmup,
             "methods": methods,
+            "task": self.task,
             "compress": self.compress,
             "recommended": self.best.time.method.label,
             "reason": self.reason,
@@ -116,6 +147,8 @@ class Advice:
 
     def _table(self) -> Iterator[str]:
         head = ["method", "step", "encode+decode", "sending", "sent a rank", "speed-up", "pays below"]
+        if self.task is not None:
+            head += ["steps to a loss", "to a loss"]
         if self.warmup:
             head.insert(6, "of a run")
         cells = [head, *map(self._cells, self.rows)]
@@ -130,7 +163,23 @@ class Advice:
         cells += [show_bytes(time.sent), f"{row.speedup:.2f}x", _show_edge(row.break_even)]
         if self.warmup:
             cells.insert(6, f"{row.run_speedup:.2f}x")
+        if self.task is not None:
+            ratio = 1.0 if row.known is None else row.known.ratio
+            cells += [f"{ratio:.2f}", f"{row.loss_speedup:.2f}x"] if row.measured and ratio else ["?", "?"]
         return cells
+
+    def _known(self) -> list[str]:
+        """Return what is known of steps to a loss, each record once, and what is not."""
+        if self.task is None:
+            return []
+        told = {f"{row.time.method.kind}: {row.known.text}." for row in self.rows if row.known is not None}
+        if not all(row.measured for row in self.rows):
+            told_last = [
+                f"?: the steps to a loss are not measured; the comparison counts {UNMEASURED:g} for one of Adam's."
+            ]
+        else:
+            told_last = []
+        return sorted(told) + told_last
 
 
 def _show_edge(edge: float | None) -> str:
@@ -156,6 +205,28 @@ def methods_of(
     return (*plain, *(Method(name, compressor) for name in suiting for compressor in compressors))
 
 
+def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
+    """Return all kinds of methods that the machine has figures for, and PowerSGD and Muon if the job has shapes.
+
+    These are those of `methods_of`, a sparse compressor, outer loops with published settings, PowerSGD of rank 1 and 4,
+    and Muon, with an owner for each matrix and without.
+    """
+    found = methods_of(cluster, job.gradient_bytes)
+    sparse = TopK(k=64, bucket_size=4096, value_bits=2)
+    known = sparse.spec in machine.speeds
+    if known:
+        found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
+    loops = [diloco(), streaming_diloco(), *([sparse_loco()] if known else [])]
+    found += tuple(OuterMethod(loop=loop) for loop in loops)
+    if any(len(shape) > 1 for shape in job.shapes):
+        if machine.low_rank is not None:
+            found += tuple(PowerSGDMethod(averaging=PowerSGD(rank=rank)) for rank in (1, 4))
+        if machine.product is not None:
+            muon = Muon(learning_rate=0.0)
+            found += (MuonMethod(optimizer=muon), MuonMethod(optimizer=muon, replicated=True))
+    return found
+
+
 def advise(
     job: Job,
     cluster: Cluster,
@@ -163,6 +234,7 @@ def advise(
     *,
     methods: Sequence[Method] | None = None,
     warmup: float = 0.0,
+    task: str | None = TASKS[0],
 ) -> Advice:
     """Compare methods of averaging, and recommend one.
 
@@ -175,15 +247,19 @@ def advise(
     machine : Machine
         How fast a rank encodes and decodes; by default the measured figures of one core.
     methods : sequence of Method, optional
-        The methods to compare, with at least one all-reduce at full precision; see `methods_of`.
+        The methods to compare, with at least one all-reduce at full precision; by default those of `methods_for`.
     warmup : float
-        The share of steps that are exact in a run that compresses, as in 1-bit Adam.
+        The share of steps that are exact in a run that compresses, as in 1-bit Adam. PowerSGD, Muon and outer loops
+        have none.
+    task : {"language model", "residual network", "adversarial network"} or None
+        The task whose studies say how many steps a method needs to a loss. None compares seconds a step alone.
 
     Returns
     -------
     Advice
-        It recommends compression if a run is at least `WORTHWHILE` times as fast as with every all-reduce, and a
-        compressed ring only if it is also that much faster than every other compressed method.
+        It recommends the method whose run reaches a loss first, if it is at least `WORTHWHILE` times as fast as every
+        all-reduce; and a compressed ring only if it is also that much faster than every other compressed method. A
+        method whose steps to a loss were not measured counts as if it needed `UNMEASURED` steps for one.
 
     Examples
     --------
@@ -192,11 +268,13 @@ def advise(
     >>> advise(Job(params=350_000_000, compute=0.3), slow, warmup=0.15).best.time.method.label
     'sign:bucket_size=4096,scale=l1, two_phase'
     >>> fast = Cluster(ranks=8, link=Link(bandwidth=50e9, latency=5e-6))
-    >>> print(advise(Job(params=25_000_000, compute=0.3), fast).reason)
-    Do not compress: the fastest compressed method, sign:bucket_size=4096,scale=l1, two_phase, would make a run \
-0.90 times as fast as tree all-reduce.
+    >>> advise(Job(params=25_000_000, compute=0.3), fast).compress
+    False
+    >>> across_the_world = Cluster(ranks=8, link=Link(bandwidth=125e3, latency=0.1))
+    >>> advise(Job(params=350_000_000, compute=0.3), across_the_world).best.time.method.label[:14]
+    'every 30 steps'
     """
-    chosen = methods_of(cluster, job.gradient_bytes) if methods is None else tuple(methods)
+    chosen = methods_for(job, cluster, machine) if methods is None else tuple(methods)
     times = [step_time(job, cluster, machine, method) for method in chosen]
     full = [t for t in times if t.method.is_allreduce and not t.method.half]
     if not full:
@@ -204,17 +282,20 @@ def advise(
     plain = min(full, key=lambda t: t.seconds)
 
     def row(time: StepTime) -> Row:
+        speedup = _ratio(plain.seconds, time.seconds)
         if time.method.is_allreduce:
-            gain = _ratio(plain.seconds, time.seconds)
-            return Row(time, gain, gain, None)
+            return Row(time, speedup, speedup, None, None, speedup)
         edge = break_even(job, cluster, machine, time.method, plain.method) if cluster.ranks > 1 else 0.0
-        run = run_speedup(plain.seconds, time.seconds, warmup) if time.seconds else 1.0
-        return Row(time, _ratio(plain.seconds, time.seconds), run, edge)
+        exact_steps = warmup if type(time.method) is Method else 0.0
+        run = run_speedup(plain.seconds, time.seconds, exact_steps) if time.seconds else 1.0
+        known = None if task is None else evidence_of(time.method, warmup=warmup, task=task)
+        found = Row(time, speedup, run, edge, known, run)
+        return found if task is None else found._replace(loss_speedup=run / found.steps)
 
     rows = tuple(sorted(map(row, times), key=lambda r: (r.time.seconds, not r.time.method.is_allreduce)))
-    best, reason = _recommend(rows, cluster)
+    best, reason = _recommend(rows, cluster, task)
     own = next(r for r in rows if r.time is plain)
-    return Advice(job, cluster, machine, warmup, rows, own, best, reason)
+    return Advice(job, cluster, machine, warmup, rows, own, best, reason, task)
 
 
 def _ratio(plain: float, seconds: float) -> float:
@@ -224,10 +305,10 @@ def _ratio(plain: float, seconds: float) -> float:
 def _merit(row: Row) -> float:
     """Return the figure of merit of a compressed method: one that rounds in every hop must be clearly faster."""
     rounds_in_every_hop = topology(row.time.method.topology).roundings is None
-    return row.run_speedup / (WORTHWHILE if rounds_in_every_hop else 1.0)
+    return row.loss_speedup / (WORTHWHILE if rounds_in_every_hop else 1.0)
 
 
-def _recommend(rows: Sequence[Row], cluster: Cluster) -> tuple[Row, str]:
+def _recommend(rows: Sequence[Row], cluster: Cluster, task: str | None) -> tuple[Row, str]:
     exact = max((r for r in rows if r.time.method.is_allreduce), key=lambda r: r.run_speedup)
     compressed = [r for r in rows if not r.time.method.is_allreduce]
     if cluster.ranks == 1:
@@ -235,19 +316,40 @@ def _recommend(rows: Sequence[Row], cluster: Cluster) -> tuple[Row, str]:
     if not compressed:
         return exact, f"Nothing that compresses was compared; {exact.time.method.label} is the fastest."
     best = max(compressed, key=_merit)
-    gain = best.run_speedup / exact.run_speedup
+    if best.loss_speedup < WORTHWHILE * exact.loss_speedup:  # say it of what is known
+        best = max((row for row in compressed if row.measured), key=_merit, default=best)
+    gain = best.loss_speedup / exact.loss_speedup
     name, other = best.time.method.label, exact.time.method.label
+    run = "a run" if task is None else "a run to the same loss"
+    charged = "" if task is None or best.measured else f", if it needs {UNMEASURED:g} steps for one, "
     if gain >= WORTHWHILE:
+        shorter = f"a step {best.speedup / exact.speedup:.2f} times"
+        if task is None or best.measured:
+            return (
+                best,
+                f"Compress with {name}: {run} is {gain:.2f} times as fast as with {other}, {shorter}.",
+            )
         return best, (
-            f"Compress with {name}: a run is {gain:.2f} times as fast as with {other}, "
-            f"a step {best.speedup / exact.speedup:.2f} times."
+            f"Try {name}: {shorter} as fast as with {other}. How many steps it needs to the same loss is not measured; "
+            f"if it needs {UNMEASURED:g} for one, {run} is {gain:.2f} times as fast. "
+            + _safe(compressed, exact)
         )
     if gain > 1:
         return exact, (
-            f"Do not compress: {name} would make a run {gain:.2f} times as fast as {other}; less than "
+            f"Do not compress: {name}{charged or ' '}would make {run} {gain:.2f} times as fast as {other}; less than "
             f"{WORTHWHILE:g} may be the error of this prediction."
         )
     return exact, (
-        f"Do not compress: the fastest compressed method, {name}, would make a run {gain:.2f} times as fast as "
-        f"{other}."
+        f"Do not compress: the fastest compressed method, {name}, {charged[2:]}would make {run} {gain:.2f} times as "
+        f"fast as {other}."
     )
+
+
+def _safe(compressed: Sequence[Row], exact: Row) -> str:
+    """Return a sentence about the fastest method whose steps to a loss are known."""
+    known = [row for row in compressed if row.measured]
+    best = max(known, key=_merit, default=None)
+    if best is None or best.loss_speedup <= exact.loss_speedup:
+        return f"Of those that were measured, {exact.time.method.label} is the fastest."
+    gain = best.loss_speedup / exact.loss_speedup
+    return f"Of those that were measured, {best.time.method.label} is the fastest, {gain:.2f} times."

@@ -38,6 +38,9 @@ class Job:
         as float32.
     tensors : int
         Number of compressed tensors. It matters only if the fixed time per tensor was measured.
+    shapes : tuple of shapes
+        The shapes of all parameters, for methods that depend on them (PowerSGD and Muon), of ``params`` elements in
+        all; empty if they are not known.
     """
 
     params: int
@@ -48,6 +51,7 @@ class Job:
     overlap_compressed: bool = False
     exact: int = 0
     tensors: int = 1
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require("params", self.params, self.params >= 1, "at least 1")
@@ -57,3 +61,8 @@ class Job:
         _require("overlap", self.overlap, 0 <= self.overlap <= 1, "a share from 0 to 1")
         _require("tensors", self.tensors, self.tensors >= 1, "at least 1")
         _require("buckets", self.buckets, self.buckets >= 1, "at least 1")
+        if self.shapes:
+            elements = sum(map(math.prod, self.shapes))
+            _require(
+                "shapes", f"of {elements} elements", elements == self.params, f"{self.params}, as params"
+            )

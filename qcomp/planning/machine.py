@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from qcomp.core.compressor import Compressor
 from qcomp.core.registry import compressor as from_spec
 
-__all__ = ["CPU", "PURE", "Machine", "Speed", "gpu"]
+__all__ = ["CPU", "PURE", "LowRankSpeed", "Machine", "Speed", "gpu"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,29 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class LowRankSpeed:
+    """Seconds per element of a matrix that is averaged by two factors, whatever is sent.
+
+    Parameters
+    ----------
+    fixed : float
+        For any rank of the approximation.
+    column : float
+        For each column of a factor.
+    """
+
+    fixed: float
+    column: float
+
+    def __post_init__(self) -> None:
+        for name in ("fixed", "column"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected seconds an element, at least 0"
+                )
+
+
+@dataclass(frozen=True)
 class Machine:
     """The computing speed of a rank.
 
@@ -52,6 +75,10 @@ class Machine:
         Fixed seconds per exchange of a compressed mean: Python, threads, waiting for late ranks. 0 unless measured.
     tensor : float
         Fixed seconds per tensor of a compressed mean.
+    low_rank : LowRankSpeed, optional
+        Speed of PowerSGD; None if it is not known.
+    product : float, optional
+        Seconds for each multiplication in a product of square matrices, for Muon; None if it is not known.
 
     Examples
     --------
@@ -65,9 +92,14 @@ class Machine:
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     call: float = 0.0
     tensor: float = 0.0
+    low_rank: LowRankSpeed | None = None
+    product: float | None = None
 
     def __post_init__(self) -> None:
-        for name, unit in (("copy", " an element"), ("call", ""), ("tensor", "")):
+        units = {"copy": " an element", "call": "", "tensor": "", "product": " a multiplication"}
+        for name, unit in units.items():
+            if getattr(self, name) is None and name == "product":
+                continue
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected seconds{unit}, at least 0")
 
@@ -108,9 +140,11 @@ def _length(compressor: Compressor) -> int:
 _SIGN, _RMS = "sign:bucket_size=4096,scale=l1", "sign:bucket_size=4096,scale=rms"
 _QSGD = "qsgd:levels={},bucket_size=512,norm=max,coding=fixed"
 _MINMAX = "minmax:bucket_size=2048"
+_SPARSE = "topk:k=64,bucket_size=4096,value_bits=2"
 
 CPU = Machine(
-    "numba kernels on one core of a 2-core x86_64 server, 2^25 elements, medians of docs/benchmarks/kernels.json",
+    "numba kernels on one core of a 2-core x86_64 server, medians of docs/benchmarks/kernels.json and "
+    "docs/planning/rates.json",
     copy=0.431e-9,
     speeds={
         _SIGN: Speed(0.916e-9, 0.187e-9, 0.202e-9),
@@ -119,7 +153,10 @@ CPU = Machine(
         _QSGD.format(7): Speed(1.728e-9, 0.258e-9, 0.248e-9),
         _QSGD.format(127): Speed(1.835e-9, 0.248e-9, 0.233e-9),
         _MINMAX: Speed(1.246e-9, 0.214e-9, 0.223e-9),
+        _SPARSE: Speed(3.044e-9, 0.509e-9, 0.4815e-9),
     },
+    low_rank=LowRankSpeed(1.845e-9, 0.7076e-9),
+    product=0.01996e-9,
 )
 """The kernels of ``qcomp[numba]`` on one core."""
 
@@ -149,11 +186,25 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
     Notes
     -----
     An encoder reads vector and residual for the scale, reads them again, and writes the residual: 20 bytes per element.
-    A decoder writes 4 bytes; one that adds also reads them. The estimate ignores the payload and launches, some 10
-    microseconds each.
+    A decoder writes 4 bytes; one that adds also reads them. PowerSGD reads gradient and residual and writes their sum,
+    reads it for each factor, and at the end reads it and writes the mean and the residual: 32 bytes. Products of
+    matrices are taken to make 5e12 multiplications a second. The estimate ignores the payload and launches, some 10
+    microseconds each. It has no speeds of payloads that are coded on the host.
     """
     if not memory_bandwidth > 0:
         raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes a second, above 0")
     speed = Speed(*(moved / memory_bandwidth for moved in (20, 4, 8)))
+    low_rank = LowRankSpeed(32 / memory_bandwidth, 0.0)
     source = f"an estimate: bytes moved over {memory_bandwidth / 1e9:g} GB/s of GPU memory, not measured"
-    return Machine(source, copy=8 / memory_bandwidth, speeds=dict.fromkeys(CPU.speeds, speed))
+    fixed = [spec for spec in CPU.speeds if not from_spec(spec).variable_length]
+    return Machine(
+        source,
+        copy=8 / memory_bandwidth,
+        speeds=dict.fromkeys(fixed, speed),
+        low_rank=low_rank,
+        product=1 / _MULTIPLICATIONS,
+    )
+
+
+_MULTIPLICATIONS = 5e12
+"""Multiplications a second in products of matrices, on a GPU: two thirds of a V100's nominal float32 rate."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qcomp.planning.cluster import Cluster, Link
-from qcomp.planning.machine import Machine, Speed
+from qcomp.planning.machine import LowRankSpeed, Machine, Speed
 from qcomp.planning.units import finite
 
 __all__ = ["Measured"]
@@ -81,4 +81,6 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
 
 def _machine(document: Mapping[str, Any]) -> Machine:
     speeds = {spec: Speed(**speed) for spec, speed in document["speeds"].items()}
-    return Machine(**{**document, "speeds": speeds})
+    found = document.get("low_rank")
+    low_rank = None if found is None else LowRankSpeed(**found)
+    return Machine(**{**document, "speeds": speeds, "low_rank": low_rank})

@@ -12,7 +12,7 @@ from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
 
-__all__ = ["ALLREDUCES", "Method", "StepTime", "break_even", "run_speedup", "step_time"]
+__all__ = ["ALLREDUCES", "Method", "StepTime", "break_even", "load", "run_speedup", "step_time"]
 
 ALLREDUCES = ("ring", "tree")
 """The plain methods of averaging."""
@@ -63,6 +63,40 @@ class Method:
             return f"{self.topology} all-reduce{', 16-bit' if self.half else ''}"
         return f"{self.compressor.spec}, {self.topology}"
 
+    @property
+    def kind(self) -> str:
+        """What it sends, by which pictures colour it: methods of one kind differ in their topology alone."""
+        if self.compressor is None:
+            return "16-bit" if self.half else "plain"
+        return self.compressor.spec
+
+    def step(self, job: Job, cluster: Cluster, machine: Machine) -> "StepTime":
+        """Return the predicted time of a step; see `step_time`.
+
+        Parameters
+        ----------
+        job : Job
+        cluster : Cluster
+            Of several ranks.
+        machine : Machine
+        """
+        overlaps = self.is_allreduce or job.overlap_compressed
+        overlap, buckets = (job.overlap, job.buckets) if overlaps else (0.0, 1)
+        size = -(-job.params // buckets)
+        if self.compressor is not None:
+            one = topology(self.topology).cost(load(size, job, self.compressor, machine), cluster)
+        else:
+            pattern = {"ring": _ring, "tree": _tree}[self.topology]
+            one = pattern(size, job, cluster, machine, self)
+        codec, wire, sent = (buckets * value for value in one)
+        if self.compressor is not None:
+            codec += job.tensors * machine.tensor
+        # Pieces become ready at equal intervals. Either the last one is sent after the overlap, or, if sending is
+        # slower, all follow the first one without a pause.
+        hidden = overlap * job.compute
+        sending = max(hidden / buckets + wire, hidden + wire / buckets)
+        return StepTime(self, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
+
 
 class StepTime(NamedTuple):
     """The time of a step and its parts."""
@@ -99,27 +133,13 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     >>> step_time(Job(params=25_000_000, compute=0.2), cluster, CPU, Method("ring")).seconds
     1.0
     """
-    overlaps = method.is_allreduce or job.overlap_compressed
-    overlap, buckets = (job.overlap, job.buckets) if overlaps else (0.0, 1)
     if cluster.ranks == 1:
         return StepTime(method, job.compute, job.compute, 0.0, 0.0, 0.0)
-    size = -(-job.params // buckets)
-    if method.compressor is not None:
-        one = topology(method.topology).cost(_load(size, job, method.compressor, machine), cluster)
-    else:
-        pattern = {"ring": _ring, "tree": _tree}[method.topology]
-        one = pattern(size, job, cluster, machine, method)
-    codec, wire, sent = (buckets * value for value in one)
-    if method.compressor is not None:
-        codec += job.tensors * machine.tensor
-    # Pieces become ready at equal intervals. Either the last one is sent after the overlap, or, if sending is
-    # slower, all follow the first one without a pause.
-    hidden = overlap * job.compute
-    sending = max(hidden / buckets + wire, hidden + wire / buckets)
-    return StepTime(method, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
+    return method.step(job, cluster, machine)
 
 
-def _load(size: int, job: Job, compressor: Compressor, machine: Machine) -> Load:
+def load(size: int, job: Job, compressor: Compressor, machine: Machine) -> Load:
+    """Return what a rank compresses of a part of a job."""
     speed, exact = machine.speed(compressor), size * job.exact // job.params
     parts = ((compressor, size - exact), (Identity(), exact))
     payload = sum(c.payload_spec(elements).nbytes for c, elements in parts if elements)

@@ -49,7 +49,7 @@ def draw(advice: Advice, path: str | Path) -> None:
     colours: dict[str, str] = {}
     for row, times in sorted(curves, key=lambda curve: -curve[1][0]):  # the legend in the order of the curves
         method = row.time.method
-        colour = _PLAIN.get(_kind(method)) or colours.setdefault(_kind(method), f"C{len(colours)}")
+        colour = _PLAIN.get(method.kind) or colours.setdefault(method.kind, f"C{len(colours)}")
         axes.plot(
             [8 * b / 1e9 for b in around],
             times,
@@ -70,19 +70,12 @@ def draw(advice: Advice, path: str | Path) -> None:
 
 def _shown(advice: Advice) -> list[Row]:
     """Return the fastest method of each kind of payload: plain ones, and the best of the others."""
-    fastest = {_kind(advice.best.time.method): advice.best}
+    fastest = {advice.best.time.method.kind: advice.best}
     for row in advice.rows:  # fastest first
-        fastest.setdefault(_kind(row.time.method), row)
+        fastest.setdefault(row.time.method.kind, row)
     plain = [row for kind, row in fastest.items() if kind in _PLAIN]
     compressed = [row for kind, row in fastest.items() if kind not in _PLAIN]
     return plain + compressed[: _MOST_CURVES - len(plain)]
-
-
-def _kind(method: Method) -> str:
-    """Return what a method sends: numbers of some width, or the payloads of a compressor."""
-    if method.compressor is not None:
-        return method.compressor.spec
-    return "16-bit" if method.half else "plain"
 
 
 def _style(method: Method) -> Any:

@@ -1,5 +1,6 @@
 """Measures compressors and steps and, together with the links between ranks, all inputs of a prediction."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,11 +9,12 @@ from qcomp.core import feedback
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.costs import Cluster, Load
+from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import Transport
 from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.random import Key
-from qcomp.planning.machine import Machine, Speed
+from qcomp.planning.machine import LowRankSpeed, Machine, Speed
 from qcomp.planning.measurement import Measured
 from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network
 
@@ -22,6 +24,10 @@ _FEW = 64
 """Elements of tensors so small that only the calls take time."""
 _MANY = 17
 """Number of these that are averaged together, compared with one."""
+_RANKS = (1, 4)
+"""Ranks of the approximation whose times tell what a matrix costs, and what a column of its factors."""
+_SIDE = 512
+"""Rows and columns of the largest matrices whose product is timed."""
 
 
 def measure_speed(
@@ -100,7 +106,7 @@ def measure(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Measured:
-    """Measure links, calls, compressors and a step. Collective; all ranks return the figures of the slowest rank.
+    """Measure links, calls, compressors, matrix products and a step. Collective; ranks return the slowest figures.
 
     Parameters
     ----------
@@ -119,7 +125,8 @@ def measure(
     network = None
     if comm.size > 1:
         network = measure_network(comm, like=like, size=size, rounds=rounds, clock=clock)
-    figures = [_measure_copy(like, rounds, clock)]
+    figures = [_measure_copy(like, rounds, clock), _measure_product(like, rounds, clock)]
+    figures += _measure_low_rank(like, rounds, clock)
     for compressor in compressors:
         speed = measure_speed(compressor, like, rounds=rounds, clock=clock)
         figures += [speed.encode, speed.decode, speed.add]
@@ -131,13 +138,15 @@ def measure(
     else:
         calls = 0.0, 0.0  # no exchange
     figures = [*calls, *figures]
-    call, tensor, *slowest = (max(values) for values in zip(*agreed(comm, figures, like), strict=True))
+    call, tensor, copy, product, fixed, column, *slowest = (
+        max(values) for values in zip(*agreed(comm, figures, like), strict=True)
+    )
     compute = slowest.pop() if step is not None else None
-    speeds = {c.spec: Speed(*slowest[1 + 3 * i : 4 + 3 * i]) for i, c in enumerate(compressors)}
+    speeds = {c.spec: Speed(*slowest[3 * i : 3 + 3 * i]) for i, c in enumerate(compressors)}
     source = f"measured on the slowest of {comm.size} ranks, vectors of {like.shape[0]} elements"
     return Measured(
         cluster,
-        Machine(source, slowest[0], speeds, call, tensor),
+        Machine(source, copy, speeds, call, tensor, LowRankSpeed(fixed, column), product),
         compute,
         {} if network is None else network.spreads,
     )
@@ -150,6 +159,56 @@ def _measure_copy(like: Array, rounds: int, clock: Clock) -> float:
         _wait_for(array_namespace(like).asarray(like, copy=True))
         times.append((clock() - start) / int(like.shape[0]))
     return statistics.median(times[1:])
+
+
+def _measure_product(like: Array, rounds: int, clock: Clock) -> float:
+    """Return the seconds of a multiplication in a product of square matrices."""
+    square = _square(like, _SIDE)
+    times: list[float] = []
+    for _ in range(rounds + 1):
+        start = clock()
+        result = array_namespace(square).matmul(square, square)
+        _wait_for(result[0, ...])
+        times.append((clock() - start) / square.shape[0] ** 3)
+    return statistics.median(times[1:])
+
+
+def _measure_low_rank(like: Array, rounds: int, clock: Clock) -> tuple[float, float]:
+    """Return the seconds that PowerSGD computes for an element: fixed ones, and those for each column of a factor."""
+    square = _square(like)
+    seconds = []
+    for rank in _RANKS:
+        mean = PowerSGDMean(rank=rank, min_compression=0)
+        state, times = mean.zeros([square], rank=0, size=1), []
+        for _ in range(rounds + 1):
+            start = clock()
+            means, state = mean([square], state, _Alone())
+            _wait_for(means[0][0, ...])
+            times.append((clock() - start) / (square.shape[0] * square.shape[1]))
+        seconds.append(statistics.median(times[1:]))
+    column = max(0.0, (seconds[1] - seconds[0]) / (_RANKS[1] - _RANKS[0]))
+    return max(0.0, seconds[0] - _RANKS[0] * column), column
+
+
+def _square(like: Array, most: int | None = None) -> Array:
+    """Return a square matrix of values of a vector, as large as they allow."""
+    side = math.isqrt(like.shape[0])
+    side = side if most is None else min(side, most)
+    return array_namespace(like).reshape(like[: side * side], (side, side))
+
+
+class _Alone:
+    """The only rank of a world."""
+
+    rank, size = 0, 1
+
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:  # noqa: ARG002
+        """Return what this rank sends to itself."""
+        return list(send)
+
+    def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:  # noqa: ARG002
+        """Return what this rank sends to itself."""
+        return [send]
 
 
 def _measure_calls(

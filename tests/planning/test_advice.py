@@ -16,6 +16,7 @@ from qcomp.planning import (
     Method,
     advise,
     break_even,
+    methods_of,
     step_time,
     warn_if_slower,
 )
@@ -29,7 +30,9 @@ SIGN = qcomp.ScaledSign()
 def test_compresses_on_a_slow_link_and_not_on_a_fast_one():
     slow, fast = advise(JOB, SLOW), advise(JOB, FAST)
     assert slow.compress
-    assert slow.reason.startswith(f"Compress with {SIGN.spec}, two_phase")
+    assert advise(JOB, SLOW, task=None, methods=methods_of(SLOW)).reason.startswith(
+        f"Compress with {SIGN.spec}, two_phase: a run is"
+    )
     assert not fast.compress
     assert fast.best.time.method.topology in ("ring", "tree")
     assert fast.reason.startswith("Do not compress: the fastest compressed method")
@@ -38,6 +41,7 @@ def test_compresses_on_a_slow_link_and_not_on_a_fast_one():
 def test_all_methods_are_there_the_fastest_first():
     rows = advise(JOB, Cluster(8, Link(1e9), ranks_per_node=2)).rows
     assert [r.time.seconds for r in rows] == sorted(r.time.seconds for r in rows)
+    rows = tuple(r for r in rows if type(r.time.method) is Method)
     assert {r.time.method.topology for r in rows} == {
         "ring",
         "tree",
@@ -45,7 +49,7 @@ def test_all_methods_are_there_the_fastest_first():
         "all_gather",
         "hierarchical",
     }
-    assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 4 * 4
+    assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 4 * 4 + 2
 
 
 def test_figures_are_those_of_the_model():
@@ -58,7 +62,9 @@ def test_figures_are_those_of_the_model():
         if row.time.method.is_allreduce:
             assert (row.run_speedup, row.break_even) == (row.speedup, None)
         else:
-            assert 1 / row.run_speedup == pytest.approx(0.2 + 0.8 / row.speedup)
+            exact = 0.2 if type(row.time.method) is Method else 0.0
+            assert 1 / row.run_speedup == pytest.approx(exact + (1 - exact) / row.speedup)
+            assert row.loss_speedup == row.run_speedup / row.steps
             assert row.break_even == break_even(JOB, SLOW, CPU, row.time.method, plain.time.method)
 
 
@@ -67,7 +73,7 @@ def test_a_gain_within_the_error_of_the_model_is_no_reason():
     methods = [Method("ring"), Method("two_phase", SIGN)]
 
     def at(bandwidth):
-        return advise(JOB, Cluster(8, Link(bandwidth, 0.0)), methods=methods)
+        return advise(JOB, Cluster(8, Link(bandwidth, 0.0)), methods=methods, task=None)
 
     edge = at(1e9).rows[0].break_even or at(1e9).rows[1].break_even
     little, none = at(edge / 1.01), at(edge * 1.01)
@@ -88,13 +94,16 @@ def test_sixteen_bits_without_compression_must_be_beaten_too():
     only = [Method("ring"), Method("two_phase", qcomp.MinMaxUInt8())]
     cluster = Cluster(8, Link(0.4e9))
     assert advise(JOB, cluster, methods=only, warmup=0.5).compress
-    assert not advise(JOB, cluster, methods=[*only, Method("ring", half=True)], warmup=0.5).compress
+    half = Method("ring", half=True)
+    assert not advise(JOB, cluster, methods=[*only, half], warmup=0.5).compress
+    assert not advise(JOB, cluster, methods=[*only, half], warmup=0.5, task=None).compress
 
 
 def test_a_long_warm_up_takes_the_gain_away():
     cluster = Cluster(8, Link(2.5e9))
-    assert advise(JOB, cluster).rows[0].run_speedup > advise(JOB, cluster, warmup=0.9).rows[0].run_speedup
-    assert not advise(JOB, SLOW, warmup=1.0).compress
+    short, long = (advise(JOB, cluster, warmup=w, methods=methods_of(cluster)).rows[0] for w in (0.0, 0.9))
+    assert short.run_speedup > long.run_speedup
+    assert not advise(JOB, SLOW, warmup=1.0, methods=methods_of(SLOW)).compress
 
 
 def test_one_rank_is_told_so():

@@ -7,11 +7,18 @@ from dataclasses import replace
 import pytest
 
 import qcomp
-from qcomp.cli import main
+from qcomp.cli import main, plan
 from qcomp.planning import CPU, Cluster, Job, Link, Measured, advise, gpu, methods_of
 from qcomp.planning.picture import draw
 
 EXAMPLE = ["plan", "--params", "350M", "--ranks", "64", "--link", "10gbit", "--compute-ms", "300"]
+
+
+def job(params, compute, **settings):
+    """Return the job that the command makes, of matrices of 1024 x 1024 and one vector."""
+    count, rest = divmod(params, 1 << 20)
+    shapes = (*[(1024, 1024)] * count, (rest // 1024, 1024), *([(rest % 1024,)] if rest % 1024 else []))
+    return Job(params, compute, shapes=shapes, **settings)
 
 
 def printed(capsys, *arguments):
@@ -27,13 +34,13 @@ def refused(capsys, *arguments):
 
 class TestPredicting:
     def test_prints_what_python_advises(self, capsys):
-        advice = advise(Job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
+        advice = advise(job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
         assert printed(capsys, *EXAMPLE) == advice.text + "\n"
         for row in advice.rows:
             assert row.time.method.label in advice.text
 
     def test_json_holds_the_numbers_of_the_text(self, capsys):
-        advice = advise(Job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
+        advice = advise(job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
         document = json.loads(printed(capsys, *EXAMPLE, "--json"))
         assert document["recommended"] == advice.best.time.method.label
         assert document["reason"] == advice.reason
@@ -75,11 +82,11 @@ class TestPredicting:
         machine = replace(CPU, call=1e-3, tensor=1e-4)
         Measured(cluster, machine, 0.25).save(path)
         given = ["plan", "--params", "25M", "--tensors", "200", "--measured", str(path)]
-        expected = advise(Job(25_000_000, 0.25, tensors=200), cluster, machine)
+        expected = advise(job(25_000_000, 0.25, tensors=200), cluster, machine)
         assert printed(capsys, *given) == expected.text + "\n"
         more = printed(capsys, *given, "--ranks", "64", "--compute-ms", "100")
         larger = Cluster(64, cluster.link, ranks_per_node=2)
-        assert more == advise(Job(25_000_000, 0.1, tensors=200), larger, machine).text + "\n"
+        assert more == advise(job(25_000_000, 0.1, tensors=200), larger, machine).text + "\n"
 
     def test_a_picture(self, capsys, tmp_path):
         pytest.importorskip("matplotlib")
@@ -117,16 +124,24 @@ class TestPredicting:
         (["--params", "350X"], "'350X' is not understood; expected a count such as 350M"),
         (["--link", "10"], "'10' is not understood; expected a bandwidth such as 10gbit"),
         (["--latency", "25"], "'25' is not understood; expected a time such as 25us"),
-        (["--ranks", "0"], "ranks is 0; expected at least 1"),
-        (["--ranks-per-node", "5"], "ranks_per_node is 5; expected a divisor of 64 ranks"),
-        (["--compute-ms", "-1"], "compute is -0.001; expected seconds"),
-        (["--overlap", "2"], "overlap is 2.0; expected a share"),
-        (["--warmup", "-0.5"], "warmup is -0.5; expected a share"),
+        (["--ranks", "0"], "--ranks is 0; expected at least 1"),
+        (["--ranks-per-node", "5"], "--ranks-per-node is 5; expected a divisor of 64 ranks"),
+        (["--compute-ms", "-1"], "--compute-ms is -1.0; expected seconds"),
+        (["--overlap", "2"], "--overlap is 2.0; expected a share"),
+        (["--warmup", "-0.5"], "--warmup is -0.5; expected a share"),
         (["--compressor", "zip"], "there is no compressor 'zip'"),
-        (["--compressor", "topk:k=8,bucket_size=512"], "no speed of topk:k=8,bucket_size=512 is known"),
-        (["--measured", "/no/such/file"], "No such file"),
+        (["--compressor", "topk:k=8,bucket_size=512"], "--compressor is topk:k=8,bucket_size=512; no speed"),
+        (["--measured", "/no/such/file"], "--measured is '/no/such/file'; [Errno 2] No such file"),
         (["--step", "train:step"], "--step is 'train:step'; expected it together with --measure"),
-        (["--picture", "plan.nonsense"], "nonsense"),
+        (["--picture", "plan.nonsense"], "--picture is 'plan.nonsense'; "),
+        (["--picture", "/no/such/plan.png"], "--picture is '/no/such/plan.png'; "),
+        (["--inside", "0gbit"], "--inside is 0.0; "),
+        (["--link", "0gbit"], "--link is 0.0; expected bytes a second"),
+        (["--streams", "0"], "--streams is 0.0; expected a number of ranks"),
+        (["--exact", "400M"], "--exact is 400000000; expected 0 to 350000000"),
+        (["--matrix", "1024"], "'1024' is not understood; expected rows and columns such as 1024x4096"),
+        (["--matrix", "0x4"], "'0x4' is not understood"),
+        (["--task", "chess"], "invalid choice: 'chess'"),
     ],
 )
 def test_wrong_options_are_errors_that_name_them(capsys, arguments, message):
@@ -200,3 +215,37 @@ class TestMeasuring:
         cluster = Measured.load(out).cluster
         assert cluster.ranks == 2
         assert cluster.link.bandwidth > 1e6
+
+
+class TestOut:
+    SMALL = TestMeasuring.SMALL
+
+    @pytest.mark.parametrize("name", ["", "no/such/folder/measured.json"])
+    def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(
+        self, capsys, tmp_path, monkeypatch, name
+    ):
+        monkeypatch.setattr(plan, "measure", lambda *_, **__: pytest.fail("it has measured"))
+        assert "--out is " in refused(capsys, *self.SMALL, "--out", str(tmp_path / name))
+
+    def test_a_refused_measurement_leaves_no_file(self, capsys, tmp_path, monkeypatch):
+        def stop(*_, **__):
+            raise ValueError("stopped")
+
+        monkeypatch.setattr(plan, "measure", stop)
+        refused(capsys, *self.SMALL, "--out", str(tmp_path / "measured.json"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_wrong_option_is_refused_before_anything_is_measured(self, capsys, monkeypatch):
+        monkeypatch.setattr(plan, "measure", lambda *_, **__: pytest.fail("it has measured"))
+        assert "--overlap is 2.0" in refused(capsys, *self.SMALL, "--params", "1M", "--overlap", "2")
+
+
+def test_matrices_of_another_shape_send_other_factors(capsys):
+    """PowerSGD of rank 1 sends rows and columns of each."""
+
+    def sent(*options):
+        document = json.loads(printed(capsys, *EXAMPLE, *options, "--json"))
+        return next(m["sent"] for m in document["methods"] if m["method"] == "powersgd:rank=1, identity")
+
+    assert sent("--matrix", "1024x1024") == sent()
+    assert sent("--matrix", "4096x4096") < 0.4 * sent()

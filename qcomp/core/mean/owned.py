@@ -96,6 +96,23 @@ class OwnedMean(CompressedMean):
     def _owners(self) -> "_Owners":
         return _Owners(self.updates, self.rule)
 
+    def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the bytes of the message to each owner, and of the message from each; float32.
+
+        Parameters
+        ----------
+        shapes : sequence of shapes
+        size : int
+            Number of ranks.
+        """
+        layout = self.layout(shapes, rank=0, size=size)
+        return layout.message_sizes, self._owners.answers(layout).message_sizes
+
+    def work(self, shapes: Sequence[Shape], size: int) -> list[int]:
+        """Return what the work of each owner costs, in the unit of the rule."""
+        chunks = self.layout(shapes, rank=0, size=size).chunks
+        return [sum(self.rule.cost(shapes[segment.tensor]) for segment in chunk) for chunk in chunks]
+
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> MeanState:

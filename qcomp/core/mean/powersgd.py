@@ -176,6 +176,21 @@ class PowerSGDMean(TensorwiseMean):
         factors = tuple(Segment(m.tensor, 0, m.rank * m.columns, 0) for m in matrices)
         return Layout(operands, operands.chunks(1), Residuals(worker, factors))
 
+    def message_sizes(
+        self, shapes: Sequence[tuple[int, ...]], size: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the bytes of the message to and from each owner, with left and with right factors; float32.
+
+        Parameters
+        ----------
+        shapes : sequence of shapes
+        size : int
+            Number of ranks.
+        """
+        nobody = MeanState(0, size, (), ())
+        plan = self._plan(tuple(shapes), ("float32",) * len(shapes), nobody)
+        return plan.left.layout.message_sizes, plan.right.layout.message_sizes
+
     def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
         """Return the one round of a call; see `CompressedMean.begin`."""
         tensors = detached(as_list(x))

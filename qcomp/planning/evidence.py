@@ -1,0 +1,126 @@
+"""What committed studies say of the steps that a method needs to a loss."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
+from qcomp.planning.model import Method
+
+__all__ = ["TASKS", "UNMEASURED", "Evidence", "evidence_of", "studies"]
+
+UNMEASURED = 3.0
+"""Steps for each step of Adam that a method is charged whose steps to a loss were not measured."""
+TASKS = ("language model", "residual network", "adversarial network")
+"""The tasks of the studies."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A record of a study, made by benchmarks/steps_to_loss.py.
+
+    Parameters
+    ----------
+    task : str
+        One of `TASKS`.
+    method : str
+        The name of the method in the study.
+    label : str
+        What it is.
+    warmup : float
+        Its share of exact steps.
+    ratio : float or None
+        Steps to the lower of the losses that both reach, for each step of exact Adam; None if the study has no curves.
+    gap : float
+        Loss after equally many steps, minus Adam's.
+    seeds : int
+        Trainings of each.
+    steps, ranks, parameters : int
+        Of a training.
+    source : str
+        Where the study is.
+    """
+
+    task: str
+    method: str
+    label: str
+    warmup: float
+    ratio: float | None
+    gap: float
+    seeds: int
+    steps: int
+    ranks: int
+    parameters: int
+    source: str
+
+    @property
+    def counted(self) -> float:
+        """Steps for each step of Adam that a comparison counts.
+
+        Fewer than Adam's count as equally many: a method that loses something is no better than the exact one, and a
+        study of few seeds may say so by chance.
+        """
+        return UNMEASURED if self.ratio is None else max(1.0, self.ratio)
+
+    @property
+    def text(self) -> str:
+        """A sentence without its subject."""
+        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        trained = f"{self.task}, {self.parameters / 1e6:.2g}M parameters, {self.ranks} ranks, {seeds}, {self.source}"
+        if self.ratio is not None:
+            return f"{self.ratio:.2f} of the steps of Adam to the same loss, as {self.label} ({trained})"
+        side = "below" if self.gap < 0 else "above"
+        return f"steps not measured; after {self.steps} steps {abs(self.gap):.2f} {side} AdamW's loss ({trained})"
+
+
+@lru_cache(1)
+def studies() -> tuple[Evidence, ...]:
+    """Return all records."""
+    records = json.loads(Path(__file__).with_name("steps_to_loss.json").read_text())
+    return tuple(Evidence(**record) for record in records)
+
+
+def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) -> Evidence | None:
+    """Return what is known of a method on a task, or None.
+
+    Parameters
+    ----------
+    method : Method
+        A compressor stands for the optimizer that was studied with it: after exact steps `ScaledSign` for 1-bit Adam
+        and `MinMaxUInt8` for QAdam; without exact steps `ScaledSign` and QSGD of 4 bits for gradients that Adam gets.
+    warmup : float
+        The share of exact steps of a run. Of several studies the one with the closest share counts.
+    task : str
+        One of `TASKS`.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> known = evidence_of(Method("two_phase", qcomp.ScaledSign()), warmup=0.15)
+    >>> known.label, known.seeds, known.ratio < 1.1
+    ('1-bit Adam', 5, True)
+    """
+    if task not in TASKS:
+        raise ValueError(f"task is {task!r}; expected one of {', '.join(TASKS)}")
+    names = _names(method, warmup)
+    known = [record for record in studies() if record.method in names and record.task == task]
+    return min(known, key=lambda record: (abs(record.warmup - warmup), -record.seeds), default=None)
+
+
+def _names(method: Method, warmup: float) -> tuple[str, ...]:
+    """Return the names in the studies of what a method stands for."""
+    if isinstance(method, MuonMethod):
+        opt = method.optimizer
+        both = (opt.compressor.name, opt.update_compressor.name)
+        exact = method.replicated or (
+            opt.compressor.traits.lossless and opt.update_compressor.traits.lossless
+        )
+        return ("Muon, exact",) if exact else ("Muon, 4 + 1 bits",) if both == ("qsgd", "sign") else ()
+    if method.compressor is None or isinstance(method, OuterMethod | PowerSGDMethod):
+        return ()
+    name = method.compressor.name
+    if warmup > 0:
+        return {"sign": ("onebit_adam",), "minmax": ("qadam", "qadam_longer", "qadam_half")}.get(name, ())
+    four_bits = getattr(method.compressor, "levels", None) == 7
+    return ("sign_hook",) if name == "sign" else ("qsgd4_hook",) if name == "qsgd" and four_bits else ()

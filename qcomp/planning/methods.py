@@ -1,0 +1,225 @@
+"""Methods that are more than a compressor in a topology: PowerSGD, Muon and outer loops.
+
+Bytes are those of the objects' own messages and payloads.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.compressors.identity import Identity
+from qcomp.core.mean.averaging import PowerSGD
+from qcomp.core.mean.costs import Cluster, Cost, to_all
+from qcomp.core.mean.owned import OwnedMean
+from qcomp.core.mean.powersgd import PowerSGDMean
+from qcomp.core.mean.topologies.registry import AUTO, names, topology
+from qcomp.core.optimizers.muon import Muon
+from qcomp.core.outer.loop import OuterLoop
+from qcomp.planning.cluster import Job
+from qcomp.planning.machine import Machine
+from qcomp.planning.model import ALLREDUCES, Method, StepTime, load
+
+__all__ = ["MuonMethod", "OuterMethod", "PowerSGDMethod"]
+
+_EXACT_BYTES = 4
+"""Bytes of an exact element."""
+_OUTER_COPIES = 5
+"""Copies of an element that an outer round costs: its outer gradient, momentum and update, read and written."""
+
+
+@dataclass(frozen=True)
+class PowerSGDMethod(Method):
+    """PowerSGD: two thin factors of each matrix. Needs ``Job.shapes``, and the `Machine`'s ``low_rank``.
+
+    Parameters
+    ----------
+    averaging : PowerSGD
+    compressor : Compressor
+        Compresses the factors.
+    """
+
+    topology: str = field(default="two_phase", init=False)
+    compressor: Compressor = Identity()
+    half: bool = field(default=False, init=False)
+    averaging: PowerSGD = field(default_factory=PowerSGD)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._mean  # noqa: B018 - raises if the compressor loses too much
+
+    @cached_property
+    def _mean(self) -> PowerSGDMean:
+        return self.averaging.mean(self.compressor)
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return f"powersgd:rank={self.averaging.rank}, {self.compressor.spec}"
+
+    @property
+    def kind(self) -> str:
+        """What it sends."""
+        return self.label
+
+    def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
+        """Return the predicted time of a step; see `step_time`."""
+        if machine.low_rank is None:
+            raise ValueError("no speed of PowerSGD is known; measure it, or pass a Machine that has low_rank")
+        shapes = _shapes(job, self.label)
+        matrices = [shape for shape in shapes if not self._mean.keeps_exact(shape)]
+        elements = sum(map(math.prod, matrices))
+        exact = _EXACT_BYTES * (job.params - elements)
+        wire, sent = _by_owners(self._mean.message_sizes(shapes, cluster.ranks), exact, cluster, exchanges=2)
+        speed = machine.low_rank
+        codec = elements * (speed.fixed + self.averaging.rank * speed.column)
+        codec += len(matrices) * machine.tensor + 4 * machine.call
+        return StepTime(self, job.compute + codec + wire, job.compute, codec, wire, sent)
+
+
+@dataclass(frozen=True)
+class MuonMethod(Method):
+    """Muon, with one owner for each matrix, or computed by every rank. Needs ``Job.shapes`` and ``Machine.product``.
+
+    Compared with the others it also makes an update of its own: Newton-Schulz iterations. All matrices of the job
+    count as matrices of Muon, all other tensors are averaged exactly.
+
+    Parameters
+    ----------
+    optimizer : Muon
+    replicated : bool
+        Whether the exact gradients are all-reduced, and every rank orthogonalises all matrices.
+    """
+
+    topology: str = field(default="two_phase", init=False)
+    compressor: Compressor = field(default=Identity(), init=False)
+    half: bool = field(default=False, init=False)
+    optimizer: Muon
+    replicated: bool = False
+
+    @cached_property
+    def _mean(self) -> OwnedMean:
+        mean = self.optimizer.mean
+        assert isinstance(mean, OwnedMean)
+        return mean
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        if self.replicated:
+            return "muon, all-reduce"
+        return f"muon, {self.optimizer.compressor.spec} and {self.optimizer.update_compressor.spec}"
+
+    @property
+    def kind(self) -> str:
+        """What it sends."""
+        return self.label
+
+    def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
+        """Return the predicted time of a step; see `step_time`."""
+        if machine.product is None:
+            raise ValueError(
+                "no speed of matrix products is known; measure it, or pass a Machine that has product"
+            )
+        matrices = [shape for shape in _shapes(job, self.label) if len(shape) > 1 and math.prod(shape) > 0]
+        elements = sum(map(math.prod, matrices))
+        if self.replicated:
+            work = sum(map(self._mean.rule.cost, matrices))
+            plain = min(
+                (Method(kind).step(job, cluster, machine) for kind in ALLREDUCES), key=lambda t: t.seconds
+            )
+            codec = work * machine.product
+            return plain._replace(method=self, seconds=plain.seconds + codec, codec=codec)
+        work = max(self._mean.work(matrices, cluster.ranks), default=0)
+        exact = _EXACT_BYTES * (job.params - elements)
+        wire, sent = _by_owners(
+            self._mean.message_sizes(matrices, cluster.ranks), exact, cluster, exchanges=1
+        )
+        one, other = map(machine.speed, (self.optimizer.compressor, self.optimizer.update_compressor))
+        codec = elements * (one.encode + one.add + other.encode / cluster.ranks + other.decode)
+        codec += work * machine.product + len(matrices) * machine.tensor + 2 * machine.call
+        return StepTime(self, job.compute + codec + wire, job.compute, codec, wire, sent)
+
+
+@dataclass(frozen=True)
+class OuterMethod(Method):
+    """An outer loop: ``every`` steps alone, then an exchange of what they did; times and bytes are means of a step.
+
+    Parameters
+    ----------
+    loop : OuterLoop
+        Its warm-up and its policies are not counted. Exchanges overlap with ``delay`` steps, as those of
+        `qcomp.outer.Overlapped` and `qcomp.torch.OuterLoop` do. Topology ``"auto"`` is the fastest here.
+    """
+
+    topology: str = field(default="two_phase", init=False)
+    compressor: Compressor = field(default=Identity(), init=False)
+    half: bool = field(default=False, init=False)
+    loop: OuterLoop
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        loop = self.loop
+        parts = f", {loop.fragments} fragments" if loop.fragments > 1 else ""
+        delay = f", delay {loop.delay}" if loop.delay else ""
+        return f"every {loop.every} steps: {loop.compressor.spec}, {loop.averaging.topology}{parts}{delay}"
+
+    @property
+    def kind(self) -> str:
+        """What it sends."""
+        return self.label
+
+    def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
+        """Return the predicted time of a step; see `step_time`."""
+        loop, pieces = self.loop, self.loop.fragments
+        part = load(-(-job.params // pieces), job, loop.compressor, machine)
+        asked = loop.averaging.topology
+        suiting = [name for name in names() if topology(name).suits(cluster.nodes, cluster.ranks_per_node)]
+        tried = suiting if asked == AUTO else [asked]
+        costs: list[Cost] = [topology(name).cost(part, cluster) for name in tried]
+        one = min(costs, key=lambda cost: cost.seconds)
+        codec = (pieces * one.codec + job.tensors * machine.tensor) / loop.every
+        codec += _OUTER_COPIES * job.params * machine.copy / loop.every
+        wire, sent = pieces * one.wire / loop.every, pieces * one.sent / loop.every
+        # A fragment travels while the steps of its delay compute; the link is busy with one after the other.
+        waiting = pieces * max(0.0, one.wire - loop.delay * job.compute) / loop.every
+        seconds = max(job.compute + codec + waiting, wire)
+        return StepTime(self, seconds, job.compute, codec, wire, sent)
+
+
+def _shapes(job: Job, label: str) -> tuple[tuple[int, ...], ...]:
+    if not job.shapes:
+        raise ValueError(
+            f"shapes is {job.shapes!r}; expected the shapes of all parameters, on which {label} depends"
+        )
+    return job.shapes
+
+
+def _by_owners(
+    messages: tuple[Sequence[int], Sequence[int]], exact: int, cluster: Cluster, *, exchanges: int
+) -> tuple[float, float]:
+    """Return the seconds and the bytes that a rank sends, of messages to owners and from owners.
+
+    Parameters
+    ----------
+    messages : two sequences of int
+        The bytes of the message of each owner, of the first and of the second kind.
+    exact : int
+        Bytes of what is averaged exactly, in two of the exchanges.
+    exchanges : int
+        Exchanges of each kind: one, or one to the owners and one from them.
+    """
+    ranks = cluster.ranks
+    beside = (ranks - 1) / ranks * exact
+    wire, sent = 0.0, 2 * beside
+    for number, sizes in enumerate(messages):
+        total, largest, least = sum(sizes), max(sizes), min(sizes)
+        # Who owns the most receives it from all, or sends it to all; who owns the least does the opposite.
+        worst = max((ranks - 1) * largest, total - least)
+        for exchange in range(exchanges):
+            more = beside if number * exchanges + exchange < 2 else 0.0
+            wire += to_all((worst + more) / (ranks - 1), cluster)
+            sent += (ranks - 1) / ranks * total
+    return wire, sent

@@ -1,0 +1,87 @@
+"""What is known of steps to a loss: from committed studies, and for the methods that were studied alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import steps_to_loss
+
+import qcomp
+from qcomp.planning import Method, MuonMethod, OuterMethod, PowerSGDMethod, evidence, evidence_of
+from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, studies
+
+ROOT = Path(__file__).parents[2]
+SIGN = Method("two_phase", qcomp.ScaledSign())
+
+
+def test_the_table_is_what_the_studies_say():
+    committed = json.loads(Path(evidence.__file__).with_name("steps_to_loss.json").read_text())
+    found = steps_to_loss.records(ROOT / "docs" / "benchmarks")
+    assert committed == found
+    page = (ROOT / "docs" / "planning" / "README.md").read_text()
+    assert f"<!-- steps to a loss -->\n{steps_to_loss.table(found)}\n<!-- end" in page
+    assert {record.task for record in studies()} == set(TASKS)
+
+
+class TestRatio:
+    FAST, SLOW = [(10, 4.0), (20, 2.0), (30, 1.0)], [(10, 5.0), (20, 3.0), (40, 1.0)]
+
+    def test_is_that_of_the_steps_to_the_same_loss(self):
+        assert steps_to_loss.ratio(self.SLOW, self.FAST) == pytest.approx(40 / 30, abs=1e-3)
+        assert steps_to_loss.ratio(self.FAST, self.SLOW) == pytest.approx(30 / 40, abs=1e-3)
+        assert steps_to_loss.ratio(self.FAST, self.FAST) == 1.0
+
+    def test_the_loss_is_the_lower_one_that_both_reach(self):
+        worse = [(10, 5.0), (40, 3.0)]
+        assert steps_to_loss.ratio(worse, self.FAST) == pytest.approx(40 / 15, abs=1e-3)  # 3.0 after 15 steps
+        assert steps_to_loss.ratio(self.FAST, worse) == pytest.approx(15 / 40, abs=1e-3)
+
+    def test_a_loss_with_which_a_curve_begins_tells_nothing(self):
+        assert steps_to_loss.ratio([(10, 9.0), (20, 8.0)], self.FAST) is None
+
+
+def test_a_compressor_stands_for_the_optimizer_that_was_studied():
+    assert evidence_of(SIGN, warmup=0.15).method == "onebit_adam"
+    assert evidence_of(SIGN).method == "sign_hook"
+    assert evidence_of(Method("ring", qcomp.QSGD(levels=7))).method == "qsgd4_hook"
+    assert evidence_of(Method("ring", qcomp.QSGD(levels=3))) is None
+    minmax = Method("two_phase", qcomp.MinMaxUInt8())
+    assert [evidence_of(minmax, warmup=w).method for w in (0.1, 0.3, 0.6)] == [
+        "qadam",
+        "qadam_longer",
+        "qadam_half",
+    ]
+    assert evidence_of(minmax) is None
+    assert (
+        evidence_of(SIGN, warmup=0.15, task="adversarial network").ratio
+        > evidence_of(SIGN, warmup=0.15).ratio
+    )
+
+
+def test_what_was_not_studied_is_not_known():
+    for method in (Method("ring"), PowerSGDMethod(), OuterMethod(loop=qcomp.outer.diloco())):
+        assert evidence_of(method) is None
+
+
+def test_muon_has_a_loss_and_no_curve():
+    exact = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1), replicated=True))
+    own = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1)))
+    assert exact.method == "Muon, exact"
+    assert own.method == "Muon, 4 + 1 bits"
+    assert own.ratio is None
+    assert own.counted == UNMEASURED
+    assert "steps not measured; after 480 steps" in own.text
+    other = qcomp.Muon(learning_rate=0.1, compressor=qcomp.ScaledSign())
+    assert evidence_of(MuonMethod(optimizer=other)) is None
+
+
+def test_fewer_steps_than_those_of_adam_count_as_equally_many():
+    base = {"task": TASKS[0], "method": "m", "label": "m", "warmup": 0.0, "gap": 0.0, "seeds": 1, "steps": 1}
+    base |= {"ranks": 2, "parameters": 1, "source": "here"}
+    assert Evidence(**base, ratio=0.5).counted == 1.0
+    assert Evidence(**base, ratio=2.5).counted == 2.5
+
+
+def test_an_unknown_task_is_an_error():
+    with pytest.raises(ValueError, match="task is 'chess'; expected one of language model, "):
+        evidence_of(SIGN, task="chess")

@@ -1,0 +1,238 @@
+"""PowerSGD, Muon and outer loops in the cost model: their bytes are those that a communicator counts."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import run_local
+from qcomp.core.optimizers.muon import ITERATIONS
+from qcomp.planning import (
+    CPU,
+    Cluster,
+    Job,
+    Link,
+    LowRankSpeed,
+    Machine,
+    Method,
+    MuonMethod,
+    OuterMethod,
+    PowerSGDMethod,
+    Speed,
+    advise,
+    gpu,
+    methods_for,
+    step_time,
+)
+
+SHAPES = ((96, 64), (64, 160), (64, 3, 3, 16), (50,), (8, 8))
+PARAMS = sum(map(math.prod, SHAPES))
+JOB = Job(PARAMS, 0.0, shapes=SHAPES)
+BARE = Link(1e9, latency=0.0)
+SIGN, FOUR = qcomp.ScaledSign(scale="rms"), qcomp.QSGD(levels=7, bucket_size=128)
+INSTANT = Machine(
+    "nothing takes time",
+    copy=0.0,
+    speeds={
+        c.spec: Speed(0.0, 0.0, 0.0) for c in (SIGN, FOUR, qcomp.TopK(k=64, bucket_size=4096, value_bits=2))
+    },
+    low_rank=LowRankSpeed(0.0, 0.0),
+    product=0.0,
+)
+SMALL = 64
+"""Bytes of a message to a rank that are neither payload nor scales."""
+
+
+def sent_by_ranks(n, rank_main):
+    """Return the mean over ranks of the bytes that each sends."""
+    return sum(run_local(n, rank_main)) / n
+
+
+def params_of(rank=0):
+    draws = np.random.default_rng(rank)
+    return [draws.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+
+
+def predicted(method, n, machine=INSTANT, job=JOB):
+    return step_time(job, Cluster(n, BARE), machine, method)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_powersgd_sends_what_is_counted(n, rank):
+    averaging = qcomp.PowerSGD(rank=rank)
+
+    def rank_main(comm):
+        mean = averaging.mean(qcomp.Identity())
+        state = mean.init(params_of(), comm)
+        before = comm.bytes_sent
+        mean(params_of(comm.rank), state, comm)
+        return comm.bytes_sent - before
+
+    found = predicted(PowerSGDMethod(averaging=averaging), n).sent
+    assert abs(sent_by_ranks(n, rank_main) - found) <= 4 * n * SMALL
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_muon_sends_what_is_counted(n):
+    opt = qcomp.Muon(learning_rate=0.02, compressor=FOUR, update_compressor=SIGN)
+
+    def rank_main(comm):
+        params = params_of()
+        state = opt.init(params, comm)
+        before = comm.bytes_sent
+        opt.step(params, params_of(comm.rank), state, comm)
+        return comm.bytes_sent - before
+
+    assert abs(sent_by_ranks(n, rank_main) - predicted(MuonMethod(optimizer=opt), n).sent) <= 2 * n * SMALL
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
+def test_an_outer_loop_sends_what_is_counted(fragments, topology):
+    loop = qcomp.OuterLoop(
+        every=4, compressor=SIGN, averaging=qcomp.Averaging(topology), exact=None, fragments=fragments
+    )
+
+    def rank_main(comm):
+        params = params_of()
+        state = loop.init(params, comm)
+        before = comm.bytes_sent
+        for step in range(loop.every):
+            params, state = loop.step([p + step for p in params], state, comm)
+        return (comm.bytes_sent - before) / loop.every
+
+    found = predicted(OuterMethod(loop=loop), 3).sent
+    # The model has one payload, and so other last buckets and no verdicts.
+    assert abs(sent_by_ranks(3, rank_main) - found) <= 2 * 3 * len(SHAPES) * SMALL / loop.every
+
+
+class TestOuter:
+    LOOP = qcomp.OuterLoop(every=10, exact=None)
+
+    def seconds(self, loop, *, compute=1.0, bandwidth=1e9):
+        job = Job(10**9, compute)
+        return step_time(
+            job, Cluster(2, Link(bandwidth, latency=0.0)), INSTANT, OuterMethod(loop=loop)
+        ).seconds
+
+    def test_a_step_has_its_share_of_an_exchange(self):
+        assert self.seconds(self.LOOP) == pytest.approx(1 + 4 / 10)
+        assert self.seconds(replace(self.LOOP, every=40)) == pytest.approx(1 + 4 / 40)
+
+    def test_every_step_is_two_phases(self):
+        job = Job(10**6, 1.0)
+        cluster = Cluster(4, Link(1e8, 1e-3))
+        each = step_time(
+            job, cluster, CPU, OuterMethod(loop=qcomp.OuterLoop(every=1, compressor=SIGN, exact=None))
+        )
+        plain = step_time(job, cluster, CPU, Method("two_phase", SIGN))
+        assert each.sent == plain.sent
+        assert each.seconds == pytest.approx(plain.seconds + 5 * job.params * CPU.copy)
+
+    def test_a_delay_hides_what_travels_meanwhile(self):
+        assert self.seconds(replace(self.LOOP, delay=1)) == pytest.approx(1 + 3 / 10)
+        assert self.seconds(replace(self.LOOP, delay=4)) == 1.0
+        assert self.seconds(replace(self.LOOP, delay=1, fragments=4)) == 1.0
+
+    def test_a_link_that_never_rests_is_the_limit(self):
+        loop = replace(self.LOOP, delay=9, fragments=10)
+        assert self.seconds(loop, bandwidth=1e7) == pytest.approx(400 / 10)
+
+    def test_the_fastest_topology_is_chosen_for_auto(self):
+        loops = [
+            replace(self.LOOP, compressor=SIGN, averaging=qcomp.Averaging(t)) for t in ("auto", "all_gather")
+        ]
+        two = [predicted(OuterMethod(loop=loop), 8).seconds for loop in loops]
+        assert two[0] < two[1]
+
+
+def test_owners_share_the_work_of_muon_that_all_do_otherwise():
+    """Five products of a square matrix of n x n in three of n^3 multiplications each, and nothing of what is sent."""
+    machine = replace(INSTANT, product=1.0)
+    job = Job(8 * 16 * 16, 0.0, shapes=((16, 16),) * 8)
+    opt = qcomp.Muon(learning_rate=0.02, compressor=FOUR, update_compressor=SIGN)
+    one = ITERATIONS * 3 * 16**3
+    assert predicted(MuonMethod(optimizer=opt, replicated=True), 4, machine, job).codec == 8 * one
+    assert predicted(MuonMethod(optimizer=opt), 4, machine, job).codec == 2 * one
+    assert predicted(MuonMethod(optimizer=opt), 3, machine, job).codec == 3 * one
+
+
+def test_powersgd_computes_in_proportion_to_elements_and_columns():
+    machine = replace(INSTANT, low_rank=LowRankSpeed(2.0, 0.5))
+    job = Job(64 * 64 + 64, 0.0, shapes=((64, 64), (64,)))
+    assert predicted(PowerSGDMethod(averaging=qcomp.PowerSGD(rank=3)), 2, machine, job).codec == 64 * 64 * 3.5
+
+
+def test_the_owner_of_one_large_matrix_is_what_all_wait_for():
+    """It receives a factor from all others while they have nothing else to do."""
+    n, side = 8, 1024
+    job = Job(side * side, 0.0, shapes=((side, side),))
+    wire = predicted(PowerSGDMethod(), n, job=job).wire
+    assert wire == pytest.approx(4 * (n - 1) * 4 * side / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "unknown", "words"),
+    [
+        (PowerSGDMethod(), {"low_rank": None}, "no speed of PowerSGD is known"),
+        (
+            MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1)),
+            {"product": None},
+            "no speed of matrix products",
+        ),
+    ],
+)
+def test_what_is_not_known_is_an_error(method, unknown, words):
+    with pytest.raises(ValueError, match=words):
+        predicted(method, 2, replace(INSTANT, **unknown))
+    with pytest.raises(ValueError, match="expected the shapes of all parameters"):
+        predicted(method, 2, job=Job(PARAMS, 0.0))
+
+
+def test_shapes_of_another_number_of_elements_are_an_error():
+    with pytest.raises(ValueError, match="shapes is 'of 64 elements'; expected 65, as params"):
+        Job(65, 0.0, shapes=((8, 8),))
+
+
+@pytest.mark.parametrize(
+    "machine", [CPU, gpu(), Machine("little", copy=1e-9, speeds=CPU.speeds)], ids=["cpu", "gpu", "old"]
+)
+@pytest.mark.parametrize(
+    "cluster", [Cluster(1, BARE), Cluster(8, BARE), Cluster(64, BARE, ranks_per_node=8)], ids=str
+)
+def test_every_method_has_a_time_wherever_it_is_compared(machine, cluster):
+    methods = methods_for(JOB, cluster, machine)
+    labels = [m.label for m in methods]
+    assert len(labels) == len(set(labels))
+    for method in methods:
+        found = step_time(JOB, cluster, machine, method)
+        assert 0 <= found.seconds < math.inf
+    assert advise(JOB, cluster, machine).text
+
+
+class TestLinks:
+    """From 1 Mbit/s to 400 Gbit/s the advice changes from an outer loop to compression to nothing."""
+
+    JOB = Job(64 * 2**20, 0.3, shapes=((1024, 1024),) * 64)
+
+    def at(self, bits, **options):
+        return advise(self.JOB, Cluster(8, Link(bits / 8, 5e-6)), gpu(), **options)
+
+    def test_the_slowest_and_the_fastest(self):
+        slow, fast = self.at(1e6), self.at(400e9)
+        assert isinstance(slow.best.time.method, OuterMethod)
+        assert slow.reason.startswith("Try every ")
+        assert "not measured" in slow.reason
+        assert not fast.compress
+
+    def test_a_faster_link_never_needs_rarer_exchanges(self):
+        def kind(advice):
+            method = advice.best.time.method
+            return 2 if isinstance(method, OuterMethod) else 0 if method.is_allreduce else 1
+
+        kinds = [kind(self.at(10 ** (6 + i / 4))) for i in range(23)]
+        assert kinds == sorted(kinds, reverse=True)
+        assert set(kinds) == {0, 1, 2}
