@@ -4,6 +4,7 @@ The model consists of formulas, without an array library. Its inputs can be meas
 """
 
 from qcomp.planning.advice import Advice, advise, methods_for, methods_of
+from qcomp.planning.autotune import Autotune, TunedState, Tuning
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.evidence import Evidence, evidence_of
 from qcomp.planning.machine import CPU, PURE, LowRankSpeed, Machine, Speed, gpu
@@ -17,6 +18,7 @@ __all__ = [
     "CPU",
     "PURE",
     "Advice",
+    "Autotune",
     "Cluster",
     "Evidence",
     "Job",
@@ -29,6 +31,8 @@ __all__ = [
     "OuterMethod",
     "PowerSGDMethod",
     "Speed",
+    "TunedState",
+    "Tuning",
     "advise",
     "break_even",
     "evidence_of",

@@ -263,9 +263,9 @@ def advise(
 
     Examples
     --------
-    >>> from qcomp.planning import Cluster, Job, Link
+    >>> from qcomp.planning import Cluster, Job, Link, gpu
     >>> slow = Cluster(ranks=64, link=Link(bandwidth=1.25e9))
-    >>> advise(Job(params=350_000_000, compute=0.3), slow, warmup=0.15).best.time.method.label
+    >>> advise(Job(params=350_000_000, compute=0.3), slow, gpu(), warmup=0.15).best.time.method.label
     'sign:bucket_size=4096,scale=l1, two_phase'
     >>> fast = Cluster(ranks=8, link=Link(bandwidth=50e9, latency=5e-6))
     >>> advise(Job(params=25_000_000, compute=0.3), fast).compress

@@ -1,0 +1,259 @@
+"""Chooses among methods of averaging during the first steps, by the seconds that they take."""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from qcomp.core.handshake import handshake_stages
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, shaped_like
+from qcomp.core.mean.owed import owed, require_residuals
+from qcomp.core.mean.stages import Transport, drive
+from qcomp.core.numeric.arrays import Array, array_namespace, as_list, flat, to_compute_dtype
+from qcomp.core.numeric.random import Key
+from qcomp.planning.network import Clock, agreed
+
+__all__ = ["Autotune", "TunedState", "Tuning"]
+
+
+class Tuning(NamedTuple):
+    """How far the choice is, on this rank."""
+
+    times: tuple[float, ...] = ()
+    """The seconds of each step so far, all of one method and then all of the next."""
+    seconds: tuple[float, ...] = ()
+    """Seconds of a step of each method, the same on all ranks; empty before the choice."""
+    chosen: int | None = None
+    """The number of the chosen method, the same on all ranks."""
+
+
+class TunedState(NamedTuple):
+    """What a rank keeps between two means of an `Autotune`."""
+
+    tuning: Tuning
+    mean: MeanState
+    """Of the method of the next step."""
+    nodes: tuple[tuple[int, ...], ...]
+    """The node of each rank, for each method; empty where nothing depends on it."""
+    owed: tuple[Array, ...] = ()
+    """What the next step adds to this rank's tensors, because the method before has lost it."""
+
+
+@dataclass(frozen=True)
+class Autotune:
+    """Tries each of some means for a few steps, then keeps the fastest: used like a `CompressedMean`.
+
+    All steps count: each is a mean of what it was given, and what a method still owes when it is left, this rank adds
+    to its values of the next step. For DistributedDataParallel pass it to `qcomp.integrations.ddp.autotune`, which
+    times whole steps, with what overlaps.
+
+    Parameters
+    ----------
+    methods : mapping of str to CompressedMean
+        The methods that may be chosen, by name, in the order of preference: first those that lose the least, such as
+        ``CompressedMean(Identity())``. Each needs a residual that says what it has lost, or none.
+    steps : int, default 5
+        Timed steps of each method, at least 1, after one that is not timed. The median counts.
+    margin : float, default 0.05
+        A method is chosen over an earlier one only if that takes longer by more than this fraction, >= 0.
+    clock : callable, default time.perf_counter
+        Returns the time in seconds on this rank.
+
+    Raises
+    ------
+    ValueError
+        If there are no methods, one has no residuals but estimates, or a number is out of range.
+
+    Notes
+    -----
+    A method's time is that of the slowest rank, the largest of the ranks' medians. All ranks compute the choice from
+    the same numbers, of which every rank sends 8 bytes a method to each other rank, once. Chosen is the first method
+    whose time is at most (1 + margin) times that of the fastest. It stays chosen.
+
+    Sum identity: after any step, the means add up to those of the exact means, minus what the current method and
+    ``TunedState.owed`` still owe, up to rounding.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp
+    >>> exact, sign = qcomp.CompressedMean(qcomp.Identity()), qcomp.CompressedMean(qcomp.ScaledSign())
+    >>> tuner = qcomp.planning.Autotune({"exact": exact, "1 bit": sign}, steps=1)
+    >>> def rank_main(comm):
+    ...     x = np.full(64, float(comm.rank), dtype=np.float32)
+    ...     state = tuner.init(x, comm)
+    ...     for step in range(5):
+    ...         mean, state = tuner(x, state, comm)
+    ...     return tuner.chosen(state.tuning) in tuner.methods
+    >>> qcomp.comm.run_local(2, rank_main)
+    [True, True]
+    """
+
+    methods: Mapping[str, CompressedMean]
+    steps: int = 5
+    margin: float = 0.05
+    clock: Clock = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.methods, Mapping) or not self.methods:
+            raise ValueError(f"methods is {self.methods!r}; expected names with a qcomp.CompressedMean each")
+        for name, mean in self.methods.items():
+            if not isinstance(name, str) or not isinstance(mean, CompressedMean):
+                raise TypeError(
+                    f"methods has {name!r}: {mean!r}; expected names with a qcomp.CompressedMean each"
+                )
+            require_residuals(mean)
+        if type(self.steps) is not int or self.steps < 1:
+            raise ValueError(f"steps is {self.steps!r}; expected an integer, at least 1")
+        if not 0 <= self.margin < math.inf:
+            raise ValueError(f"margin is {self.margin!r}; expected a finite number >= 0")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the methods, in order."""
+        return tuple(self.methods)
+
+    def turn(self, tuning: Tuning) -> int:
+        """Return the number of the method of the next step.
+
+        Parameters
+        ----------
+        tuning : Tuning
+            After the last step.
+        """
+        return len(tuning.times) // (self.steps + 1) if tuning.chosen is None else tuning.chosen
+
+    def chosen(self, tuning: Tuning) -> str | None:
+        """Return the name of the chosen method; None before the choice.
+
+        Parameters
+        ----------
+        tuning : Tuning
+            After the last step.
+        """
+        return None if tuning.chosen is None else self.names[tuning.chosen]
+
+    def noted(self, tuning: Tuning, seconds: float, comm: Transport, like: Array) -> Tuning:
+        """Return the tuning after one more step; collective after the last step of the last method.
+
+        Parameters
+        ----------
+        tuning : Tuning
+            Before the choice.
+        seconds : float
+            What the step took on this rank.
+        comm : Communicator
+        like : array
+            Gives the library and device of what is sent.
+        """
+        times, each = (*tuning.times, seconds), self.steps + 1
+        if len(times) < each * len(self.methods):
+            return Tuning(times)
+        medians = [statistics.median(times[start + 1 : start + each]) for start in range(0, len(times), each)]
+        slowest = tuple(max(of_ranks) for of_ranks in zip(*agreed(comm, medians, like), strict=True))
+        most = (1 + self.margin) * min(slowest)
+        return Tuning(times, slowest, next(i for i, found in enumerate(slowest) if found <= most))
+
+    def agree(self, comm: Transport, like: Array) -> None:
+        """Raise MismatchError on every rank unless all have the same methods and settings.
+
+        Parameters
+        ----------
+        comm : Communicator
+        like : array
+            Gives the library and device of what is sent.
+        """
+        facts = {"autotune": list(self.names), "steps": self.steps, "margin": self.margin}
+        drive(handshake_stages(facts, size=comm.size, like=like), comm)
+
+    def init(self, x: Any, comm: Transport) -> TunedState:
+        """Check that all ranks were started alike, and return the state before the first step.
+
+        Parameters
+        ----------
+        x : array or sequence of arrays
+            Arrays with the shapes and dtypes of what will be averaged.
+        comm : Communicator
+
+        Raises
+        ------
+        MismatchError
+            On every rank, if the ranks differ in the methods, in settings or in shapes.
+        """
+        self.agree(comm, as_list(x)[0])
+        states = [mean.init(x, comm)._replace(worker=(), server=()) for mean in self.methods.values()]
+        nodes = tuple(state.nodes for state in states)
+        return TunedState(Tuning(), self._begin(0, x, states[0], nodes), nodes)
+
+    def __call__(
+        self, x: Any, state: TunedState, comm: Transport, *, key: Key | None = None
+    ) -> tuple[Any, TunedState]:
+        """Average x over the ranks with the method whose turn it is.
+
+        Parameters
+        ----------
+        x : array or sequence of arrays
+            This rank's values.
+        state : TunedState
+            From `init` or the last call.
+        comm : Communicator
+            As for `init`.
+        key : Key, optional
+            See `CompressedMean.stages`.
+
+        Returns
+        -------
+        mean : array or list of arrays
+            With the shapes and dtypes of x, the same on all ranks.
+        state : TunedState
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a value on any rank is not finite. The state passed in stays valid.
+        """
+        number = self.turn(state.tuning)
+        mean = self.methods[self.names[number]]
+        values = _plus(x, state.owed) if state.owed else x
+        start = self.clock()
+        means, kept = mean(values, state.mean, comm, key=key)
+        if state.owed:
+            means = _like(means, x)
+        if state.tuning.chosen is not None:
+            return means, TunedState(state.tuning, kept, state.nodes)
+        first = as_list(means)[0]
+        _wait_for(first)
+        tuning = self.noted(state.tuning, self.clock() - start, comm, first)
+        if self.turn(tuning) == number:
+            return means, TunedState(tuning, kept, state.nodes)
+        begun = self._begin(self.turn(tuning), x, kept, state.nodes)
+        return means, TunedState(tuning, begun, state.nodes, tuple(owed(mean, kept)))
+
+    def _begin(self, number: int, x: Any, before: MeanState, nodes: Sequence[tuple[int, ...]]) -> MeanState:
+        """Return a state of a method without residuals."""
+        mean = self.methods[self.names[number]]
+        return mean.zeros(as_list(x), rank=before.rank, size=before.size, nodes=nodes[number])
+
+
+def _plus(x: Any, owed: Sequence[Array]) -> Any:
+    """Return arrays plus what is owed to them, in the dtype in which they are computed."""
+    tensors = as_list(x)
+    sums = [
+        array_namespace(t).reshape(flat(to_compute_dtype(t)) + e, t.shape)
+        for t, e in zip(tensors, owed, strict=True)
+    ]
+    return sums if isinstance(x, list | tuple) else sums[0]
+
+
+def _like(means: Any, x: Any) -> Any:
+    """Return means in the shapes and dtypes of arrays."""
+    found = shaped_like([flat(mean) for mean in as_list(means)], as_list(x))
+    return found if isinstance(x, list | tuple) else found[0]
+
+
+def _wait_for(x: Array) -> None:
+    """Wait until x is computed, by reading a value."""
+    values = flat(x)
+    if values.shape[0]:
+        float(values[0])
