@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from qcomp.core.handshake import handshake_stages
+from qcomp.core.handshake import handshake
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, shaped_like
 from qcomp.core.mean.owed import owed, require_residuals
-from qcomp.core.mean.stages import Transport, drive
+from qcomp.core.mean.stages import Transport
 from qcomp.core.numeric.arrays import Array, array_namespace, as_list, flat, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.planning.network import Clock, agreed
@@ -155,7 +155,7 @@ class Autotune:
         most = (1 + self.margin) * min(slowest)
         return Tuning(times, slowest, next(i for i, found in enumerate(slowest) if found <= most))
 
-    def agree(self, comm: Transport, like: Array) -> None:
+    def agree(self, comm: Transport, like: Array, **others: object) -> None:
         """Raise MismatchError on every rank unless all have the same methods and settings.
 
         Parameters
@@ -163,9 +163,17 @@ class Autotune:
         comm : Communicator
         like : array
             Gives the library and device of what is sent.
+        **others
+            Further settings, by name.
         """
-        facts = {"autotune": list(self.names), "steps": self.steps, "margin": self.margin}
-        drive(handshake_stages(facts, size=comm.size, like=like), comm)
+        facts = {
+            "autotune": list(self.names),
+            "methods": {name: repr(mean) for name, mean in self.methods.items()},
+            "steps": self.steps,
+            "margin": self.margin,
+            **others,
+        }
+        handshake(comm, facts, like=like)
 
     def init(self, x: Any, comm: Transport) -> TunedState:
         """Check that all ranks were started alike, and return the state before the first step.

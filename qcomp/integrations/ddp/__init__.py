@@ -10,7 +10,16 @@ or let a qcomp optimizer, such as 1-bit Adam, average its momenta bucket by buck
     optimizer = OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, freeze=1000))
 """
 
+from qcomp.integrations.ddp.autotune import TunedHookState, autotune, average_gradients
 from qcomp.integrations.ddp.hook import HookState, compress_gradients, hook
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 
-__all__ = ["HookState", "OverlappedOptimizer", "compress_gradients", "hook"]
+__all__ = [
+    "HookState",
+    "OverlappedOptimizer",
+    "TunedHookState",
+    "autotune",
+    "average_gradients",
+    "compress_gradients",
+    "hook",
+]

@@ -139,6 +139,10 @@ class BucketedStep:
         """Whether no bucket of the next backward pass has arrived yet."""
         return not self.running.buckets
 
+    def close(self) -> None:
+        """Give up the thread that averages; no backward pass may follow."""
+        self._conveyor.close()
+
     def use(self, optimizer: Optimizer) -> None:
         """Make the next steps with an optimizer that differs in settings of the update alone."""
         self.optimizer = _separable(optimizer)

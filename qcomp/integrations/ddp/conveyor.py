@@ -48,7 +48,7 @@ class Conveyor:
 
     def __init__(self, comm: Verbs) -> None:
         self._comm = comm
-        self._queue: SimpleQueue[tuple[Sequence[Job], bool]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Sequence[Job], bool] | None] = SimpleQueue()
         self._under_way: deque[Job] = deque()
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -60,9 +60,13 @@ class Conveyor:
             self._thread.start()
         self._queue.put((jobs, last))
 
+    def close(self) -> None:
+        """End the thread, once all jobs are done; there must be no more jobs."""
+        self._queue.put(None)
+
     def _run(self) -> None:
-        while True:
-            jobs, last = self._queue.get()
+        while (found := self._queue.get()) is not None:
+            jobs, last = found
             turn = (*jobs, *self._under_way)
             self._under_way.extend(jobs)
             for job in turn:

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from qcomp.comm.verbs import Verbs
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.averaging import Averaging
+from qcomp.core.mean.owed import owed
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
@@ -86,6 +87,19 @@ class HookState:
         step.state = step.optimizer.load_state_dict(
             saved, step.values(), step.comm, step.params.names, strict=strict
         )
+
+    def leave(self) -> dict[int, Any]:
+        """Detach this state from its model, and return what is owed to the next gradients of this rank, by number.
+
+        Flat tensors, by the numbers of their parameters; see `qcomp.core.mean.owed`.
+        """
+        step = self._running
+        state = step.state
+        numbers = [number for number, is_exact in enumerate(state.exact) if not is_exact]
+        found = owed(step.optimizer.mean_of(state), state.exchange) if numbers else []
+        step.close()
+        self._step = None
+        return dict(zip(numbers, found, strict=False))
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor, because the next gradients have another scale.
