@@ -1,7 +1,7 @@
 """The comparison of all methods, and a recommendation whether and how to compress."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from qcomp.core.compressor import Compressor
@@ -208,8 +208,8 @@ def methods_of(
 def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
     """Return all kinds of methods that the machine has figures for, and PowerSGD and Muon if the job has shapes.
 
-    These are those of `methods_of`, a sparse compressor, outer loops with published settings, PowerSGD of rank 1 and 4,
-    and Muon, with an owner for each matrix and without.
+    These are those of `methods_of`, a sparse compressor, outer loops with published settings (hierarchical where ranks
+    share a node's link), PowerSGD of rank 1 and 4, and Muon, with an owner for each matrix and without.
     """
     found = methods_of(cluster, job.gradient_bytes)
     sparse = TopK(k=64, bucket_size=4096, value_bits=2)
@@ -217,6 +217,13 @@ def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, .
     if known:
         found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
     loops = [diloco(), streaming_diloco(), *([sparse_loco()] if known else [])]
+    if topology("hierarchical").suits(cluster.nodes, cluster.ranks_per_node):
+        loops = [
+            replace(loop, averaging=replace(loop.averaging, topology="hierarchical"))
+            if loop.averaging.topology == "two_phase"
+            else loop
+            for loop in loops
+        ]
     found += tuple(OuterMethod(loop=loop) for loop in loops)
     if any(len(shape) > 1 for shape in job.shapes):
         if machine.low_rank is not None:

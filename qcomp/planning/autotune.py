@@ -221,6 +221,8 @@ class Autotune:
         NonFiniteError
             On every rank, if a value on any rank is not finite. The state passed in stays valid.
         """
+        if key is None and state.tuning.chosen is None:
+            self._require_no_draws()
         number = self.turn(state.tuning)
         mean = self.methods[self.names[number]]
         values = _plus(x, state.owed) if state.owed else x
@@ -238,6 +240,12 @@ class Autotune:
         begun = self._begin(self.turn(tuning), x, kept, state.nodes)
         return means, TunedState(tuning, begun, state.nodes, tuple(owed(mean, kept)))
 
+    def _require_no_draws(self) -> None:
+        """Raise ValueError, before the turn of the first method that does, if one draws random numbers."""
+        for name, mean in self.methods.items():
+            if any(compressor.traits.random for compressor in mean.sends):
+                raise ValueError(f"key is None; {name!r} draws random numbers and needs a qcomp.Key")
+
     def _begin(self, number: int, x: Any, before: MeanState, nodes: Sequence[tuple[int, ...]]) -> MeanState:
         """Return a state of a method without residuals."""
         mean = self.methods[self.names[number]]
@@ -247,6 +255,9 @@ class Autotune:
 def _plus(x: Any, owed: Sequence[Array]) -> Any:
     """Return arrays plus what is owed to them, in the dtype in which they are computed."""
     tensors = as_list(x)
+    found, expected = [math.prod(t.shape) for t in tensors], [e.shape[0] for e in owed]
+    if found != expected:
+        raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
     sums = [
         array_namespace(t).reshape(flat(to_compute_dtype(t)) + e, t.shape)
         for t, e in zip(tensors, owed, strict=True)

@@ -2,14 +2,19 @@
 
 import math
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from qcomp.core.mean.averaging import PowerSGD
+from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import Transport
-from qcomp.core.optimizers import Optimizer
+from qcomp.core.optimizers import Muon, Optimizer
 from qcomp.core.optimizers.tensors import as_tensors
-from qcomp.planning.cluster import Job
+from qcomp.planning.cluster import Cluster, Job
+from qcomp.planning.machine import Machine
 from qcomp.planning.measurement import Measured
+from qcomp.planning.methods import MuonMethod, PowerSGDMethod
 from qcomp.planning.model import ALLREDUCES, Method, step_time
 from qcomp.planning.units import show_bandwidth, show_seconds
 
@@ -34,7 +39,7 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     -----
     UserWarning
         On rank 0, if averaging all tensors takes longer than the faster plain all-reduce of float32. For 0/1 Adam this
-        refers to a step that sends. The computation of a step does not matter, since both have it; overlap in plain
+        refers to a step that sends, and Muon is compared with Muon on all-reduced gradients. The computation of a step does not matter, since both have it; overlap in plain
         training is not counted.
 
     Examples
@@ -50,20 +55,21 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     >>> qcomp.comm.run_local(2, rank_main)  # on a link of 100 Mbit/s there is nothing to warn about
     ['compressed', 'compressed']
     """
-    mean = optimizer.mean
-    if measured.cluster is None or comm.size == 1 or comm.rank != 0 or mean.lossless or mean.low_rank:
-        return  # the cost model knows no factors
-    cluster = replace(measured.cluster, ranks=comm.size)
-    (compressor,) = mean.compressors  # the optimizer's own; a policy may choose others for single tensors
-    shapes = [tuple(p.shape) for p in as_tensors(params, "params")]
-    job = Job(params=max(1, sum(map(math.prod, shapes))), compute=0.0)
-    nodes = tuple(rank // cluster.ranks_per_node for rank in range(cluster.ranks))
-    topology = mean.chosen(shapes, cluster.ranks, nodes).topology
-    own = step_time(job, cluster, measured.machine, Method(topology, compressor))
-    plain = min(
-        (step_time(job, cluster, measured.machine, Method(kind)) for kind in ALLREDUCES),
-        key=lambda time: time.seconds,
-    )
+    if measured.cluster is None or comm.size == 1 or comm.rank != 0 or optimizer.mean.lossless:
+        return
+    cluster, machine = replace(measured.cluster, ranks=comm.size), measured.machine
+    shapes = tuple(tuple(p.shape) for p in as_tensors(params, "params"))
+    if not sum(map(math.prod, shapes)):
+        return
+    job = Job(params=sum(map(math.prod, shapes)), compute=0.0, shapes=shapes)
+    method = _method(optimizer, shapes, cluster, machine)
+    if method is None:
+        return
+    others: Iterable[Method] = map(Method, ALLREDUCES)
+    if isinstance(method, MuonMethod):
+        others = [replace(method, replicated=True)]
+    own = step_time(job, cluster, machine, method)
+    plain = min((step_time(job, cluster, machine, other) for other in others), key=lambda t: t.seconds)
     if own.seconds > plain.seconds:
         warnings.warn(
             f"{type(optimizer).__name__} will be slower than plain training: averaging {job.params} parameters by "
@@ -72,3 +78,20 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
             f"a link of {show_bandwidth(cluster.link.bandwidth)} (see qcomp plan)",
             stacklevel=2,
         )
+
+
+def _method(
+    optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], cluster: Cluster, machine: Machine
+) -> Method | None:
+    """Return how an optimizer averages; None if what that computes was not measured."""
+    mean = optimizer.mean
+    if isinstance(optimizer, Muon):
+        return None if machine.product is None else MuonMethod(optimizer=optimizer)
+    (compressor,) = mean.compressors  # the optimizer's own; a policy may choose others for single tensors
+    if isinstance(mean, PowerSGDMean):
+        averaging = PowerSGD(rank=mean.rank, min_compression=mean.min_compression)
+        return (
+            None if machine.low_rank is None else PowerSGDMethod(averaging=averaging, compressor=compressor)
+        )
+    nodes = tuple(rank // cluster.ranks_per_node for rank in range(cluster.ranks))
+    return Method(mean.chosen(shapes, cluster.ranks, nodes).topology, compressor)

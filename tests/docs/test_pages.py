@@ -138,7 +138,8 @@ PLANS = [(page, command) for page in PAGES for command in commands(page)]
 @pytest.mark.parametrize(("page", "command"), PLANS, ids=[pages.name_of(page) for page, _ in PLANS])
 def test_plans_can_be_made(page, command, reader, capsys):
     assert main(shlex.split(command)[1:]) == 0
-    assert "ompress" in capsys.readouterr().out.splitlines()[-1]  # the advice
+    advice = capsys.readouterr().out.splitlines()[-1]
+    assert "ompress" in advice or advice.startswith("Try ")
 
 
 def test_figures_are_those_of_the_committed_run():

@@ -1,6 +1,7 @@
 """The recommendation, and the warning of optimizers."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,12 +123,12 @@ def test_something_plain_is_needed():
 
 
 class TestWarning:
-    def warned(self, cluster, optimizer, n=2, size=100_000):
+    def warned(self, cluster, optimizer, n=2, size=100_000, machine=CPU):
         """Return the warnings of all ranks with this measurement."""
 
         def rank_main(comm):
             params = np.zeros(size, dtype=np.float32)
-            warn_if_slower(optimizer, params, comm, Measured(cluster, CPU))
+            warn_if_slower(optimizer, params, comm, Measured(cluster, machine))
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -157,3 +158,25 @@ class TestWarning:
     def test_counts_the_ranks_that_there_are(self):
         (message,) = self.warned(self.FAST, self.SGD, n=3)
         assert "on 3 ranks" in message
+
+    def test_knows_factors_and_owners(self):
+        """The only matrix of Muon has one owner, who takes as long as all ranks would, and is sent twice."""
+        factors = qcomp.CompressedSGD(
+            learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=4), exact=None
+        )
+        muon = qcomp.Muon(learning_rate=0.1)
+        for optimizer, words in (
+            (factors, "powersgd:rank=4, identity takes"),
+            (muon, "a muon, all-reduce takes"),
+        ):
+            (message,) = self.warned(self.FAST, optimizer, size=(512, 512))
+            assert words in message
+            assert self.warned(self.SLOW, optimizer, size=(512, 512)) == []
+
+    def test_is_silent_about_what_was_not_measured(self):
+        old = replace(CPU, low_rank=None, product=None)
+        factors = qcomp.CompressedSGD(
+            learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=4), exact=None
+        )
+        for optimizer in (factors, qcomp.Muon(learning_rate=0.1)):
+            assert self.warned(self.FAST, optimizer, size=(512, 512), machine=old) == []

@@ -213,6 +213,24 @@ class TestErrors:
 
         run_local(2, rank_main)
 
+    def test_a_key_is_missed_before_the_turn_of_a_method_that_draws(self):
+        tuner = Autotune({"a": EXACT, "draws": METHODS["unbiased"]}, steps=1, clock=Told())
+        alone = qcomp.comm.LocalCommunicator.alone()
+        state = tuner.init(np.ones(4), alone)
+        with pytest.raises(ValueError, match="key is None; 'draws' draws random numbers"):
+            tuner(np.ones(4), state, alone)
+
+    def test_arrays_of_other_sizes_are_an_error_where_something_is_owed(self):
+        def rank_main(comm):
+            tuner = Autotune({"a": SIGN, "b": EXACT}, steps=1, clock=Told())
+            state = tuner.init(np.ones(4), comm)
+            for _ in range(2):
+                _, state = tuner(np.arange(4.0), state, comm)
+            with pytest.raises(ValueError, match=r"x has arrays of \[1\] elements; state is for \[4\]"):
+                tuner(np.ones(1), state, comm)
+
+        run_local(2, rank_main)
+
 
 def test_the_times_are_kept_until_the_choice():
     tuner = Autotune({"a": EXACT, "b": SIGN}, steps=2)
