@@ -171,8 +171,11 @@ def measured_table() -> str:
 
 
 def example() -> qcomp.planning.Advice:
-    """Return the advice of the example on the page."""
-    return advise(Job(350_000_000, 0.3), Cluster(64, Link(1.25e9)), gpu(), warmup=WARMUP)
+    """Return the advice of the example on the page, as the command on the page gives it."""
+    params, (rows, columns) = 350_000_000, (1024, 1024)
+    count, rest = divmod(params, rows * columns)
+    shapes = (*[(rows, columns)] * count, (rest // columns, columns), (rest % columns,))
+    return advise(Job(params, 0.3, shapes=shapes), Cluster(64, Link(1.25e9)), gpu(), warmup=WARMUP)
 
 
 def main() -> None:

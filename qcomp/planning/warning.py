@@ -39,8 +39,8 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     -----
     UserWarning
         On rank 0, if averaging all tensors takes longer than the faster plain all-reduce of float32. For 0/1 Adam this
-        refers to a step that sends, and Muon is compared with Muon on all-reduced gradients. The computation of a step does not matter, since both have it; overlap in plain
-        training is not counted.
+        refers to a step that sends; Muon is compared with Muon on all-reduced gradients. The computation of a step does
+        not matter, since both have it; overlap in plain training is not counted.
 
     Examples
     --------

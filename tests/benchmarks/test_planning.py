@@ -1,11 +1,13 @@
 """The cost model beside published and measured figures, and the page that says so."""
 
+import shlex
 from pathlib import Path
 
 import planning
 import pytest
 
 import qcomp
+from qcomp.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning" / "README.md"
 
@@ -52,6 +54,14 @@ def test_the_page_has_what_is_computed():
         "example": f"```text\n{planning.example().text}\n```",
     }.items():
         assert f"<!-- {name} -->\n{content}\n<!-- end of {name} -->" in text
+
+
+def test_the_example_is_what_the_command_on_the_page_prints(capsys):
+    command = next(
+        line for line in PAGE.read_text().splitlines() if line.startswith("    qcomp plan --params")
+    )
+    assert main([*shlex.split(command.partition(" --picture")[0])[1:]]) == 0
+    assert capsys.readouterr().out == planning.example().text + "\n"
 
 
 def test_the_program_writes_the_page(run_program):

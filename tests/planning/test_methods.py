@@ -1,7 +1,9 @@
 """PowerSGD, Muon and outer loops in the cost model: their bytes are those that a communicator counts."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +192,14 @@ def test_what_is_not_known_is_an_error(method, unknown, words):
         predicted(method, 2, replace(INSTANT, **unknown))
     with pytest.raises(ValueError, match="expected the shapes of all parameters"):
         predicted(method, 2, job=Job(PARAMS, 0.0))
+
+
+def test_the_figures_of_a_core_are_those_that_were_measured():
+    found = json.loads((Path(__file__).parents[2] / "docs" / "planning" / "rates.json").read_text())
+    speed = CPU.speeds[found["sparse"]]
+    assert (speed.encode, speed.decode, speed.add) == (found["encode"], found["decode"], found["add"])
+    assert (CPU.low_rank.fixed, CPU.low_rank.column) == (found["low_rank_fixed"], found["low_rank_column"])
+    assert CPU.product == found["product"]
 
 
 def test_shapes_of_another_number_of_elements_are_an_error():
