@@ -98,6 +98,11 @@ class MuonMethod(Method):
     optimizer: Muon
     replicated: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.replicated:
+            object.__setattr__(self, "compressor", self.optimizer.compressor)
+        super().__post_init__()
+
     @cached_property
     def _mean(self) -> OwnedMean:
         mean = self.optimizer.mean
@@ -157,6 +162,12 @@ class OuterMethod(Method):
     compressor: Compressor = field(default=Identity(), init=False)
     half: bool = field(default=False, init=False)
     loop: OuterLoop
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compressor", self.loop.compressor)
+        if self.loop.averaging.topology != AUTO:
+            object.__setattr__(self, "topology", self.loop.averaging.topology)
+        super().__post_init__()
 
     @property
     def label(self) -> str:

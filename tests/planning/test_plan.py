@@ -50,6 +50,8 @@ class TestPredicting:
         assert [m["step"] for m in document["methods"]] == [row.time.seconds for row in advice.rows]
         for method, row in zip(document["methods"], advice.rows, strict=True):
             plain = row.time.method.is_allreduce
+            loop = getattr(row.time.method, "loop", None)
+            assert loop is None or loop.compressor.spec == method["compressor"]
             assert method["compressor"] == (None if plain else row.time.method.compressor.spec)
             assert ("pays_below" in method) is not plain
             assert method["sent"] == row.time.sent
