@@ -107,7 +107,12 @@ def main() -> None:
     }
     if comm.rank == 0:
         found = {"ranks": comm.size, "link": options.link, "rounds": options.rounds, "compute": COMPUTE}
-        found |= {"params": params, "machine": machine() | {"torch": torch.__version__}, "steps": steps}
+        found |= {
+            "measured": measured.document,
+            "params": params,
+            "machine": machine() | {"torch": torch.__version__},
+            "steps": steps,
+        }
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
