@@ -37,6 +37,8 @@ examples:
 
 _MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
 _LATENCY = 50e-6
+_SECONDS = "none"
+"""The task for which only seconds are compared."""
 _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
 """The options of settings that have another name."""
 
@@ -118,9 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--task",
-        choices=TASKS,
+        choices=(*TASKS, _SECONDS),
         default=TASKS[0],
-        help="task whose studies say how many steps a method needs to a loss (default: %(default)s)",
+        help="task whose studies say how many steps a method needs to a loss; none compares seconds alone "
+        "(default: %(default)s)",
     )
     how.add_argument("--picture", metavar="FILE", help="plot of step time over bandwidth; needs qcomp[plot]")
     probing = parser.add_argument_group("measuring, under mpirun or torchrun")
@@ -201,9 +204,10 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
     machine = CPU if measured is None else measured.machine
     if options.machine is not None:
         machine = _MACHINES[options.machine]()
+    task = None if options.task == _SECONDS else options.task
     with _naming(options):
         methods = _methods(options, cluster, machine)
-        advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup, task=options.task)
+        advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup, task=task)
     if options.picture is not None:
         with _naming(options, "picture", (ValueError, OSError)):
             draw(advice, options.picture)
@@ -361,6 +365,12 @@ def _found(measured: Measured) -> str:
         of_each = {"encode": speed.encode, "decode": speed.decode, "decode and add": speed.add}
         rates = ", ".join(f"{name} {4e-9 / value:.3g} GB/s" for name, value in of_each.items())
         lines.append(f"{spec}: {rates}")
+    if measured.machine.low_rank is not None and measured.machine.product is not None:
+        one = measured.machine.low_rank.fixed + measured.machine.low_rank.column
+        lines.append(f"powersgd:rank=1: {4e-9 / one:.3g} GB/s")
+        lines.append(
+            f"products of matrices: {1e-9 / measured.machine.product:.3g} billion multiplications a second"
+        )
     if measured.compute is not None:
         lines.append(f"step: {show_seconds(measured.compute)}")
     return "\n".join(lines)

@@ -251,3 +251,13 @@ def test_matrices_of_another_shape_send_other_factors(capsys):
 
     assert sent("--matrix", "1024x1024") == sent()
     assert sent("--matrix", "4096x4096") < 0.4 * sent()
+
+
+def test_seconds_alone_can_be_compared(capsys):
+    """Signs stand for one-bit gradients of Adam, which need many steps; with SGD they do not."""
+    options = ("--compressor", "sign", "--link", "1gbit")
+    document = json.loads(printed(capsys, *EXAMPLE, *options, "--json"))
+    alone = json.loads(printed(capsys, *EXAMPLE, *options, "--task", "none", "--json"))
+    assert (document["compress"], document["task"]) == (False, "language model")
+    assert (alone["compress"], alone["task"]) == (True, None)
+    assert "steps to a loss" not in printed(capsys, *EXAMPLE, *options, "--task", "none")
