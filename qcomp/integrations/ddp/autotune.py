@@ -183,7 +183,7 @@ def autotune(
 
     Collective. Each method of the tuner averages the gradients of a few iterations, whose time counts from the first
     bucket of one backward pass to that of the next; then the fastest averages all others. A method whose mean is exact
-    is the all-reduce that DistributedDataParallel does without a hook.
+    is the all-reduce that DistributedDataParallel does without a hook, which passes on values that are not finite.
 
     Parameters
     ----------
