@@ -17,30 +17,11 @@ from network.launch import launch
 from network.models import MODELS
 from network.powersgd import EXACT, VARIANTS
 from network.shaped import NetworkError, require_rights
+from network.tables import NOTHING
 
 RANKS = 2
 ROUNDS = {"100mbit": 7, "1gbit": 15}
 STEPS = 120
-START = """# PowerSGD
-
-Steps of DistributedDataParallel with AdamW and two ranks, with torch's PowerSGD hook and with
-`averaging=qcomp.PowerSGD(rank)`. Each rank has one core of the same machine, and a network of its own with a limit in
-each direction. torch's hook has one bucket, since over gloo it aborts with several; qcomp's has buckets of 25 MB. MB
-are what a rank sends in a step, as its interface counts it.
-
-    sudo python benchmarks/powersgd_times.py
-
-## Steps
-<!-- steps -->
-<!-- end of steps -->
-
-## Losses
-Each model learns ten batches by heart, on two ranks; all variants start alike, with two exact steps.
-
-<!-- losses -->
-<!-- end of losses -->
-"""
-"""The page before it has tables."""
 
 
 def main() -> int:
@@ -83,19 +64,23 @@ def measure(options: argparse.Namespace) -> None:
 
 def write(options: argparse.Namespace) -> None:
     """Write the tables into the page."""
-    folder = options.out
     runs = [
-        json.loads((folder / f"{model}-{link}.json").read_text())
-        for model in options.models
-        for link in options.links
+        found for m in options.models for link in options.links if (found := read(options, f"{m}-{link}"))
     ]
-    curves = [json.loads((folder / f"{model}-curves.json").read_text()) for model in options.models]
-    blocks = {"steps": "\n\n".join(map(steps, runs)), "losses": "\n\n".join(map(ends, curves))}
-    if not (folder / page.PAGE).exists():
-        (folder / page.PAGE).write_text(START)
-    page.rewrite(folder, blocks)
+    curves = [found for model in options.models if (found := read(options, f"{model}-curves"))]
+    blocks = {
+        "steps": "\n\n".join(map(steps, runs)) or NOTHING,
+        "losses": "\n\n".join(map(ends, curves)) or NOTHING,
+    }
+    page.rewrite(options.out, blocks)
     for text in blocks.values():
         print(f"\n{text}")
+
+
+def read(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
+    """Return a file of the folder, if it is there."""
+    path = options.out / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def steps(run: dict[str, Any]) -> str:
