@@ -15,7 +15,7 @@ from pathlib import Path
 
 import page
 from network import bars, journeys, tables
-from network.launch import LINKS, RankError, launch
+from network.launch import RankError, launch
 from network.methods import METHODS
 from network.models import MODELS
 from network.recipes import RECIPES
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=default)
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL", help=default)
     add("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help=default)
-    add("--links", nargs="+", choices=LINKS, default=list(LINKS), metavar="LINK", help=default)
+    add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK", help=default)
     add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help=default)
     add("--rounds", type=int, help="of every measurement, at least 2 (default: what each needs)")
     add("--steps", type=int, default=600, help=f"of the language model {default}")

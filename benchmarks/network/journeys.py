@@ -14,7 +14,7 @@ from network.recipes import RECIPES
 from network.results import Results
 from network.tables import NAMES, NOTHING
 
-__all__ = ["Journey", "blocks", "picture", "target"]
+__all__ = ["Journey", "blocks", "picture", "seconds_to", "target"]
 
 NEAR = (1.05, 1.02)
 """Largest ratios of a method's lowest loss to exact Adam's; methods above it do not set the target loss."""
@@ -49,13 +49,26 @@ class Journey:
         return [0.0, *accumulate(each)]
 
     def seconds_to(self, loss: float, times: Mapping[str, float]) -> float | None:
-        """Return the seconds until a loss is reached, interpolated between measured losses; None if never reached."""
-        clock = self.clock(times)
-        for (before, high), (after, low) in pairwise(self.losses):
-            if low <= loss:
-                part = 0.0 if high <= loss else (high - loss) / (high - low)
-                return clock[before] + part * (clock[after] - clock[before])
-        return None
+        """Return the seconds until a loss is reached; None if never."""
+        return seconds_to(loss, self.losses, self.clock(times))
+
+
+def seconds_to(loss: float, losses: Sequence[tuple[int, float]], clock: Sequence[float]) -> float | None:
+    """Return the seconds until a loss is reached, interpolated between measured losses; None if never reached.
+
+    Parameters
+    ----------
+    loss : float
+    losses : sequence of (int, float)
+        Losses after some numbers of steps.
+    clock : sequence of float
+        Seconds after 0, 1, 2, ... steps.
+    """
+    for (before, high), (after, low) in pairwise(losses):
+        if low <= loss:
+            part = 0.0 if high <= loss else (high - loss) / (high - low)
+            return clock[before] + part * (clock[after] - clock[before])
+    return None
 
 
 def target(journeys: Sequence[Journey], near: float) -> float:

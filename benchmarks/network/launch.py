@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from network.shaped import ENTER, VARIABLE, address, enter, shaped_network
+from network.shaped import ENTER, VARIABLE, address, ended_by_signals, enter, shaped_network
 
-__all__ = ["LINKS", "RATES", "RankError", "launch"]
+__all__ = ["LINKS", "RATES", "RankError", "launch", "launch_here"]
 
-LINKS = ("100mbit", "1gbit", "10gbit", "loopback")
-RATES = {"100mbit": 1e8 / 8, "1gbit": 1e9 / 8, "10gbit": 1e10 / 8}
+LINKS = ("10mbit", "100mbit", "1gbit", "10gbit", "loopback")
+RATES = {"10mbit": 1e7 / 8, "100mbit": 1e8 / 8, "1gbit": 1e9 / 8, "10gbit": 1e10 / 8}
 """Bytes per second; the loopback of one node has no limit."""
 FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[2], Path(__file__).parents[2] / "examples"]
 """The folder from which ranks import."""
@@ -60,16 +61,49 @@ def launch(
         _wait(starts(name, ranks, [sys.executable, *program], alone=alone), limit_seconds)
 
 
+def launch_here(ranks: int, program: Sequence[str], *, limit_seconds: float) -> None:
+    """Run ``python *program`` on every rank as processes of this node, over gloo, without a network of their own.
+
+    Parameters
+    ----------
+    ranks : int
+    program : sequence of str
+        Arguments of Python.
+    limit_seconds : float
+        Seconds after which the ranks are ended.
+
+    Raises
+    ------
+    RankError
+        If a rank fails, or the ranks take too long.
+    """
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    command = [sys.executable, *program]
+    addresses = ["127.0.0.1"] * ranks
+    own = [_rank(rank, addresses, interface="lo", port=port) for rank in range(ranks)]
+    with ended_by_signals():
+        _wait([_start(command, _environment("") | variables) for variables in own], limit_seconds)
+
+
+def _rank(rank: int, addresses: Sequence[str], *, interface: str, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank over gloo."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(addresses)),
+        "MASTER_ADDR": addresses[0],
+        "MASTER_PORT": str(port),
+        "OWN_ADDR": addresses[rank],
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+
+
 def _gloo(name: str, ranks: int, command: Sequence[str], *, alone: bool) -> list[subprocess.Popen[bytes]]:
+    addresses = [address(0 if alone else rank) for rank in range(ranks)]
     processes = []
     for rank in range(ranks):
-        own = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": address(0),
-            "MASTER_PORT": str(PORT),
-            "GLOO_SOCKET_IFNAME": "lo" if alone else "eth0",
-        }
+        own = _rank(rank, addresses, interface="lo" if alone else "eth0", port=PORT)
         processes.append(_start(enter(0 if alone else rank, command), _environment(name) | own))
     return processes
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["NetworkError", "address", "enter", "limit", "shaped_network", "transmitted"]
+__all__ = ["NetworkError", "address", "ended_by_signals", "enter", "limit", "shaped_network", "transmitted"]
 
 ENTER = Path(__file__).parent / "enter.sh"
 VARIABLE = "QCOMP_NETWORK"
@@ -56,7 +56,7 @@ def shaped_network(nodes: int, rate: str | None) -> Iterator[str]:
     """
     require_rights()
     name = f"{PREFIX}-{os.getpid()}"
-    with _ended_by_signals():
+    with ended_by_signals():
         try:
             for namespace in leftovers(_namespaces()):
                 _remove(namespace)
@@ -115,9 +115,11 @@ def burst(rate: str) -> str:
 
     Examples
     --------
-    >>> burst("100mbit"), burst("1gbit")
-    ('72kb', '256kb')
+    >>> burst("10mbit"), burst("100mbit"), burst("1gbit")
+    ('16kb', '72kb', '256kb')
     """
+    if rate == "10mbit":
+        return "16kb"
     return "256kb" if rate.endswith("gbit") else "72kb"
 
 
@@ -184,7 +186,7 @@ def _do(*command: str) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end this process as an exception does."""
 
     def leave(number: int, _frame: FrameType | None) -> None:

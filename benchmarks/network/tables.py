@@ -14,7 +14,13 @@ from network.results import Results, Run
 
 __all__ = ["NAMES", "blocks"]
 
-NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "loopback": "loopback"}
+NAMES = {
+    "10mbit": "10 Mbit/s",
+    "100mbit": "100 Mbit/s",
+    "1gbit": "1 Gbit/s",
+    "10gbit": "10 Gbit/s",
+    "loopback": "loopback",
+}
 JUDGED = ("100mbit", "1gbit")
 """The links for which the model's error is shown; the others are limited by the processor."""
 TOLERANCE = 0.20
