@@ -6,7 +6,7 @@ PEERS := .venv-peers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network docs lint format clean
+.PHONY: demo test test-all test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
@@ -52,6 +52,11 @@ bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over f
 
 bench-network: $(INSTALLED)  ## Time training over links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
 	$(BIN)/python benchmarks/network_times.py
+
+bench-loss: $(INSTALLED)  ## Race to a loss on links of 10 Mbit/s to 10 Gbit/s (takes days; resumes where it stopped); needs root and iproute2.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torchft
+	$(BIN)/python benchmarks/loss_race.py
+	$(BIN)/python benchmarks/powersgd_times.py
 
 docs: $(INSTALLED)  ## Make the documentation site in build/docs/.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'

@@ -1,0 +1,200 @@
+"""The compared methods: those of torch and torchft with AdamW and with Muon inside, and those of qcomp."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from muon import FourLevels
+from network.methods import QSGD4
+from torch import nn
+
+import qcomp
+import qcomp.torch
+from qcomp.integrations import ddp
+from race import peers
+from race.settings import BETAS, DECAY, OTHERS, Optimizers, Settings, Trainer, adamw, muon
+
+__all__ = ["EXACT", "EXCHANGE", "LOCAL", "METHODS", "REFERENCE", "STEP", "Method"]
+
+STEP, EXACT, LOCAL, EXCHANGE = "step", "exact", "local", "exchange"
+"""The phases of a step: always alike; before compression or local steps begin; without messages; with them."""
+REFERENCE = "ddp_adamw"
+"""The method whose last loss is the one to reach, and that others are compared with."""
+
+Make = Callable[[nn.Module, Settings], Trainer]
+Phase = Callable[[int, Settings], str]
+
+
+def always(_step: int, _: Settings) -> str:
+    """Return the phase of a method whose steps are alike."""
+    return STEP
+
+
+def warmed(step: int, settings: Settings) -> str:
+    """Return the phase of a method with exact first steps."""
+    return EXACT if step < settings.warmup else STEP
+
+
+def doubling(step: int, settings: Settings) -> str:
+    """Return the phase of a step of 0/1 Adam."""
+    return EXACT if _variance_steps(settings)(step + 1) else STEP
+
+
+def outer(step: int, settings: Settings) -> str:
+    """Return the phase of a method in an outer loop."""
+    return EXCHANGE if (step + 1) % settings.every == 0 else LOCAL
+
+
+def warmed_outer(step: int, settings: Settings) -> str:
+    """Return the phase of a method with exact first steps, and then an outer loop."""
+    return EXACT if step < settings.warmup else outer(step - settings.warmup, settings)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of training on several ranks.
+
+    Parameters
+    ----------
+    label : str
+    make : callable
+        Makes it from a model and settings.
+    phase : callable
+        Returns the phase of a step, counted from 0.
+    peer : bool
+        Whether it is of torch or torchft.
+    exact_as : tuple of str
+        The method and the phase that have the time of its exact steps, if not itself.
+    """
+
+    label: str
+    make: Make
+    phase: Phase = always
+    peer: bool = False
+    exact_as: tuple[str, str] | None = None
+
+    def timed_as(self, name: str, phase: str) -> tuple[str, str]:
+        """Return the method and the phase that have the time of a phase of this method, whose name is given."""
+        return self.exact_as if phase == EXACT and self.exact_as else (name, phase)
+
+
+def overlapped(make: Callable[..., qcomp.Optimizer], **changes: Any) -> Make:
+    """Return an optimizer of qcomp under DistributedDataParallel."""
+
+    def made(model: nn.Module, settings: Settings) -> Trainer:
+        shared = {
+            "learning_rate": settings.rate,
+            "betas": BETAS,
+            "weight_decay": DECAY,
+            "seed": settings.seed,
+        }
+        own = {name: value(settings) for name, value in changes.items()}
+        wrapped = peers.data_parallel(model)
+        return Trainer(wrapped, [ddp.OverlappedOptimizer(wrapped, make(**shared, **own))])
+
+    return made
+
+
+def hook(inner: Optimizers, compressor: qcomp.Compressor, **settings_of_hook: Any) -> Make:
+    """Return DistributedDataParallel with the hook of qcomp, and optimizers of torch."""
+
+    def made(model: nn.Module, settings: Settings) -> Trainer:
+        wrapped = peers.data_parallel(model)
+        given = ddp.hook(compressor, wrapped, seed=settings.seed, **settings_of_hook)
+        wrapped.register_comm_hook(*given)
+        return Trainer(wrapped, inner(model, settings))
+
+    return made
+
+
+def own_muon(compressor: qcomp.Compressor, update_compressor: qcomp.Compressor) -> Make:
+    """Return Muon of qcomp."""
+
+    def made(model: nn.Module, settings: Settings) -> Trainer:
+        own = qcomp.torch.Muon(
+            model.named_parameters(),
+            weight_decay=DECAY,
+            betas=BETAS,
+            others=OTHERS,
+            adjust_lr_fn="match_rms_adamw",
+            compressor=compressor,
+            update_compressor=update_compressor,
+            seed=settings.seed,
+        )
+        return Trainer(model, [own])
+
+    return made
+
+
+def loop(inner: Optimizers, preset: Callable[..., qcomp.OuterLoop], *, warm: bool = False) -> Make:
+    """Return an outer loop of qcomp around optimizers of torch."""
+
+    def made(model: nn.Module, settings: Settings) -> Trainer:
+        chosen = preset(settings.every, warmup=settings.warmup if warm else 0, seed=settings.seed)
+        optimizers = inner(model, settings)
+        around = qcomp.torch.OuterLoop(model, optimizers, chosen)
+        return Trainer(model, optimizers, close=around.remove)
+
+    return made
+
+
+def _freeze(settings: Settings) -> int:
+    return settings.warmup
+
+
+def _variance_steps(settings: Settings) -> Callable[[int], bool]:
+    """Return the steps, from 1, in which 0/1 Adam averages exactly."""
+    if settings.settled:
+        return lambda step: step <= settings.warmup
+    return qcomp.DoublingIntervals(2)
+
+
+LOW_RANK = {"averaging": qcomp.PowerSGD(rank=2), "exact": None}
+FOUR, ONE, ALL = qcomp.QSGD(levels=7, bucket_size=128), qcomp.ScaledSign(scale="rms"), qcomp.Identity()
+AS_WARMUP = ("onebit_adam", EXACT)
+
+METHODS = {
+    REFERENCE: Method("DDP, float32, AdamW", peers.plain(adamw), peer=True),
+    "ddp_muon": Method("DDP, float32, Muon", peers.plain(muon), peer=True),
+    "bf16_adamw": Method("DDP, bf16 hook, AdamW", peers.bf16(adamw), peer=True),
+    "bf16_muon": Method("DDP, bf16 hook, Muon", peers.bf16(muon), peer=True),
+    "powersgd1_adamw": Method("DDP, PowerSGD hook rank 1, AdamW", peers.power_sgd(1, adamw), peer=True),
+    "powersgd1_muon": Method("DDP, PowerSGD hook rank 1, Muon", peers.power_sgd(1, muon), peer=True),
+    "powersgd2_adamw": Method("DDP, PowerSGD hook rank 2, AdamW", peers.power_sgd(2, adamw), peer=True),
+    "powersgd2_muon": Method("DDP, PowerSGD hook rank 2, Muon", peers.power_sgd(2, muon), peer=True),
+    "postlocal_adamw": Method(
+        "torch post-local SGD, AdamW", peers.post_local(adamw), warmed_outer, True, (REFERENCE, STEP)
+    ),
+    "postlocal_muon": Method(
+        "torch post-local SGD, Muon", peers.post_local(muon), warmed_outer, True, ("ddp_muon", STEP)
+    ),
+    "torchft_adamw": Method("torchft DiLoCo, AdamW", peers.torchft(adamw), outer, True),
+    "torchft_muon": Method("torchft DiLoCo, Muon", peers.torchft(muon), outer, True),
+    "onebit_adam": Method("1-bit Adam", overlapped(qcomp.OneBitAdam, freeze=_freeze), warmed),
+    "qadam": Method("QAdam, 8 bits", overlapped(qcomp.QAdam, freeze=_freeze), warmed, False, AS_WARMUP),
+    "zero_one_adam": Method(
+        "0/1 Adam",
+        overlapped(qcomp.ZeroOneAdam, variance_steps=_variance_steps),
+        doubling,
+        False,
+        AS_WARMUP,
+    ),
+    "qsgd4_adamw": Method("gradients in 4 bits, AdamW", hook(adamw, qcomp.compressor(QSGD4))),
+    "lowrank2_adamw": Method("PowerSGD rank 2, AdamW", hook(adamw, ALL, **LOW_RANK)),
+    "lowrank2_muon": Method("PowerSGD rank 2, Muon", hook(muon, ALL, **LOW_RANK)),
+    "muon_exact": Method("Muon, exact", own_muon(ALL, ALL)),
+    "muon_4_1": Method("Muon, 4 + 1 bits", own_muon(FOUR, ONE)),
+    "muon_2_1": Method("Muon, 2 + 1 bits", own_muon(FourLevels(), ONE)),
+    "local_adamw": Method("LocalSGD, AdamW", loop(adamw, qcomp.outer.local_sgd), outer),
+    "diloco_adamw": Method("DiLoCo, AdamW", loop(adamw, qcomp.outer.diloco), outer),
+    "muloco": Method("MuLoCo", loop(muon, qcomp.outer.muloco), outer),
+    "sparse_adamw": Method("SparseLoCo, AdamW", loop(adamw, qcomp.outer.sparse_loco), outer),
+    "sparse_muon": Method("SparseLoCo, Muon", loop(muon, qcomp.outer.sparse_loco), outer),
+    "sparse_warm_adamw": Method(
+        "SparseLoCo after a warm-up, AdamW", loop(adamw, qcomp.outer.sparse_loco, warm=True), warmed_outer
+    ),
+    "sparse_warm_muon": Method(
+        "SparseLoCo after a warm-up, Muon", loop(muon, qcomp.outer.sparse_loco, warm=True), warmed_outer
+    ),
+}
+"""By name, in the order of the tables."""

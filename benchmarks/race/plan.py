@@ -1,0 +1,131 @@
+"""What the race has to run, the most useful first, and how long that takes."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from race.methods import METHODS, REFERENCE
+from race.tasks import TASKS
+
+__all__ = [
+    "RATES",
+    "SEEDS",
+    "Curve",
+    "append",
+    "best_rate",
+    "curves",
+    "final",
+    "missing",
+    "of",
+    "read",
+    "seconds_of",
+]
+
+RATES = (3e-3, 1e-3, 9e-3)
+"""The largest learning rates that every method is tried with; the middle one first."""
+SEEDS = 3
+TUNED_AS = {"demo": "demo", "transformer": "transformer", "long": "demo"}
+"""The task whose trainings with 2 ranks and seed 0 decide on the learning rate."""
+ORDER = [
+    ("demo", 2, (0,)),
+    ("demo", 2, range(1, SEEDS)),
+    ("transformer", 2, (0,)),
+    ("demo", 4, (0,)),
+    ("transformer", 2, range(1, SEEDS)),
+    ("transformer", 4, (0,)),
+    ("long", 2, (0,)),
+    ("demo", 4, range(1, SEEDS)),
+    ("transformer", 4, range(1, SEEDS)),
+    ("long", 2, range(1, SEEDS)),
+    ("long", 4, range(SEEDS)),
+]
+"""Tasks, ranks and seeds."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A training; the rate is None as long as the ones that decide on it are missing."""
+
+    task: str
+    ranks: int
+    method: str
+    rate: float | None
+    seed: int
+
+    @property
+    def which(self) -> dict[str, Any]:
+        """The entries of the row of this training that tell it from others."""
+        return asdict(self)
+
+    @property
+    def cost(self) -> float:
+        """What it computes, in any unit."""
+        task = TASKS[self.task]
+        width, layers, _, context = task.sizes
+        return self.ranks * task.steps * task.batch * context * layers * width**2
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, none if it is missing."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, text: str) -> None:
+    """Append rows to a file."""
+    with path.open("a") as file:
+        file.write(text)
+
+
+def of(rows: Rows, **which: Any) -> list[Mapping[str, Any]]:
+    """Return the rows that have these entries."""
+    return [row for row in rows if which.items() <= row.items()]
+
+
+def final(row: Mapping[str, Any]) -> float:
+    """Return the validation loss at the end of a training; infinite if it failed."""
+    losses: list[tuple[int, float | None]] = row["losses"]
+    step, loss = losses[-1]
+    return float("inf") if loss is None or step < row["steps"] else loss
+
+
+def best_rate(rows: Rows, task: str, method: str, *, all_tried: bool = True) -> float | None:
+    """Return the rate with the lowest loss at the end, with 2 ranks and seed 0; None if not known yet."""
+    tried = of(rows, task=TUNED_AS[task], ranks=2, method=method, seed=0)
+    if not tried or (all_tried and {row["rate"] for row in tried} != set(RATES)):
+        return None
+    best: float = min(tried, key=final)["rate"]
+    return best
+
+
+def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curve]:
+    """Yield all trainings of the race in their order."""
+    for task, ranks, seeds in ORDER:
+        if TUNED_AS[task] == task and ranks == 2 and 0 in seeds:
+            pairs = sorted(
+                product(RATES, methods), key=lambda pair: pair[1] != REFERENCE
+            )  # it has the target
+            yield from (Curve(task, ranks, method, rate, 0) for rate, method in pairs)
+        else:
+            for seed, method in product(seeds, methods):
+                yield Curve(task, ranks, method, best_rate(rows, task, method), seed)
+
+
+def missing(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> list[Curve]:
+    """Return the trainings without a row."""
+    return [curve for curve in curves(rows, methods) if not of(rows, **curve.which)]
+
+
+def seconds_of(curve: Curve, rows: Rows) -> float | None:
+    """Return the seconds that a training will take: as others of its task, or by its cost; None without any row."""
+    alike = of(rows, task=curve.task, ranks=curve.ranks)
+    if not alike:
+        each = [row["wall"] / Curve(**{name: row[name] for name in curve.which}).cost for row in rows]
+        return median(each) * curve.cost if each else None
+    own = of(alike, method=curve.method)
+    return float(median(row["wall"] for row in own or alike))

@@ -1,0 +1,70 @@
+"""What every method of the race is made from, and what it gives to the race."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["BETAS", "DECAY", "OTHERS", "Optimizers", "Settings", "Trainer", "adamw", "muon"]
+
+BETAS = (0.9, 0.99)
+DECAY = 0.01
+"""Weight decay, of all methods."""
+OTHERS = ("*embedding*", "head*")
+"""The matrices that AdamW moves under Muon."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a training that methods may differ by.
+
+    Parameters
+    ----------
+    rate : callable
+        The learning rate of a step, from the number of completed ones.
+    warmup : int
+        First steps that average exactly, of the methods that have such.
+    every : int
+        Steps of an outer round.
+    seed : int
+    settled : bool
+        Whether all steps after the warm-up are to be of one phase, or of an outer round, so that they can be timed.
+    """
+
+    rate: Callable[[int], float]
+    warmup: int
+    every: int
+    seed: int = 0
+    settled: bool = False
+
+
+class Trainer(NamedTuple):
+    """A model to call, the optimizers to step, and what ends them."""
+
+    model: Any
+    optimizers: Sequence[Any]
+    close: Callable[[], None] = lambda: None
+
+
+Optimizers = Callable[[nn.Module, Settings], list[torch.optim.Optimizer]]
+"""Makes the optimizers of torch that move a model; the race sets their learning rates."""
+
+
+def adamw(model: nn.Module, _: Settings) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters."""
+    return [torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=DECAY)]
+
+
+def muon(model: nn.Module, _: Settings) -> list[torch.optim.Optimizer]:
+    """Return AdamW for embeddings, head and norms, and torch's Muon for the matrices between hidden layers.
+
+    With "match_rms_adamw" its updates are as large as AdamW's, so that one learning rate suits both.
+    """
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks")]
+    rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
+    return [
+        torch.optim.AdamW(rest, betas=BETAS, weight_decay=DECAY),
+        torch.optim.Muon(hidden, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
+    ]

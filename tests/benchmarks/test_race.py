@@ -1,0 +1,278 @@
+"""The race to a loss: what is run next, what follows from its files, and the methods themselves on a tiny model."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import loss_race
+import page
+import pytest
+import torch.distributed as dist
+from race import plan, rank, standings
+from race.methods import EXACT, EXCHANGE, LOCAL, METHODS, REFERENCE, STEP
+from race.settings import Settings
+from race.standings import Race
+from race.tasks import TASKS, Task
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "loss"
+FAST = "muon_4_1"
+
+
+def row_of(method, rate, losses, *, task="demo", ranks=2, seed=0, **more):
+    about = {"task": task, "ranks": ranks, "method": method, "rate": rate, "seed": seed}
+    steps = losses[-1][0]
+    judged = {"held_out": 3.0, "accuracy": 0.25, "apart": 0.0, "seconds": 1.0, "wall": 10.0}
+    return about | {"steps": steps, "losses": losses} | judged | more
+
+
+def spread(median):
+    return {"median": median, "quartiles": [median, median]}
+
+
+def timed(method, phase, median, link="1gbit", task="demo"):
+    row = {"task": task, "ranks": 2, "link": link, "method": method, "phase": phase}
+    return row | {"seconds": spread(median), "rounds": 9, "bytes": 10}
+
+
+ROWS = [
+    row_of(REFERENCE, 3e-3, [(0, 5.0), (300, 2.2)]),
+    row_of(REFERENCE, 1e-3, [(0, 5.0), (150, 3.0), (300, 2.0)]),
+    row_of(REFERENCE, 9e-3, [(0, 5.0), (15, None)], steps=300, failed="the loss is not finite"),
+    row_of("ddp_muon", 3e-3, [(0, 5.0), (100, 2.0), (300, 1.5)]),
+    row_of("onebit_adam", 3e-3, [(0, 5.0), (300, 3.0)]),
+    row_of(FAST, 3e-3, [(0, 5.0), (150, 2.0), (300, 1.6)]),
+]
+SECONDS = [
+    timed(REFERENCE, STEP, 2.0),
+    timed("ddp_muon", STEP, 3.0),
+    timed(FAST, STEP, 0.5),
+    timed("onebit_adam", STEP, 0.25),
+]
+
+
+class TestPlan:
+    def test_the_reference_comes_first_and_then_one_rate_of_each(self):
+        first = plan.missing([])[: len(METHODS) + 2]
+        assert [(c.method, c.rate) for c in first[:3]] == [(REFERENCE, rate) for rate in plan.RATES]
+        assert [(c.method, c.rate) for c in first[3:]] == [
+            (m, plan.RATES[0]) for m in METHODS if m != REFERENCE
+        ]
+        assert {(c.task, c.ranks, c.seed) for c in first} == {("demo", 2, 0)}
+
+    def test_nothing_comes_twice_and_every_cell_is_there(self):
+        found = list(plan.curves(ROWS))
+        cells = {(c.task, c.ranks, c.method, c.seed) for c in found}
+        assert cells == {
+            (t, r, m, s) for t in TASKS for r in (2, 4) for m in METHODS for s in range(plan.SEEDS)
+        }
+        known = [c for c in found if c.rate is not None]
+        assert len(set(known)) == len(known)
+
+    def test_the_best_rate_waits_for_all_three_and_a_failure_is_none(self):
+        assert plan.best_rate(ROWS, "demo", REFERENCE) == 1e-3
+        assert plan.best_rate(ROWS, "long", REFERENCE) == 1e-3
+        assert plan.best_rate(ROWS, "transformer", REFERENCE) is None
+        assert plan.best_rate(ROWS, "demo", FAST) is None
+        assert plan.best_rate(ROWS, "demo", FAST, all_tried=False) == 3e-3
+        seeds = [c.rate for c in plan.curves(ROWS) if (c.task, c.method, c.seed) == ("demo", REFERENCE, 1)]
+        assert seeds == [1e-3, 1e-3]  # of 2 ranks and of 4
+
+    def test_hours_left_are_those_of_alike_trainings(self):
+        other = plan.Curve("demo", 2, "qadam", 3e-3, 0)
+        assert plan.seconds_of(other, []) is None
+        assert plan.seconds_of(other, ROWS) == 10.0
+        more = [*ROWS, row_of("qadam", 1e-3, [(300, 2.0)], wall=30.0)]
+        assert plan.seconds_of(other, more) == 30.0
+        assert plan.seconds_of(plan.Curve("long", 4, "qadam", 3e-3, 0), ROWS) == pytest.approx(200.0)
+
+
+class TestProgram:
+    """With a launcher that writes the row of a training at once."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        started = []
+
+        def launch(ranks, program, *, limit_seconds):
+            value = dict(zip(program[4::2], program[5::2], strict=True))
+            started.append((value["--methods"], float(value["--rate"]), int(value["--seed"]), ranks))
+            if value["--methods"] == "qadam":
+                raise loss_race.RankError("ranks ended with a status other than 0: {1: -6}")
+            row = row_of(value["--methods"], float(value["--rate"]), [(0, 5.0), (300, 2.0)], ranks=ranks)
+            del row["wall"]
+            Path(value["--out"]).write_text(json.dumps(row | {"seed": int(value["--seed"])}) + "\n")
+
+        monkeypatch.setattr(loss_race, "launch_here", launch)
+        return started
+
+    def run(self, run_program, monkeypatch, *options):
+        given = ["--parts", "curves", "--tasks", "demo", *options]
+        return run_program(loss_race, *given)
+
+    def test_it_goes_on_where_it_stopped(self, launched, run_program, monkeypatch):
+        whole = ["--methods", REFERENCE, FAST, "--ranks", "2"]
+        folder = self.run(run_program, monkeypatch, "--methods", REFERENCE, "--ranks", "2")
+        assert [run[:2] for run in launched[:3]] == [(REFERENCE, rate) for rate in plan.RATES]
+        assert launched[3:] == [(REFERENCE, plan.RATES[0], seed, 2) for seed in (1, 2)]
+        launched.clear()
+        self.run(run_program, monkeypatch, *whole)
+        assert {run[0] for run in launched} == {FAST}
+        rows = plan.read(folder / "curves.jsonl")
+        assert len(rows) == 10
+        assert all(row["wall"] >= 0 for row in rows)
+        launched.clear()
+        self.run(run_program, monkeypatch, *whole)
+        assert not launched
+
+    def test_a_training_that_fails_leaves_the_others_alone(self, launched, run_program, monkeypatch, capsys):
+        folder = self.run(run_program, monkeypatch, "--methods", "qadam", FAST, "--ranks", "2")
+        assert {row["method"] for row in plan.read(folder / "curves.jsonl")} == {FAST}
+        assert sum(run[0] == "qadam" for run in launched) == 3
+        assert "error: ranks ended with a status other than 0" in capsys.readouterr().out
+
+    def test_no_training_begins_after_the_last_hour(self, launched, run_program, monkeypatch):
+        self.run(run_program, monkeypatch, "--hours", "0")
+        assert not launched
+
+
+class TestStandings:
+    @pytest.fixture
+    def race(self):
+        return Race("demo", 2, ROWS)
+
+    def test_steps_to_the_target(self, race):
+        assert race.target == 2.0
+        assert race.reached(REFERENCE) == 300
+        assert race.reached("ddp_muon") == 100
+        assert race.reached(FAST) == 150
+        assert race.reached("onebit_adam") is None
+
+    def test_a_seed_that_never_arrives_counts_as_infinite(self):
+        seeds = [row_of(FAST, 3e-3, [(0, 5.0), (300, 4.0)], seed=seed) for seed in (1, 2)]
+        assert Race("demo", 2, [*ROWS, seeds[0]]).reached(FAST) is None
+        assert Race("demo", 2, [*ROWS, *seeds]).reached(FAST) is None
+
+    def test_seconds_are_the_sum_over_phases(self, race):
+        times = {("onebit_adam", EXACT): 2.0, ("onebit_adam", STEP): 0.5}
+        (row,) = race.runs["onebit_adam"]
+        assert standings.clock(row, times)[-1] == 45 * 2.0 + 255 * 0.5
+        assert race.timed(times) == ["onebit_adam"]
+        assert not race.timed({("onebit_adam", STEP): 0.5})
+
+    def test_tables(self):
+        made = standings.tables(ROWS, SECONDS, [])
+        assert "The target is 2.000 nats a byte." in made["steps"]
+        assert "| DDP, float32, AdamW | 0.001 (3 of 3) | 2.000 | 300 | 3.000 | 25.0 | 1 |" in made["steps"]
+        assert "| qcomp: 1-bit Adam | 0.003 (1 of 3) | 3.000 | not reached |" in made["steps"]
+        assert "| qcomp: Muon, 4 + 1 bits | 75, 8.00x | 1 |" in made["seconds"]
+        # The exact steps of 1-bit Adam are not timed.
+        assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
+        best = "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 | 5 | DDP, float32, Muon | 4.00 | 1.3 |"
+        assert best in made["goals"]
+        assert "| demo | 2 | 6 of 140 | none |" in made["missing"]
+
+    def test_the_clock_is_compared_with_the_product(self):
+        check = row_of(REFERENCE, 1e-3, [(0, 5.0), (60, 3.0)], link="1gbit", seconds=100.0)
+        found = standings.tables(ROWS, SECONDS, [check])["check"]
+        assert "| DDP, float32, AdamW, demo, 60 steps, 1 Gbit/s | 100.0 | 120.0 | +20% |" in found
+
+    def test_without_files_every_block_says_so(self, tmp_path):
+        made = standings.tables([], [], [])
+        assert {made[name] for name in ("steps", "seconds", "goals", "check")} == {"Not measured yet."}
+        assert standings.picture([], [], "1gbit") is None
+
+    def test_a_picture_of_each_link_that_is_measured(self, tmp_path):
+        (tmp_path / page.PAGE).write_text((PAGE / page.PAGE).read_text())
+        for name, rows in {"curves": ROWS, "seconds": SECONDS}.items():
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        standings.write(tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == ["1gbit.png", "steps.png"]
+        text = (tmp_path / page.PAGE).read_text()
+        assert "![1 Gbit/s](1gbit.png)" in text
+        assert "10mbit.png" not in text
+        standings.write(tmp_path)
+        assert (tmp_path / page.PAGE).read_text() == text
+
+    def test_the_committed_page_shows_the_committed_files(self):
+        files = {name: plan.read(PAGE / f"{name}.jsonl") for name in ("curves", "seconds", "checks")}
+        text = (PAGE / page.PAGE).read_text()
+        assert page.replaced(text, standings.tables(**files)) == text
+
+
+QUICK = {"postlocal_muon", "powersgd2_muon", "zero_one_adam", "muon_2_1", "sparse_warm_muon"}
+TINY = Task("a tiny model", (16, 1, 2, 16), 2, 12, 3)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A world of torch.distributed of this process."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("OWN_ADDR", "127.0.0.1")
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch and small models have some
+        yield
+    dist.destroy_process_group()
+
+
+class TestMethods:
+    def test_phases(self):
+        settings = Settings(lambda _: 1e-3, warmup=3, every=3)
+        found = {
+            name: [method.phase(step, settings) for step in range(9)] for name, method in METHODS.items()
+        }
+        assert found[REFERENCE] == [STEP] * 9
+        assert found["onebit_adam"] == [EXACT] * 3 + [STEP] * 6
+        assert found["torchft_adamw"] == [LOCAL, LOCAL, EXCHANGE] * 3
+        assert found["sparse_warm_muon"] == [EXACT] * 3 + [LOCAL, LOCAL, EXCHANGE] * 2
+        assert found["zero_one_adam"][:7] == [EXACT, EXACT, EXACT, STEP, EXACT, STEP, EXACT]
+
+    def test_every_phase_is_timed_by_some_method(self):
+        """So that no cell of the table waits for ever."""
+        measured = {
+            (name, METHODS[name].phase(step, settings))
+            for name in METHODS
+            for settings in rank.settled(name)
+            for step in range(3, 9)
+        }
+        for task in TASKS:
+            for name in METHODS:
+                row = row_of(name, 1e-3, [(TASKS[task].steps, 2.0)], task=task)
+                assert set(standings.phases(row)) <= measured
+
+    def test_outer_rounds_end_where_a_model_is_judged(self):
+        for task in TASKS.values():
+            between, warmup = task.steps / rank.JUDGEMENTS, round(rank.WARMUP * task.steps)
+            assert between % task.every == warmup % task.every == 0
+
+    @pytest.mark.parametrize(
+        "method",
+        [
+            pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+            for name in METHODS
+            if not name.startswith("torchft")
+        ],
+    )
+    def test_it_learns_and_leaves_no_rank_apart(self, alone, method):
+        found = rank.curve(TINY, method, 1e-2, seed=0, steps=TINY.steps)
+        losses = [loss for _, loss in found["losses"]]
+        assert [step for step, _ in found["losses"]] == list(range(TINY.steps + 1))
+        assert losses[0] == pytest.approx(math.log(256), abs=0.1)
+        assert losses[-1] < losses[0] - 0.1
+        assert found["apart"] == 0
+        assert 0 < found["accuracy"] < 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["sparse_muon", "torchft_muon"])
+    def test_two_ranks_write_a_row(self, tmp_path, method):
+        if method.startswith("torchft"):
+            pytest.importorskip("torchft", reason="only `make bench-loss` installs it")
+        out = tmp_path / "rows"
+        program = ["-W", "ignore", "-m", "race.rank", "--task", "demo", "--methods", method]
+        program += ["--rate", "1e-3", "--steps", "15", "--out", str(out)]
+        loss_race.launch_here(2, program, limit_seconds=250)
+        (row,) = plan.read(out)
+        assert (row["ranks"], row["method"], row["losses"][-1][0]) == (2, method, 15)
+        assert row["apart"] == 0
