@@ -265,14 +265,16 @@ class TestMethods:
         assert 0 < found["accuracy"] < 1
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("method", ["sparse_muon", "torchft_muon"])
-    def test_two_ranks_write_a_row(self, tmp_path, method):
+    @pytest.mark.parametrize(
+        ("method", "steps"), [("sparse_muon", 15), ("torchft_muon", 15), ("postlocal_muon", 35)]
+    )
+    def test_two_ranks_are_not_apart_where_an_outer_round_ends(self, tmp_path, method, steps):
         if method.startswith("torchft"):
             pytest.importorskip("torchft", reason="only `make bench-loss` installs it")
         out = tmp_path / "rows"
         program = ["-W", "ignore", "-m", "race.rank", "--task", "demo", "--methods", method]
-        program += ["--rate", "1e-3", "--steps", "15", "--out", str(out)]
+        program += ["--rate", "1e-3", "--steps", str(steps), "--out", str(out)]
         loss_race.launch_here(2, program, limit_seconds=250)
         (row,) = plan.read(out)
-        assert (row["ranks"], row["method"], row["losses"][-1][0]) == (2, method, 15)
+        assert (row["ranks"], row["method"], row["losses"][-1][0]) == (2, method, steps)
         assert row["apart"] == 0
