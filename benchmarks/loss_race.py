@@ -94,7 +94,7 @@ def train(options: argparse.Namespace) -> bool:
     path = options.out / "curves.jsonl"
     failed: set[plan.Curve] = set()
     while True:
-        rows = plan.read(path)
+        rows = plan.whole(plan.read(path), options.steps)
         left = [
             curve
             for curve in plan.missing(rows, options.methods)
@@ -123,15 +123,15 @@ def measure(options: argparse.Namespace) -> bool:
         for ranks in options.ranks:
             for link in options.links:
                 there = plan.of(plan.read(options.out / "seconds.jsonl"), task=task, ranks=ranks, link=link)
-                done = {row["method"] for row in there}
+                rounds = options.rounds or ROUNDS[link]
+                done = {row["method"] for row in there if row["rounds"] >= rounds}
                 wanted = [method for method in options.methods if method not in done]
                 for first in range(0, len(wanted), AT_ONCE):
                     if time.monotonic() > options.until:
                         return failed
                     methods = wanted[first : first + AT_ONCE]
                     print(f"{task}, {ranks} ranks, {link}: {', '.join(methods)}", flush=True)
-                    rounds = str(options.rounds or ROUNDS[link])
-                    program = ["--task", task, "--link", link, "--rounds", rounds, "--methods", *methods]
+                    program = ["--task", task, "--link", link, "--rounds", str(rounds), "--methods", *methods]
                     failed |= run(options, "seconds", ranks, program, link=link)
     return failed
 

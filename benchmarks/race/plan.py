@@ -76,6 +76,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def whole(rows: Rows, steps: int | None = None) -> list[Mapping[str, Any]]:
+    """Return the rows of trainings of the task's steps, or of another number of them, for trials."""
+    return [row for row in rows if row["steps"] == (steps or TASKS[row["task"]].steps)]
+
+
 def append(path: Path, text: str) -> None:
     """Append rows to a file."""
     with path.open("a") as file:

@@ -20,7 +20,7 @@ from race.rank import WARMUP
 from race.settings import Settings
 from race.tasks import TASKS
 
-__all__ = ["Race", "write"]
+__all__ = ["Race", "read", "tables", "write"]
 
 GOALS = {"10mbit": (100, 3), "100mbit": (25, 2), "1gbit": (5, 1.3), "10gbit": (None, 0.95)}
 """How many times as fast as the reference, and as the best method of torch and torchft, the best of qcomp is to be."""
@@ -109,7 +109,7 @@ def times_of(seconds: plan.Rows, task: str, ranks: int, link: str) -> dict[tuple
 
 def write(folder: Path) -> None:
     """Write the tables into the page, and draw a picture of each link."""
-    files = {name: plan.read(folder / f"{name}.jsonl") for name in ("curves", "seconds", "checks")}
+    files = read(folder)
     blocks = tables(**files)
     races = list(of_rows(files["curves"]))
     pictures = []
@@ -123,6 +123,12 @@ def write(folder: Path) -> None:
     page.rewrite(folder, blocks)
     for name, text in blocks.items():
         print(f"\n{name}\n{text}")
+
+
+def read(folder: Path) -> dict[str, plan.Rows]:
+    """Return the rows of the files of a folder, without trials of fewer steps."""
+    files = {name: plan.read(folder / f"{name}.jsonl") for name in ("seconds", "checks")}
+    return {"curves": plan.whole(plan.read(folder / "curves.jsonl")), **files}
 
 
 def of_rows(curves: plan.Rows) -> Iterator[Race]:
@@ -150,13 +156,13 @@ def steps(race: Race) -> str:
     rows = []
     for name, runs in race.runs.items():
         ended = [row for row in runs if "failed" not in row]
-        after = race.reached(name)
+        after, all_tried = race.reached(name), race.tried(name) == len(plan.RATES)
         rows.append(
             [
                 label(name),
                 f"{runs[0]['rate']:g} ({race.tried(name)} of {len(plan.RATES)})",
                 mean([plan.final(row) for row in ended], 3),
-                NEVER if after is None else f"{after:.0f}",
+                f"{after:.0f}" if after is not None else NEVER if all_tried else f"{NEVER} at this rate",
                 mean([row["held_out"] for row in ended], 3),
                 mean([100 * row["accuracy"] for row in ended], 1),
                 str(len(runs)),
@@ -185,7 +191,17 @@ def on_links(race: Race, seconds: plan.Rows) -> str:
         rows.append([*row, str(len(race.runs[name]))])
     if not rows:
         return ""
-    head = ["", *(f"{NAMES[link]}: seconds, times as fast as DDP" for link in links), "seeds"]
+    fewest = {
+        link: min(
+            row["rounds"]
+            for row in plan.of(seconds, task=plan.TUNED_AS[race.task], ranks=race.ranks, link=link)
+        )
+        for link in links
+    }
+    columns = [
+        f"{NAMES[link]}, {count} rounds: seconds, times as fast as DDP" for link, count in fewest.items()
+    ]
+    head = ["", *columns, "seeds"]
     return f"**{race.label[0].upper()}{race.label[1:]}.**\n\n{page.table(head, rows)}"
 
 

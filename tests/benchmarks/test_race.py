@@ -99,7 +99,8 @@ class TestProgram:
             started.append((value["--methods"], float(value["--rate"]), int(value["--seed"]), ranks))
             if value["--methods"] == "qadam":
                 raise loss_race.RankError("ranks ended with a status other than 0: {1: -6}")
-            row = row_of(value["--methods"], float(value["--rate"]), [(0, 5.0), (300, 2.0)], ranks=ranks)
+            losses = [(0, 5.0), (int(value.get("--steps", 300)), 2.0)]
+            row = row_of(value["--methods"], float(value["--rate"]), losses, ranks=ranks)
             del row["wall"]
             Path(value["--out"]).write_text(json.dumps(row | {"seed": int(value["--seed"])}) + "\n")
 
@@ -130,6 +131,41 @@ class TestProgram:
         assert {row["method"] for row in plan.read(folder / "curves.jsonl")} == {FAST}
         assert sum(run[0] == "qadam" for run in launched) == 3
         assert "error: ranks ended with a status other than 0" in capsys.readouterr().out
+
+    def test_a_trial_of_fewer_steps_does_not_count(self, launched, run_program, monkeypatch, capsys):
+        only = ["--methods", REFERENCE, "--ranks", "2"]
+        folder = self.run(run_program, monkeypatch, *only, "--steps", "20")
+        assert len(launched) == 5
+        assert not standings.read(folder)["curves"]
+        self.run(run_program, monkeypatch, *only)
+        assert len(launched) == 10
+
+    def test_steps_are_timed_again_after_a_trial_of_fewer_rounds(self, run_program, monkeypatch):
+        started = []
+
+        def launch(transport, ranks, program, *, limit_seconds):
+            value = dict(zip(program[4::2], program[5::2], strict=True))
+            started.append(value)
+            row = timed(value["--methods"], STEP, 1.0, value["--link"]) | {"rounds": int(value["--rounds"])}
+            Path(value["--out"]).write_text(json.dumps(row) + "\n")
+
+        monkeypatch.setattr(loss_race, "launch", launch)
+        monkeypatch.setattr(loss_race, "require_rights", lambda: None)
+        only = [
+            "--parts",
+            "seconds",
+            "--tasks",
+            "demo",
+            "--ranks",
+            "2",
+            "--links",
+            "1gbit",
+            "--methods",
+            FAST,
+        ]
+        for options in (["--rounds", "2"], [], [], ["--rounds", "2"]):
+            run_program(loss_race, *only, *options)
+        assert [value["--rounds"] for value in started] == ["2", "9"]
 
     def test_no_training_begins_after_the_last_hour(self, launched, run_program, monkeypatch):
         self.run(run_program, monkeypatch, "--hours", "0")
@@ -164,7 +200,7 @@ class TestStandings:
         made = standings.tables(ROWS, SECONDS, [])
         assert "The target is 2.000 nats a byte." in made["steps"]
         assert "| DDP, float32, AdamW | 0.001 (3 of 3) | 2.000 | 300 | 3.000 | 25.0 | 1 |" in made["steps"]
-        assert "| qcomp: 1-bit Adam | 0.003 (1 of 3) | 3.000 | not reached |" in made["steps"]
+        assert "| qcomp: 1-bit Adam | 0.003 (1 of 3) | 3.000 | not reached at this rate |" in made["steps"]
         assert "| qcomp: Muon, 4 + 1 bits | 75, 8.00x | 1 |" in made["seconds"]
         # The exact steps of 1-bit Adam are not timed.
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
@@ -195,12 +231,11 @@ class TestStandings:
         assert (tmp_path / page.PAGE).read_text() == text
 
     def test_the_committed_page_shows_the_committed_files(self):
-        files = {name: plan.read(PAGE / f"{name}.jsonl") for name in ("curves", "seconds", "checks")}
         text = (PAGE / page.PAGE).read_text()
-        assert page.replaced(text, standings.tables(**files)) == text
+        assert page.replaced(text, standings.tables(**standings.read(PAGE))) == text
 
 
-QUICK = {"postlocal_muon", "powersgd2_muon", "zero_one_adam", "muon_2_1", "sparse_warm_muon"}
+QUICK = {"zero_one_adam", "muon_2_1", "sparse_warm_muon"}
 TINY = Task("a tiny model", (16, 1, 2, 16), 2, 12, 3)
 
 
@@ -263,6 +298,12 @@ class TestMethods:
         assert losses[-1] < losses[0] - 0.1
         assert found["apart"] == 0
         assert 0 < found["accuracy"] < 1
+
+    @pytest.mark.parametrize("method", [REFERENCE, "sparse_muon"])
+    def test_one_that_diverges_says_so(self, alone, method):
+        found = rank.curve(TINY, method, 1e30, seed=0, steps=TINY.steps)
+        assert "not finite" in found["failed"]
+        assert plan.final(found) == math.inf
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
