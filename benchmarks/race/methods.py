@@ -197,4 +197,4 @@ METHODS = {
         "SparseLoCo after a warm-up, Muon", loop(muon, qcomp.outer.sparse_loco, warm=True), warmed_outer
     ),
 }
-"""By name, in the order of the tables."""
+"""By name, in the order of the tables. Rows are found by the name: a method whose settings change gets another one."""
