@@ -8,17 +8,19 @@ import argparse
 import itertools
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lm.data import Corpus, training_batch, validation_windows
-from lm.model import LanguageModel
+from race.methods import Method
+from race.peers import data_parallel
+from race.rank import Learner
+from race.settings import Settings, Trainer
+from race.tasks import JUDGEMENTS, TASKS
 from schedule import Cosine
 from timing import machine, rounded, spread
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from tqdm import tqdm
 
 import qcomp
@@ -28,106 +30,65 @@ from network.recipes import BETAS, PEAK, RECIPES, SETTLED, WARMUP, Recipe
 from network.shaped import VARIABLE, limit
 from qcomp.integrations import ddp
 
-WIDTH, LAYERS, HEADS, CONTEXT = 408, 5, 6, 64
-BATCH = 4
-WINDOWS, AT_ONCE = 64, 16
-JUDGEMENTS = 20
+TASK = TASKS["transformer"]
 WARM = 2
 
 
-class Learner:
-    """A model, its optimizer and its method of averaging, with its own process group."""
+def learner(recipe: Recipe, rate: Cosine, exact: int) -> Learner:
+    """Return a transformer that learns by a recipe, with some exact steps first."""
 
-    def __init__(self, recipe: Recipe, rate: Cosine, exact: int, corpus: Corpus) -> None:
-        torch.manual_seed(0)
-        model = LanguageModel(WIDTH, LAYERS, HEADS, CONTEXT)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = DistributedDataParallel(
-            model, process_group=dist.new_group(), gradient_as_bucket_view=True
-        )
-        self.rate, self.corpus, self.done = rate, corpus, 0
-        self.comm: Any = None
-        self.optimizer: Any
+    def make(model: nn.Module, settings: Settings) -> Trainer:
+        wrapped = data_parallel(model)
         if recipe.make is not None:
-            self.comm = qcomp.comm.TorchCommunicator(self.model.process_group)
-            own = recipe.make(self.rate, exact)
-            self.optimizer = ddp.OverlappedOptimizer(self.model, own, comm=self.comm)
-        else:
-            self.optimizer = torch.optim.Adam(self.model.parameters(), betas=BETAS)
-            if recipe.hook is not None:
-                self.model.register_comm_hook(*ddp.hook(qcomp.compressor(recipe.hook), self.model))
-        self._stage = "exact" if recipe.hook is None else "compressed"
+            own = recipe.make(settings.rate, settings.warmup)
+            return Trainer(wrapped, [ddp.OverlappedOptimizer(wrapped, own)])
+        if recipe.hook is not None:
+            wrapped.register_comm_hook(*ddp.hook(qcomp.compressor(recipe.hook), wrapped))
+        return Trainer(wrapped, [torch.optim.Adam(model.parameters(), betas=BETAS)])
 
-    def step(self) -> tuple[str, float]:
-        """Do a step, and return its stage and its seconds on this rank."""
-        windows = training_batch(self.corpus.train, BATCH, CONTEXT, (0, dist.get_rank(), self.done))
-        dist.barrier()
-        sent, start = self.comm.bytes_sent if self.comm else 0, time.perf_counter()
-        for group in getattr(self.optimizer, "param_groups", ()):
-            group["lr"] = self.rate(self.done)
-        self.optimizer.zero_grad()
-        logits = self.model(windows[:, :-1])
-        error = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        torch.autograd.backward(error)
-        self.optimizer.step()
-        seconds = time.perf_counter() - start
-        self.done += 1
-        if not self.comm:
-            return self._stage, seconds
-        # Exact means take four bytes per element, the longest payloads one.
-        each = (self.comm.bytes_sent - sent) / self.parameters / (2 - 2 / self.comm.size)
-        return "exact" if each > 2 else "compressed", seconds
-
-    def turn(self) -> float:
-        """Return the seconds of the second of two steps on this rank, since steps follow each other in training."""
-        self.step()
-        return self.step()[1]
-
-    def judge(self) -> float:
-        """Return the validation loss in nats per byte; each rank evaluates a share of the windows."""
-        windows = validation_windows(self.corpus.validation, WINDOWS, CONTEXT)
-        parts = torch.split(windows, AT_ONCE)[dist.get_rank() :: dist.get_world_size()]
-        with torch.inference_mode():
-            losses = [self.model.module.loss(part).item() * len(part) for part in parts]
-        total = torch.tensor([sum(losses)], dtype=torch.float64)
-        dist.all_reduce(total)
-        return float(total.item()) / WINDOWS
+    return Learner(TASK, Method(recipe.label, make, recipe.phase), Settings(rate, exact, every=1))
 
 
-def curve(name: str, steps: int, link: str, corpus: Corpus) -> dict[str, Any]:
+def turn(training: Learner) -> float:
+    """Return the seconds of the second of two steps on this rank, since steps follow each other in training."""
+    training.step()
+    return training.step()[1]
+
+
+def curve(name: str, steps: int, link: str) -> dict[str, Any]:
     """Train, and return the loss at some steps, and the stages and seconds of all steps."""
-    learner = Learner(RECIPES[name], Cosine(PEAK, steps), max(1, round(WARMUP * steps)), corpus)
+    training = learner(RECIPES[name], Cosine(PEAK, steps), max(1, round(WARMUP * steps)))
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(1, JUDGEMENTS + 1)}
-    losses, stages, seconds = [(0, rounded(learner.judge()))], [], 0.0
+    losses, stages, seconds = [(0, rounded(training.validate()))], [], 0.0
     for step in tqdm(range(steps), desc=f"{name}, {link}", unit="step", disable=dist.get_rank() != 0):
-        stage, taken = learner.step()
+        stage, taken = training.step()
         stages.append(stage)
         seconds += taken
         if step + 1 in judge_at:
-            losses.append((step + 1, rounded(learner.judge())))
+            losses.append((step + 1, rounded(training.validate())))
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return {
         "method": name,
         "link": link,
         "steps": steps,
-        "parameters": learner.parameters,
+        "parameters": sum(p.numel() for p in training.model.parameters()),
         "losses": losses,
         "stages": [(stage, len(list(run))) for stage, run in itertools.groupby(stages)],
         "seconds": rounded(slowest.item()),
     }
 
 
-def times(links: list[str], rounds: list[int], corpus: Corpus) -> dict[str, Any]:
+def times(links: list[str], rounds: list[int]) -> dict[str, Any]:
     """Return the seconds of the slowest rank's steps on each link, by the timed recipe."""
     rate = Cosine(SLOW, 1000)
-    learners = {name: Learner(recipe, rate, exact, corpus) for name, (recipe, exact) in SETTLED.items()}
+    learners = {name: learner(recipe, rate, exact) for name, (recipe, exact) in SETTLED.items()}
     results = {}
     for link, count in zip(["none", *links], [WARM, *rounds], strict=True):
         if dist.get_rank() == 0 and link in RATES:
             limit(os.environ[VARIABLE], dist.get_world_size(), link)
         rounds_done = tqdm(range(count), desc=f"steps, {link}", unit="round", disable=dist.get_rank() != 0)
-        rows = [[learner.turn() for learner in learners.values()] for _ in rounds_done]
+        rows = [[turn(one) for one in learners.values()] for _ in rounds_done]
         of_all = torch.tensor(rows, dtype=torch.float64)
         dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
         results[link] = {name: spread(of_all[:, i].tolist()) for i, name in enumerate(learners)}
@@ -145,11 +106,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    corpus = Corpus.of_standard_library()
     if options.curve:
-        document = curve(options.curve, options.steps, options.links[0], corpus)
+        document = curve(options.curve, options.steps, options.links[0])
     else:
-        document = times(options.links, options.rounds, corpus)
+        document = times(options.links, options.rounds)
     if dist.get_rank() == 0:
         document |= {"ranks": dist.get_world_size(), "machine": machine() | {"torch": torch.__version__}}
         options.out.write_text(json.dumps(document) + "\n")

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from race.settings import Settings
+
 import qcomp
 from network.methods import QSGD4, SIGN
 
@@ -13,6 +15,7 @@ PEAK = 1e-3
 WARMUP = 0.15
 """The share of exact steps of optimizers that freeze the variance."""
 NEVER = 10**9
+GROWING = qcomp.DoublingIntervals(2)
 
 Rate = Callable[[int], float]
 
@@ -29,6 +32,15 @@ class Recipe:
     """The spec of the compressor of gradients; None to average them exactly."""
     exact: str = "warmup"
     compressed: str = ""
+    variance_steps: Callable[[int], bool] | None = None
+    """The exact steps, from 1, of a recipe that has not all of them first."""
+
+    def phase(self, step: int, settings: Settings) -> str:
+        """Return the stage of a step, counted from 0: "exact" or "compressed"."""
+        if not self.compressed or not self.make:
+            return "compressed" if self.compressed else "exact"
+        exact = self.variance_steps(step + 1) if self.variance_steps else step < settings.warmup
+        return "exact" if exact else "compressed"
 
     def stage(self, name: str) -> str:
         """Return the entry of `SETTLED` with the time of a step."""
@@ -44,7 +56,7 @@ def _qadam(rate: Rate, exact: int) -> qcomp.Optimizer:
 
 
 def _zero_one_adam(rate: Rate, _exact: int) -> qcomp.Optimizer:
-    return qcomp.ZeroOneAdam(learning_rate=rate, betas=BETAS, variance_steps=qcomp.DoublingIntervals(2))
+    return qcomp.ZeroOneAdam(learning_rate=rate, betas=BETAS, variance_steps=GROWING)
 
 
 def _zero_one_settled(rate: Rate, exact: int) -> qcomp.Optimizer:
@@ -55,7 +67,9 @@ RECIPES = {
     "adam": Recipe("Adam, exact", "#4d4d4d", exact="adam"),
     "onebit_adam": Recipe("1-bit Adam", "#d1495b", _onebit_adam, compressed="onebit_adam"),
     "qadam": Recipe("QAdam, 8 bits", "#3d9970", _qadam, compressed="qadam"),
-    "zero_one_adam": Recipe("0/1 Adam", "#7a4fa3", _zero_one_adam, compressed="zero_one_adam"),
+    "zero_one_adam": Recipe(
+        "0/1 Adam", "#7a4fa3", _zero_one_adam, compressed="zero_one_adam", variance_steps=GROWING
+    ),
     "sign_hook": Recipe("gradients of 1 bit, Adam", "#e0962b", hook=SIGN, compressed="sign_hook"),
     "qsgd4_hook": Recipe("gradients of 4 bits, Adam", "#2e86ab", hook=QSGD4, compressed="qsgd4_hook"),
 }

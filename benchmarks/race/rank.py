@@ -27,11 +27,11 @@ from timing import machine, rounded, spread
 from torch.nn import functional
 
 import qcomp
-from race.methods import EXACT, EXCHANGE, METHODS
+from race.methods import EXACT, EXCHANGE, METHODS, Method
 from race.settings import Settings
 from race.tasks import JUDGEMENTS, TASKS, Task
 
-__all__ = ["WARMUP", "curve", "timed"]
+__all__ = ["WARMUP", "Learner", "curve", "timed"]
 
 WARMUP = 0.15
 """The share of exact first steps."""
@@ -43,8 +43,8 @@ NEVER = 10**9
 class Learner:
     """A rank's model with a method, and the number of its steps."""
 
-    def __init__(self, task: Task, method: str, settings: Settings) -> None:
-        self.task, self.method, self.settings, self.done = task, METHODS[method], settings, 0
+    def __init__(self, task: Task, method: Method, settings: Settings) -> None:
+        self.task, self.method, self.settings, self.done = task, method, settings, 0
         self.model = task.model(settings.seed)
         self.trainer = self.method.make(self.model, settings)
 
@@ -66,6 +66,12 @@ class Learner:
         seconds = time.perf_counter() - start
         self.done += 1
         return self.method.phase(self.done - 1, self.settings), seconds
+
+    def validate(self) -> float:
+        """Return the validation loss of the mean of the ranks' parameters."""
+        with self.averaged():
+            (loss,) = over_ranks([self.task.validate(self.model, dist.get_rank(), dist.get_world_size())])
+        return loss
 
     @contextmanager
     def averaged(self) -> Iterator[float]:
@@ -94,7 +100,7 @@ def over_ranks(values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[fl
 def curve(task: Task, method: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
     """Train, and return the validation loss at some steps, and at the end what the model does on other files."""
     warmup = max(1, round(WARMUP * steps))
-    learner = Learner(task, method, Settings(Cosine(rate, steps), warmup, task.every, seed))
+    learner = Learner(task, METHODS[method], Settings(Cosine(rate, steps), warmup, task.every, seed))
     rank, size = dist.get_rank(), dist.get_world_size()
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(JUDGEMENTS + 1)}
     losses: list[tuple[int, float | None]] = []
@@ -102,8 +108,7 @@ def curve(task: Task, method: str, rate: float, seed: int, steps: int) -> dict[s
     seconds = 0.0
     while True:
         if learner.done in judge_at:
-            with learner.averaged():
-                (loss,) = over_ranks([task.validate(learner.model, rank, size)])
+            loss = learner.validate()
             losses.append((learner.done, round(loss, 4) if math.isfinite(loss) else None))
         if learner.done == steps:
             break
@@ -127,7 +132,7 @@ def timed(task: Task, methods: Sequence[str], link: str, rounds: int) -> list[di
     The methods take turns in an order that changes, so that all are measured in the same seconds. Of a turn the first
     step is not counted, since in training the step before is of the same method.
     """
-    learners = [(name, Learner(task, name, of)) for name in methods for of in settled(name)]
+    learners = [(name, Learner(task, METHODS[name], of)) for name in methods for of in settled(name)]
     samples: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for number in range(-WARM, rounds):
         if number == 0:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from itertools import groupby
 from pathlib import Path
 
 import network_times
@@ -20,10 +21,11 @@ from network.matrix import Field, summary
 from network.methods import COMPUTE, METHODS
 from network.models import MODELS
 from network.prediction import choice, predicted
-from network.recipes import RECIPES, SETTLED
+from network.recipes import RECIPES, SETTLED, WARMUP
 from network.results import Results, Run
 from network.timeline import overlap, readiness
 from network.volume import volume
+from race.settings import Settings
 
 import qcomp
 from qcomp.planning import CPU, Cluster, Link, Measured
@@ -318,6 +320,14 @@ class TestJourneys:
         for recipe in RECIPES.values():
             stages = [recipe.stage(s) for s in ("exact", "compressed") if recipe.stage(s)]
             assert set(stages) <= SETTLED.keys()
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_stages_are_those_that_bytes_have_shown(self, name):
+        """In the committed curves a step counts as exact if it has sent more than two bytes an element."""
+        found = json.loads(Results(PAGE).loss_path(name).read_text())
+        settings = Settings(lambda _: 0.0, round(WARMUP * found["steps"]), every=1)
+        stages = [RECIPES[name].phase(step, settings) for step in range(found["steps"])]
+        assert [[stage, len(list(run))] for stage, run in groupby(stages)] == found["stages"]
 
     def test_seconds_add_up_over_stages(self):
         found = journey("onebit_adam", [(0, 5.0), (4, 1.0)], [("exact", 2), ("compressed", 2)])
