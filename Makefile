@@ -48,7 +48,7 @@ bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; 
 
 bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (takes hours; resumes where it stopped).
 	$(BIN)/python benchmarks/noise_floor.py
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4py benchmarks/study.py
+	$(BIN)/python benchmarks/study.py
 
 bench-network: $(INSTALLED)  ## Time training over links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
 	$(BIN)/python benchmarks/network_times.py

@@ -1,5 +1,6 @@
-"""One run: a task, a method and a seed, on all ranks of a communicator."""
+"""One run: a task, a method and a seed, on ranks that take turns in one process."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,9 +10,12 @@ from tqdm import tqdm
 import qcomp
 from convergence.methods import METHODS
 from convergence.task import Task
-from qcomp.comm import Communicator
+from qcomp.core.diagnostics import counted
+from qcomp.testing.turns import lockstep
 
 __all__ = ["Run", "train"]
+
+RANKS = 2
 
 JUDGEMENTS = 10
 """Number of times that the metric is computed in a run, including its end."""
@@ -30,7 +34,7 @@ class Run:
     curve: list[tuple[int, float]]
     """(completed steps, the task's metric)"""
     bytes_sent: int
-    """Bytes sent by rank 0 in all steps, as the communicator counted them."""
+    """Bytes that rank 0 sent in all steps."""
 
     @property
     def final(self) -> float:
@@ -48,55 +52,59 @@ class Run:
         return asdict(self)
 
 
-def train(task: Task, method: str, steps: int, comm: Communicator) -> Run:
+def train(task: type[Task], method: str, seed: int, steps: int) -> Run:
     """Train a task's networks in turn, and compute the metric at times; all ranks end with the same parameters."""
+    ranks = [task(seed, rank) for rank in range(RANKS)]
     trainers = [
-        _Trainer(task, name, network, METHODS[method].optimizer(task, steps), comm)
-        for name, network in task.networks.items()
+        _Trainer(ranks, name, METHODS[method].optimizer(ranks[0], steps)) for name in ranks[0].networks
     ]
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(1, JUDGEMENTS + 1)}
     curve: list[tuple[int, float]] = []
-    title = f"{task.name}, {method}, seed {task.seed}"
-    for step in tqdm(range(steps), desc=title, unit="step", disable=comm.rank != 0, mininterval=1):
+    for step in tqdm(range(steps), desc=f"{task.name}, {method}, seed {seed}", unit="step", mininterval=1):
         for trainer in trainers:
             trainer.step(step)
         if step + 1 in judge_at:
-            curve.append((step + 1, task.judge()))
+            curve.append((step + 1, ranks[0].judge()))
     return Run(
         task=task.name,
         method=method,
-        seed=task.seed,
+        seed=seed,
         steps=steps,
-        ranks=comm.size,
-        parameters=sum(p.numel() for trainer in trainers for p in trainer.parameters),
+        ranks=RANKS,
+        parameters=sum(p.numel() for trainer in trainers for p in trainer.parameters[0]),
         curve=curve,
         bytes_sent=sum(trainer.sent for trainer in trainers),
     )
 
 
 class _Trainer:
-    """One network and its optimizer."""
+    """One network on all ranks, and its optimizer."""
 
-    def __init__(
-        self,
-        task: Task,
-        name: str,
-        network: torch.nn.Module,
-        optimizer: qcomp.Optimizer,
-        comm: Communicator,
-    ) -> None:
-        self.task, self.name, self.optimizer, self.comm = task, name, optimizer, comm
-        self.own = list(network.parameters())
-        self.parameters = [p.detach() for p in self.own]
-        names = [key for key, _ in network.named_parameters()]
-        self.state = self.optimizer.init(self.parameters, comm, names=names)
+    def __init__(self, ranks: Sequence[Task], name: str, optimizer: qcomp.Optimizer) -> None:
+        self.ranks, self.name, self.optimizer = ranks, name, optimizer
+        self.own = [list(task.networks[name].parameters()) for task in ranks]
+        self.parameters = [[p.detach() for p in own] for own in self.own]
+        names = [key for key, _ in ranks[0].networks[name].named_parameters()]
+        self.states = lockstep(
+            [
+                optimizer.init_stages(own, rank=rank, size=len(ranks), host="one", names=names)
+                for rank, own in enumerate(self.parameters)
+            ]
+        )
         self.sent = 0
 
     def step(self, step: int) -> None:
         """Do one step of this network."""
-        gradients = list(torch.autograd.grad(self.task.loss(self.name, step), self.own))
-        before = self.comm.bytes_sent
-        moved, self.state = self.optimizer.step(self.parameters, gradients, self.state, self.comm)
-        self.sent += self.comm.bytes_sent - before
-        for own, new in zip(self.parameters, moved, strict=True):
-            own.copy_(new)
+        gradients = [
+            list(torch.autograd.grad(task.loss(self.name, step), own))
+            for task, own in zip(self.ranks, self.own, strict=True)
+        ]
+        of_ranks = zip(self.parameters, gradients, self.states, strict=True)
+        moved = lockstep(
+            [counted(self.optimizer.stages(*of_rank), rank) for rank, of_rank in enumerate(of_ranks)]
+        )
+        self.sent += moved[0][1]
+        self.states = [state for (_, state), _ in moved]
+        for own, ((new, _), _) in zip(self.parameters, moved, strict=True):
+            for parameter, value in zip(own, new, strict=True):
+                parameter.copy_(value)
