@@ -7,6 +7,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.optimizers.remeasure import kept_after, measured
 
 FREEZE, BETAS = 4, (0.9, 0.8)
 SHAPE = (6, 8)
@@ -65,19 +66,23 @@ def test_measured_in_every_step_it_is_adam(kind):
         np.testing.assert_allclose(found, params, rtol=1e-5)
 
 
-def test_a_measurement_stands_for_the_steps_since_the_last():
-    """After k steps the old variance has the weight b2^k, so that the average has the same length as before."""
-    opt = optimizer(variance_steps=lambda step: step in (3, 5), variance_floor=0.0)
-    found = [state.variance[0] for _, state in states(opt, FREEZE + 6)]
-    frozen = found[FREEZE - 1]
-    for step in (1, 2):
-        assert found[FREEZE - 1 + step].tobytes() == frozen.tobytes()
-    expected = frozen.astype(float)
-    for step, since in ((3, 3), (5, 2)):
-        g = (gradients(0, FREEZE + step - 1).astype(float) + gradients(1, FREEZE + step - 1)) / 2
-        kept = BETAS[1] ** since
-        expected = kept * expected + (1 - kept) * g * g
-        np.testing.assert_allclose(found[FREEZE - 1 + step], expected, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("beta2", "steps", "kept"),
+    [(0.95, (3, 5), (0.95**3, 0.95**2)), (0.95, (1, 12), (0.95, 0.75)), (0.5, (1, 4), (0.5, 0.5))],
+)
+def test_a_measurement_stands_for_the_steps_since_the_last(beta2, steps, kept):
+    """After k steps the old variance has the weight b2^k, but one measurement has no more than a quarter, or 1 - b2."""
+    opt = optimizer(variance_steps=lambda step: step in steps, variance_floor=0.0, betas=(0.9, beta2))
+    found = [state.variance[0] for _, state in states(opt, FREEZE + steps[-1])]
+    expected = found[FREEZE - 1].astype(float)
+    for step in range(1, steps[-1] + 1):
+        if step in steps:
+            g = (gradients(0, FREEZE + step - 1).astype(float) + gradients(1, FREEZE + step - 1)) / 2
+            weight = kept[steps.index(step)]
+            expected = weight * expected + (1 - weight) * g * g
+            np.testing.assert_allclose(found[FREEZE - 1 + step], expected, rtol=1e-5)
+        else:
+            assert found[FREEZE - 1 + step].tobytes() == found[FREEZE - 2 + step].tobytes()
 
 
 def test_what_is_owed_stays_owed():
@@ -125,6 +130,21 @@ def test_a_state_that_does_not_say_when_it_was_measured_begins_at_its_step():
     assert loaded.numbers["variance_steps_since"] == loaded.numbers["variance_measured"] == FREEZE + 3
     back = plain.load_state_dict(measuring.state_dict(loaded), params, comm, strict=False)
     assert dict(back.numbers) == dict(state.numbers)
+
+
+def test_steps_stay_short_where_gradients_come_and_go():
+    """Of a single square, which is often near zero, steps would be many times as long as those of Adam."""
+
+    def longest_moves(kept):
+        rng = np.random.default_rng(0)
+        variance = (np.ones(10_000),)
+        for _ in range(4):
+            g = rng.standard_normal(10_000)
+            variance = measured(variance, [g], [True], kept=kept, floor=0.0)
+        return np.sqrt(np.mean(1 / variance[0]))
+
+    assert longest_moves(kept_after(0.999, 10**6)) < 1.5
+    assert longest_moves(0.999**10**6) > 10
 
 
 def test_one_bit_lamb_has_none():

@@ -17,7 +17,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
-from qcomp.core.optimizers.remeasure import measured, step_on_codes
+from qcomp.core.optimizers.remeasure import kept_after, measured, step_on_codes
 from qcomp.core.optimizers.schedules import Schedule
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
@@ -199,7 +199,7 @@ class FrozenVarianceAdam(Optimizer):
         """Make a step with exact mean gradients, and with the variance that they give."""
         beta1, beta2 = self.betas
         gradients = self.adam.decayed(means.values, params, state)
-        kept = beta2 ** (state.step + 1 - int(state.numbers[_MEASURED]))
+        kept = kept_after(beta2, state.step + 1 - int(state.numbers[_MEASURED]))
         variance = measured(state.variance, gradients, state.exact, kept=kept, floor=self.variance_floor)
         numbers = self.adam.numbers(state)
         new_params, momentum = step_on_codes(

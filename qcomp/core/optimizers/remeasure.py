@@ -7,7 +7,29 @@ from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.floor import floored
 
-__all__ = ["measured", "step_on_codes"]
+__all__ = ["kept_after", "measured", "step_on_codes"]
+
+LARGEST_WEIGHT = 0.25
+"""Of one measurement: with it the average is as steady as one of seven squares. A single square is often near zero, and
+its element would make long steps."""
+
+
+def kept_after(beta2: float, steps: int) -> float:
+    """Return the weight that a variance keeps when it is measured again: b2^steps, but at least 3/4, or b2 if smaller.
+
+    Parameters
+    ----------
+    beta2 : float
+        The decay rate of the variance.
+    steps : int
+        Number of steps since the last measurement.
+
+    Examples
+    --------
+    >>> kept_after(0.99, 1), kept_after(0.99, 1000), kept_after(0.5, 1)
+    (0.99, 0.75, 0.5)
+    """
+    return max(beta2**steps, min(beta2, 1 - LARGEST_WEIGHT))
 
 
 def measured(
