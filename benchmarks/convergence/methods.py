@@ -40,6 +40,11 @@ def first(steps: int, part: float) -> int:
     return max(1, round(part * steps))
 
 
+def prompt(shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without momentum, which delays what a gradient does by beta1 / (1 - beta1) steps."""
+    return shared | {"betas": (0.0, shared["betas"][1])}
+
+
 METHODS = {
     BASELINE: Method("Adam, exact", "#4d4d4d", lambda shared, _: qcomp.Adam(**shared)),
     "onebit_adam": Method(
@@ -57,6 +62,36 @@ METHODS = {
         "#2e86ab",
         lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.15)),
     ),
+    "qadam_measured": Method(
+        "QAdam, 15% warm-up, then measured at intervals that double every 4",
+        "#1b998b",
+        lambda shared, steps: qcomp.QAdam(
+            **shared, freeze=first(steps, 0.15), variance_steps=qcomp.DoublingIntervals(4)
+        ),
+    ),
+    "onebit_adam_measured": Method(
+        "1-bit Adam, 15% warm-up, then measured at intervals that double every 4",
+        "#f0a3ad",
+        lambda shared, steps: qcomp.OneBitAdam(
+            **shared, freeze=first(steps, 0.15), variance_steps=qcomp.DoublingIntervals(4)
+        ),
+        tried=True,
+    ),
+    "adam_prompt": Method(
+        "Adam, exact, beta1 0", "#a0a0a0", lambda shared, _: qcomp.Adam(**prompt(shared)), tried=True
+    ),
+    "onebit_adam_prompt": Method(
+        "1-bit Adam, 15% warm-up, beta1 0",
+        "#e58f9c",
+        lambda shared, steps: qcomp.OneBitAdam(**prompt(shared), freeze=first(steps, 0.15)),
+        tried=True,
+    ),
+    "zero_one_adam_prompt": Method(
+        "0/1 Adam, variance intervals double every 4, beta1 0",
+        "#b79ad1",
+        lambda shared, _: qcomp.ZeroOneAdam(**prompt(shared), variance_steps=qcomp.DoublingIntervals(4)),
+        tried=True,
+    ),
     "qadam_longer": Method(
         "QAdam, 30% warm-up",
         "#76b5d6",
@@ -71,7 +106,7 @@ METHODS = {
     ),
     "qadam_rewarm": Method(
         "QAdam, 15% warm-up, re-warms 50 steps at a ratio of 0.75 or an overlap of 0.3",
-        "#1b998b",
+        "#8a6d3b",
         lambda shared, steps: qcomp.QAdam(
             **shared,
             freeze=first(steps, 0.15),
