@@ -179,8 +179,10 @@ def drifting() -> list[dict[str, Any]]:
             "Adam": qcomp.Adam(**shared),
             "1-bit Adam": qcomp.OneBitAdam(**shared, exact=None, freeze=freeze),
             "1-bit Adam, measured again": qcomp.OneBitAdam(**shared, exact=None, freeze=freeze, watch=again),
-            "QAdam": qcomp.QAdam(**shared, exact=None, freeze=freeze),
-            "QAdam, measured again": qcomp.QAdam(**shared, exact=None, freeze=freeze, watch=again),
+            "QAdam": qcomp.QAdam(**shared, exact=None, freeze=freeze, variance_steps=None),
+            "QAdam, measured again": qcomp.QAdam(
+                **shared, exact=None, freeze=freeze, watch=again, variance_steps=None
+            ),
         }
         runs = {method: train(opt, task, steps, 0)._asdict() for method, opt in methods.items()}
         results.append({"drift": name, "freeze": freeze, "steps": steps, "runs": runs})

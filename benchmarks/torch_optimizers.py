@@ -194,6 +194,7 @@ def optimizer(kind: str, stage: str, params: list[nn.Parameter], comm: Any) -> q
         settings: dict[str, Any] = {"exact": stage == "exact"}
     else:
         settings = {"freeze": 10**9 if stage == "exact" else 1}
+        settings |= {"variance_steps": None} if kind == "QAdam" else {}
     made: qcomp.torch.AveragingOptimizer = getattr(qcomp.torch, kind)(params, lr=RATE, comm=comm, **settings)
     for _ in range(2):
         made.step()

@@ -60,7 +60,12 @@ def main() -> None:
 
 def optimizers(method: str) -> list[qcomp.Adam]:
     """Return the same optimizer without a watch and with the default one."""
-    shared: dict[str, Any] = {"learning_rate": 1e-3, "freeze": 1, "betas": (0.9, 0.99)}
+    shared: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "freeze": 1,
+        "betas": (0.9, 0.99),
+        "variance_steps": None,
+    }
     return [METHODS[method](**shared, watch=None), METHODS[method](**shared)]
 
 

@@ -58,19 +58,17 @@ METHODS = {
         lambda shared, _: qcomp.ZeroOneAdam(**shared, variance_steps=qcomp.DoublingIntervals(4)),
     ),
     "qadam": Method(
-        "QAdam, 8 bits, 15% warm-up",
+        "QAdam, 8 bits, 15% warm-up, frozen",
         "#2e86ab",
-        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.15)),
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.15), variance_steps=None),
     ),
     "qadam_measured": Method(
-        "QAdam, 15% warm-up, then measured at intervals that double every 4",
+        "QAdam, then measured at intervals that double every 4",
         "#1b998b",
-        lambda shared, steps: qcomp.QAdam(
-            **shared, freeze=first(steps, 0.15), variance_steps=qcomp.DoublingIntervals(4)
-        ),
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.15)),
     ),
     "onebit_adam_measured": Method(
-        "1-bit Adam, 15% warm-up, then measured at intervals that double every 4",
+        "1-bit Adam, then measured at intervals that double every 4",
         "#f0a3ad",
         lambda shared, steps: qcomp.OneBitAdam(
             **shared, freeze=first(steps, 0.15), variance_steps=qcomp.DoublingIntervals(4)
@@ -95,13 +93,13 @@ METHODS = {
     "qadam_longer": Method(
         "QAdam, 30% warm-up",
         "#76b5d6",
-        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.3)),
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.3), variance_steps=None),
         tried=True,
     ),
     "qadam_half": Method(
         "QAdam, 50% warm-up",
         "#1b4965",
-        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.5)),
+        lambda shared, steps: qcomp.QAdam(**shared, freeze=first(steps, 0.5), variance_steps=None),
         tried=True,
     ),
     "qadam_rewarm": Method(
@@ -110,6 +108,7 @@ METHODS = {
         lambda shared, steps: qcomp.QAdam(
             **shared,
             freeze=first(steps, 0.15),
+            variance_steps=None,
             watch=qcomp.VarianceWatch(
                 largest=4 / 3, smallest=0.75, overlap=0.3, rewarm_steps=50, sample=4096, every=5
             ),
@@ -122,6 +121,7 @@ METHODS = {
         lambda shared, steps: qcomp.QAdam(
             **(shared | {"learning_rate": Cosine(1.5 * shared["learning_rate"].peak, steps)}),
             freeze=first(steps, 0.15),
+            variance_steps=None,
         ),
         tried=True,
     ),

@@ -52,7 +52,7 @@ def _onebit_adam(rate: Rate, exact: int) -> qcomp.Optimizer:
 
 
 def _qadam(rate: Rate, exact: int) -> qcomp.Optimizer:
-    return qcomp.QAdam(learning_rate=rate, betas=BETAS, freeze=exact)
+    return qcomp.QAdam(learning_rate=rate, betas=BETAS, freeze=exact, variance_steps=None)
 
 
 def _zero_one_adam(rate: Rate, _exact: int) -> qcomp.Optimizer:

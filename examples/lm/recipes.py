@@ -84,7 +84,7 @@ def make_optimizer(settings: Settings) -> qcomp.Optimizer:
         case "onebit_adam":
             return qcomp.OneBitAdam(**chosen, betas=(0.9, 0.99), freeze=freeze)
         case "qadam":
-            return qcomp.QAdam(**chosen, betas=(0.9, 0.99), freeze=freeze)
+            return qcomp.QAdam(**chosen, betas=(0.9, 0.99), freeze=freeze, variance_steps=None)
         case "qsgd":
             chosen = {"compressor": qcomp.QSGD(levels=7, bucket_size=128)} | chosen
             return qcomp.CompressedSGD(**chosen, momentum=0.9)

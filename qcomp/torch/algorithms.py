@@ -368,9 +368,9 @@ class QAdam(_FrozenVarianceAdam):
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
-    variance_steps : callable, optional
+    variance_steps : callable or None, default DoublingIntervals(4)
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
+        again. None leaves it frozen, as published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -412,6 +412,49 @@ class QAdam(_FrozenVarianceAdam):
 
     algorithm = optimizers.QAdam
     compressor = MinMaxUInt8()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule = VarianceStable(),
+        variance_floor: float = 1e-3,
+        variance_steps: Schedule | None = DoublingIntervals(4),
+        watch: VarianceWatch | None = VarianceWatch(),
+        decoupled_weight_decay: bool = True,
+        compressor: Compressor | None = None,
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        comm: Communicator | None = None,
+        model: Any = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            freeze=freeze,
+            variance_floor=variance_floor,
+            variance_steps=variance_steps,
+            watch=watch,
+            decoupled_weight_decay=decoupled_weight_decay,
+            compressor=compressor,
+            exact=exact,
+            averaging=averaging,
+            clip_norm=clip_norm,
+            seed=seed,
+            nonfinite=nonfinite,
+            comm=comm,
+            model=model,
+        )
 
 
 class ZeroOneAdam(AveragingOptimizer):

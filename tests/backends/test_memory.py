@@ -121,7 +121,7 @@ def test_what_is_not_donated_is_not_touched(lockstep):
 @pytest.mark.parametrize("opt", [qcomp.OneBitAdam, qcomp.QAdam], ids=lambda o: o.__name__)
 def test_a_step_writes_to_nothing_that_was_passed_in(opt):
     """Optimizers donate what they have made themselves; gradients, parameters and the old state are the caller's."""
-    optimizer = opt(learning_rate=0.1, freeze=1, exact=None)
+    optimizer = opt(learning_rate=0.1, freeze=1, exact=None, variance_steps=None)
 
     def rank_main(comm):
         params = [values(0, 0)]

@@ -39,8 +39,8 @@ optimizers = {
     "coupled": qcomp.OneBitAdam(**options, decoupled_weight_decay=False),
     "range": qcomp.OneBitAdam(**options, compressor=qcomp.MinMaxUInt8()),
     "levels": qcomp.OneBitAdam(**options, compressor=qsgd, averaging=qcomp.Averaging("all_gather")),
-    "coded": qcomp.QAdam(**options, compressor=qcomp.QSGD(levels=7, bucket_size=64, coding="range")),
-    "elias": qcomp.QAdam(
+    "coded": qcomp.OneBitAdam(**options, compressor=qcomp.QSGD(levels=7, bucket_size=64, coding="range")),
+    "elias": qcomp.OneBitAdam(
         **options,
         compressor=qcomp.QSGD(levels=1, bucket_size=64, coding="elias"),
         averaging=qcomp.Averaging(feedback=False),

@@ -19,7 +19,7 @@ elias, topk = qcomp.QSGD(levels=7, bucket_size=16, coding="elias"), qcomp.TopK(k
 optimizers = [
     qcomp.Adam(learning_rate=0.01),
     qcomp.OneBitAdam(freeze=1, **common),
-    qcomp.QAdam(freeze=1, clip_norm=1.0, **common),
+    qcomp.QAdam(freeze=1, clip_norm=1.0, variance_steps=None, **common),
     qcomp.OneBitLamb(freeze=1, averaging=qcomp.Averaging("all_gather"), **common),
     qcomp.ZeroOneAdam(freeze=2, sync_steps=qcomp.LocalSteps(2, 2), **common),
     qcomp.CompressedSGD(compressor=elias, averaging=qcomp.Averaging(feedback=False), **common),

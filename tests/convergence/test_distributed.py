@@ -14,7 +14,7 @@ SHAPES = [(70,), (6, 11)]
 OPTIMIZERS = {
     "adam": qcomp.Adam(learning_rate=0.01),
     "1-bit adam": qcomp.OneBitAdam(learning_rate=0.01, freeze=2, exact=None, compressor=qcomp.ScaledSign(16)),
-    "qadam": qcomp.QAdam(learning_rate=0.01, freeze=2, exact=None),
+    "qadam": qcomp.QAdam(learning_rate=0.01, freeze=2, exact=None, variance_steps=None),
     "sgd with qsgd": qcomp.CompressedSGD(learning_rate=0.01, exact=None, compressor=qcomp.QSGD(7, 16)),
     "sgd with 1-bit sgd": qcomp.CompressedSGD(learning_rate=0.01, exact=None, compressor=qcomp.OneBitSGD()),
     "sgd with top-k": qcomp.CompressedSGD(learning_rate=0.01, exact=None, compressor=qcomp.TopK(3, 16)),

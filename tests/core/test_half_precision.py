@@ -253,7 +253,7 @@ def test_compressed_mean(half, topology):
 OPTIMIZERS = [
     qcomp.Adam(learning_rate=0.01, weight_decay=0.1, clip_norm=1.0),
     qcomp.OneBitAdam(learning_rate=0.01, weight_decay=0.1, freeze=2, exact=None),
-    qcomp.QAdam(learning_rate=0.01, warmup_steps=2, exact=None),
+    qcomp.QAdam(learning_rate=0.01, warmup_steps=2, exact=None, variance_steps=None),
     qcomp.CompressedSGD(learning_rate=0.01, weight_decay=0.1, nesterov=True, exact=None, clip_norm=3.0),
 ]
 

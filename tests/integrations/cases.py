@@ -14,7 +14,7 @@ OPTIMIZERS = {
         "qcomp.OneBitAdam(learning_rate=0.01, freeze=1, betas=(0.9, 0.5), exact=policy,"
         " watch=qcomp.VarianceWatch(largest=1.01, smallest=0.99, rewarm_steps=1, every=1))"
     ),
-    "qadam": "qcomp.QAdam(learning_rate=0.01, freeze=3, exact=policy)",
+    "qadam": "qcomp.QAdam(learning_rate=0.01, freeze=3, exact=policy, variance_steps=None)",
     "qadam, variance steps": (
         "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, variance_steps=qcomp.DoublingIntervals(1))"
     ),
@@ -34,7 +34,8 @@ OPTIMIZERS = {
         " exact=policy)"
     ),
     "hierarchical": (
-        "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, averaging=qcomp.Averaging('hierarchical'))"
+        "qcomp.QAdam(learning_rate=0.01, freeze=2, exact=policy, averaging=qcomp.Averaging('hierarchical'),"
+        " variance_steps=None)"
     ),
     "zero_one_adam": (
         "qcomp.ZeroOneAdam(learning_rate=0.01, variance_steps=qcomp.DoublingIntervals(1), exact=policy)"

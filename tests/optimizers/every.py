@@ -100,7 +100,9 @@ EVERY = {
         "compressed",
     ),
     "QAdam": _entry(
-        qcomp.QAdam(**FIRST, **BETAS, freeze=5, compressor=qcomp.MinMaxUInt8(16)), "warmup", "compressed"
+        qcomp.QAdam(**FIRST, **BETAS, freeze=5, compressor=qcomp.MinMaxUInt8(16), variance_steps=None),
+        "warmup",
+        "compressed",
     ),
     "1-bit LAMB": _entry(
         qcomp.OneBitLamb(**FIRST | {"learning_rate": 0.01}, **BETAS, freeze=5, compressor=SIGN),

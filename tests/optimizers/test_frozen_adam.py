@@ -41,6 +41,7 @@ def qadam(**changes) -> qcomp.QAdam:
             "freeze": FREEZE,
             "exact": None,
             "compressor": MINMAX,
+            "variance_steps": None,
             **changes,
         }
     )
@@ -542,10 +543,11 @@ class TestQAdam:
         opt = qcomp.QAdam(learning_rate=0.1)
         assert opt.compressor == qcomp.MinMaxUInt8()
         assert opt.mean.feedback
+        assert opt.variance_steps == qcomp.DoublingIntervals(4)
 
 
 def settings_of(opt: qcomp.QAdam) -> dict:
-    names = ("learning_rate", "betas", "exact", "compressor")
+    names = ("learning_rate", "betas", "exact", "compressor", "variance_steps")
     return {name: getattr(opt, name) for name in names}
 
 

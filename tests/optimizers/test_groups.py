@@ -35,7 +35,12 @@ OPTIMIZERS = {
         decoupled_weight_decay=False,
     ),
     "qadam": qcomp.QAdam(
-        learning_rate=0.01, weight_decay=0.2, freeze=3, exact=None, compressor=qcomp.MinMaxUInt8(16)
+        learning_rate=0.01,
+        weight_decay=0.2,
+        freeze=3,
+        exact=None,
+        compressor=qcomp.MinMaxUInt8(16),
+        variance_steps=None,
     ),
     "sgd": qcomp.CompressedSGD(learning_rate=0.01, weight_decay=0.2, exact=None, compressor=SIGN),
 }

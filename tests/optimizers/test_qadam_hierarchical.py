@@ -23,7 +23,7 @@ MINMAX = qcomp.MinMaxUInt8(bucket_size=16)
 
 def qadam(**changes: Any) -> qcomp.QAdam:
     settings = {"learning_rate": RATE, "betas": BETAS, "freeze": FREEZE, "exact": None, "compressor": MINMAX}
-    return qcomp.QAdam(**{**settings, "averaging": HIERARCHICAL, **changes})
+    return qcomp.QAdam(**{**settings, "averaging": HIERARCHICAL, "variance_steps": None, **changes})
 
 
 OTHERS = {

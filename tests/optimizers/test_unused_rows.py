@@ -28,6 +28,7 @@ OPTIMIZERS = {
         freeze=FREEZE,
         exact=None,
         compressor=qcomp.MinMaxUInt8(16),
+        variance_steps=None,
     ),
 }
 

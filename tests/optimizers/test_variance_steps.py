@@ -21,6 +21,7 @@ def gradients(rank, step):
 
 def optimizer(kind="QAdam", **changes):
     settings = {"learning_rate": 0.01, "betas": BETAS, "freeze": FREEZE, "exact": None, "watch": None}
+    settings["variance_steps"] = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(qcomp, kind)(**settings | changes)

@@ -40,6 +40,7 @@ KINDS = {
         freeze=FREEZE,
         exact=None,
         compressor=qcomp.MinMaxUInt8(16),
+        variance_steps=None,
         watch=QUIET,
     ),
 }

@@ -29,7 +29,7 @@ OF = {
                       "averaging": qcomp.Averaging(feedback=True)},
     "OneBitAdam": COMMON,
     "OneBitLamb": COMMON,
-    "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64)},
+    "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64), "variance_steps": None},
     "ZeroOneAdam": COMMON | {"freeze": 2, "sync_steps": lambda step: step % 5 == 0},
 }
 

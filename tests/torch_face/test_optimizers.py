@@ -25,7 +25,10 @@ FACES = {
     "Muon": (qcomp.Muon, {"lr": 0.01, "compressor": qcomp.QSGD(7, 64), "update_compressor": SIGN}),
     "OneBitAdam": (qcomp.OneBitAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "OneBitLamb": (qcomp.OneBitLamb, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
-    "QAdam": (qcomp.QAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": qcomp.MinMaxUInt8(64)}),
+    "QAdam": (
+        qcomp.QAdam,
+        {"lr": 0.01, "freeze": FREEZE, "compressor": qcomp.MinMaxUInt8(64), "variance_steps": None},
+    ),
     "ZeroOneAdam": (qcomp.ZeroOneAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
 }
 RULE = qcomp.VarianceStable()

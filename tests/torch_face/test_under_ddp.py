@@ -26,7 +26,7 @@ OF = {
     "CompressedSGD": {"compressor": qcomp.QSGD(15, 64), **SMALL},
     "OneBitAdam": COMMON,
     "OneBitLamb": COMMON,
-    "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64)},
+    "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64), "variance_steps": None},
     "ZeroOneAdam": COMMON,
 }
 

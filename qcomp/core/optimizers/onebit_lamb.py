@@ -72,7 +72,8 @@ class OneBitLamb(FrozenVarianceAdam):
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
     variance_steps : None, default None
-        Must be None: the compressed means tell how much the variance has changed, see ``factor_bounds``.
+        Must be None: the average of the trust ratios fits only the variance of the freeze. The compressed means tell
+        how much that has changed since, see ``factor_bounds``; a re-warm of the ``watch`` measures both again.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.

@@ -6,6 +6,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.minmax import MinMaxUInt8
 from qcomp.core.optimizers.freeze import FreezeAt, FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+from qcomp.core.optimizers.schedules import DoublingIntervals, Schedule
 
 __all__ = ["QAdam"]
 
@@ -61,9 +62,10 @@ class QAdam(FrozenVarianceAdam):
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
         is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
-    variance_steps : callable, optional
+    variance_steps : callable or None, default DoublingIntervals(4)
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
+        again: with the default about 4 log2(T / 4 + 1) of T steps. None leaves it frozen, as published; then steps stay
+        too short while gradients shrink.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -88,6 +90,7 @@ class QAdam(FrozenVarianceAdam):
 
     compressor: Compressor = MinMaxUInt8()
     freeze: int | FreezeRule = VarianceStable()
+    variance_steps: Schedule | None = DoublingIntervals(4)
     warmup_steps: InitVar[int | None] = None
 
     def __post_init__(self, warmup_steps: int | None) -> None:
