@@ -25,14 +25,15 @@ TASKS = {
     "residual_network": "residual network",
     "adversarial_network": "adversarial network",
 }
-WARMUPS = {"onebit_adam": 0.15, "qadam": 0.15, "qadam_longer": 0.3, "qadam_half": 0.5}
+WARMUPS = {"onebit_adam": 0.15, "qadam_measured": 0.15, "qadam": 0.15, "qadam_longer": 0.3, "qadam_half": 0.5}
 """The share of exact steps of methods that have some."""
 LABELS = {
     "onebit_adam": "1-bit Adam",
     "zero_one_adam": "0/1 Adam",
-    "qadam": "QAdam, 8 bits",
-    "qadam_longer": "QAdam, 8 bits",
-    "qadam_half": "QAdam, 8 bits",
+    "qadam_measured": "QAdam, 8 bits",
+    "qadam": "QAdam, 8 bits, variance frozen",
+    "qadam_longer": "QAdam, 8 bits, variance frozen",
+    "qadam_half": "QAdam, 8 bits, variance frozen",
     "sign_hook": "gradients of 1 bit, Adam",
     "qsgd4_hook": "gradients of 4 bits, Adam",
 }

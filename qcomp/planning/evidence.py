@@ -121,6 +121,8 @@ def _names(method: Method, warmup: float) -> tuple[str, ...]:
         return ()
     name = method.compressor.name
     if warmup > 0:
-        return {"sign": ("onebit_adam",), "minmax": ("qadam", "qadam_longer", "qadam_half")}.get(name, ())
+        return {"sign": ("onebit_adam",), "minmax": ("qadam_measured", "qadam_longer", "qadam_half")}.get(
+            name, ()
+        )
     four_bits = getattr(method.compressor, "levels", None) == 7
     return ("sign_hook",) if name == "sign" else ("qsgd4_hook",) if name == "qsgd" and four_bits else ()
