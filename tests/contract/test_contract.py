@@ -21,6 +21,11 @@ COMPRESSORS = [
     qcomp.QSGD(levels=127, bucket_size=512),
     qcomp.QSGD(levels=3, bucket_size=32, norm="l2", coding="elias"),
     qcomp.QSGD(levels=300, bucket_size=16, coding="range"),
+    qcomp.LloydMax(bits=1, bucket_size=64),
+    qcomp.LloydMax(),
+    qcomp.LloydMax(bits=3, bucket_size=8),
+    qcomp.LloydMax(bits=4, bucket_size=512),
+    qcomp.LloydMax(bits=3, bucket_size=64, coding="range"),
     qcomp.MinMaxUInt8(),
     qcomp.OneBitSGD(column_size=100),
     qcomp.TopK(k=5, bucket_size=64),
@@ -44,6 +49,7 @@ QUICK_LAWS = [*(("same_bytes", xp) for xp in LIBRARIES[1:]), ("shapes_and_dtypes
 
 QUICK = {
     qcomp.ScaledSign(bucket_size=8, scale="rms"),
+    qcomp.LloydMax(bits=3, bucket_size=8),
     qcomp.MinMaxUInt8(),
     qcomp.Identity(),
     qcomp.Cast("bfloat16"),
@@ -95,6 +101,7 @@ def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
         qcomp.ScaledSign(),
         qcomp.ScaledSign(bucket_size=64, scale="rms"),
         qcomp.QSGD(levels=5, bucket_size=64, norm="l2"),
+        qcomp.LloydMax(bits=4, bucket_size=64),
         qcomp.MinMaxUInt8(bucket_size=256),
         qcomp.Identity(),
         qcomp.Cast("bfloat16"),

@@ -3,6 +3,7 @@
 from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.fields import WholeFields
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.compressors.lloyd_max import LloydMax
 from qcomp.core.compressors.minmax import MinMaxUInt8
 from qcomp.core.compressors.onebit_sgd import OneBitSGD
 from qcomp.core.compressors.qsgd import QSGD
@@ -15,6 +16,7 @@ __all__ = [
     "QSGD",
     "Cast",
     "Identity",
+    "LloydMax",
     "MinMaxUInt8",
     "OneBitSGD",
     "RandK",

@@ -14,6 +14,10 @@ __all__ = ["LevelCoder"]
 _STORED, _CODED = 0, 1
 """How the codes of a payload are sent: unchanged, if coding would not shorten them, or coded."""
 
+_ONE_UP = bytes([*range(1, 256), 0])
+_ONE_DOWN = bytes([255, *range(255)])
+"""Tables that move the lower bytes of levels; a compressor whose lowest level is 1 has no more than 255."""
+
 
 @dataclass(frozen=True)
 class LevelCoder:
@@ -26,8 +30,10 @@ class LevelCoder:
     coding : {"elias", "range"}
         See `qcomp.core.coding`.
     largest : int
-        The largest level. A code is a level with the sign bit on top.
+        The largest level. A code is a level, less the lowest one, with the sign bit on top.
     bucket_size : int
+    lowest : int, default 0
+        The lowest level: 0, or 1 where a code of zeros has a sign too.
 
     Notes
     -----
@@ -39,6 +45,7 @@ class LevelCoder:
     coding: str
     largest: int
     bucket_size: int
+    lowest: int = 0
 
     def around(self, plain: AnyCompressor) -> "LevelCoder":
         """Return this coder for another compressor with the same payloads."""
@@ -59,6 +66,8 @@ class LevelCoder:
         method, codes = _STORED, host_bytes(parts["codes"])
         if size:
             levels, negative = coding.unpack(codes, size=size, bits=self._bits, bucket_size=self.bucket_size)
+            if self.lowest:
+                levels[::2] = levels[::2].translate(_ONE_UP)
             coded = coding.encode(self.coding, levels, negative, largest=self.largest)
             if len(coded) < len(codes):
                 method, codes = _CODED, coded
@@ -84,6 +93,11 @@ class LevelCoder:
                 )
         elif method == _CODED and size:
             levels, negative = coding.decode(self.coding, codes, size=size, largest=self.largest)
+            if self.lowest:
+                lower = levels[::2]
+                if 0 in lower:
+                    raise PayloadError("the codes have a level 0; expected levels from 1 on")
+                levels[::2] = lower.translate(_ONE_DOWN)
             packed = coding.pack(levels, negative, bits=self._bits, bucket_size=self.bucket_size)
         else:
             raise PayloadError(f"the payload has codes of kind {method}; expected {_STORED} or {_CODED}")
@@ -91,7 +105,7 @@ class LevelCoder:
 
     @property
     def _bits(self) -> int:
-        return self.largest.bit_length() + 1
+        return (self.largest - self.lowest).bit_length() + 1
 
 
 @lru_cache(1024)
