@@ -4,8 +4,6 @@
 
 Writes muon.json after each training, and leaves out those that it has already; about four minutes each on one core. The
 ranks take turns in one process, through the stages of the core, so their losses do not depend on the machine's load.
-Gradients in 2 bits have a code that is defined here and is not part of the package: of its own compressors of 2 bits,
-`QSGD` keeps less of a vector than signs do.
 """
 
 import argparse
@@ -14,9 +12,8 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import page
@@ -24,9 +21,7 @@ import torch
 from convergence.language_model import LanguageModelTask
 
 import qcomp
-from qcomp import extend
 from qcomp.core.mean.stages import AllToAll
-from qcomp.core.numeric.sums import rms
 from qcomp.testing.turns import lockstep
 
 RANKS = 2
@@ -35,50 +30,15 @@ OTHERS = ("*embedding*", "head*")
 PEAK = {"AdamW": 0.002, "Muon": 0.02}
 """The largest learning rate."""
 SIGN, EXACT = qcomp.ScaledSign(scale="rms"), qcomp.Identity()
-FOUR = qcomp.QSGD(levels=7, bucket_size=128)
-
-
-@dataclass(frozen=True)
-class FourLevels(extend.BucketedCompressor):
-    """Two bits: the sign, and whether the magnitude is above that of the root mean square, after Max (1960)."""
-
-    name: ClassVar[str] = "four_levels"
-    scales: ClassVar[tuple[str, ...]] = ("rms",)
-
-    bucket_size: int = 128
-
-    @property
-    def traits(self) -> extend.Traits:
-        """No promise: it fits values of a normal distribution."""
-        return extend.Traits(self.bucket_size)
-
-    @property
-    def bits(self) -> int:
-        """A sign and a magnitude."""
-        return 2
-
-    def encode_block(self, rows: Any, block: extend.Block, key: Any) -> tuple[Any, tuple[Any, ...]]:  # noqa: ARG002
-        """Return 2 for each large magnitude, plus 1 if it is negative, and the root mean square."""
-        scale = rms(rows, block.filled)
-        codes = 2 * (rows.abs() > 0.9816 * scale[:, None]).to(torch.uint8) + (rows < 0).to(torch.uint8)
-        return codes, (scale,)
-
-    def decode_block(self, codes: Any, scales: tuple[Any, ...]) -> Any:
-        """Return .4528 or 1.51 times the root mean square, with the sign."""
-        (scale,) = scales
-        magnitudes = torch.where(codes >= 2, 1.51 * scale, 0.4528 * scale)
-        return torch.where(codes % 2 == 1, -magnitudes, magnitudes)
 
 
 METHODS: dict[str, dict[str, Any]] = {
     "AdamW, exact": {},
     "Muon, exact": {"compressor": EXACT, "update_compressor": EXACT},
-    "Muon, 4 + 1 bits": {"compressor": FOUR, "update_compressor": SIGN},
-    "Muon without Nesterov, 4 + 1 bits": {"compressor": FOUR, "update_compressor": SIGN, "nesterov": False},
-    "Muon, 2 + 2 bits": {"compressor": FourLevels(), "update_compressor": FourLevels()},
-    "Muon, 2 + 1 bits": {"compressor": FourLevels(), "update_compressor": SIGN},
+    "Muon, 4 + 1 bits": {"compressor": qcomp.LloydMax(4, coding="range"), "update_compressor": SIGN},
+    "Muon, 2 + 1 bits": {"compressor": qcomp.LloydMax(2, 256, coding="range"), "update_compressor": SIGN},
     "Muon, 1 + 1 bits": {"compressor": SIGN, "update_compressor": SIGN},
-    "Muon, mean gradient in 4 + 4 bits": {"compressor": EXACT, "update_compressor": EXACT, "mean": FOUR},
+    "Muon, 4 + 1 bits at random": {"compressor": qcomp.QSGD(7, 128), "update_compressor": SIGN},
 }
 
 
@@ -125,9 +85,6 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
 
 def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     """Return the loss after a training, and what a rank has sent for each element of a matrix between hidden layers."""
-    settings = dict(settings)
-    compressed = settings.pop("mean", None)
-    mean = None if compressed is None else qcomp.CompressedMean(compressed)
     rate = schedule(PEAK["Muon" if settings else "AdamW"], steps)
     opt: qcomp.Optimizer = (
         qcomp.Muon(learning_rate=rate, others=OTHERS, betas=LanguageModelTask.betas, seed=seed, **settings)
@@ -141,29 +98,13 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
         [opt.init_stages(p, rank=rank, size=RANKS, host="one", names=names) for rank, p in enumerate(params)]
     )
     hidden = [i for i, name in enumerate(names) if params[0][i].ndim == 2 and name.startswith("blocks")]
-    elements = sum(params[0][i].numel() for i in range(len(names)))
-    of_mean = [
-        (mean or qcomp.CompressedMean(EXACT)).zeros([p[i] for i in hidden], rank=rank, size=RANKS)
-        for rank, p in enumerate(params)
-    ]
+    elements = [sum(params[0][i].numel() for i in hidden), sum(p.numel() for p in params[0])]
     began, sent = time.perf_counter(), [0] * RANKS
     for step in range(steps):
         grads = []
         for task in tasks:
             loss = task.loss("transformer", step)
             grads.append(list(torch.autograd.grad(loss, list(task.model.parameters()))))
-        if mean is not None:
-            key = qcomp.Key(seed=seed, step=step)
-            averages = lockstep(
-                [
-                    counted(mean.stages([g[i] for i in hidden], state, key=key), rank, sent)
-                    for rank, (g, state) in enumerate(zip(grads, of_mean, strict=True))
-                ]
-            )
-            of_mean = [state for _, state in averages]
-            for g, (values, _) in zip(grads, averages, strict=True):
-                for i, value in zip(hidden, values, strict=True):
-                    g[i] = value
         moved = lockstep(
             [
                 counted(opt.stages(p, g, s), rank, sent)
@@ -179,17 +120,19 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     return {
         "loss": round(tasks[0].judge(), 4),
         "bytes_a_step": round(sum(sent) / RANKS / steps),
-        "elements": elements,
-        "bits": bits(settings, compressed, [params[0][i].numel() for i in hidden]),
+        "elements": elements[1],
+        "bits": bits(sum(sent) / RANKS / steps, *elements),
         "seconds": round(time.perf_counter() - began),
     }
 
 
-def bits(settings: dict[str, Any], mean: Any, sizes: list[int]) -> float:
-    """Return the bits of the payloads of both ways for each element of a matrix between hidden layers."""
-    ways = (mean, mean) if mean else (settings.get(f"{way}compressor", EXACT) for way in ("", "update_"))
-    total: int = sum(way.payload_spec(size).nbytes for way in ways for size in sizes)
-    return round(8 * total / sum(sizes), 3)
+def bits(sent: float, hidden: int, elements: int) -> float:
+    """Return the bits of both ways for each element of a matrix between hidden layers: all but the exact tensors.
+
+    A rank sends (N - 1) / N of them, and twice as much of 32 bits for each element of an exact tensor.
+    """
+    share = (RANKS - 1) / RANKS
+    return round((8 * sent / share - 2 * 32 * (elements - hidden)) / hidden, 3)
 
 
 def schedule(peak: float, steps: int) -> Callable[[int], float]:

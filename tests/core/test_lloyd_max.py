@@ -1,6 +1,7 @@
 """Nearest rounding to Lloyd-Max levels: a projection, its bound, its levels, and its coder."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -59,17 +60,14 @@ def test_normal_values_lose_what_max_found(bits, expected):
 def test_thresholds_lie_halfway_between_levels(bits):
     """As Max's condition demands: in units that make the best scale for a normal distribution 1."""
     edges = [0.0, *THRESHOLDS[bits], math.inf]
-    shares = [
-        math.erf(b / math.sqrt(2)) - math.erf(a / math.sqrt(2))
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    shares = [math.erf(b / math.sqrt(2)) - math.erf(a / math.sqrt(2)) for a, b in pairwise(edges)]
     density = [math.sqrt(2 / math.pi) * math.exp(-t * t / 2) for t in edges]
     means = [density[i] - density[i + 1] for i in range(len(shares))]
     levels = LEVELS[bits]
     scale = sum(k * m for k, m in zip(levels, means, strict=True)) / sum(
         k * k * p for k, p in zip(levels, shares, strict=True)
     )
-    halfway = [scale * (a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)]
+    halfway = [scale * (a + b) / 2 for a, b in pairwise(levels)]
     np.testing.assert_allclose(THRESHOLDS[bits], halfway, atol=0.012)
     np.testing.assert_allclose(
         [m / p for m, p in zip(means, shares, strict=True)], np.multiply(levels, scale), atol=0.012

@@ -27,8 +27,8 @@ class Tripled:
         return [3 * mean for mean in means], [m + mean for m, mean in zip(momenta, means, strict=True)]
 
 
-def mean_of(compressor, updates):
-    return OwnedMean(compressor, updates=updates, rule=Tripled())
+def mean_of(compressor, updates, repaid=1.0):
+    return OwnedMean(compressor, updates=updates, rule=Tripled(), repaid=repaid)
 
 
 def vectors(rank, step):
@@ -72,21 +72,23 @@ PAIRS = [
     (qcomp.QSGD(7, 16), qcomp.ScaledSign(16, "rms")),
     (qcomp.ScaledSign(16), qcomp.QSGD(7, 16, coding="elias")),
     (qcomp.QSGD(7, 16, coding="range"), qcomp.TopK(2, 16)),
+    (qcomp.LloydMax(2, 16), qcomp.LloydMax(3, 8)),
     (qcomp.OneBitSGD(), qcomp.Identity()),
     (qcomp.Identity(), qcomp.OneBitSGD()),
     (qcomp.Identity(), qcomp.Identity()),
 ]
 
 
+@pytest.mark.parametrize("repaid", [1.0, 0.5])
 @pytest.mark.parametrize("size", [1, 3, 7])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
-def test_feedback_loses_nothing_on_either_way(lockstep, size, pair):
+def test_feedback_loses_nothing_on_either_way(lockstep, size, pair, repaid):
     """Sum of the means = sum of the exact means - mean_i e_i; sum of the updates = 3 sum of the means - e."""
-    mean = mean_of(*pair)
+    mean = mean_of(*pair, repaid)
     states, exact, decoded = run(mean, size, lockstep)
     lossy = not pair[0].traits.lossless
     for i, (total, residual) in owned(mean, states).items():
-        owed = sum(s.worker[i] for s in states) / size if lossy else np.zeros_like(total)
+        owed = sum(s.worker[i] for s in states) / size / repaid if lossy else np.zeros_like(total)
         np.testing.assert_allclose(total, exact[i].ravel() - owed, rtol=0, atol=1e-12)
         np.testing.assert_allclose(decoded[i].ravel(), 3 * total - residual, rtol=0, atol=1e-12)
         assert np.any(owed) == lossy
@@ -127,6 +129,67 @@ def test_the_state_of_another_mean_is_refused():
     mean = mean_of(qcomp.ScaledSign(16), qcomp.Identity())
     with pytest.raises(ValueError, match="expected the momentum and the residual of each of 5 tensors"):
         next(mean.stages(x, plain.zeros(x, rank=0, size=1)))
+
+
+@pytest.mark.parametrize("repaid", [0, -0.5, 1.5, float("nan")])
+def test_a_part_that_is_no_part_is_refused(repaid):
+    with pytest.raises(ValueError, match=f"repaid is {repaid!r}; expected a number above 0 and at most 1"):
+        mean_of(qcomp.ScaledSign(16), qcomp.Identity(), repaid)
+
+
+@pytest.mark.parametrize("repaid", [1.0, 0.5])
+def test_what_a_worker_owes_is_repaid_in_part(lockstep, repaid):
+    """By hand: r' = (1 - repaid) r + repaid (x + r - C(x + r)), and the old residuals are still there."""
+    c = qcomp.LloydMax(2, 16)
+    mean = mean_of(c, qcomp.Identity(), repaid)
+    (state,) = lockstep([mean.init_stages(vectors(0, 0), rank=0, size=1)])
+    expected = [np.zeros(prod(shape)) for shape in SHAPES]
+    for step in range(4):
+        x, before = vectors(0, step), [r.copy() for r in state.worker]
+        old = state
+        ((_, state),) = lockstep([mean.stages(x, state, key=qcomp.Key(step=step))])
+        assert [r.tobytes() for r in old.worker] == [r.tobytes() for r in before]
+        for i, value in enumerate(x):
+            p = value.ravel() + expected[i]
+            lost = p - c.decompress(c.compress(p), like=p)
+            expected[i] = (1 - repaid) * expected[i] + repaid * lost
+        for found, right in zip(state.worker, expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=0, atol=1e-14)
+
+
+@dataclass(frozen=True)
+class Momentum(Tripled):
+    """The update is the momentum, with Nesterov's look ahead or without."""
+
+    nesterov: bool
+
+    def updates(self, means, momenta, shapes):
+        new = [0.95 * m + 0.05 * mean for m, mean in zip(momenta, means, strict=True)]
+        ahead = [0.95 * m + 0.05 * mean for m, mean in zip(new, means, strict=True)]
+        return (ahead if self.nesterov else new), new
+
+
+@pytest.mark.parametrize(("nesterov", "ratio"), [(True, (0.6, 0.8)), (False, (1.2, 2.0))])
+def test_nesterov_hears_less_noise_if_half_is_repaid(lockstep, nesterov, ratio):
+    """It weighs the last mean 1.95 times; so what is owed had better come back in two halves than at once."""
+    found = {}
+    for repaid in (0.5, 1.0):
+        pair = [
+            OwnedMean(c, updates=qcomp.Identity(), rule=Momentum(nesterov), repaid=repaid)
+            for c in (qcomp.LloydMax(2, 16), qcomp.Identity())
+        ]
+        states = [lockstep([mean.init_stages(vectors(0, 0), rank=0, size=1)]) for mean in pair]
+        noise = 0.0
+        for step in range(60):
+            updates = []
+            for i, mean in enumerate(pair):
+                stages = mean.stages(vectors(0, step), states[i][0], key=qcomp.Key(step=step))
+                ((update, states[i][0]),) = lockstep([stages])
+                updates.append(update)
+            if step >= 10:
+                noise += sum(float(np.sum((a - b) ** 2)) for a, b in zip(*updates, strict=True))
+        found[repaid] = noise
+    assert ratio[0] < found[0.5] / found[1.0] < ratio[1]
 
 
 def test_both_compressors_must_be_contractions():

@@ -130,7 +130,7 @@ class TestGolden:
             data = read(bytes.fromhex(golden[f"{spec} float32"]["bytes"])).data.tolist()
             ways.append(data[qcomp.compressor(spec).payload_spec(77).shortest - 1 :][:2])
         elias = [way for way, spec in zip(ways, codes, strict=True) if "elias" in spec]
-        assert [way[0] for way in ways] == [1, 1, 0, 1, 1, 1]
+        assert [way[0] for way in ways] == [1, 1, 0, 1, 1, 1, 1]
         assert elias[:2] == [[1, 1], [1, 0]]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
-from qcomp.core import feedback
+from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Chunks, deal
@@ -13,7 +13,8 @@ from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands, Residuals
-from qcomp.core.mean.topologies.base import Call, Topology
+from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
@@ -53,13 +54,19 @@ class OwnedMean(CompressedMean):
         Compresses what owners send to all.
     rule : Rule
         What an owner computes.
+    repaid : float, default 1
+        The part of what a worker owes that it adds to its next tensors, above 0 and at most 1.
 
     Notes
     -----
     With feedback on both ways: the means of T steps add up to those of the exact means minus mean_i e_i, and the
-    decoded updates to those of the rule minus e_s. With b bytes in the payload of all tensors, c in that of all updates
-    and tensors shared equally, each of N ranks sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al.
-    (EF21-Muon), arXiv:2510.00643, for the compression on both ways; owners as in ZeRO, Rajbhandari et al., SC 2020.
+    decoded updates to those of the rule minus e_s. A worker keeps r_i = repaid * e_i, and sends q_i = C(x_i + r_i);
+    then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
+
+    With b bytes in the payload of all tensors, c in that of all updates and tensors shared equally, each of N ranks
+    sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al.
+    (EF21-Muon), arXiv:2510.00643, for the compression on both ways; Gao, Islamov and Stich (EControl),
+    arXiv:2311.05645, for feedback of a part; owners as in ZeRO, Rajbhandari et al., SC 2020.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "owner_momentum", "owner_residual")
@@ -70,12 +77,15 @@ class OwnedMean(CompressedMean):
     link: Link = field(default=ETHERNET, init=False)
     updates: Compressor = field(kw_only=True)
     rule: Rule = field(kw_only=True)
+    repaid: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.updates, Compressor):
             raise TypeError(f"updates is {self.updates!r}; expected a qcomp.Compressor")
         feedback.require_contraction(self.updates)
+        if not 0 < self.repaid <= 1:
+            raise ValueError(f"repaid is {self.repaid!r}; expected a number above 0 and at most 1")
 
     @property
     def sends(self) -> tuple[Compressor, ...]:
@@ -94,7 +104,7 @@ class OwnedMean(CompressedMean):
 
     @cached_property
     def _owners(self) -> "_Owners":
-        return _Owners(self.updates, self.rule)
+        return _Owners(self.updates, self.rule, self.repaid)
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes of the message to each owner, and of the message from each; float32.
@@ -149,9 +159,21 @@ class _Owners(TwoPhase):
     allows_rounds = False
     blends = False
 
-    def __init__(self, updates: Compressor, rule: Rule) -> None:
+    def __init__(self, updates: Compressor, rule: Rule, repaid: float) -> None:
         self._compressor = updates
         self._rule = rule
+        self._repaid = repaid
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send each tensor to its owner, and its update to all; keep a part of what workers still owe."""
+        averaged = yield from super().stages(call)
+        if self._repaid == 1:
+            return averaged
+        kept = [
+            primitives.momentum(old, lost, 1 - self._repaid, 1.0)
+            for old, lost in zip(call.worker, averaged.worker, strict=True)
+        ]
+        return averaged._replace(worker=tuple(kept))
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
         """Give every tensor to an owner; workers keep no residuals of what loses nothing."""

@@ -149,7 +149,9 @@ class Muon(Optimizer):
     def compression(self) -> Compression:
         """What this optimizer compresses: the gradients and the updates of matrices."""
         rule = _Rule(self.momentum, self.nesterov, self.adjust_lr_fn)
-        return Compression(OwnedMean(self.compressor, updates=self.update_compressor, rule=rule))
+        repaid = 0.5 if self.nesterov else 1.0
+        mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=rule, repaid=repaid)
+        return Compression(mean)
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
