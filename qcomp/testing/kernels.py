@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, Identity, MinMaxUInt8, Scaled, ScaledSign, TopK, WholeFields
+from qcomp.core.compressors import (
+    QSGD,
+    Identity,
+    LloydMax,
+    MinMaxUInt8,
+    Scaled,
+    ScaledSign,
+    TopK,
+    WholeFields,
+)
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, Encoded, KernelSet, use_kernels
@@ -42,6 +51,10 @@ COMPRESSORS: tuple[Compressor, ...] = (
     Scaled(WideQSGD(levels=32767, bucket_size=8)),
     WholeFields(QSGD(levels=7, bucket_size=64), field=9),
     WholeFields(Scaled(QSGD(levels=3, bucket_size=512, norm="l2")), field=25),
+    LloydMax(bits=1, bucket_size=64),
+    LloydMax(bits=2, bucket_size=8),
+    LloydMax(bits=3, bucket_size=128),
+    LloydMax(bits=4, bucket_size=512),
     MinMaxUInt8(bucket_size=64),
     MinMaxUInt8(bucket_size=2048),
     TopK(k=5, bucket_size=64),

@@ -27,6 +27,7 @@ QUICK = (
     qcomp.QSGD(7, 64),
     qcomp.Scaled(qcomp.QSGD(7, 64)),
     WideQSGD(128, 64),
+    qcomp.LloydMax(3, 128),
     qcomp.MinMaxUInt8(64),
     qcomp.TopK(20, 512, 2, "fixed"),
 )

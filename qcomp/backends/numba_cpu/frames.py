@@ -12,6 +12,7 @@ import numpy as np
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun
 from qcomp.backends.numba_cpu.identity import RUN, decode_identity, encode_identity
 from qcomp.backends.numba_cpu.jit import Longs
+from qcomp.backends.numba_cpu.lloyd_max import decode_lloyd_max, encode_lloyd_max
 from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
 from qcomp.backends.numba_cpu.qsgd import encode_qsgd
 from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd
@@ -27,7 +28,16 @@ from qcomp.backends.numba_cpu.tables import (
     ends_of,
 )
 from qcomp.backends.numba_cpu.topk import decode_topk, encode_topk
-from qcomp.core.compressors import QSGD, Identity, MinMaxUInt8, Scaled, ScaledSign, TopK, WholeFields
+from qcomp.core.compressors import (
+    QSGD,
+    Identity,
+    LloydMax,
+    MinMaxUInt8,
+    Scaled,
+    ScaledSign,
+    TopK,
+    WholeFields,
+)
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.kernels import AnyFrame
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
@@ -55,8 +65,15 @@ def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
         return _sign_kernels(c.bucket_size, c.scale)
     if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
         return _minmax_kernels(c.bucket_size)
+    if isinstance(c, LloydMax) and kind is LloydMax and c.coder is None:
+        return _lloyd_max_kernels(c.bits, c.bucket_size)
     if isinstance(c, TopK) and kind is TopK and c.coder is None:
         return _topk_kernels(c.k, c.bucket_size, c.value_bits)
+    return _of_inner(c)
+
+
+def _of_inner(c: AnyCompressor) -> CompressorKernels | None:
+    """Return the kernels of QSGD, which others may wrap."""
     held: int | None = None
     factor: float | None = None
     if isinstance(c, WholeFields) and type(c) is WholeFields:
@@ -87,6 +104,12 @@ def _sign_kernels(bucket_size: int, scale: Literal["l1", "rms"]) -> CompressorKe
 def _minmax_kernels(bucket_size: int) -> CompressorKernels:
     encode = encode_minmax(bucket_size)
     return CompressorKernels(bucket_size, lambda key: encode, decode_minmax(bucket_size))  # noqa: ARG005
+
+
+@lru_cache(256)
+def _lloyd_max_kernels(bits: int, bucket_size: int) -> CompressorKernels:
+    encode = encode_lloyd_max(bits, bucket_size)
+    return CompressorKernels(bucket_size, lambda key: encode, decode_lloyd_max(bits, bucket_size))  # noqa: ARG005
 
 
 @lru_cache(256)
