@@ -87,6 +87,10 @@ class Muon(Optimizer):
 
     and all ranks x' = x - rate (q + weight_decay x).
 
+    With Nesterov momentum, u weighs the last mean 1 + momentum times, and also what it repays of the errors before. So
+    a worker adds half of what it owes to its next gradient, instead of all of it, which leaves less noise in u; nothing
+    is lost, as the other half stays owed. Without Nesterov momentum it adds all.
+
     Only the owner has m and e, and only it orthogonalises. Matrices are shared among the ranks by these costs, so a
     matrix that is larger than a rank's share keeps one rank busy while others wait. All ranks decode the same q, so
     they hold the same parameters bit for bit, whatever the matrix products of their libraries round to. With `Identity`
