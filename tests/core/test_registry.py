@@ -22,6 +22,8 @@ QSGDS = st.builds(
 COMPRESSORS = st.one_of(
     SIGNS,
     QSGDS,
+    st.builds(qcomp.LloydMax, bits=st.integers(1, 4), bucket_size=BUCKETS),
+    st.builds(qcomp.LloydMax, bits=st.integers(2, 4), bucket_size=BUCKETS, coding=st.just("range")),
     st.builds(qcomp.MinMaxUInt8, bucket_size=BUCKETS),
     st.builds(qcomp.Cast, dtype=st.sampled_from(["float16", "bfloat16"])),
     st.just(qcomp.Identity()),
@@ -51,6 +53,7 @@ def test_specs_are_equal_exactly_where_compressors_are(one, other):
         ("sign:scale=rms", qcomp.ScaledSign(scale="rms")),
         ("qsgd:norm=l2,levels=3", qcomp.QSGD(levels=3, norm="l2")),
         ("minmax", qcomp.MinMaxUInt8()),
+        ("lloyd_max:bits=3,coding=range", qcomp.LloydMax(3, coding="range")),
         ("cast", qcomp.Cast()),
         ("identity", qcomp.Identity()),
         ("scaled(qsgd)", qcomp.Scaled(qcomp.QSGD())),

@@ -42,6 +42,11 @@ class Range(qcomp.MinMaxUInt8):
 
 
 @dataclass(frozen=True)
+class Nearest(qcomp.LloydMax):
+    bucket_size: int = 64
+
+
+@dataclass(frozen=True)
 class Largest(qcomp.TopK):
     k: int = 5
     bucket_size: int = 64
@@ -191,6 +196,7 @@ mutant("variance_bound", "omega of randk", Drawn, traits=promises(omega=6.5))
 mutant("variance_bound", "omega not random", Sign, traits=promises(unbiased=True, omega=0.5, delta=None))
 mutant("contraction", "delta of sign", Sign, traits=promises(delta=lambda delta: delta * 1.3))
 mutant("contraction", "delta of minmax", Range, traits=promises(delta=lambda delta: 1 - (1 - delta) * 0.8))
+mutant("contraction", "delta of lloyd_max", Nearest, traits=promises(delta=lambda delta: delta * 2.5))
 mutant("contraction", "delta of topk", Largest, traits=promises(delta=6 / 64))
 mutant("contraction", "delta of topk in two bits", LargestInTwoBits, traits=promises(delta=6 / 64))
 mutant("contraction", "delta of scaled", Shrunk, traits=promises(delta=lambda delta: delta * 1.3))

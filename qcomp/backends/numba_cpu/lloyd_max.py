@@ -94,7 +94,7 @@ def decode_lloyd_max(bits: int, bucket_size: int) -> DecodeRun:
 
 @inline
 def _choose(
-    p: Floats, levels: Floats, thresholds: Floats, scale: np.float32, codes: Bytes, chosen: Floats
+    p: Floats, levels: Floats, thresholds: Floats, scale: np.float32, codes: Codes, chosen: Floats
 ) -> None:
     """Fill the codes and the levels."""
     sign = np.uint8(levels.size)
