@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from muon import FourLevels
 from network.methods import QSGD4
 from torch import nn
 
@@ -33,6 +32,13 @@ def always(_step: int, _: Settings) -> str:
 def warmed(step: int, settings: Settings) -> str:
     """Return the phase of a method with exact first steps."""
     return EXACT if step < settings.warmup else STEP
+
+
+def measured_again(step: int, settings: Settings) -> str:
+    """Return the phase of a step of QAdam, which measures its variance in some of its later steps."""
+    since = step + 1 - settings.warmup
+    again = not settings.settled and since > 0 and qcomp.DoublingIntervals(4)(since)
+    return EXACT if again else warmed(step, settings)
 
 
 def doubling(step: int, settings: Settings) -> str:
@@ -142,6 +148,11 @@ def _freeze(settings: Settings) -> int:
     return settings.warmup
 
 
+def _later_variance_steps(settings: Settings) -> Callable[[int], bool] | None:
+    """Return the steps after the freeze, from 1, in which QAdam averages exactly."""
+    return None if settings.settled else qcomp.DoublingIntervals(4)
+
+
 def _variance_steps(settings: Settings) -> Callable[[int], bool]:
     """Return the steps, from 1, in which 0/1 Adam averages exactly."""
     if settings.settled:
@@ -150,7 +161,7 @@ def _variance_steps(settings: Settings) -> Callable[[int], bool]:
 
 
 LOW_RANK = {"averaging": qcomp.PowerSGD(rank=2), "exact": None}
-FOUR, ONE, ALL = qcomp.QSGD(levels=7, bucket_size=128), qcomp.ScaledSign(scale="rms"), qcomp.Identity()
+ONE, ALL = qcomp.ScaledSign(scale="rms"), qcomp.Identity()
 AS_WARMUP = ("onebit_adam", EXACT)
 
 METHODS = {
@@ -171,7 +182,13 @@ METHODS = {
     "torchft_adamw": Method("torchft DiLoCo, AdamW", peers.torchft(adamw), outer, True),
     "torchft_muon": Method("torchft DiLoCo, Muon", peers.torchft(muon), outer, True),
     "onebit_adam": Method("1-bit Adam", overlapped(qcomp.OneBitAdam, freeze=_freeze), warmed),
-    "qadam": Method("QAdam, 8 bits", overlapped(qcomp.QAdam, freeze=_freeze), warmed, False, AS_WARMUP),
+    "qadam": Method(
+        "QAdam, 8 bits",
+        overlapped(qcomp.QAdam, freeze=_freeze, variance_steps=_later_variance_steps),
+        measured_again,
+        False,
+        AS_WARMUP,
+    ),
     "zero_one_adam": Method(
         "0/1 Adam",
         overlapped(qcomp.ZeroOneAdam, variance_steps=_variance_steps),
@@ -183,8 +200,8 @@ METHODS = {
     "lowrank2_adamw": Method("PowerSGD rank 2, AdamW", hook(adamw, ALL, **LOW_RANK)),
     "lowrank2_muon": Method("PowerSGD rank 2, Muon", hook(muon, ALL, **LOW_RANK)),
     "muon_exact": Method("Muon, exact", own_muon(ALL, ALL)),
-    "muon_4_1": Method("Muon, 4 + 1 bits", own_muon(FOUR, ONE)),
-    "muon_2_1": Method("Muon, 2 + 1 bits", own_muon(FourLevels(), ONE)),
+    "muon_4_1": Method("Muon, 4 + 1 bits", own_muon(qcomp.LloydMax(4, coding="range"), ONE)),
+    "muon_2_1": Method("Muon, 2 + 1 bits", own_muon(qcomp.LloydMax(2, 256, coding="range"), ONE)),
     "local_adamw": Method("LocalSGD, AdamW", loop(adamw, qcomp.outer.local_sgd), outer),
     "diloco_adamw": Method("DiLoCo, AdamW", loop(adamw, qcomp.outer.diloco), outer),
     "muloco": Method("MuLoCo", loop(muon, qcomp.outer.muloco), outer),

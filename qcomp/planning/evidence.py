@@ -112,11 +112,11 @@ def _names(method: Method, warmup: float) -> tuple[str, ...]:
     """Return the names in the studies of what a method stands for."""
     if isinstance(method, MuonMethod):
         opt = method.optimizer
-        both = (opt.compressor.name, opt.update_compressor.name)
-        exact = method.replicated or (
-            opt.compressor.traits.lossless and opt.update_compressor.traits.lossless
-        )
-        return ("Muon, exact",) if exact else ("Muon, 4 + 1 bits",) if both == ("qsgd", "sign") else ()
+        both = (opt.compressor, opt.update_compressor)
+        if method.replicated or all(c.traits.lossless for c in both):
+            return ("Muon, exact",)
+        studied = [c.name for c in both] == ["lloyd_max", "sign"] and getattr(opt.compressor, "bits", 0) == 4
+        return ("Muon, 4 + 1 bits",) if studied else ()
     if method.compressor is None or isinstance(method, OuterMethod | PowerSGDMethod):
         return ()
     name = method.compressor.name

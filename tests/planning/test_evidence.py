@@ -20,7 +20,7 @@ def test_a_compressor_stands_for_the_optimizer_that_was_studied():
     assert evidence_of(Method("ring", qcomp.QSGD(levels=3))) is None
     minmax = Method("two_phase", qcomp.MinMaxUInt8())
     assert [evidence_of(minmax, warmup=w).method for w in (0.1, 0.3, 0.6)] == [
-        "qadam",
+        "qadam_measured",
         "qadam_longer",
         "qadam_half",
     ]
@@ -38,14 +38,16 @@ def test_what_was_not_studied_is_not_known():
 
 def test_muon_has_a_loss_and_no_curve():
     exact = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1), replicated=True))
-    own = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1)))
+    nearest = qcomp.Muon(learning_rate=0.1, compressor=qcomp.LloydMax(4, coding="range"))
+    own = evidence_of(MuonMethod(optimizer=nearest))
     assert exact.method == "Muon, exact"
     assert own.method == "Muon, 4 + 1 bits"
     assert own.ratio is None
     assert own.counted == UNMEASURED
     assert "steps not measured; after 480 steps" in own.text
-    other = qcomp.Muon(learning_rate=0.1, compressor=qcomp.ScaledSign())
-    assert evidence_of(MuonMethod(optimizer=other)) is None
+    for compressor in (qcomp.ScaledSign(), qcomp.LloydMax(2)):
+        other = qcomp.Muon(learning_rate=0.1, compressor=compressor)
+        assert evidence_of(MuonMethod(optimizer=other)) is None
 
 
 def test_fewer_steps_than_those_of_adam_count_as_equally_many():
