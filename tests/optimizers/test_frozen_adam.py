@@ -611,3 +611,19 @@ class TestPolicy:
     def test_size_out_of_range(self, bad):
         with pytest.raises(ValueError, match=r"size is .*; expected an integer, at least 0"):
             qcomp.ExactBelow(bad)
+
+
+def test_a_state_that_was_frozen_without_measurements_is_refused():
+    comm = LocalCommunicator.alone()
+    params = np.ones(8, np.float32)
+    settings = {"learning_rate": 0.1, "betas": (0.5, 0.5), "freeze": 6, "exact": None, "watch": None}
+    before = qcomp.QAdam(**settings, variance_steps=None)
+    state = before.init(params, comm)
+    for _ in range(7):
+        params, state = before.step(params, params, state, comm)
+    after = replace(before, variance_steps=qcomp.DoublingIntervals(4))
+    with pytest.raises(ValueError, match="variance_steps is DoublingIntervals"):
+        after.step(params, params, state, comm)
+    with pytest.warns(UserWarning, match="was saved by QAdam with variance_steps=None"):
+        state = after.load_state_dict(before.state_dict(state), params, comm)
+    after.step(params, params, state, comm)

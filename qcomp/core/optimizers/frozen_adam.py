@@ -174,7 +174,14 @@ class FrozenVarianceAdam(Optimizer):
     def _measures(self, state: OptimizerState) -> bool:
         """Return whether the next step of the compressed stage measures the variance again."""
         schedule = self.variance_steps
-        return schedule is not None and schedule(state.step + 1 - int(state.numbers[_SINCE]))
+        if schedule is None:
+            return False
+        if _SINCE not in state.numbers:
+            raise ValueError(
+                f"variance_steps is {schedule!r}, and the state has none; expected a state of this optimizer: "
+                "load_state_dict(before.state_dict(state), params, comm) makes one"
+            )
+        return schedule(state.step + 1 - int(state.numbers[_SINCE]))
 
     def _as_measured(self, state: OptimizerState, *, since: float | None = None) -> OptimizerState:
         """Return the state after a measurement; steps are counted from this one unless ``since`` tells another."""
