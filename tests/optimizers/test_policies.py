@@ -137,7 +137,8 @@ class TestSteps:
 
     @pytest.mark.parametrize("kind", [qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb])
     def test_frozen_adam(self, job, grads, kind):
-        opt = kind(learning_rate=0.1, betas=(0.9, 0.9), freeze=1, exact=None, compressors=BY_NAME)
+        settings = {"betas": (0.9, 0.9), "freeze": 1, "exact": None, "variance_steps": None}
+        opt = kind(learning_rate=0.1, compressors=BY_NAME, **settings)
         run = job(opt, grads(SHAPES, 99, 0), 2, NAMES)
         for step in range(3):
             run.step([grads(SHAPES, rank, step) for rank in range(2)])
