@@ -16,7 +16,7 @@ import page
 from network.autotune import STOCK, TUNED
 from network.launch import launch
 from network.models import MODELS
-from network.shaped import NetworkError, require_rights
+from network.program import measure_and_write
 
 ROUNDS = {"100mbit": 7, "1gbit": 21, "10gbit": 41}
 START = """# Autotune
@@ -43,17 +43,7 @@ def main() -> int:
     add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK")
     add("--ranks", nargs="+", type=int, default=[2], help="(default: %(default)s)")
     add("--page", action="store_true", help="only write the table, from the files")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not options.page:
-        try:
-            require_rights()
-            measure(options)
-        except NetworkError as error:
-            print(f"autotune_times.py: error: {error}", file=sys.stderr)
-            return 2
-    write(options)
-    return 0
+    return measure_and_write(parser.parse_args(), measure, write)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -77,7 +67,7 @@ def runs(options: argparse.Namespace) -> dict[Path, tuple[str, int, str]]:
 
 def write(options: argparse.Namespace) -> None:
     """Write the table into the page."""
-    rows = [row(json.loads(path.read_text())) for path in runs(options)]
+    rows = [row(json.loads(path.read_text())) for path in runs(options) if path.exists()]
     head = [
         "",
         "chosen",

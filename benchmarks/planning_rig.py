@@ -14,8 +14,8 @@ from typing import Any
 
 import page
 from network.launch import RATES, launch
+from network.program import measure_and_write
 from network.scale import METHODS
-from network.shaped import NetworkError, require_rights
 
 START = """# The cost model with 2 to 16 ranks
 
@@ -40,26 +40,30 @@ def main() -> int:
     add("--links", nargs="+", choices=list(RATES), default=["100mbit"], metavar="LINK")
     add("--ranks", nargs="+", type=int, default=[2, 4, 8, 16], help="(default: %(default)s)")
     add("--page", action="store_true", help="only write the table, from the files")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    paths = {(n, link): options.out / f"{n}-{link}.json" for link in options.links for n in options.ranks}
-    if not options.page:
-        try:
-            require_rights()
-            for (ranks, link), path in paths.items():
-                if not path.exists():
-                    program = ["-W", "ignore", "-m", "network.scale", "--link", link]
-                    rounds = ["--rounds", str(options.rounds), "--out", str(path.resolve())]
-                    launch("gloo", ranks, [*program, *rounds])
-        except NetworkError as error:
-            print(f"planning_rig.py: error: {error}", file=sys.stderr)
-            return 2
-    block = table([json.loads(path.read_text()) for path in paths.values()])
+    return measure_and_write(parser.parse_args(), measure, write)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Start the runs whose files do not exist yet."""
+    for path, (ranks, link) in runs(options).items():
+        if not path.exists():
+            program = ["-W", "ignore", "-m", "network.scale", "--link", link]
+            rounds = ["--rounds", str(options.rounds), "--out", str(path.resolve())]
+            launch("gloo", ranks, [*program, *rounds])
+
+
+def runs(options: argparse.Namespace) -> dict[Path, tuple[int, str]]:
+    """Return the file of each run."""
+    return {options.out / f"{n}-{link}.json": (n, link) for link in options.links for n in options.ranks}
+
+
+def write(options: argparse.Namespace) -> None:
+    """Write the table into the page."""
+    block = table([json.loads(path.read_text()) for path in runs(options) if path.exists()])
     if not (options.out / page.PAGE).exists():
         (options.out / page.PAGE).write_text(START)
     page.rewrite(options.out, {"scale": block})
     print(block)
-    return 0
 
 
 def table(runs: list[dict[str, Any]]) -> str:

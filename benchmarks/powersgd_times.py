@@ -16,7 +16,7 @@ import page
 from network.launch import launch
 from network.models import MODELS
 from network.powersgd import EXACT, VARIANTS
-from network.shaped import NetworkError, require_rights
+from network.program import measure_and_write
 from network.tables import NOTHING
 
 RANKS = 2
@@ -34,17 +34,7 @@ def main() -> int:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
     add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK")
     add("--page", action="store_true", help="only write the tables, from the files")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not options.page:
-        try:
-            require_rights()
-            measure(options)
-        except NetworkError as error:
-            print(f"powersgd_times.py: error: {error}", file=sys.stderr)
-            return 2
-    write(options)
-    return 0
+    return measure_and_write(parser.parse_args(), measure, write)
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import page
 from network.launch import launch
 from network.models import MODELS
-from network.shaped import NetworkError, require_rights
+from network.program import measure_and_write
 
 RANKS = 2
 ROUNDS = {"1gbit": 7}
@@ -40,17 +40,7 @@ def main() -> int:
     add("--rounds", type=int, help="of every measurement (default: what each needs)")
     add("--steps", type=int, default=STEPS, help="of the curves (default: %(default)s)")
     add("--page", action="store_true", help="only draw and write the tables, from the files")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not options.page:
-        try:
-            require_rights()
-            measure(options)
-        except NetworkError as error:
-            print(f"sharded_times.py: error: {error}", file=sys.stderr)
-            return 2
-    write(options.out)
-    return 0
+    return measure_and_write(parser.parse_args(), measure, write)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -72,8 +62,9 @@ def measure(options: argparse.Namespace) -> None:
         )
 
 
-def write(folder: Path) -> None:
+def write(options: argparse.Namespace) -> None:
     """Draw the losses, and write the tables into the page."""
+    folder = options.out
     runs = [json.loads((folder / f"{model}-{link}.json").read_text()) for model in MODELS for link in ROUNDS]
     losses = json.loads((folder / "curves.json").read_text())
     draw(losses["curves"], folder / "losses.png")

@@ -19,7 +19,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, Longs, borrow, inline, kernel
-from qcomp.backends.numba_cpu.primitives import ZERO, F
+from qcomp.backends.numba_cpu.primitives import ZERO, F, mix
 from qcomp.backends.numba_cpu.tables import address, floats_at
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 
@@ -144,12 +144,6 @@ def _add_decay(p: Floats, g: Floats, decay: np.float32, out: Floats) -> None:
 
 
 @inline
-def _mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
-    for i in range(out.size):
-        out[i] = keep * m[i] + new * g[i]
-
-
-@inline
 def _mix_squares(v: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
     for i in range(out.size):
         out[i] = keep * v[i] + new * (g[i] * g[i])
@@ -253,6 +247,6 @@ def _adam_steps(
         if addresses[row] == addresses[row + 4]:
             _adam_in_place(p, m, v, g, step)
         else:
-            _mix(m, g, step[8], step[9], new_m)
+            mix(m, g, step[8], step[9], new_m)
             _mix_squares(v, g, step[10], step[11], new_v)
             _move(p, new_m, new_v, step, step[5], new_p)

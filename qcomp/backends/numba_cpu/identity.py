@@ -13,7 +13,16 @@ import numpy as np
 
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, Weights
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
-from qcomp.backends.numba_cpu.primitives import NO_RESIDUAL, ZERO, F, finish, largest_bits, load, too_large
+from qcomp.backends.numba_cpu.primitives import (
+    NO_RESIDUAL,
+    ZERO,
+    F,
+    finish,
+    largest_bits,
+    load,
+    mix,
+    too_large,
+)
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
 
@@ -61,12 +70,6 @@ def _load(data: Bytes, values: Floats) -> None:
 
 
 @inline
-def _mix(x: Floats, m: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
-    for i in range(out.size):
-        out[i] = keep * m[i] + new * x[i]
-
-
-@inline
 def _accumulate(values: Floats, out: Floats) -> None:
     for i in range(out.size):
         out[i] += values[i]
@@ -94,7 +97,7 @@ def _encode(
                 p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch)
             elif m.size > 0:
                 p = scratch[: stop - start]
-                _mix(x[start:stop], m[start:stop], keep, new, p)
+                mix(m[start:stop], x[start:stop], keep, new, p)
             else:
                 p = x[start:stop]
             if too_large(largest_bits(p)):

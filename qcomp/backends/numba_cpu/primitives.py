@@ -31,6 +31,7 @@ __all__ = [
     "largest_bits",
     "load",
     "load_scale",
+    "mix",
     "scaled_squares",
     "store_scale",
     "too_large",
@@ -153,6 +154,13 @@ def load(
 def _copy_flushed(x: Floats, p: Floats) -> None:
     for i in range(p.size):
         p[i] = flush(x[i])
+
+
+@inline
+def mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
+    """Let out = keep * m + new * g, in an array that overlaps with neither."""
+    for i in range(out.size):
+        out[i] = keep * m[i] + new * g[i]
 
 
 @inline

@@ -12,7 +12,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
-from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish
+from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, mix
 
 __all__ = ["finish_mean", "largest_sum", "momentum"]
 
@@ -95,12 +95,6 @@ def _finish(total: Floats, count: np.float32, first: int, last: int) -> None:
 
 
 @inline
-def _mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
-    for i in range(out.size):
-        out[i] = keep * m[i] + new * g[i]
-
-
-@inline
 def _mix_into(m: Floats, g: Floats, keep: np.float32, new: np.float32) -> None:
     for i in range(m.size):
         m[i] = keep * m[i] + new * g[i]
@@ -121,4 +115,4 @@ def _momentum(
     if in_place:
         _mix_into(part, g[first:last], keep, new)
     else:
-        _mix(m[first:last], g[first:last], keep, new, part)
+        mix(m[first:last], g[first:last], keep, new, part)

@@ -130,10 +130,11 @@ class TunedHookState:
         current, checked = self._pass, bool(self._owed)
 
         def mean(future: Any) -> torch.Tensor:
+            found: torch.Tensor
             (found,) = future.value()
             if checked:  # what is owed must not go with gradients that nobody uses
                 current.finite = current.finite and bool(found.isfinite().all())
-            return found  # type: ignore[no-any-return]
+            return found
 
         return work.get_future().then(mean)
 
