@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
     HostBuffer = npt.NDArray[np.uint8]
 
-__all__ = ["disagreement", "failure_header", "header", "header_size", "reason_size"]
+__all__ = ["disagreement", "header", "header_size"]
 
-_FAILED = 0
 _NUMBERS = {"all_to_all": 1, "all_gather": 2}
 _VERBS = {number: verb for verb, number in _NUMBERS.items()}
 
@@ -30,17 +29,6 @@ def header(verb: str, sent: Sequence[int], expected: Sequence[int]) -> HostBuffe
     Every rank receives all headers, so that all reach the same verdict.
     """
     return np.asarray([_NUMBERS[verb], *sent, *expected], dtype="<i8").view(np.uint8)
-
-
-def failure_header(length: int, *, size: int) -> HostBuffer:
-    """Return the header of a rank that drops out and sends a reason of ``length`` bytes."""
-    return np.asarray([_FAILED, length] + [0] * (2 * size - 1), dtype="<i8").view(np.uint8)
-
-
-def reason_size(data: HostBuffer) -> int | None:
-    """Return the length of the following text if this header announces a failure."""
-    numbers = data.view("<i8")
-    return int(numbers[1]) if numbers[0] == _FAILED else None
 
 
 def disagreement(headers: Sequence[HostBuffer]) -> str | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from qcomp.comm.lifelines import SILENCE
 from qcomp.comm.local import LocalCommunicator
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import warn_caller
@@ -24,12 +25,14 @@ _PLANNED_SIZES = ("SLURM_NTASKS", "WORLD_SIZE")
 
 
 @functools.cache
-def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
+def world(
+    *, timeout: float = 300.0, silence: float = SILENCE
+) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     """Return the communicator of all ranks started together with this process.
 
     It detects the launcher by its environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
     torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls with the
-    same timeout return the same communicator.
+    same arguments return the same communicator.
 
     Under torchrun it initialises torch.distributed if necessary: with nccl for arrays on GPUs if every rank of this
     machine can have its own GPU, which becomes its current device, and with gloo for all other arrays.
@@ -38,6 +41,8 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
     ----------
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange.
+    silence : float, optional
+        Seconds without a sign of life after which a rank counts as lost: it was stopped, or cut off.
 
     Returns
     -------
@@ -65,7 +70,7 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
     if _started_by_torchrun(environment):
         from qcomp.comm.torch_launch import torch_world  # noqa: PLC0415  (imports torch)
 
-        return torch_world(timeout=timeout)
+        return torch_world(timeout=timeout, silence=silence)
     announced = _mpi_size(environment)
     if announced == 1:
         _warn_if_alone_among_others(environment)
@@ -81,7 +86,7 @@ def world(*, timeout: float = 300.0) -> LocalCommunicator | MPICommunicator | To
             f"{announced} processes were started together, but mpi4py's MPI library ({library}) sees only "
             "this one: start them with the mpirun of that library"
         )
-    return MPICommunicator(MPI.COMM_WORLD, timeout=timeout)
+    return MPICommunicator(MPI.COMM_WORLD, timeout=timeout, silence=silence)
 
 
 def _started_by_torchrun(environment: Mapping[str, str]) -> bool:

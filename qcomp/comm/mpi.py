@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from qcomp.comm import mpi_exit
 from qcomp.comm.buffers import stage_exchange, to_host
 from qcomp.comm.cuda_buffers import reads_devices, stage
 from qcomp.comm.host import host_name
+from qcomp.comm.lifelines import SILENCE, lifelines
 from qcomp.comm.mpi_exchange import MPIExchange, poll
 from qcomp.comm.mpi_library import MPI
 from qcomp.comm.verbs import Pending, Verbs
@@ -38,12 +41,18 @@ class MPICommunicator(Verbs):
     130, and ranks that wait for a rank that has exited (also by `sys.exit`) get an error. After a failed exchange the
     process can only end by aborting the job.
 
+    Most launchers end the job when a rank dies. Where they do not, one more TCP connection between every two ranks
+    tells those that wait within a second, and after `silence` that a rank was stopped or cut off.
+
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         For instance ``MPI.COMM_WORLD``.
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange.
+    silence : float, optional
+        Seconds without a sign of life after which a rank counts as lost. A thread gives these signs four times in this
+        time, so it must be longer than other code of a rank may keep Python's lock.
 
     Attributes
     ----------
@@ -63,9 +72,14 @@ class MPICommunicator(Verbs):
     TypeError
         If `comm` is not an intracommunicator.
     ValueError
-        If `timeout` is not positive, or QCOMP_CUDA_AWARE_MPI neither 0 nor 1.
+        If `timeout` or `silence` is not positive, or QCOMP_CUDA_AWARE_MPI neither 0 nor 1.
     CommunicatorError
         If the other ranks do not create theirs in time.
+
+    Warns
+    -----
+    RuntimeWarning
+        If the additional connection to a rank cannot be made.
 
     Examples
     --------
@@ -76,11 +90,12 @@ class MPICommunicator(Verbs):
     [array([7], dtype=uint8)]
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, timeout: float = 300.0) -> None:
+    def __init__(self, comm: MPI.Intracomm, *, timeout: float = 300.0, silence: float = SILENCE) -> None:
         if not isinstance(comm, MPI.Intracomm):
             raise TypeError(f"comm must be an mpi4py.MPI.Intracomm, got {comm!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+        for name, seconds in (("timeout", timeout), ("silence", silence)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.host = host_name(MPI.Get_processor_name())
@@ -93,14 +108,28 @@ class MPICommunicator(Verbs):
         if self.size > 1:
             mpi_exit.guard()
         self._comm, duplication = comm.Idup()
-        if not poll(duplication.Test, timeout):
+        self._wait_at_creation(duplication)
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
+        if self.size > 1:
+            mpi_exit.take_leave_at_exit(self._comm, self._lifelines)
+
+    def _share(self, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks."""
+        length, lengths = np.array([len(text)], dtype="<i8"), np.empty(self.size, dtype="<i8")
+        self._wait_at_creation(self._comm.Iallgather(length, lengths))
+        texts = np.empty((self.size, max(1, lengths.max())), dtype=np.uint8)
+        own = np.zeros_like(texts[0])
+        own[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+        self._wait_at_creation(self._comm.Iallgather(own, texts))
+        return [row[:n].tobytes() for row, n in zip(texts, lengths, strict=True)]
+
+    def _wait_at_creation(self, request: MPI.Request) -> None:
+        if not poll(request.Test, self.timeout):
             mpi_exit.abort_at_exit()
             raise CommunicatorError(
-                f"MPICommunicator: waited {timeout:g} s for the other {self.size - 1} ranks to create theirs"
+                f"MPICommunicator: waited {self.timeout:g} s for the other {self.size - 1} ranks to create theirs"
             )
-        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        if self.size > 1:
-            mpi_exit.take_leave_at_exit(self._comm)
 
     def __repr__(self) -> str:
         return f"MPICommunicator(rank={self.rank}, size={self.size})"
@@ -120,6 +149,10 @@ class MPICommunicator(Verbs):
             self._advance()  # also earlier exchanges, since MPI moves bytes only inside its calls
         return exchange
 
+    def begin(self) -> int:
+        """Return the number of a new exchange."""
+        return self._lifelines.begin()
+
     def complete(self, exchange: MPIExchange) -> None:
         """Wait until an exchange is complete, and advance all other exchanges meanwhile."""
         verb = exchange.verb
@@ -127,6 +160,10 @@ class MPICommunicator(Verbs):
 
         def done() -> bool:
             self._advance()
+            if not exchange.is_complete:
+                problem = self._lifelines.problem(exchange.number)
+                if problem is not None:
+                    raise CommunicatorError(f"{verb}: {problem}")
             return exchange.is_complete
 
         def flowing() -> bool:
@@ -141,6 +178,8 @@ class MPICommunicator(Verbs):
         for exchange in self._under_way:
             exchange.advance(self._comm, earlier)
             earlier |= exchange.awaited
+            if exchange.is_complete:
+                self._lifelines.complete(exchange.number)
         self._under_way[:] = [exchange for exchange in self._under_way if not exchange.is_complete]
 
     def _require_open(self, verb: str) -> None:
@@ -163,4 +202,5 @@ class MPICommunicator(Verbs):
 
     def _close(self, reason: str) -> None:
         self._closed = reason
+        self._lifelines.give_up(reason)
         mpi_exit.report_failure(self._comm, reason)

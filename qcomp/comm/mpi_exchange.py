@@ -35,6 +35,10 @@ class _Ranks(Protocol):
     rank: int
     size: int
 
+    def begin(self) -> int:
+        """Return the number of a new exchange."""
+        ...
+
     def complete(self, exchange: MPIExchange) -> None:
         """Wait until an exchange is complete."""
         ...
@@ -69,6 +73,7 @@ class MPIExchange:
         sizes: Sequence[int],
     ) -> None:
         self._comm = comm
+        self.number = comm.begin()
         self.verb = verb
         self._like = list(like)
         self._buffers = buffers

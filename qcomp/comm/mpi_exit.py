@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from qcomp.comm.lifelines import Lifelines
 from qcomp.comm.mpi_library import MPI
 
 __all__ = [
@@ -37,7 +38,7 @@ _LONGEST_REPORT = 1000
 _PAUSE_SECONDS = 1e-3
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
 
-_open: list[MPI.Intracomm] = []
+_open: list[tuple[MPI.Intracomm, Lifelines]] = []
 # MPI may access the memory of exchanges in flight even after one has failed, so that memory stays.
 _unfinished: list[object] = []
 
@@ -84,9 +85,9 @@ def report_failure(comm: MPI.Intracomm, reason: str) -> None:
         _unfinished.extend(_send_all(comm, text, FAILED_TAG))
 
 
-def take_leave_at_exit(comm: MPI.Intracomm) -> None:
+def take_leave_at_exit(comm: MPI.Intracomm, lines: Lifelines) -> None:
     """At the end of this process, tell all other ranks of `comm`, and wait for their end."""
-    _open.append(comm)
+    _open.append((comm, lines))
 
 
 def _take_leave() -> None:
@@ -94,19 +95,22 @@ def _take_leave() -> None:
         return
     try:
         nothing = np.empty(0, dtype=np.uint8)
-        farewells = [request for comm in _open for request in _send_all(comm, nothing, FINISHED_TAG)]
-        for comm in _open:
+        farewells = [request for comm, _ in _open for request in _send_all(comm, nothing, FINISHED_TAG)]
+        for comm, lines in _open:
             for peer in _peers(comm):
-                _await_farewell(comm, peer)
+                _await_farewell(comm, peer, lines)
         while not MPI.Request.Testall(farewells):
             time.sleep(_PAUSE_SECONDS)
     except KeyboardInterrupt:
         _abort(_INTERRUPTED)
 
 
-def _await_farewell(comm: MPI.Intracomm, peer: int) -> None:
-    # Without a timeout, like MPI_Finalize: the peer may still compute. If it dies, mpirun ends this rank.
+def _await_farewell(comm: MPI.Intracomm, peer: int, lines: Lifelines) -> None:
+    # Without a timeout, like MPI_Finalize: the peer may still compute.
     while (message := comm.Improbe(source=peer, tag=FINISHED_TAG)) is None:
+        if lines.is_dead(peer):
+            sys.stderr.write(f"qcomp: rank {peer} ended without taking leave: the job is aborted\n")
+            _abort(1)
         time.sleep(_PAUSE_SECONDS)
     message.Recv([np.empty(0, dtype=np.uint8), MPI.BYTE])
 

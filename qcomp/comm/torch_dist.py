@@ -5,26 +5,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import platform
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import array_api_compat
 
 from qcomp.comm.buffers import check_buffer, stage_exchange, to_host
-from qcomp.comm.headers import failure_header
 from qcomp.comm.host import host_name
-from qcomp.comm.torch_exchange import HEADER_TAG, REASON_TAG, TorchExchange
+from qcomp.comm.lifelines import SILENCE, Lifelines, lifelines
+from qcomp.comm.torch_exchange import UNUSED_TAG, TorchExchange
 from qcomp.comm.torch_library import dist, distributed_c10d, torch
 from qcomp.comm.verbs import Pending, Verbs
+from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
 
 __all__ = ["TorchCommunicator"]
 
 Array = Any
 
-_LONGEST_REASON = 1000
+_AT_ONCE = timedelta(milliseconds=1)
+_END_SECONDS = 1.0
+
+# Memory that gloo may still access after a failed exchange, and what a thread may still wait for.
+_unfinished: list[object] = []
 
 # Number of communicators per group name, equal on all ranks of the group.
 _created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -41,12 +47,14 @@ class TorchCommunicator(Verbs):
     mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
 
     A header of 8 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb and
-    all sizes, so that another verb or size is an error on all ranks, and nothing is truncated. A rank that ends in any
-    way closes its connections, and ranks that wait for it notice at once. A rank whose exchange fails tells the others
-    why; after a timeout it closes its connections instead.
+    all sizes, so that another verb or size is an error on all ranks, and nothing is truncated.
 
-    With nccl, `start` returns when all ranks have started the exchange; with gloo at once. Ctrl-C takes effect only
-    after a wait for a peer has ended, at the latest by the timeout.
+    Every two ranks have one more TCP connection. The ranks that wait for a rank which has died learn of it within a
+    second, also in the middle of a message, where gloo notices nothing; of one that was stopped or cut off after
+    `silence`. A rank whose exchange fails tells the others why. Until all ranks have created theirs, only the timeout
+    ends a wait.
+
+    With nccl, `start` returns when all ranks have started the exchange; with gloo at once.
 
     Parameters
     ----------
@@ -55,6 +63,9 @@ class TorchCommunicator(Verbs):
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange. With nccl, if a peer dies after the exchange of
         headers, the watchdog of torch.distributed ends the process after the timeout of `group`.
+    silence : float, optional
+        Seconds without a sign of life after which a rank counts as lost. A thread gives these signs four times in this
+        time, so it must be longer than other code of a rank may keep Python's lock.
 
     Attributes
     ----------
@@ -72,9 +83,14 @@ class TorchCommunicator(Verbs):
     TypeError
         If `group` is not a process group that this process is a member of.
     ValueError
-        If `timeout` is not positive, or the group has another backend.
+        If `timeout` or `silence` is not positive, or the group has another backend.
     CommunicatorError
         If torch.distributed is not initialised, or the other ranks do not create theirs in time.
+
+    Warns
+    -----
+    RuntimeWarning
+        If the additional connection to a rank cannot be made.
 
     Examples
     --------
@@ -86,9 +102,10 @@ class TorchCommunicator(Verbs):
     >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(self, group: Any = None, *, timeout: float = 300.0) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    def __init__(self, group: Any = None, *, timeout: float = 300.0, silence: float = SILENCE) -> None:
+        for name, seconds in (("timeout", timeout), ("silence", silence)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
         if not dist.is_initialized():
             raise CommunicatorError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group, or start this "
@@ -108,10 +125,11 @@ class TorchCommunicator(Verbs):
         self.bytes_sent = 0
         self.timeout = timeout
         self._closed: str | None = None
-        # Memory that gloo may still access after a failed exchange.
-        self._unfinished: list[object] = []
         self._group = group
         self._gloo = _connect(group, rank=self.rank, size=self.size, timeout=timeout)
+        self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
+        self._waiter = Waiter()
+        weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
 
     def __repr__(self) -> str:
@@ -132,6 +150,50 @@ class TorchCommunicator(Verbs):
             exchange.start(in_turn=in_turn)
         self.bytes_sent += sum(tensors[peer].shape[0] for peer in exchange.peers)
         return exchange
+
+    def begin(self) -> int:
+        """Return the number of a new exchange."""
+        return self._lifelines.begin()
+
+    def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
+        """Return what ``meanwhile`` returns after ``wait`` has ended on another thread; raise if a rank is lost.
+
+        gloo cannot be interrupted while it waits, and does not always notice that a peer is gone.
+        """
+
+        def problem() -> str | None:
+            reason = self._lifelines.problem(exchange)
+            return None if reason is None else f"{verb}: {reason}"
+
+        if self.size == 1:
+            wait()
+            return meanwhile()
+        waiting = Waiting(wait, self._lifelines.changed)
+        self._waiter.start(waiting)
+        made = meanwhile()
+        waiting.result(problem)
+        return made
+
+    def end(self, exchange: int) -> None:
+        """Take note that an exchange is complete."""
+        self._lifelines.complete(exchange)
+
+    def _share(self, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks."""
+        lengths = [int(x) for x in self._gather(torch.tensor([len(text)]))]
+        padded = text.ljust(max(1, *lengths))
+        texts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        return [x.numpy().tobytes()[:length] for x, length in zip(texts, lengths, strict=True)]
+
+    def _gather(self, x: Any) -> list[Any]:
+        gathered = [torch.empty_like(x) for _ in range(self.size)]
+        try:
+            self._gloo.allgather([gathered], [x]).wait()
+        except RuntimeError as error:
+            raise CommunicatorError(
+                f"TorchCommunicator: a rank ended while they created theirs: {error}"
+            ) from error
+        return gathered
 
     def _to_device(self, x: Array, *, name: str) -> Any:
         if not (array_api_compat.is_torch_array(x) and x.is_cuda):
@@ -161,15 +223,8 @@ class TorchCommunicator(Verbs):
 
     def _close(self, reason: str, exchange: object) -> None:
         self._closed = reason
-        self._unfinished.append(exchange)
-        text = torch.frombuffer(bytearray(reason.encode()[:_LONGEST_REASON]), dtype=torch.uint8)
-        announcement = torch.from_numpy(failure_header(text.shape[0], size=self.size))
-        for peer in range(self.size):
-            if peer != self.rank:
-                # Ranks that cannot be told see the closed connection.
-                with contextlib.suppress(RuntimeError):
-                    self._unfinished.append(self.post_send(announcement, peer, HEADER_TAG))
-                    self._unfinished.append(self.post_send(text, peer, REASON_TAG))
+        self._lifelines.give_up(reason)
+        _unfinished.append((self._gloo, exchange))
 
     def post_send(self, tensor: Any, peer: int, tag: int) -> Any:
         """Start to send a tensor in host memory."""
@@ -190,6 +245,18 @@ class TorchCommunicator(Verbs):
         ]
         works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         return works
+
+
+def _leave(lines: Lifelines, waiter: Waiter, gloo: Any) -> None:
+    """Tell the others that this rank takes no further part, and end the thread that waits for them."""
+    lines.finish()
+    if not waiter.end():
+        # The thread still waits in gloo. If it came back while Python ends, the process would abort. When one wait
+        # times out, gloo ends all others, except for messages of which a part has come: these wait for ever.
+        for peer in set(range(gloo.size())) - {gloo.rank()}:
+            with contextlib.suppress(RuntimeError):
+                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(_AT_ONCE)
+        waiter.join(_END_SECONDS)
 
 
 def _to_host(x: Array, *, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import array_api_compat
 
 from qcomp.comm.buffers import from_host
-from qcomp.comm.headers import disagreement, header, header_size, reason_size
+from qcomp.comm.headers import disagreement, header, header_size
 from qcomp.comm.torch_library import torch
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["HEADER_TAG", "REASON_TAG", "TorchExchange"]
+__all__ = ["UNUSED_TAG", "TorchExchange"]
 
 Array = Any
 
-HEADER_TAG, REASON_TAG = 0, 1
+_HEADER_TAG, UNUSED_TAG = 0, 1
 _PAYLOAD_TAGS = 2
 _IN_TURN_FROM = 1 << 16
 """Smallest payload that is sent in turns; the time of shorter ones is mostly latency."""
@@ -35,6 +35,18 @@ class _Connections(Protocol):
 
     def require_open(self, verb: str) -> None:
         """Raise if an exchange has failed before."""
+        ...
+
+    def begin(self) -> int:
+        """Return the number of a new exchange."""
+        ...
+
+    def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
+        """Return what ``meanwhile`` returns after ``wait`` has ended on another thread; raise if a rank is lost."""
+        ...
+
+    def end(self, exchange: int) -> None:
+        """Take note that an exchange is complete."""
         ...
 
     def closing_on_failure(self, verb: str, exchange: object) -> AbstractContextManager[None]:
@@ -81,6 +93,7 @@ class TorchExchange:
         self.peers = [(comm.rank + k) % n for k in range(1, n)]
         self._sizes = sizes
         self._moves_on_device = on_device
+        self._number = comm.begin()
         self._deadline = 0.0
         sent = [tensor.shape[0] for tensor in tensors]
         self._header = torch.from_numpy(header(verb, sent, sizes))
@@ -110,14 +123,14 @@ class TorchExchange:
         comm, peers = self._comm, self.peers
         on_host = not self._moves_on_device
         for peer in peers:
-            self._receiving_headers[peer] = self._receive(self._headers[peer], peer, HEADER_TAG)
+            self._receiving_headers[peer] = self._receive(self._headers[peer], peer, _HEADER_TAG)
         if on_host:
             for peer in peers:
                 if self._sizes[peer]:
                     payload = self._received[peer]
                     self._receiving[peer] = self._receive(payload, peer, _tag(payload))
         for peer in peers:
-            self._send(self._header, peer, HEADER_TAG)
+            self._send(self._header, peer, _HEADER_TAG)
         if on_host:
             if in_turn and max((self._tensors[peer].shape[0] for peer in peers), default=0) >= _IN_TURN_FROM:
                 self._in_turn = peers[1:]
@@ -125,7 +138,7 @@ class TorchExchange:
                 self._send_payload(peer)
         else:
             self._deadline = time.monotonic() + comm.timeout
-            self._read_headers()
+            comm.attend(self._number, self._verb, self._read_headers, lambda: None)
             sends = {peer: self._tensors[peer] for peer in peers}
             self._on_device = comm.post_on_device(self._received, sends)
 
@@ -163,7 +176,17 @@ class TorchExchange:
         self._deadline = time.monotonic() + self._comm.timeout
         # A rank's own share is copied too, since received data never shares memory with sent data. The copy
         # is made while the other data travels.
-        own = {self._comm.rank: self._tensors[self._comm.rank].clone()}
+        own = self._comm.attend(
+            self._number, self._verb, self._finish_on_host, self._tensors[self._comm.rank].clone
+        )
+        for work in self._on_device:
+            work.wait()  # the current stream waits, not this thread
+        self._comm.end(self._number)
+        received = self._received | {self._comm.rank: own}
+        return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
+
+    def _finish_on_host(self) -> None:
+        """Wait until everything in host memory has come and gone."""
         self._read_headers()
         # While this rank sends to its k-th peer, its k-th last peer sends to it.
         for peer, sender in zip(self._in_turn, reversed(self.peers), strict=False):
@@ -174,10 +197,6 @@ class TorchExchange:
             self._send_payload(peer)
         self._wait_for("only a part came from", self._receiving.items())
         self._finish_sending()
-        for work in self._on_device:
-            work.wait()  # the current stream waits, not this thread
-        received = self._received | own
-        return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
 
     def _finish_sending(self) -> None:
         self._wait_for("what was sent was not taken by", self._sending)
@@ -186,21 +205,9 @@ class TorchExchange:
     def _read_headers(self) -> None:
         pending, self._receiving_headers = self._receiving_headers, {}
         self._wait_for("nothing came from", pending.items())
-        headers = [data.numpy() for data in self._headers]
-        for peer in pending:
-            length = reason_size(headers[peer])
-            if length is not None:
-                raise CommunicatorError(
-                    f"{self._verb}: rank {peer} failed: {self._read_reason(peer, length)}"
-                )
-        problem = disagreement(headers)
+        problem = disagreement([data.numpy() for data in self._headers])
         if problem is not None:
             raise CommunicatorError(problem)
-
-    def _read_reason(self, peer: int, length: int) -> str:
-        text = torch.empty(length, dtype=torch.uint8)
-        self._wait_for("nothing came from", [(peer, self._receive(text, peer, REASON_TAG))])
-        return text.numpy().tobytes().decode(errors="replace")
 
     def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
         works = list(pending)

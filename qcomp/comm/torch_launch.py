@@ -12,7 +12,7 @@ from qcomp.core.errors import CommunicatorError
 __all__ = ["torch_world"]
 
 
-def torch_world(*, timeout: float) -> TorchCommunicator:
+def torch_world(*, timeout: float, silence: float) -> TorchCommunicator:
     """Initialise torch.distributed from the environment if necessary; return the communicator of all ranks."""
     if not dist.is_initialized():
         device = _own_device()
@@ -27,7 +27,7 @@ def torch_world(*, timeout: float) -> TorchCommunicator:
                 f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others within "
                 f"{timeout:g} s: {error}"
             ) from error
-    return TorchCommunicator(timeout=timeout)
+    return TorchCommunicator(timeout=timeout, silence=silence)
 
 
 def _own_device() -> int | None:

@@ -431,6 +431,21 @@ comm.all_gather(zeros(1), [1] * 3)
     assert result.returncode != 0
 
 
+@pytest.mark.parametrize("size", [4, slow(4_000_000)])
+def test_a_stopped_rank_is_named_long_before_the_timeout(mpirun, size):
+    body = f"""
+comm = MPICommunicator(MPI.COMM_WORLD, timeout=1000, silence=1.0)
+comm.all_gather(zeros(1), [1] * 3)
+if me == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    comm.all_gather(zeros({size}), [{size}] * 3)
+"""
+    result = mpirun(3, script(body), timeout=SECONDS, check=False)
+    assert result.returncode != 0
+    assert "nothing was heard of rank 1 for 1 s: it was stopped or cut off" in result.stderr
+
+
 def test_exit_codes_without_trouble(mpirun):
     assert mpirun(2, script("say('ok')"), timeout=SECONDS).returncode == 0
     assert mpirun(2, script("sys.exit(5 * me)"), timeout=SECONDS, check=False).returncode == 5

@@ -459,6 +459,62 @@ comm.all_gather(zeros(100_000), [100_000] * 3)
     assert any(f"rank 1 {gone}" in rank.err for rank in ranks)
 
 
+@pytest.mark.parametrize(
+    "moment", [pytest.param(0.0, marks=pytest.mark.slow), 0.05, pytest.param(0.2, marks=pytest.mark.slow)]
+)
+def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed_at_once(torch_ranks, moment):
+    # gloo says nothing of a message of which a part has come.
+    body = f"""
+size = 64 << 20
+data = zeros(size)
+comm.all_gather(zeros(1), [1] * 3)
+
+def strike():
+    time.sleep({moment})
+    store.set("struck at", str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if me == 1:
+    threading.Thread(target=strike).start()
+try:
+    while True:
+        comm.all_gather(data, [size] * 3)
+except CommunicatorError as error:
+    say("rank 1" in str(error), time.monotonic() - float(store.get("struck at")) < 10)
+"""
+    # The communicator's timeout is far beyond the time that the job has.
+    code = HEAD + CREATE.format(timeout=1000) + body
+    ranks = torch_ranks(3, code, check=False, whole_exit=True)
+    assert [rank.status for rank in ranks] == [0, -signal.SIGKILL, 0]
+    assert [ranks[0].out, ranks[2].out] == ["True True\n"] * 2
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(30_000_000, marks=pytest.mark.slow)])
+def test_a_stopped_rank_is_named_long_before_the_timeout(torch_ranks, size):
+    body = f"""
+comm = TorchCommunicator(timeout=1000, silence=1.0)
+comm.all_gather(zeros(1), [1] * 3)
+if me == 1:
+    store.set("pid", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    try:
+        while True:
+            comm.all_gather(zeros({size}), [{size}] * 3)
+    except CommunicatorError as error:
+        say(error)
+    store.set(f"rank {{me}} is done", "")
+    wait_for(f"rank {{2 - me}} is done")
+    if me == 0:
+        os.kill(int(store.get("pid")), signal.SIGKILL)
+"""
+    ranks = torch_ranks(3, HEAD + CREATE.format(timeout=1000) + body, check=False, whole_exit=True)
+    silent = "all_gather: nothing was heard of rank 1 for 1 s: it was stopped or cut off"
+    for rank in (ranks[0], ranks[2]):
+        assert rank.status == 0
+        assert rank.out.strip().endswith(silent)
+
+
 def test_a_stopped_rank_is_noticed_in_the_middle_of_a_transfer_and_keeps_nobody_from_ending(torch_ranks):
     body = """
 size = 30_000_000  # beyond what the system holds for a process that does not read

@@ -1,0 +1,140 @@
+"""One rank that exchanges or trains until it is killed, stopped, or hears of another's end."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import qcomp
+from qcomp.core.errors import CommunicatorError
+
+__all__ = ["EXCHANGES", "PHASES", "Case", "run"]
+
+EXCHANGES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20, "256 MiB": 256 << 20}
+"""Bytes that a rank sends to each other rank."""
+PHASES = (*(f"exchange of {size}" for size in EXCHANGES), "exact steps", "the freeze", "compressed steps")
+FREEZE = 20
+ELEMENTS = 1 << 18
+BEFORE = 3
+"""Exchanges that go well before."""
+TIMEOUT = 300.0
+"""Seconds of the communicator, as by default; nobody should wait for it."""
+SILENCE = 2.0
+
+
+class Case(NamedTuple):
+    """A fault.
+
+    Parameters
+    ----------
+    transport : {"gloo", "mpi"}
+    phase : str
+        One of `PHASES`.
+    signal : {"SIGKILL", "SIGSTOP"}
+    victim : int
+        The rank that gets it.
+    moment : float
+        Seconds after the victim has begun what the phase names.
+    """
+
+    transport: str
+    phase: str
+    signal: str
+    victim: int
+    moment: float
+
+
+class Diary:
+    """What a rank says, a line of JSON each, with the time of a clock that all processes of the machine share."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    def write(self, event: str, **details: Any) -> None:
+        """Add a line."""
+        self._file.write(json.dumps({"event": event, "time": time.monotonic(), **details}) + "\n")
+
+
+def run(case: Case, create: Callable[[], Any], rank: int, folder: Path) -> None:
+    """Do what a case says, and write a diary into a folder; never returns."""
+    diary = Diary(folder / f"{rank}.jsonl")
+
+    def strike() -> None:
+        time.sleep(case.moment)
+        diary.write("struck")
+        os.kill(os.getpid(), getattr(signal, case.signal))
+
+    fate = threading.Thread(target=strike, daemon=True) if rank == case.victim else None
+    try:
+        _act(case.phase, create, fate, rank)
+        diary.write("ended")
+    except CommunicatorError as error:
+        diary.write("noticed", text=str(error))
+    except BaseException:
+        diary.write("broke", text=traceback.format_exc())
+    os._exit(0)  # without waiting for anybody
+
+
+def _act(phase: str, create: Callable[[], Any], fate: threading.Thread | None, rank: int) -> None:
+    comm = create()
+    if phase in PHASES[: len(EXCHANGES)]:
+        size = EXCHANGES[phase.removeprefix("exchange of ")]
+        exchange(comm, size, BEFORE)
+        if fate is not None:
+            fate.start()
+        exchange(comm, size, 10**9)
+    train(comm, phase, fate, rank)
+
+
+def exchange(comm: Any, size: int, times: int) -> None:
+    """Exchange with all ranks, again and again."""
+    data = [np.full(size, comm.rank, np.uint8) for _ in range(comm.size)]
+    for _ in range(times):
+        received = comm.all_to_all(data, [size] * comm.size)
+        for peer, buffer in enumerate(received):
+            if buffer[0] != peer or buffer[-1] != peer:
+                raise AssertionError(f"rank {peer} sent {buffer[0]}")
+
+
+def train(comm: Any, phase: str, fate: threading.Thread | None, rank: int) -> None:
+    """Train by 1-bit Adam."""
+    optimizer = qcomp.OneBitAdam(learning_rate=1e-3, betas=(0.9, 0.9), freeze=FREEZE)
+    random = np.random.default_rng(rank)
+    params = [np.zeros((512, ELEMENTS // 512), np.float32)]
+    state = optimizer.init(params, comm)
+    begin = {"exact steps": 3, "the freeze": FREEZE - 1, "compressed steps": FREEZE + 3}[phase]
+    for step in range(10**9):
+        if step == begin and fate is not None:
+            fate.start()
+        gradients = [random.standard_normal(params[0].shape, dtype=np.float32)]
+        params, state = optimizer.step(params, gradients, state, comm)
+
+
+def main() -> None:
+    """Be one rank of a case over MPI."""
+    from mpi4py import MPI  # noqa: PLC0415  (not for gloo)
+
+    from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415
+
+    # With -disable-auto-cleanup MPICH's launcher sends this signal to the survivors instead of ending them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    case = Case(**json.loads(sys.argv[1]))
+    world = MPI.COMM_WORLD
+    run(
+        case,
+        lambda: MPICommunicator(world, timeout=TIMEOUT, silence=SILENCE),
+        world.Get_rank(),
+        Path(sys.argv[2]),
+    )
+
+
+if __name__ == "__main__":
+    main()

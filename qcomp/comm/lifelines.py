@@ -1,0 +1,386 @@
+"""Connections on which a rank learns at once that another one has died, given up, stopped or become unreachable.
+
+MPI says nothing of a dead rank, and gloo nothing to a rank that has received or sent a part of a message. So every two
+ranks have one more TCP connection, which a thread watches. Its end is the end of the peer, and silence on it means that
+the peer has stopped or cannot be reached. Whatever a rank says of itself names its first exchange that it will not
+complete, so that a rank which ends after its last exchange disturbs nobody who is still receiving.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from qcomp.core.reporting import name_ranks
+
+__all__ = ["SILENCE", "Lifelines", "lifelines"]
+
+SILENCE = 20.0
+"""Seconds without a sign of life after which a rank counts as lost, unless told otherwise."""
+
+Share = Callable[[bytes], list[bytes]]
+"""Sends text to all ranks and returns what each one sent, in a collective call."""
+
+_MESSAGE = struct.Struct("<cQH")
+"""Kind, the sender's first exchange that it will not complete, bytes of the reason that follows."""
+_BEAT, _FINISHED, _FAILED = b".", b"f", b"x"
+_HELLO = struct.Struct("<16sI")
+"""The token of the world, and the rank that connects."""
+_LONGEST_REASON = 1000
+_BEATS = 4
+"""Signs of life in the time after which silence counts."""
+_GRACE_SECONDS = 0.3
+"""Time in which what a rank has sent before it died may still come, or this rank may find the same fault itself."""
+_CONNECT_SECONDS = 2.0
+_PATIENCE_SECONDS = 0.05
+_SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+_ALL_EXCHANGES = 0
+_ENDED = "has finished, died or given up: its connection is closed"
+
+
+class _Loss(NamedTuple):
+    """What is known of a rank that takes no further part."""
+
+    first: int
+    """The first exchange that it will not complete."""
+    reason: str
+    dead: bool
+    """Whether its process has ended, or shows no sign of life."""
+
+
+class Lifelines:
+    """The connections of one rank to the others, and the thread that watches them.
+
+    Parameters
+    ----------
+    sockets : mapping from int to socket
+        By rank.
+    silence : float
+        Seconds without a sign of life after which a rank counts as lost.
+
+    Attributes
+    ----------
+    changed : threading.Condition
+        Notified when a rank is lost.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket], *, silence: float) -> None:
+        self.changed = threading.Condition()
+        self._sockets = dict(sockets)
+        self._silence = silence
+        self._begun = 0
+        self._incomplete: set[int] = set()
+        self._lost: dict[int, _Loss] = {}
+        self._dead: set[int] = set()
+        self._unread = dict.fromkeys(sockets, b"")
+        now = time.monotonic()
+        self._heard = dict.fromkeys(sockets, now)
+        self._expected: list[tuple[float, int, _Loss]] = []
+        self._turned = self._spoke = now
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="qcomp lifelines", daemon=True)
+        _open.add(self)
+        if not sockets:
+            return
+        self._selector = selectors.DefaultSelector()
+        for peer, connection in self._sockets.items():
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._waker, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def begin(self) -> int:
+        """Return the number of a new exchange; all ranks begin theirs in the same order."""
+        number = self._begun
+        self._begun += 1
+        self._incomplete.add(number)
+        return number
+
+    def complete(self, exchange: int) -> None:
+        """Take note that this rank has sent and received all of an exchange."""
+        self._incomplete.discard(exchange)
+
+    def problem(self, exchange: int) -> str | None:
+        """Return why an exchange cannot be completed, None as long as nobody that it needs is lost."""
+        return next((loss.reason for loss in list(self._lost.values()) if exchange >= loss.first), None)
+
+    def is_dead(self, peer: int) -> bool:
+        """Return whether the process of a rank has ended, or shows no sign of life."""
+        return peer in self._dead
+
+    def give_up(self, reason: str) -> None:
+        """Tell the others that this rank has failed, and why."""
+        self._send(_FAILED, reason)
+
+    def finish(self) -> None:
+        """Tell the others that this rank ends, and close the connections."""
+        self._send(_FINISHED)
+        if self._thread.ident is not None:
+            self._waker.close()
+        with self._sending:
+            self._close()
+
+    def _close(self) -> None:
+        connections, self._sockets = self._sockets, {}
+        for connection in connections.values():
+            connection.close()
+
+    def _send(self, kind: bytes, reason: str = "") -> None:
+        text = reason.encode()[:_LONGEST_REASON]
+        data = _MESSAGE.pack(kind, min(self._incomplete, default=self._begun), len(text)) + text
+        with self._sending:
+            for connection in self._sockets.values():
+                try:
+                    whole = connection.send(data) == len(data)
+                except BlockingIOError:
+                    whole = True  # the peer does not read: it has stopped
+                except OSError:
+                    continue  # it has ended, which is read from the same connection
+                if not whole:  # what follows would be misread
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_WR)
+
+    def _watch(self) -> None:
+        while self._turn():
+            pass
+        self._selector.close()
+        self._woken.close()
+
+    def _turn(self) -> bool:
+        """Wait a little, read what has come, and say that this rank lives; return whether to go on."""
+        pause = self._silence / _BEATS
+        soonest = min([self._spoke + pause, *(due for due, _, _ in self._expected)])
+        events = self._selector.select(max(0.0, soonest - time.monotonic()))
+        now = time.monotonic()
+        if now - self._turned > 2 * pause:
+            # This process was stopped itself, and has not read what the others said meanwhile.
+            self._heard = dict.fromkeys(self._heard, now)
+        self._turned = now
+        for key, _ in events:
+            if key.data is None:
+                return False
+            self._read(key.data, now)
+        if now >= self._spoke + pause:
+            self._spoke = now
+            self._send(_BEAT)
+        while self._expected and now >= self._expected[0][0]:
+            _, peer, loss = self._expected.pop(0)
+            self._lose(peer, loss)
+        for peer, heard in list(self._heard.items()):
+            if now - heard > self._silence:
+                del self._heard[peer]
+                text = f"nothing was heard of rank {peer} for {self._silence:g} s: it was stopped or cut off"
+                self._lose(peer, _Loss(_ALL_EXCHANGES, text, dead=True))
+        return True
+
+    def _read(self, peer: int, now: float) -> None:
+        connection = self._sockets.get(peer)
+        try:
+            data = b"" if connection is None else connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            if connection is not None:
+                self._selector.unregister(connection)
+            self._heard.pop(peer, None)
+            loss = _Loss(_ALL_EXCHANGES, f"rank {peer} {_ENDED}", dead=True)
+            self._expected.append((now + _GRACE_SECONDS, peer, loss))
+            return
+        if peer in self._heard:
+            self._heard[peer] = now
+        self._unread[peer] += data
+        while len(text := self._unread[peer]) >= _MESSAGE.size:
+            kind, first, length = _MESSAGE.unpack_from(text)
+            end = _MESSAGE.size + length
+            if len(text) < end:
+                return
+            self._unread[peer] = text[end:]
+            if kind == _FAILED:
+                why = text[_MESSAGE.size : end].decode(errors="replace")
+                loss = _Loss(first, f"rank {peer} failed: {why}", dead=False)
+                self._expected.append((now + _GRACE_SECONDS, peer, loss))
+            elif kind == _FINISHED:
+                self._lose(peer, _Loss(first, f"rank {peer} {_ENDED}", dead=False))
+
+    def _lose(self, peer: int, loss: _Loss) -> None:
+        with self.changed:
+            self._lost.setdefault(peer, loss)
+            if loss.dead:
+                self._dead.add(peer)
+            self.changed.notify_all()
+
+    def after_fork(self) -> None:
+        """Close this child's copies of the connections, so that they end with the parent."""
+        self._close()
+
+
+_open: weakref.WeakSet[Lifelines] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for each in list(_open):
+        each.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifelines:
+    """Connect this rank with all others.
+
+    Parameters
+    ----------
+    rank, size : int
+    share : callable
+        Sends text to all ranks and returns what each one sent; every rank calls this function, which calls it twice.
+    silence : float
+        Seconds without a sign of life after which a rank counts as lost.
+
+    Returns
+    -------
+    Lifelines
+
+    Warns
+    -----
+    RuntimeWarning
+        If no connection to a rank can be made. Its death is then noticed as late as the transport notices it.
+    """
+    if size == 1:
+        return Lifelines({}, silence=silence)
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listener(size))
+        own = secrets.token_bytes(_HELLO.size - 4)
+        port = listener.getsockname()[1]
+        lines = [
+            text.decode().split() for text in share(" ".join([own.hex(), str(port), *_addresses()]).encode())
+        ]
+        accepted: dict[int, socket.socket] = {}
+        accepting = threading.Thread(
+            target=_accept, args=(listener, own, accepted, size - 1 - rank), daemon=True
+        )
+        accepting.start()
+        found: dict[int, socket.socket] = {}
+        for peer in range(rank):
+            token, port_there, *addresses = lines[peer]
+            hello = _HELLO.pack(bytes.fromhex(token), rank)
+            connection = _connect(addresses, int(port_there), hello)
+            if connection is not None:
+                found[peer] = connection
+        connected = share(" ".join(map(str, found)).encode())
+        listener.close()
+        accepting.join()
+        expected = {peer for peer in range(rank + 1, size) if str(rank) in connected[peer].decode().split()}
+        found |= {peer: connection for peer, connection in accepted.items() if peer in expected}
+        for peer in accepted.keys() - expected:
+            accepted[peer].close()
+    missing = set(range(size)) - found.keys() - {rank}
+    if missing:
+        warnings.warn(
+            f"rank {rank} has no connection to {name_ranks(missing)} beside the transport's, so their death is noticed "
+            "only by the transport: let the nodes reach each other on all TCP ports, or set GLOO_SOCKET_IFNAME to the "
+            "interface on which they do",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    for connection in found.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Lifelines(found, silence=silence)
+
+
+def _listener(backlog: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def _accept(listener: socket.socket, token: bytes, accepted: dict[int, socket.socket], wanted: int) -> None:
+    """Accept connections of ranks that know this rank's token, until all are there or the listener is closed."""
+    listener.settimeout(_PATIENCE_SECONDS)
+    while len(accepted) < wanted:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError:
+            return
+        try:
+            connection.settimeout(_CONNECT_SECONDS)
+            told, peer = _HELLO.unpack(_exactly(connection, _HELLO.size))
+            if not secrets.compare_digest(told, token):
+                raise OSError("this connection is of nobody who knows the token")
+            connection.sendall(token)
+            accepted[peer] = connection
+        except OSError:
+            connection.close()
+
+
+def _connect(addresses: Sequence[str], port: int, hello: bytes) -> socket.socket | None:
+    """Return a connection to whoever knows the token at one of these addresses."""
+    for address in addresses:
+        with suppress(OSError):
+            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+            try:
+                connection.sendall(hello)
+                if secrets.compare_digest(_exactly(connection, _HELLO.size - 4), hello[:-4]):
+                    return connection
+            except OSError:
+                pass
+            connection.close()
+    return None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return data
+
+
+def _addresses() -> list[str]:
+    """Return the addresses of this host by which others may reach it, the likely ones first."""
+    found = [*_of_interfaces(), *_of_name()]
+    first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    addresses = [
+        address for name, address in sorted(found, key=lambda pair: (pair[0] == "lo", pair[0] not in first))
+    ]
+    return list(dict.fromkeys(addresses))
+
+
+def _of_interfaces() -> Iterator[tuple[str, str]]:
+    """Yield each network interface with its IPv4 address."""
+    try:
+        import fcntl  # noqa: PLC0415  (not on Windows)
+    except ImportError:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+                yield name, socket.inet_ntoa(reply[20:24])
+
+
+def _of_name() -> Iterator[tuple[str, str]]:
+    """Yield the addresses to which this host's name leads."""
+    with suppress(OSError):
+        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            yield "", str(address[0])
