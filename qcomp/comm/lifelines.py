@@ -42,6 +42,7 @@ _BEATS = 4
 _GRACE_SECONDS = 0.3
 """Time in which what a rank has sent before it died may still come, or this rank may find the same fault itself."""
 _CONNECT_SECONDS = 2.0
+_REPLY_SECONDS = 15.0
 _PATIENCE_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
@@ -225,6 +226,7 @@ class Lifelines:
 
     def after_fork(self) -> None:
         """Close this child's copies of the connections, so that they end with the parent."""
+        self._sending = threading.Lock()  # the parent's thread may have held it
         self._close()
 
 
@@ -336,6 +338,7 @@ def _connect(addresses: Sequence[str], port: int, hello: bytes) -> socket.socket
         with suppress(OSError):
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
             try:
+                connection.settimeout(_REPLY_SECONDS)
                 connection.sendall(hello)
                 if secrets.compare_digest(_exactly(connection, _HELLO.size - 4), hello[:-4]):
                     return connection
@@ -362,7 +365,7 @@ def _addresses() -> list[str]:
     addresses = [
         address for name, address in sorted(found, key=lambda pair: (pair[0] == "lo", pair[0] not in first))
     ]
-    return list(dict.fromkeys(addresses))
+    return list(dict.fromkeys([*addresses, "127.0.0.1"]))
 
 
 def _of_interfaces() -> Iterator[tuple[str, str]]:

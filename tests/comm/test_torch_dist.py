@@ -611,6 +611,20 @@ def work():
     assert said(2, ON_DEVICE + body + CATCH) == [[message]] * 2
 
 
+def test_a_rank_that_has_ended_is_no_problem_of_what_it_has_completed(said):
+    body = """
+pending = comm.start(AllGather(zeros(4), (4, 4)))
+if me == 0:
+    pending.wait()
+else:
+    lines = comm._lifelines
+    with lines.changed:
+        assert lines.changed.wait_for(lambda: lines.problem(10**9) is not None, 60)
+    say(len(pending.wait()))
+"""
+    assert said(2, body) == [[], ["2"]]
+
+
 def test_a_rank_may_end_while_the_others_complete_the_last_exchange(said):
     body = """
 size = 3_000_000
