@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing.util
 import platform
 import weakref
 from collections import defaultdict
@@ -129,7 +130,10 @@ class TorchCommunicator(Verbs):
         self._gloo = _connect(group, rank=self.rank, size=self.size, timeout=timeout)
         self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
         self._waiter = Waiter()
-        weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
+        leave = weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
+        if multiprocessing.parent_process() is not None:
+            # A child that multiprocessing has forked calls no other functions at its end.
+            multiprocessing.util.Finalize(None, leave, exitpriority=0)
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
 
     def __repr__(self) -> str:

@@ -1,6 +1,8 @@
 """TorchCommunicator on real ranks over gloo: each test is a script that forked processes run."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -611,7 +613,7 @@ def work():
     assert said(2, ON_DEVICE + body + CATCH) == [[message]] * 2
 
 
-def test_a_rank_that_has_ended_is_no_problem_of_what_it_has_completed(said):
+def test_a_rank_that_has_ended_is_no_problem_of_what_it_has_completed(torch_ranks):
     body = """
 pending = comm.start(AllGather(zeros(4), (4, 4)))
 if me == 0:
@@ -622,7 +624,45 @@ else:
         assert lines.changed.wait_for(lambda: lines.problem(10**9) is not None, 60)
     say(len(pending.wait()))
 """
-    assert said(2, body) == [[], ["2"]]
+    ranks = torch_ranks(2, HEAD + CREATE.format(timeout=60) + body, whole_exit=True)
+    assert [rank.out for rank in ranks] == ["", "2\n"]
+
+
+@pytest.mark.slow
+def test_so_is_one_that_ends_as_a_child_of_multiprocessing(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.mean.stages import AllGather
+
+kept = []  # so that nothing is freed before the end
+
+def main(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    comm = TorchCommunicator(timeout=60)
+    kept.append(comm)
+    pending = comm.start(AllGather(np.zeros(4, dtype=np.uint8), (4, 4)))
+    if rank == 0:
+        pending.wait()
+        return
+    lines = comm._lifelines
+    with lines.changed:
+        assert lines.changed.wait_for(lambda: lines.problem(10**9) is not None, 60)
+    print(len(pending.wait()), flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "store")], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_a_rank_may_end_while_the_others_complete_the_last_exchange(said):
