@@ -660,7 +660,11 @@ if __name__ == "__main__":
 """
     )
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "store")], capture_output=True, text=True, timeout=120
+        [sys.executable, str(program), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
