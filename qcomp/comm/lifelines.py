@@ -113,9 +113,12 @@ class Lifelines:
         """Take note that this rank has sent and received all of an exchange."""
         self._incomplete.discard(exchange)
 
-    def problem(self, exchange: int) -> str | None:
-        """Return why an exchange cannot be completed, None as long as nobody that it needs is lost."""
-        return next((loss.reason for loss in list(self._lost.values()) if exchange >= loss.first), None)
+    def problem(self, exchange: int, verb: str) -> str | None:
+        """Return why an exchange by a verb cannot be completed, None as long as nobody that it needs is lost."""
+        for loss in list(self._lost.values()):
+            if exchange >= loss.first:
+                return f"{verb}: {loss.reason}"
+        return None
 
     def is_dead(self, peer: int) -> bool:
         """Return whether the process of a rank has ended, or shows no sign of life."""

@@ -161,9 +161,9 @@ class MPICommunicator(Verbs):
         def done() -> bool:
             self._advance()
             if not exchange.is_complete:
-                problem = self._lifelines.problem(exchange.number)
+                problem = self._lifelines.problem(exchange.number, verb)
                 if problem is not None:
-                    raise CommunicatorError(f"{verb}: {problem}")
+                    raise CommunicatorError(problem)
             return exchange.is_complete
 
         def flowing() -> bool:

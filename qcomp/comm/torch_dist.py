@@ -164,18 +164,13 @@ class TorchCommunicator(Verbs):
 
         gloo cannot be interrupted while it waits, and does not always notice that a peer is gone.
         """
-
-        def problem() -> str | None:
-            reason = self._lifelines.problem(exchange)
-            return None if reason is None else f"{verb}: {reason}"
-
         if self.size == 1:
             wait()
             return meanwhile()
         waiting = Waiting(wait, self._lifelines.changed)
         self._waiter.start(waiting)
         made = meanwhile()
-        waiting.result(problem)
+        waiting.result(lambda: self._lifelines.problem(exchange, verb))
         return made
 
     def end(self, exchange: int) -> None:

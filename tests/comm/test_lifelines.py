@@ -44,8 +44,8 @@ def three():
 def problem_of(rank, exchange):
     """Return what a rank learns about an exchange, once it has learned it."""
     with rank.changed:
-        assert rank.changed.wait_for(lambda: rank.problem(exchange) is not None, 30)
-    return rank.problem(exchange)
+        assert rank.changed.wait_for(lambda: rank.problem(exchange, "all_gather") is not None, 30)
+    return rank.problem(exchange, "all_gather")
 
 
 def drop(rank):
@@ -58,7 +58,7 @@ def drop(rank):
 def test_ranks_that_live_know_of_no_problem(n):
     ranks = connected(n)
     assert [len(each._sockets) for each in ranks] == [n - 1] * n
-    assert [each.problem(10**9) for each in ranks] == [None] * n
+    assert [each.problem(10**9, "all_gather") for each in ranks] == [None] * n
     for each in ranks:
         each.finish()
 
@@ -67,7 +67,7 @@ def test_a_dead_rank_is_a_problem_of_every_exchange(three):
     assert three[0].begin() == three[2].begin() == 0
     drop(three[1])
     for rank in (three[0], three[2]):
-        assert problem_of(rank, 0) == f"rank 1 {ENDED}"
+        assert problem_of(rank, 0) == f"all_gather: rank 1 {ENDED}"
         assert rank.is_dead(1)
         assert not rank.is_dead(2)
 
@@ -81,8 +81,8 @@ def test_a_rank_that_has_finished_is_no_problem_of_what_it_has_completed(three):
     one.complete(1)
     one.finish()
     for rank in (three[0], three[2]):
-        assert problem_of(rank, 3) == f"rank 1 {ENDED}"
-        assert rank.problem(2) is None
+        assert problem_of(rank, 3) == f"all_gather: rank 1 {ENDED}"
+        assert rank.problem(2, "all_gather") is None
 
 
 def test_a_rank_that_gives_up_says_why_and_from_which_exchange_on(three):
@@ -93,21 +93,24 @@ def test_a_rank_that_gives_up_says_why_and_from_which_exchange_on(three):
     one.complete(2)  # exchanges may end in any order
     one.give_up("all_gather: no memory, ü" + "x" * 2000)
     for rank in (three[0], three[2]):
-        assert problem_of(rank, 1).startswith("rank 1 failed: all_gather: no memory, ü")
-        assert rank.problem(0) is None
+        assert problem_of(rank, 1).startswith("all_gather: rank 1 failed: all_gather: no memory, ü")
+        assert rank.problem(0, "all_gather") is None
         assert not rank.is_dead(1)
-        assert len(rank.problem(2)) < 1100
+        assert len(rank.problem(2, "all_gather")) < 1100
     drop(one)
     with three[0].changed:
         assert three[0].changed.wait_for(lambda: three[0].is_dead(1), 30)
-    assert three[0].problem(1).startswith("rank 1 failed")  # the first reason stays
+    assert three[0].problem(1, "all_gather").startswith("all_gather: rank 1 failed")  # the first reason stays
 
 
 def test_a_silent_rank_is_lost_though_its_connection_is_open():
     here, there = socket.socketpair()
     with there:
         rank = Lifelines({1: here}, silence=0.2)
-        assert problem_of(rank, 0) == "nothing was heard of rank 1 for 0.2 s: it was stopped or cut off"
+        assert (
+            problem_of(rank, 0)
+            == "all_gather: nothing was heard of rank 1 for 0.2 s: it was stopped or cut off"
+        )
         assert rank.is_dead(1)
         rank.finish()
 
@@ -116,8 +119,10 @@ def test_ranks_that_say_nothing_but_live_are_heard():
     ranks = connected(2, silence=0.2)
     beats = []
     with ranks[0].changed:  # waits without anything to wait for
-        ranks[0].changed.wait_for(lambda: beats.append(1) or ranks[0].problem(0) is not None, 1.0)
-    assert ranks[0].problem(0) is None
+        ranks[0].changed.wait_for(
+            lambda: beats.append(1) or ranks[0].problem(0, "all_gather") is not None, 1.0
+        )
+    assert ranks[0].problem(0, "all_gather") is None
     for each in ranks:
         each.finish()
 
@@ -129,10 +134,10 @@ def test_a_rank_that_was_stopped_itself_blames_nobody(monkeypatch):
         rank = Lifelines({1: here}, silence=1.0)
         rank._heard[1] = rank._turned = rank._spoke = time.monotonic() - 30
         assert rank._turn()
-        assert rank.problem(0) is None
+        assert rank.problem(0, "all_gather") is None
         rank._heard[1] -= 30
         assert rank._turn()  # it has turned just now, so this silence counts
-        assert "nothing was heard of rank 1" in rank.problem(0)
+        assert "nothing was heard of rank 1" in rank.problem(0, "all_gather")
         rank.finish()
         rank._selector.close()
         rank._woken.close()
@@ -158,7 +163,7 @@ def test_a_stranger_who_connects_is_sent_away():
 
     ranks = run_local(2, rank_main)
     ranks[1].give_up("I am the one")
-    assert problem_of(ranks[0], 0) == "rank 1 failed: I am the one"
+    assert problem_of(ranks[0], 0) == "all_gather: rank 1 failed: I am the one"
     for each in ranks:
         each.finish()
 
@@ -175,7 +180,7 @@ def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch):
     monkeypatch.setattr(module.warnings, "warn", lambda text, kind, **_: told.append((text, kind)))
     for each in run_local(2, rank_main):
         assert each._sockets == {}
-        assert each.problem(0) is None
+        assert each.problem(0, "all_gather") is None
         each.finish()
     assert sorted(text.partition(" beside")[0] for text, _ in told) == [
         "rank 0 has no connection to rank 1",
@@ -196,6 +201,6 @@ def test_a_forked_child_does_not_keep_the_connections_of_a_dead_parent_open(thre
     os.close(read)
     for connection in three[1]._sockets.values():
         connection.close()
-    assert problem_of(three[0], 0) == f"rank 1 {ENDED}"
+    assert problem_of(three[0], 0) == f"all_gather: rank 1 {ENDED}"
     os.close(write)
     os.waitpid(child, 0)

@@ -621,7 +621,7 @@ if me == 0:
 else:
     lines = comm._lifelines
     with lines.changed:
-        assert lines.changed.wait_for(lambda: lines.problem(10**9) is not None, 60)
+        assert lines.changed.wait_for(lambda: lines.problem(10**9, "all_gather") is not None, 60)
     say(len(pending.wait()))
 """
     ranks = torch_ranks(2, HEAD + CREATE.format(timeout=60) + body, whole_exit=True)
@@ -652,7 +652,7 @@ def main(rank, store):
         return
     lines = comm._lifelines
     with lines.changed:
-        assert lines.changed.wait_for(lambda: lines.problem(10**9) is not None, 60)
+        assert lines.changed.wait_for(lambda: lines.problem(10**9, "all_gather") is not None, 60)
     print(len(pending.wait()), flush=True)
 
 if __name__ == "__main__":
