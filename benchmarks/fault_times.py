@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,8 @@ CASES = [
 LATEST = {"SIGKILL": 1.0, "SIGSTOP": SILENCE * 1.5}
 """Seconds within which every survivor is to notice."""
 PATIENCE = 60.0
-"""Seconds after which a survivor hangs."""
+"""Seconds after the fault after which a survivor hangs."""
+LONGEST_START = 300.0
 
 
 def main() -> int:
@@ -73,7 +74,7 @@ def judged(case: Case) -> dict[str, Any]:
     survivors = [diary for rank, diary in enumerate(diaries) if rank != case.victim]
     ends = [diary[-1] if diary else {"event": "hung"} for diary in survivors]
     broken = [end for end in ends if end["event"] != "noticed"]
-    if struck and ended is not None and not any(survivors):
+    if struck and ended is not None and broken and all(end["event"] == "hung" for end in broken):
         return {"outcome": "ended by the launcher", "seconds": round(ended - struck[0], 3)}
     if broken:
         return {"outcome": "broken" if broken[0]["event"] == "broke" else "hung", "text": str(broken)[:2000]}
@@ -87,6 +88,18 @@ def _diary(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def _wait(case: Case, folder: Path, ended: Callable[[], bool]) -> None:
+    """Wait until the survivors have ended, at most for a while after the fault."""
+    start, was_struck = time.monotonic(), False
+    while not ended():
+        struck = bool(_diary(folder / f"{case.victim}.jsonl"))
+        if struck and not was_struck:
+            start, was_struck = time.monotonic(), True
+        if time.monotonic() > start + (PATIENCE if struck else LONGEST_START):
+            return
+        time.sleep(0.02)
+
+
 def _gloo(case: Case, folder: Path) -> None:
     """Run a case over gloo."""
     context = multiprocessing.get_context("forkserver")
@@ -96,10 +109,8 @@ def _gloo(case: Case, folder: Path) -> None:
     ranks = [context.Process(target=rank_main, args=(case, rank, RANKS, folder)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + PATIENCE
-    for rank, process in enumerate(ranks):
-        if rank != case.victim:
-            process.join(max(0.0, deadline - time.monotonic()))
+    survivors = [process for rank, process in enumerate(ranks) if rank != case.victim]
+    _wait(case, folder, lambda: not any(process.is_alive() for process in survivors))
     for process in ranks:
         process.kill()
         process.join()
@@ -116,13 +127,8 @@ def _mpi(case: Case, folder: Path) -> float | None:
     job = subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    survivors = [rank for rank in range(RANKS) if rank != case.victim]
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and job.poll() is None:
-        diaries = [_diary(folder / f"{rank}.jsonl") for rank in survivors]
-        if all(diary and diary[-1]["event"] != "struck" for diary in diaries):
-            break
-        time.sleep(0.02)
+    survivors = [folder / f"{rank}.jsonl" for rank in range(RANKS) if rank != case.victim]
+    _wait(case, folder, lambda: job.poll() is not None or all(map(_diary, survivors)))
     ended = None if job.poll() is None else time.monotonic()
     with suppress(ProcessLookupError):
         os.killpg(job.pid, signal.SIGKILL)

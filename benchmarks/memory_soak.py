@@ -67,7 +67,9 @@ def soak(comm: LocalCommunicator, jobs: list[tuple[int, list[tuple[int, ...]]]],
     """Train all jobs, and return the memory of this process after each tenth of the steps."""
     done, memory = 0, []
     for length, shapes in jobs:
-        optimizer = qcomp.OneBitAdam(learning_rate=1e-3, betas=(0.9, 0.9), freeze=FREEZE, exact=None, watch=None)
+        optimizer = qcomp.OneBitAdam(
+            learning_rate=1e-3, betas=(0.9, 0.9), freeze=FREEZE, exact=None, watch=None
+        )
         params = [np.zeros(shape, np.float32) for shape in shapes]
         state = optimizer.init(params, comm)
         random = np.random.default_rng(comm.rank)
