@@ -123,6 +123,7 @@ def own_muon(compressor: qcomp.Compressor, update_compressor: qcomp.Compressor) 
             betas=BETAS,
             others=OTHERS,
             adjust_lr_fn="match_rms_adamw",
+            newton_schulz_dtype="bfloat16",  # as in torch's
             compressor=compressor,
             update_compressor=update_compressor,
             seed=settings.seed,

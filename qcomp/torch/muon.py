@@ -44,6 +44,9 @@ class Muon(AveragingOptimizer):
         The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
         none. Each group may have its own, fixed from the first step on. Tensors with fewer than two dimensions are
         always among them.
+    newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
+        Of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as fast
+        on GPUs and on CPUs that have it.
     adam_learning_rate_factor : float, optional
         The learning rate of AdamW, as a factor of that of the group. None, the default, is 0.1 with
         ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
@@ -92,6 +95,7 @@ class Muon(AveragingOptimizer):
         nesterov: bool = True,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
         others: Sequence[str] | ExactPolicy | bool = (),
+        newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32",
         adam_learning_rate_factor: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -113,6 +117,7 @@ class Muon(AveragingOptimizer):
         settings: dict[str, Any] = {
             "nesterov": nesterov,
             "adjust_lr_fn": adjust_lr_fn,
+            "newton_schulz_dtype": newton_schulz_dtype,
             "adam_learning_rate_factor": adam_learning_rate_factor,
             "compressor": compressor,
             "update_compressor": update_compressor,

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from qcomp.core.numeric.orthogonal import COEFFICIENTS, EPS, ITERATIONS, orthogonalize
+from qcomp.core.numeric.orthogonal import COEFFICIENTS, EPS, ITERATIONS, orthogonalize, require_dtype
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (64, 24), (24, 64), (48, 49)]
 SMALLEST = 0.0018
@@ -36,6 +36,20 @@ def test_every_library_does_the_same(library, shape):
     found = library.numpy(orthogonalize(library.array(x)))
     assert (found.shape, found.dtype) == (shape, np.float32)
     np.testing.assert_allclose(found, orthogonalize(x.astype(np.float64)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
+def test_in_bfloat16_it_does_almost_the_same(library, shape):
+    x = library.array(matrix(shape, "random").astype(np.float32))
+    if library.name not in {"torch", "jax"}:
+        with pytest.raises(ValueError, match="newton_schulz_dtype is 'bfloat16'"):
+            require_dtype("bfloat16", x)
+        return
+    require_dtype("bfloat16", x)
+    exact, found = (library.numpy(orthogonalize(x, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert found.dtype == np.float32
+    # Roundings of 2^-9, times coefficients whose sizes add up to 10, in each of the three products of two iterations.
+    assert 0 < np.linalg.norm(exact - found, 2) < 6 * 10 * 2**-9 * 2
 
 
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])

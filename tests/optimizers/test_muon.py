@@ -99,6 +99,24 @@ class TestReference:
         update = p - moved
         assert np.abs(update - (p - leaf.detach().numpy())).max() < 0.1 * np.abs(update).max()
 
+    def test_in_bfloat16_it_moves_almost_as_in_float32(self, grads):
+        torch = pytest.importorskip("torch")
+        p, g = (torch.from_numpy(np.array(grads([(48, 32)], rank, 0)[0])) for rank in (99, 0))
+        comm, moved = LocalCommunicator.alone(), {}
+        for dtype in ("float32", "bfloat16"):
+            opt = qcomp.Muon(learning_rate=1.0, **EXACT, newton_schulz_dtype=dtype)
+            moved[dtype], _ = opt.step(p, g, opt.init(p, comm), comm)
+        apart = (moved["float32"] - moved["bfloat16"]).abs().max()
+        assert 0 < apart < 0.05 * (moved["float32"] - p).abs().max()
+
+    def test_bfloat16_is_refused_where_the_library_has_none(self):
+        with pytest.raises(
+            ValueError, match="newton_schulz_dtype is 'bfloat16', which the arrays' library lacks"
+        ):
+            muon(newton_schulz_dtype="bfloat16").init(
+                [np.ones(shape, np.float32) for shape in SHAPES], LocalCommunicator.alone(), NAMES
+            )
+
     @pytest.mark.parametrize("size", [2, 3, 5])
     def test_without_compression_ranks_make_the_steps_of_one_with_the_mean_gradient(
         self, grads, lockstep, size
@@ -297,6 +315,7 @@ class TestWhatAdamWMoves:
             ({"others": None}, TypeError, "others is None"),
             ({"momentum": 1.0}, ValueError, "momentum is 1.0"),
             ({"adjust_lr_fn": None}, ValueError, "adjust_lr_fn is None"),
+            ({"newton_schulz_dtype": "float16"}, ValueError, "newton_schulz_dtype is 'float16'"),
             ({"adam_learning_rate_factor": -1.0}, ValueError, "adam_learning_rate_factor is -1.0"),
             ({"betas": (0.9, 1.0)}, ValueError, "betas is"),
             ({"eps": -1.0}, ValueError, "eps is"),

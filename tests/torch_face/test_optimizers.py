@@ -317,6 +317,7 @@ OTHER = {
     "sync_steps": qcomp.LocalSteps(5, 3),
     "adjust_lr_fn": "match_rms_adamw",
     "others": ("3",),
+    "newton_schulz_dtype": "bfloat16",
     "adam_learning_rate_factor": 0.5,
     "update_compressor": qcomp.QSGD(15, 64),
 }

@@ -14,7 +14,7 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
-from qcomp.core.numeric.orthogonal import ITERATIONS, orthogonalize
+from qcomp.core.numeric.orthogonal import ITERATIONS, orthogonalize, require_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compression, Means
@@ -69,6 +69,9 @@ class Muon(Optimizer):
     adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
         The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
         which updates are as large as those of AdamW. The names are those of ``torch.optim.Muon``.
+    newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
+        Of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as fast
+        on GPUs and on CPUs that have it, and needs arrays of torch or JAX.
     adam_learning_rate_factor : float, optional
         The learning rate of AdamW, as a factor of ``learning_rate``, >= 0. None, the default, is 0.1 with
         ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
@@ -120,6 +123,7 @@ class Muon(Optimizer):
     momentum: float = 0.95
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
     adam_learning_rate_factor: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -135,6 +139,10 @@ class Muon(Optimizer):
         if self.adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(
                 f"adjust_lr_fn is {self.adjust_lr_fn!r}; expected 'original' or 'match_rms_adamw'"
+            )
+        if self.newton_schulz_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"newton_schulz_dtype is {self.newton_schulz_dtype!r}; expected 'float32' or 'bfloat16'"
             )
         factor = self.adam_learning_rate_factor
         if factor is not None and not 0 <= factor < math.inf:
@@ -152,7 +160,7 @@ class Muon(Optimizer):
     @cached_property
     def compression(self) -> Compression:
         """What this optimizer compresses: the gradients and the updates of matrices."""
-        rule = _Rule(self.momentum, self.nesterov, self.adjust_lr_fn)
+        rule = _Rule(self.momentum, self.nesterov, self.adjust_lr_fn, self.newton_schulz_dtype)
         repaid = 0.5 if self.nesterov else 1.0
         mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=rule, repaid=repaid)
         return Compression(mean)
@@ -162,6 +170,7 @@ class Muon(Optimizer):
     ) -> OptimizerState:
         """Return moments and residuals of zero; there is no warm-up."""
         exact = self._moved_by_adam(names, params)
+        require_dtype(self.newton_schulz_dtype, params[0])
         if all(exact):
             warn_caller(
                 f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they have fewer than two "
@@ -258,6 +267,7 @@ class _Rule:
     momentum: float
     nesterov: bool
     adjust_lr_fn: str
+    dtype: str
 
     def cost(self, shape: Shape) -> int:
         """Return the multiplications in `orthogonalize`."""
@@ -275,7 +285,8 @@ class _Rule:
         for matrix, group in groupby(order, key=lambda i: _matrix(shapes[i])):
             numbers = list(group)
             xp = array_namespace(ahead[numbers[0]])
-            together = orthogonalize(xp.stack([xp.reshape(ahead[i], matrix) for i in numbers]))
+            stacked = xp.stack([xp.reshape(ahead[i], matrix) for i in numbers])
+            together = orthogonalize(stacked, dtype=self.dtype)
             for place, i in enumerate(numbers):
                 updates[i] = xp.reshape(self._factor(matrix) * together[place, ...], (-1,))
         return updates, blended
