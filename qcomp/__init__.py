@@ -61,7 +61,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, extend, integrations, jax, planning, testing, torch
+    from qcomp import comm, compat, elastic, extend, integrations, jax, planning, testing, torch
 
 __all__ = [
     "EF21SGD",
@@ -122,6 +122,7 @@ __all__ = [
     "compat",
     "compressor",
     "compressor_names",
+    "elastic",
     "extend",
     "feedback",
     "integrations",
@@ -134,7 +135,7 @@ __all__ = [
     "torch",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "extend", "integrations", "jax", "planning", "testing", "torch")
+_SUBPACKAGES = ("comm", "compat", "elastic", "extend", "integrations", "jax", "planning", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from qcomp.core.numeric.random import replace_draws
 from qcomp.testing.communicators import check_communicator
 from qcomp.testing.contract import check_compressor
 from qcomp.testing.dispatch import contract_of, every_law
+from qcomp.testing.faults import Death, until_death
 from qcomp.testing.kernels import check_kernels
 from qcomp.testing.laws import LAWS
 from qcomp.testing.libraries import read_only_numpy
@@ -28,6 +29,7 @@ __all__ = [
     "LAWS",
     "Contract",
     "ContractError",
+    "Death",
     "check_communicator",
     "check_compressor",
     "check_kernels",
@@ -38,4 +40,5 @@ __all__ = [
     "lockstep",
     "read_only_numpy",
     "replace_draws",
+    "until_death",
 ]

@@ -1,11 +1,11 @@
 """All ranks of a world in one thread: their computations in stages take turns."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from qcomp.core.mean.stages import AllToAll
+from qcomp.core.mean.stages import AllToAll, Exchange
 
-__all__ = ["lockstep"]
+__all__ = ["deliver", "lockstep"]
 
 
 def lockstep(
@@ -57,12 +57,29 @@ def lockstep(
         if not requests:
             return [results[rank] for rank in ranks]
         assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
-        kinds = {rank: type(request).__name__ for rank, request in requests.items()}
-        assert len(set(kinds.values())) == 1, f"the ranks want different exchanges: {kinds}"
-        to_each = isinstance(requests[0], AllToAll)
-        arrived = [[requests[s].send[r] if to_each else requests[s].send for s in ranks] for r in ranks]
-        for rank in ranks:
-            for source, (buffer, size) in enumerate(zip(arrived[rank], requests[rank].receive, strict=True)):
-                assert buffer.shape == (size,), (
-                    f"rank {source} sends rank {rank} a buffer of shape {tuple(buffer.shape)}; it expects ({size},)"
-                )
+        arrived = deliver(requests)
+
+
+def deliver(requests: Mapping[int, Exchange]) -> list[list[Any]]:
+    """Return what arrives on each rank when all have asked for an exchange.
+
+    Raises
+    ------
+    AssertionError
+        As `lockstep` does.
+    """
+    ranks = range(len(requests))
+    kinds = {rank: type(request).__name__ for rank, request in requests.items()}
+    assert len(set(kinds.values())) == 1, f"the ranks want different exchanges: {kinds}"
+
+    def sent(source: int, rank: int) -> Any:
+        request = requests[source]
+        return request.send[rank] if isinstance(request, AllToAll) else request.send
+
+    arrived = [[sent(source, rank) for source in ranks] for rank in ranks]
+    for rank in ranks:
+        for source, (buffer, size) in enumerate(zip(arrived[rank], requests[rank].receive, strict=True)):
+            assert buffer.shape == (size,), (
+                f"rank {source} sends rank {rank} a buffer of shape {tuple(buffer.shape)}; it expects ({size},)"
+            )
+    return arrived

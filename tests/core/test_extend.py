@@ -19,7 +19,7 @@ STRANGERS = [
     ROOT / "examples" / "custom_transport.py",
 ]
 FOR_AUTHORS = {"qcomp", "qcomp.extend", "qcomp.testing"}
-SUBPACKAGES = FOR_AUTHORS | {f"qcomp.{name}" for name in ("comm", "torch", "planning", "checkpoint", "outer")}
+SUBPACKAGES = FOR_AUTHORS | {f"qcomp.{name}" for name in ("comm", "torch", "planning", "checkpoint", "outer", "elastic")}
 PUBLIC = SUBPACKAGES | {
     "qcomp.integrations",
     "qcomp.integrations.ddp",

@@ -3,7 +3,8 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from qcomp.core.checkpoint.coverage import Part, coverage, is_within
@@ -43,7 +44,7 @@ from qcomp.core.numeric.arrays import (
     flush,
     from_bytes_of,
 )
-from qcomp.core.reporting import warn_caller
+from qcomp.core.reporting import name_ranks, warn_caller
 
 __all__ = ["World", "regroup"]
 
@@ -67,6 +68,10 @@ class World(NamedTuple):
     """Raises ValueError for a dict that another optimizer has saved."""
     owned: Sequence[str] = ()
     """The keys of all arrays that exist once in the world; the same on all ranks."""
+    tracked: Mapping[str, str] = MappingProxyType({})
+    """The optimizer's own kinds whose mean over the old ranks is an array of another kind, which all ranks have."""
+    lost: Collection[int] = ()
+    """The old ranks whose own arrays are lost, and are zeros in their dicts; the same on all ranks."""
 
     @property
     def owned_kinds(self) -> tuple[str, ...]:
@@ -92,7 +97,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     their means, arrays that exist once in the world go to their new owners, and everything else, which must be equal in
     all dicts, stays. A server that is not a worker for its
     chunk, as around a ring, gets the Nth part of that residual, which its own worker residual would have contributed to
-    the mean.
+    the mean. Where arrays of old ranks are lost, the total lacks their residuals, and the optimizer's own kinds are
+    means over the other ranks.
 
     Parameters
     ----------
@@ -134,7 +140,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     ]
     require_agreement(manifests, world.owned_kinds)
     template = world.template(manifests[0].scalars["stage"])
-    fits = len(manifests) == world.size and _fits(manifests[world.rank], template)
+    fits = not world.lost and len(manifests) == world.size and _fits(manifests[world.rank], template)
     texts = yield from gather_texts(json.dumps(fits), world.size, world.like)
     if all(json.loads(text) for text in texts):
         arrays = yield from _hand_over(mine, old_holders, manifests, world)
@@ -187,19 +193,31 @@ def _merge(
     """Return the initial arrays of this rank in a different world."""
     own_kinds = world.own_kinds(manifests[0].scalars["stage"])
     covered = _require_mergeable(manifests, template, world)
-    warn_caller(
-        f"a state of {len(manifests)} ranks resumes with {world.size}, or with other chunks: every rank starts with "
-        "the total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
-    )
+    if world.lost:
+        warn_caller(
+            f"a state of {len(manifests)} ranks resumes with {world.size}, without what feedback owed on "
+            f"{name_ranks(world.lost)}: every rank starts with the total of the other residuals"
+        )
+    else:
+        warn_caller(
+            f"a state of {len(manifests)} ranks resumes with {world.size}, or with other chunks: every rank starts "
+            "with the total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
+        )
     arrays = yield from _unmerged(mine, by, manifests, template, world)
 
     shares = {
         f"{WORKER}.{name}": _share(mine, name, count, template, world) for name, count in covered.items()
     }
+    alive = len(manifests) - len(world.lost)
     for key in manifests[0].of_kinds(*own_kinds):
-        own = [_flat(each[key], world) for each in mine.values()]
+        kind, _, name = key.partition(".")
+        if kind in world.tracked:
+            mean = arrays[f"{world.tracked[kind]}.{name}@0"]
+            arrays[key] = array_namespace(mean).asarray(mean, copy=True)
+            continue
+        own = [_flat(each[key], world) for old, each in mine.items() if old not in world.lost]
         zero = array_namespace(template[key]).zeros_like(_flat(template[key], world))
-        shares[key] = sum(own, zero) * (world.size / len(manifests))
+        shares[key] = sum(own, zero) * (world.size / alive)
     totals = yield from _averaged(shares, world)
     workers: dict[str, list[Part]] = {}
     for key, like in template.items():
@@ -219,7 +237,7 @@ def _merge(
                 arrays[key] = like
             else:
                 arrays[key] = flush(divide(total[start : part[1]], world.size))
-        elif kind_of(key) in own_kinds:
+        elif key in totals:
             arrays[key] = array_namespace(like).reshape(totals[key], like.shape)
     return arrays
 

@@ -1,9 +1,10 @@
 """The compressed mean over ranks: what users call."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from qcomp.core import feedback, primitives
@@ -154,6 +155,8 @@ class CompressedMean:
 
     owned_kinds: ClassVar[tuple[str, ...]] = ()
     """Those of ``kinds`` that exist once in the world for each tensor, on the rank that owns it."""
+    tracked_kinds: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Those of ``kinds`` whose mean over the ranks is another of them, which all ranks hold in full."""
     low_rank: ClassVar[bool] = False
     """Whether matrices are approximated by factors."""
 

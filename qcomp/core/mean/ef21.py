@@ -1,7 +1,8 @@
 """EF21: ranks send compressed changes of their vectors, and add up all changes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from qcomp.core.mean.chunks import Chunks
@@ -60,6 +61,7 @@ class EF21Mean(CompressedMean):
     """
 
     kinds: ClassVar[tuple[str, str]] = ("estimate", "mean_estimate")
+    tracked_kinds: ClassVar[Mapping[str, str]] = MappingProxyType({kinds[0]: kinds[1]})
 
     topology: Literal["all_gather"] = field(default="all_gather", init=False)
     feedback: bool = field(default=False, init=False)

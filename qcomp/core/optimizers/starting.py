@@ -1,7 +1,7 @@
 """How an optimizer starts: the first state, or one that was saved, after the ranks have compared what they have."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qcomp.core.checkpoint.format import TOPOLOGY, from_state_dict, named_arrays, owned_keys, plain
@@ -79,9 +79,10 @@ def resume(
     names: tuple[str, ...],
     place: Place,
     *,
-    strict: bool,
+    strict: bool = True,
+    lost: Collection[int] = (),
 ) -> Stages[OptimizerState]:
-    """Return the state to go on from, see `Optimizer.load_state_dict`."""
+    """Return the state to go on from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
     fresh = yield from begin(optimizer, tensors, names, place, compare=False)
     if isinstance(saved, Sequence):
         saved = [optimizer.adopt(one, fresh) for one in saved]
@@ -99,7 +100,8 @@ def resume(
             own = optimizer.adopt(own, begun)
         return from_state_dict(own, lambda stage: optimizer.enter(begun, stage), optimizer.mean_of(begun))
 
-    loaded = yield from _load(saved, _world(optimizer, fresh, tensors, accept), load)
+    world = _world(optimizer, fresh, tensors, accept)._replace(lost=lost)
+    loaded = yield from _load(saved, world, load)
     if not optimizer.apart(loaded.stage):
         values = {"values": digests(fresh.names, tensors)}
         yield from handshake_stages(values, size=place.size, like=tensors[0], explain=_EXPLAIN)
@@ -110,15 +112,17 @@ def _world(
     optimizer: Any, fresh: OptimizerState, params: Sequence[Array], accept: Callable[[Saved], None]
 ) -> World:
     """Describe the world in which the dicts of another world resume."""
+    mean = optimizer.mean_of(fresh)
     return World(
         fresh.rank,
         fresh.size,
         optimizer.own_kinds,
         {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
-        lambda stage: dict(named_arrays(optimizer.enter(fresh, stage), optimizer.mean_of(fresh))),
+        lambda stage: dict(named_arrays(optimizer.enter(fresh, stage), mean)),
         params[0],
         accept,
-        owned_keys(fresh, optimizer.mean_of(fresh)),
+        owned_keys(fresh, mean),
+        mean.tracked_kinds,
     )
 
 

@@ -1,0 +1,543 @@
+"""Steps that outlive ranks: what a rank keeps to go back to, and how those that are left, or have come, go on."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from qcomp.core.broadcast import broadcast_stages
+from qcomp.core.checkpoint.format import SERVER, WORKER, named_arrays
+from qcomp.core.checkpoint.manifest import kind_of
+from qcomp.core.handshake import gather_texts, handshake_stages
+from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    bytes_of,
+    device,
+    dtype_name,
+    flat,
+    from_bytes_of,
+    itemsize,
+)
+from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.starting import Place, names_of, resume
+from qcomp.core.optimizers.tensors import as_given, as_tensors
+from qcomp.core.state import OptimizerState
+
+__all__ = ["Elastic", "ElasticState", "Snapshot"]
+
+Report = dict[str, float]
+
+
+class Snapshot(NamedTuple):
+    """What a rank had after a computation."""
+
+    label: int
+    """The number of the computation; equal on all ranks that completed it."""
+    params: Any
+    state: OptimizerState
+    left: OptimizerState | None = None
+    """The state of the rank to the left, whose arrays of its own are copies; None if there is no copy."""
+    owed: tuple[Mapping[str, float], ...] = ()
+    """For each rank the norms of what it alone had, by kind, when the ranks last told each other."""
+
+
+class ElasticState(NamedTuple):
+    """What a rank keeps to go on with other ranks: a few snapshots, which share what is equal.
+
+    Parameters
+    ----------
+    since : int
+        The label of the first snapshot that this rank ever had.
+    history : tuple of Snapshot
+        The last is the current one. Before it comes the one before the last computation that exchanged anything, to
+        which others may have to go back; and with ``lost="restore"`` the last one with copies before that.
+    """
+
+    since: int
+    history: tuple[Snapshot, ...]
+
+    @property
+    def params(self) -> Any:
+        """The current parameters."""
+        return self.history[-1].params
+
+    @property
+    def state(self) -> OptimizerState:
+        """The current state of the optimizer."""
+        return self.history[-1].state
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Makes the steps of an optimizer, and lets ranks die, leave and join between any two exchanges.
+
+    The steps give the same results as the optimizer's own, bit for bit. After a failed exchange a rank still has the
+    `ElasticState` from before. Those that are left make a communicator of their own, perhaps with new ranks, and call
+    `resume`: they go back to the last snapshot that all of them have, and move its state to their number of ranks. If
+    `resume` fails too, they do the same again.
+
+    What dies with a rank is what it alone had: residuals, and in some optimizers momenta. With N ranks, E = mean_i e_i
+    + e_s is owed; of that a dead rank d had D = e_d / N + e_s of the chunk that it served. After `resume` exactly E - D
+    is owed: what was sent and what is owed add up to the same as before, less D.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The optimizer whose steps are made.
+    lost : {"drop", "restore"}, default "drop"
+        What happens to D. ``"drop"``: it is lost, and at most one step is repeated. ``"restore"``: each rank copies
+        what it alone has to the next rank every so many steps; after a death all go back to the last copies, and
+        nothing is lost, unless a rank dies together with the next one. Then both are dropped.
+    every : int, default 100
+        After how many steps ranks tell each other the norms of what they alone have, by which `resume` reports what
+        was dropped, and with ``lost="restore"`` copy it.
+
+    Notes
+    -----
+    `resume` returns a report, equal on all ranks: ``ranks``; ``joined_ranks``, those without the snapshot;
+    ``restored_ranks`` and ``dropped_ranks``; ``repeated_steps``, how many of the steps that any rank had made are to be
+    made again; and, if the norms are known, ``dropped_KIND`` for each kind of array that is dropped, such as
+    ``dropped_worker_residual``: the norm of all that dead ranks had when ranks last told each other. A worker residual
+    counts with 1 / N in the mean, a server residual in full.
+
+    A rank that completes a step has heard from all others in its last exchange. So all others have begun it, and no
+    rank is further than one exchanging step ahead: the snapshot before that is enough. It costs the memory of another
+    set of parameters and moments, and steps cannot donate. ``"restore"`` keeps a third set, and sends 32 bits per
+    element that a rank alone has.
+
+    Momenta and sums that differ between ranks by design, as in `ZeroOneAdam` between synchronisations, become the mean
+    of those that are left. What only one rank has of a tensor, as an owner in `Muon`, begins at zero if it is dropped.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp, warnings
+    >>> from qcomp.elastic import Elastic
+    >>> elastic = Elastic(qcomp.CompressedSGD(learning_rate=0.1, exact=None), lost="restore", every=4)
+    >>> def before(comm):
+    ...     params = np.zeros(100)
+    ...     held = elastic.begin(params, elastic.optimizer.init(params, comm))
+    ...     for step in range(6):
+    ...         held = elastic.step(held.params - comm.rank, held, comm)
+    ...     return held
+    >>> survivors = qcomp.comm.run_local(3, before)[:2]  # then the last rank dies
+    >>> def after(comm):
+    ...     return elastic.resume(survivors[comm.rank], comm)[1]
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     report, _ = qcomp.comm.run_local(2, after)
+    >>> report["restored_ranks"], report["repeated_steps"]
+    (1.0, 2.0)
+    """
+
+    optimizer: Optimizer
+    lost: Literal["drop", "restore"] = "drop"
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"optimizer is {self.optimizer!r}; expected a qcomp.Optimizer")
+        if self.lost not in ("drop", "restore"):
+            raise ValueError(f"lost is {self.lost!r}; expected 'drop' or 'restore'")
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every is {self.every!r}; expected an integer of at least 1")
+
+    def begin(self, params: Any, state: OptimizerState) -> ElasticState:
+        """Return what a rank keeps before its first step.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters.
+        state : OptimizerState
+            From ``optimizer.init`` or ``load_state_dict``, on all ranks alike.
+        """
+        return ElasticState(0, (Snapshot(0, params, state),))
+
+    def step(self, grads: Any, held: ElasticState, comm: Transport) -> ElasticState:
+        """Make one step over a communicator, as `Optimizer.step` does.
+
+        Parameters
+        ----------
+        grads : array or sequence of arrays
+            This rank's gradients at ``held.params``.
+        held : ElasticState
+            From `begin`, `resume` or the last step.
+        comm : Communicator
+            One of the same rank and size.
+
+        Raises
+        ------
+        CommunicatorError
+            If the exchange failed; ``held`` is still valid: see `resume`.
+        """
+        require_rank(held.state, comm)
+        return drive(self.stages(grads, held), comm)
+
+    def stages(self, grads: Any, held: ElasticState) -> Stages[ElasticState]:
+        """Make one step as a generator of pure stages.
+
+        Parameters
+        ----------
+        grads, held
+            As for `step`.
+        """
+        return self.run_stages(lambda params, state: self.optimizer.stages(params, grads, state), held)
+
+    def run_stages(
+        self,
+        computation: Callable[[Any, OptimizerState], Stages[tuple[Any, OptimizerState]]],
+        held: ElasticState,
+    ) -> Stages[ElasticState]:
+        """Run another computation of the optimizer in place of a step, such as ``QSVRG.epoch_stages``.
+
+        Parameters
+        ----------
+        computation : callable
+            Returns stages that return new parameters and a new state, given the current ones.
+        held : ElasticState
+            As for `step`.
+        """
+        last = held.history[-1]
+        shared, owed = last, last.owed
+        due = last.left is None and last.state.step % self.every == 0
+        if due:
+            owed = yield from self._tell(last)
+            shared = (yield from self._copy(last)) if self.lost == "restore" else last
+        (params, state), exchanged = yield from _noted(computation(last.params, last.state))
+        new = Snapshot(last.label + 1, params, state, owed=owed)
+        history = self._followed(held.history, new, shared, exchanged=due or exchanged)
+        return held._replace(history=history)
+
+    def share(self, held: ElasticState, comm: Transport) -> ElasticState:
+        """Copy what each rank alone has to the next one, so that a rank may leave and nothing is lost.
+
+        All ranks call it, then some leave, and the others call `resume`. Of two neighbours only one may leave at a
+        time; the last rank is a neighbour of the first.
+
+        Parameters
+        ----------
+        held, comm
+            As for `step`.
+        """
+        require_rank(held.state, comm)
+        return drive(self.share_stages(held), comm)
+
+    def share_stages(self, held: ElasticState) -> Stages[ElasticState]:
+        """Do what `share` does as a generator of pure stages.
+
+        Parameters
+        ----------
+        held : ElasticState
+            As for `step`.
+        """
+        last = held.history[-1]
+        shared = yield from self._copy(last)
+        new = shared._replace(label=last.label + 1)  # others may not get that far
+        return held._replace(history=self._followed(held.history, new, last, exchanged=True))
+
+    def resume(
+        self,
+        held: ElasticState | None,
+        comm: Transport,
+        *,
+        params: Any = None,
+        names: Sequence[str] | None = None,
+    ) -> tuple[ElasticState, Report]:
+        """Go on with the ranks of another communicator.
+
+        Parameters
+        ----------
+        held : ElasticState or None
+            What this rank has; None for one that joins.
+        comm : Communicator
+            A new one, whose ranks may have any order. At least one must have been there before.
+        params : array or sequence of arrays, optional
+            The parameters of a rank that joins, with any values: it gets those of the others.
+        names : sequence of str, optional
+            As for ``optimizer.init``, of a rank that joins.
+
+        Returns
+        -------
+        held : ElasticState
+        report : dict of str to float
+            Equal on all ranks.
+
+        Raises
+        ------
+        ValueError, MismatchError
+            On every rank, if they do not belong together.
+        CommunicatorError
+            If an exchange failed; ``held`` is still valid, for another try.
+
+        Warns
+        -----
+        UserWarning
+            If the number of ranks changes, or something is lost.
+        """
+        host = getattr(comm, "host", None)
+        stages = self.resume_stages(
+            held, rank=comm.rank, size=comm.size, host=host, params=params, names=names
+        )
+        return drive(stages, comm)
+
+    def resume_stages(
+        self,
+        held: ElasticState | None,
+        *,
+        rank: int,
+        size: int,
+        host: str | None = None,
+        params: Any = None,
+        names: Sequence[str] | None = None,
+    ) -> Stages[tuple[ElasticState, Report]]:
+        """Do what `resume` does as a generator of pure stages.
+
+        Parameters
+        ----------
+        held, params, names
+            As for `resume`.
+        rank, size : int
+            This rank, and the number of ranks, from now on.
+        host : str, optional
+            As for ``optimizer.init_stages``.
+        """
+        given = params if held is None else held.params
+        tensors = as_tensors(given, "params")
+        names = names_of(names, tensors) if held is None else held.state.names
+        alike = {
+            "names": list(names),
+            "shapes": [list(p.shape) for p in tensors],
+            "dtypes": [dtype_name(p.dtype) for p in tensors],
+        }
+        yield from handshake_stages(alike, size=size, like=tensors[0])
+        texts = yield from gather_texts(json.dumps(_facts_of(held)), size, tensors[0])
+        meeting = _meet([json.loads(text) for text in texts], restoring=self.lost == "restore")
+
+        here = None
+        if held is not None and rank in meeting.members.values():
+            here = next(s for s in held.history if s.label == meeting.label)
+            given, tensors = here.params, as_tensors(here.params, "params")
+        if len(meeting.members) < size:
+            root = min(meeting.members.values())
+            copies = yield from broadcast_stages(tensors, root=root, rank=rank, size=size)
+            if here is None:
+                given, tensors = as_given(copies, given), copies
+        states = [] if here is None else self._states(here, meeting, rank)
+        saved = [self.optimizer.state_dict(state) for state in states]
+        state = yield from resume(
+            self.optimizer, saved, tensors, names, Place(rank, size, host), lost=meeting.lost
+        )
+
+        new = Snapshot(meeting.next_label, given, state)
+        if here is None or held is None:
+            return ElasticState(new.label, (new,)), meeting.report(size)
+        kept = tuple(s for s in held.history if s.label <= meeting.label)
+        history = self._followed(kept, new, kept[-1], exchanged=True)
+        return ElasticState(held.since, history), meeting.report(size)
+
+    def _states(self, here: Snapshot, meeting: "_Meeting", rank: int) -> list[OptimizerState]:
+        """Return the states of the old world that this rank contributes: its own, and those of dead ranks."""
+        states = [here.state]
+        if here.left is not None and rank in meeting.copies.values():
+            states.append(here.left)
+        if rank == min(meeting.members.values()):
+            states += [self._without_own(here, dead) for dead in meeting.lost]
+        return states
+
+    def _followed(
+        self, history: Sequence[Snapshot], new: Snapshot, last: Snapshot, *, exchanged: bool
+    ) -> tuple[Snapshot, ...]:
+        """Return the snapshots to keep after a computation; ``last`` stands for the last one before it.
+
+        If it exchanged anything, all ranks have completed what came before.
+        """
+        before = history[:-1]
+        if not exchanged:
+            return (*before, new) if before and last.left is None else (*history, new)
+        copied = [s for s in before if s.left is not None][-1:]
+        needed = self.lost == "restore" and history[-1].left is None
+        return (*copied, last, new) if needed else (last, new)
+
+    def _tell(self, last: Snapshot) -> Stages[tuple[Mapping[str, float], ...]]:
+        """Return the norms of what each rank alone has, by kind."""
+        squares: dict[str, list[float]] = defaultdict(list)
+        for key, x in self._own(last.state):
+            squares[kind_of(key)].append(sum_of_squares(flat(x)))
+        norms = {kind: math.sqrt(math.fsum(found)) for kind, found in squares.items()}
+        texts = yield from gather_texts(
+            json.dumps(norms), last.state.size, as_tensors(last.params, "params")[0]
+        )
+        return tuple([json.loads(text) for text in texts])
+
+    def _copy(self, last: Snapshot) -> Stages[Snapshot]:
+        """Send what this rank alone has to the next one; return the snapshot with what the previous one has."""
+        state, like = last.state, as_tensors(last.params, "params")[0]
+        if state.size == 1:
+            return last
+        xp = array_namespace(like)
+        left, right = (state.rank - 1) % state.size, (state.rank + 1) % state.size
+        expected = [x for _, x in self._own(self._without_own(last, left))]
+        sizes = [math.prod(x.shape) * itemsize(dtype_name(x.dtype)) for x in expected]
+        nothing = xp.zeros((0,), dtype=xp.uint8, device=device(like))
+        send = [nothing] * state.size
+        send[right] = join(
+            [bytes_of(x) if math.prod(x.shape) else nothing for _, x in self._own(state)] or [nothing]
+        )
+        receive = [0] * state.size
+        receive[left] = joined_size(sizes)
+        arrived = yield AllToAll(tuple(send), tuple(receive))
+        copies = [
+            xp.reshape(from_bytes_of(buffer, dtype_name(x.dtype)), x.shape) if math.prod(x.shape) else x
+            for buffer, x in zip(split(arrived[left], sizes), expected, strict=True)
+        ]
+        return last._replace(left=self._with_own(self._without_own(last, left), iter(copies)))
+
+    def _own_kinds(self, state: OptimizerState) -> set[str]:
+        """Return the kinds of arrays that a rank alone has."""
+        owned = self.optimizer.mean_of(state).owned_kinds
+        return {WORKER, SERVER, *owned, *self.optimizer.own_kinds(state.stage)}
+
+    def _own(self, state: OptimizerState) -> list[tuple[str, Array]]:
+        """Return what a rank alone has."""
+        kinds = self._own_kinds(state)
+        arrays = named_arrays(state, self.optimizer.mean_of(state))
+        return [(key, x) for key, x in arrays if kind_of(key) in kinds]
+
+    def _with_own(self, state: OptimizerState, arrays: Iterator[Array]) -> OptimizerState:
+        """Return a state with other arrays of its own, in the order of `_own`."""
+        kinds, of_mean = self._own_kinds(state), self.optimizer.mean_of(state).kinds
+
+        def taken(kind: str, group: Sequence[Array]) -> tuple[Array, ...]:
+            return tuple([next(arrays) for _ in group]) if kind in kinds else tuple(group)
+
+        momentum, variance = taken("momentum", state.momentum), taken("variance", state.variance)
+        worker, server = taken(of_mean[0], state.exchange.worker), taken(of_mean[1], state.exchange.server)
+        return state._replace(
+            momentum=momentum,
+            variance=variance,
+            exchange=state.exchange._replace(worker=worker, server=server),
+            arrays={kind: taken(kind, group) for kind, group in state.arrays.items()},
+        )
+
+    def _without_own(self, here: Snapshot, rank: int) -> OptimizerState:
+        """Return the state of another rank, with residuals of zero."""
+        state = here.state._replace(rank=rank)
+        exchange = state.exchange._replace(rank=rank)
+        if exchange.shapes:
+            zeros = self.optimizer.compression.zero_residuals(as_tensors(here.params, "params"), state)
+            is_own = self.optimizer.mean_of(state).kinds[1] in self._own_kinds(state)
+            exchange = zeros if is_own else zeros._replace(server=exchange.server)
+        return state._replace(exchange=exchange)
+
+
+class _Meeting(NamedTuple):
+    """What ranks that meet agree on."""
+
+    label: int
+    """The snapshot that they go back to."""
+    next_label: int
+    members: Mapping[int, int]
+    """For each rank of the old world that is here, its new number."""
+    copies: Mapping[int, int]
+    """For each of the others of which there is a copy, who has it."""
+    lost: tuple[int, ...]
+    """The rest of them."""
+    repeated: int
+    dropped: Mapping[str, float]
+
+    def report(self, size: int) -> Report:
+        """Return what is reported to the caller."""
+        return {
+            "ranks": float(size),
+            "joined_ranks": float(size - len(self.members)),
+            "restored_ranks": float(len(self.copies)),
+            "dropped_ranks": float(len(self.lost)),
+            "repeated_steps": float(self.repeated),
+            **self.dropped,
+        }
+
+
+class _Seat(NamedTuple):
+    """A snapshot of a rank, as the others are told of it."""
+
+    label: int
+    rank: int
+    size: int
+    step: int
+    copied: bool
+    """Whether it has a copy of what the rank to the left alone has."""
+    owed: Sequence[Mapping[str, float]]
+
+
+def _facts_of(held: ElasticState | None) -> Any:
+    """Return what a rank tells the others about its snapshots."""
+    if held is None:
+        return None
+    seats = [
+        _Seat(s.label, s.state.rank, s.state.size, s.state.step, s.left is not None, s.owed)
+        for s in held.history
+    ]
+    return {"since": held.since, "seats": seats}
+
+
+def _meet(told: Sequence[Any], *, restoring: bool) -> _Meeting:
+    """Return what ranks agree on; all compute the same from the same facts.
+
+    They go back to the last snapshot that is of all ranks that were there when it was made, as far as they are here.
+    With ``restoring``, they prefer the last of those in which nothing is lost.
+    """
+    seats = [[_Seat(*seat) for seat in facts["seats"]] if facts else [] for facts in told]
+    labels = sorted({seat.label for of_rank in seats for seat in of_rank}, reverse=True)
+    found = []
+    for label in labels:
+        of_label = {new: seat for new, own in enumerate(seats) for seat in own if seat.label == label}
+        if all(new in of_label for new, facts in enumerate(told) if facts and facts["since"] <= label):
+            found.append((label, of_label))
+    if not found:
+        raise ValueError(
+            "the ranks have no snapshot in common; expected at least one rank that was there before, and each of them "
+            "with what it held last"
+        )
+    steps = max(seat.step for of_rank in seats for seat in of_rank)
+    meetings = [_meeting(label, of_label, labels[0] + 1, steps) for label, of_label in found]
+    whole = [meeting for meeting in meetings if not meeting.lost]
+    return (whole if restoring and whole else meetings)[0]
+
+
+def _meeting(label: int, of_label: Mapping[int, _Seat], next_label: int, steps: int) -> _Meeting:
+    """Return what ranks agree on if they go back to a snapshot, after the most of them have made so many steps."""
+    members = {seat.rank: new for new, seat in of_label.items()}
+    sizes = {seat.size for seat in of_label.values()}
+    if len(members) < len(of_label) or len(sizes) > 1:
+        places = [f"rank {seat.rank} of {seat.size}" for seat in of_label.values()]
+        raise ValueError(f"the ranks belong to different jobs: they were {', '.join(places)}")
+    size = sizes.pop()
+    dead = [rank for rank in range(size) if rank not in members]
+    next_to = {rank: members.get((rank + 1) % size) for rank in dead}
+    copies = {rank: new for rank, new in next_to.items() if new is not None and of_label[new].copied}
+    lost = tuple(rank for rank in dead if rank not in copies)
+    first = of_label[min(of_label)]
+    owed = [first.owed[rank] for rank in lost] if first.owed else []
+    dropped = {
+        f"dropped_{kind}": math.hypot(*[norms.get(kind, 0.0) for norms in owed])
+        for kind in sorted({kind for norms in owed for kind in norms})
+    }
+    return _Meeting(label, next_label, members, copies, lost, steps - first.step, dropped)
+
+
+def _noted(stages: Stages[Any]) -> Stages[tuple[Any, bool]]:
+    """Run stages; return their result, and whether they exchanged anything."""
+    arrived, exchanged = None, False
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            return stop.value, exchanged
+        exchanged = True
+        arrived = yield request

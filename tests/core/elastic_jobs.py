@@ -1,0 +1,205 @@
+"""Jobs of ranks that die, leave and join, in one thread: what all tests of `qcomp.elastic` share."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import qcomp
+from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.elastic import Elastic, ElasticState
+from qcomp.testing import Death, lockstep, until_death
+from qcomp.testing.means import owed
+from tests.optimizers.every import EVERY, SHAPES, growing
+
+TOPOLOGIES = ("two_phase", "all_gather", "ring", "hierarchical")
+JOBS = {name: (name, None) for name in EVERY} | {
+    f"{name}, {topology}": (name, topology) for name in ("1-bit", "0/1", "SGD") for topology in TOPOLOGIES[1:]
+}
+"""Every optimizer as it is, and three of them in each topology."""
+
+
+@dataclass(frozen=True)
+class World:
+    """An optimizer, and the machine of each rank."""
+
+    elastic: Elastic
+    hosts: str
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def opt(self) -> Any:
+        return self.elastic.optimizer
+
+    def begin(self) -> list[ElasticState]:
+        """What each rank has before the first step."""
+        params = [np.ones(s, np.float32) for s in SHAPES]
+        stages = [
+            self.opt.init_stages(params, rank=rank, size=self.size, host=host)
+            for rank, host in enumerate(self.hosts)
+        ]
+        return [self.elastic.begin(params, state) for state in lockstep(stages)]
+
+    def steps(self, helds: Sequence[ElasticState]) -> list[Any]:
+        """The next step of each rank, in stages."""
+        return [self._step(held) for held in helds]
+
+    def _step(self, held: ElasticState) -> Any:
+        rank, step, opt = held.state.rank, held.state.step, self.opt
+        if not isinstance(opt, qcomp.QSVRG):
+            return self.elastic.stages(growing(rank, step), held)
+
+        def with_epoch(params: Any, state: Any) -> Any:
+            if step % 4 == 0:
+                params = opt.next_snapshot(params, state) if step else params
+                state = yield from opt.epoch_stages(params, growing(rank, 100 + step), state)
+            return (yield from opt.stages(params, (growing(rank, step), growing(rank, 200 + step)), state))
+
+        return self.elastic.run_stages(with_epoch, held)
+
+    def resumes(self, helds: Sequence[ElasticState | None], hosts: str | None = None) -> list[Any]:
+        """What each of the new ranks does to resume, in stages."""
+        given = [np.zeros(s, np.float32) for s in SHAPES]
+        return [
+            self.elastic.resume_stages(held, rank=rank, size=len(helds), host=host, params=given)
+            for rank, (held, host) in enumerate(zip(helds, hosts or self.hosts, strict=False))
+        ]
+
+    def resume(
+        self, helds: Sequence[ElasticState | None], hosts: str | None = None
+    ) -> tuple[list[ElasticState], dict[str, float]]:
+        """All ranks resume, alike."""
+        results = lockstep(self.resumes(helds, hosts))
+        reports = [report for _, report in results]
+        assert all(report == reports[0] for report in reports)
+        helds = [held for held, _ in results]
+        self.require_alike(helds)
+        return helds, reports[0]
+
+    def require_alike(self, helds: Sequence[ElasticState]) -> None:
+        """Everything that is not a rank's own is the same on all ranks, bit for bit."""
+        first = helds[0].state
+        own = {"rank", "skipped", *self.opt.mean.kinds[:2], *self.opt.mean.owned_kinds}
+        own |= set(self.opt.own_kinds(first.stage))
+        own -= {"right_factor", "mean_estimate"}
+        shared = []
+        for rank, held in enumerate(helds):
+            assert (held.state.rank, held.state.size) == (rank, len(helds))
+            entries = {} if self.opt.apart(first.stage) else {str(i): p for i, p in enumerate(held.params)}
+            saved = self.opt.state_dict(held.state)
+            entries |= {key: value for key, value in saved.items() if key.partition(".")[0] not in own}
+            shared.append({key: np.asarray(value).tobytes() for key, value in entries.items()})
+        for found in shared[1:]:
+            assert found == shared[0]
+
+    def go_on(self, helds: Sequence[ElasticState], steps: int = 2) -> list[ElasticState]:
+        """Make some steps; the ranks stay alike."""
+        for _ in range(steps):
+            helds = lockstep(self.steps(helds))
+            self.require_alike(helds)
+        return list(helds)
+
+
+def world(job: str, hosts: str = "aab", **options: Any) -> World:
+    """The world of an entry of `JOBS`."""
+    name, topology = JOBS[job]
+    opt: Any = EVERY[name].opt
+    if topology is not None:
+        opt = replace(opt, averaging=replace(opt.averaging, topology=topology))
+    if topology == "hierarchical":
+        hosts = "aabb"  # so that two machines are left
+    return World(Elastic(opt, **options), hosts)
+
+
+@cache
+def whole_run(job: World, steps: int) -> list[list[ElasticState]]:
+    """What each rank has after each step if nobody dies."""
+    run = [job.begin()]
+    for _ in range(steps):
+        run.append(lockstep(job.steps(run[-1])))
+    return run
+
+
+def kills(begin: Callable[[], list[Any]], size: int, *, thorough: bool) -> Iterator[tuple[Death, list[Any]]]:
+    """Yield each death in the exchanges of some computations, and what the ranks are left with.
+
+    The victim changes from death to death, unless it is thorough.
+    """
+    exchange, done, number = 0, False, 0
+    while not done:
+        for reach in ("nobody", "one", "all"):
+            for victim in range(size) if thorough else [number % size]:
+                others = [rank for rank in range(size) if rank != victim]
+                reached = {"nobody": [], "one": [others[number % len(others)]], "all": others}[reach]
+                death = Death(victim, exchange, reached)
+                results = until_death(begin(), death)
+                done = results[victim] is not None
+                if done:
+                    return
+                yield death, results
+                number += 1
+        exchange += 1
+
+
+def left_with(helds: Sequence[Any], results: Sequence[Any], dead: int) -> list[Any]:
+    """What the survivors hold: the result of those that have one, of the others what it was before."""
+    found = []
+    for rank, (before, after) in enumerate(zip(helds, results, strict=True)):
+        if rank == dead:
+            continue
+        if isinstance(after, Exception):
+            assert isinstance(after, qcomp.CommunicatorError)
+            after = before
+        found.append(after if isinstance(after, ElasticState) or after is None else after[0])
+    return found
+
+
+def without(items: Sequence[Any], dead: int) -> Any:
+    """All but one."""
+    kept = [item for rank, item in enumerate(items) if rank != dead]
+    return "".join(kept) if isinstance(items, str) else kept
+
+
+def is_owed(job: World) -> bool:
+    """Whether what the residuals hold is owed."""
+    return job.opt.mean.kinds == CompressedMean.kinds
+
+
+def owed_by(job: World, states: Sequence[Any], lost: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
+    """mean_i e_i + e_s of every compressed tensor, without the residuals of some ranks; and the same of magnitudes."""
+    mean = job.opt.mean_of(states[0])
+    shapes = [
+        np.zeros(s)
+        for s, exact in zip(SHAPES, states[0].exact or [True] * len(SHAPES), strict=True)
+        if not exact
+    ]
+    changed = []
+    for change in (lambda x: x.astype(np.float64), lambda x: np.abs(x).astype(np.float64)):
+        kept = []
+        for state in states:
+            factor = 0.0 if state.rank in lost else 1.0
+            exchange = state.exchange
+            kept.append(
+                exchange._replace(
+                    worker=tuple(factor * change(x) for x in exchange.worker),
+                    server=tuple(factor * change(x) for x in exchange.server),
+                )
+            )
+        changed.append(owed(mean, kept, shapes))
+    return changed[0], changed[1]
+
+
+def require_owed(job: World, old: Sequence[Any], new: Sequence[Any], lost: Sequence[int]) -> None:
+    """What is owed is what was owed, without what the lost ranks owed: to the last roundings."""
+    if not is_owed(job):
+        return
+    after, _ = owed_by(job, new)
+    before, magnitude = owed_by(job, old, lost)
+    for found, expected, most in zip(after, before, magnitude, strict=True):
+        # Sums over the ranks in any order, and three scalings.
+        assert (np.abs(found - expected) <= (len(old) + len(new) + 6) * 2.0**-24 * most).all()

@@ -1,0 +1,467 @@
+"""Ranks die, leave and join in every exchange of every optimizer: those that are left agree, and what is owed adds up."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.core.elastic import _meet
+from qcomp.elastic import Elastic, ElasticState
+from qcomp.testing import Death, lockstep, until_death
+from tests.core.elastic_jobs import (
+    JOBS,
+    World,
+    kills,
+    left_with,
+    owed_by,
+    require_owed,
+    whole_run,
+    without,
+    world,
+)
+from tests.optimizers.every import EVERY, SHAPES
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits"),
+    pytest.mark.filterwarnings("ignore:a state of . ranks resumes with"),
+]
+
+STEPS = 12
+QUICK = ("1-bit", "0/1", "EF21", "Muon", "1-bit, hierarchical")
+
+
+def jobs(quick: Any = QUICK) -> list[Any]:
+    """Every job; most of them are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name) for name in JOBS]
+
+
+def moments(job: World, name: str) -> list[int]:
+    """The steps in which ranks die: with a quick optimizer the first one of each stage, and the one before it."""
+    run = whole_run(job, STEPS)
+    stages = [helds[0].state.stage for helds in run]
+    edges = [i for i in range(1, STEPS) if stages[i] != stages[i - 1]]
+    return sorted({0, *edges, *(i - 1 for i in edges), STEPS - 1})
+
+
+def fingerprint(run: Any) -> list[Any]:
+    """Everything that is held in a run."""
+    return [
+        [np.asarray(x).tobytes() for x in (*held.params, *held.state.momentum, *held.state.exchange.worker)]
+        for helds in run
+        for held in helds
+    ]
+
+
+def snapshot(held: ElasticState, label: int) -> Any:
+    return next(s for s in held.history if s.label == label)
+
+
+@pytest.mark.parametrize("name", jobs())
+def test_a_rank_dies_in_any_exchange_of_a_step(name):
+    """The others go back to the last step that all completed, and what it owed is dropped, and nothing else."""
+    job = world(name)
+    run = whole_run(job, STEPS)
+    before, mixed = fingerprint(run), 0
+    for step in moments(job, name):
+        helds = run[step]
+        for death, results in kills(lambda h=helds: job.steps(h), job.size, thorough=False):
+            left = left_with(helds, results, death.rank)
+            mixed += len({held.state.step for held in left}) > 1
+            common = min(held.history[-1].label for held in left)
+            assert common in (step, step + 1)
+            again, report = job.resume(left, without(job.hosts, death.rank))
+            assert report["dropped_ranks"] == 1
+            assert report["repeated_steps"] == max(held.state.step for held in left) - again[0].state.step
+            assert again[0].state.step == run[common][0].state.step
+            require_owed(job, [h.state for h in run[common]], [h.state for h in again], [death.rank])
+            job.go_on(again)
+    assert mixed or name == "SGD, exact"
+    assert fingerprint(run) == before  # nothing that anybody held has changed
+
+
+@pytest.mark.parametrize("name", jobs())
+def test_a_rank_leaves(name):
+    """Nothing is lost; and if it dies while it leaves, no more than by any other death."""
+    job = world(name)
+    for step in moments(job, name)[::2]:
+        helds = whole_run(job, STEPS)[step]
+        for leaving in range(job.size):
+            shared = lockstep([job.elastic.share_stages(held) for held in helds])
+            again, report = job.resume(without(shared, leaving), without(job.hosts, leaving))
+            assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (1, 0, 0)
+            require_owed(job, [h.state for h in helds], [h.state for h in again], [])
+            job.go_on(again)
+        for death, results in kills(
+            lambda h=helds: [job.elastic.share_stages(held) for held in h], job.size, thorough=False
+        ):
+            left = left_with(helds, results, death.rank)
+            again, report = job.resume(left, without(job.hosts, death.rank))
+            whole = all(r is None or isinstance(r, ElasticState) for r in results)
+            assert report["restored_ranks"] == whole
+            lost = [] if whole else [death.rank]
+            require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
+            job.go_on(again, 1)
+
+
+@pytest.mark.parametrize("name", jobs(("1-bit",)))
+def test_a_rank_joins_and_any_dies_meanwhile(name):
+    """In every exchange of a resume with one more rank, which dies, or one of the old ones does."""
+    job = world(name)
+    for step in moments(job, name)[::2]:
+        helds = whole_run(job, STEPS)[step]
+        joined = [None, *helds]
+        hosts = f"b{job.hosts}"
+        again, report = job.resume(joined, hosts)
+        assert (report["joined_ranks"], report["dropped_ranks"]) == (1, 0)
+        require_owed(job, [h.state for h in helds], [h.state for h in again], [])
+        job.go_on(again)
+        for death, results in kills(lambda j=joined, h=hosts: job.resumes(j, h), len(joined), thorough=False):
+            left = left_with(joined, results, death.rank)
+            again, report = job.resume(left, without(hosts, death.rank))
+            went_on = all(not isinstance(result, Exception) for result in results)
+            if not went_on:  # back to the old world, in which the new rank had nothing
+                lost = [] if death.rank == 0 else [death.rank - 1]
+                require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
+                assert report["joined_ranks"] == (death.rank != 0)
+            assert report["dropped_ranks"] == (went_on or death.rank != 0)
+            job.go_on(again, 1)
+
+
+@pytest.mark.parametrize("name", jobs(("EF21",)))
+def test_a_rank_dies_while_the_others_resume(name):
+    """In every exchange of a resume after a death; what two ranks owed is dropped, once each."""
+    hosts = "aabb" if name.endswith("hierarchical") else "abcd"
+    job = world(name, hosts)
+    for step in moments(job, name)[1::2]:
+        helds = whole_run(job, STEPS)[step]
+        first = without(helds, 3) if name.endswith("hierarchical") else without(helds, 1)
+        rest = without(hosts, 3) if name.endswith("hierarchical") else without(hosts, 1)
+        gone = 3 if name.endswith("hierarchical") else 1
+        for death, results in kills(lambda f=first, r=rest: job.resumes(f, r), 3, thorough=False):
+            if name.endswith("hierarchical") and death.rank == 2:
+                continue  # one machine is left, see below
+            left = left_with(first, results, death.rank)
+            again, report = job.resume(left, without(rest, death.rank))
+            if any(isinstance(result, Exception) for result in results):
+                lost = [gone, first[death.rank].state.rank]
+                require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
+                assert report["dropped_ranks"] == 2
+            else:
+                assert report["dropped_ranks"] == 1
+            job.go_on(again, 1)
+
+
+@pytest.mark.parametrize("name", jobs(("1-bit", "0/1", "Muon")))
+@pytest.mark.parametrize("every", [1, 3])
+def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
+    """With a new rank in its place, the job goes on bit for bit as it was."""
+    job = world(name, lost="restore", every=every)
+    run = whole_run(job, STEPS)
+    for step in moments(job, name)[1:]:  # there are no copies yet in the first step
+        helds = run[step]
+        for death, results in kills(lambda h=helds: job.steps(h), job.size, thorough=False):
+            left = left_with(helds, results, death.rank)
+            left.insert(death.rank, None)
+            again, report = job.resume(left, job.hosts)
+            assert (report["restored_ranks"], report["dropped_ranks"], report["joined_ranks"]) == (1, 0, 1)
+            assert report["repeated_steps"] <= every
+            for _ in range(3):
+                same_as = run[again[0].state.step]
+                for held, expected in zip(again, same_as, strict=True):
+                    found, wanted = job.opt.state_dict(held.state), job.opt.state_dict(expected.state)
+                    assert found.keys() == wanted.keys()
+                    for key, value in wanted.items():
+                        assert np.asarray(found[key]).tobytes() == np.asarray(value).tobytes(), key
+                    if not job.opt.apart(held.state.stage):
+                        assert [p.tobytes() for p in held.params] == [p.tobytes() for p in expected.params]
+                if again[0].state.step == STEPS:
+                    break
+                again = lockstep(job.steps(again))
+
+
+@pytest.mark.parametrize("name", jobs(("1-bit",)))
+def test_restored_with_fewer_ranks(name):
+    """What is owed is what all old ranks owed when they last copied."""
+    job = world(name, lost="restore", every=4)
+    run = whole_run(job, STEPS)
+    for step in range(1, STEPS, 3):
+        for death, results in kills(lambda s=step: job.steps(run[s]), job.size, thorough=False):
+            left = left_with(run[step], results, death.rank)
+            again, report = job.resume(left, without(job.hosts, death.rank))
+            assert (report["restored_ranks"], report["dropped_ranks"]) == (1, 0)
+            old = run[again[0].state.step]
+            assert all(held.history[0].left is not None for held in again)
+            require_owed(job, [h.state for h in old], [h.state for h in again], [])
+            job.go_on(again, 1)
+
+
+class TestTheSumIdentity:
+    """Sent and owed, before = after and dropped: exactly, with residuals whose sums are exact."""
+
+    @staticmethod
+    def job(topology: str) -> tuple[World, list[ElasticState]]:
+        opt = qcomp.CompressedSGD(
+            learning_rate=0.5,
+            momentum=0.0,
+            exact=None,
+            compressor=qcomp.ScaledSign(8),
+            averaging=qcomp.Averaging(topology=topology),
+        )
+        job = World(Elastic(opt), "aabb")
+        params = [np.ones(s) for s in SHAPES]
+        states = lockstep(
+            [opt.init_stages(params, rank=rank, size=4, host=host) for rank, host in enumerate("aabb")]
+        )
+        helds = []
+        for rank, state in enumerate(states):
+            rng = np.random.default_rng(rank)
+            kept = [
+                tuple(rng.integers(-1000, 1000, x.shape).astype(np.float64) for x in group)
+                for group in (state.exchange.worker, state.exchange.server)
+            ]
+            exchange = state.exchange._replace(worker=kept[0], server=kept[1])
+            helds.append(job.elastic.begin(params, state._replace(exchange=exchange)))
+        return job, helds
+
+    @staticmethod
+    def total(job: World, helds: list[ElasticState], only: Any = None) -> list[list[Fraction]]:
+        lost = [] if only is None else [h.state.rank for h in helds if h.state.rank not in only]
+        return [[Fraction(float(x)) for x in t.flat] for t in owed_by(job, [h.state for h in helds], lost)[0]]
+
+    @pytest.mark.parametrize("topology", ["two_phase", "all_gather", "ring", "hierarchical"])
+    @pytest.mark.parametrize("dead", [(), (0,), (2,), (1, 3)])
+    def test_is_exact(self, topology, dead):
+        job, helds = self.job(topology)
+        alive = [rank for rank in range(4) if rank not in dead]
+        again, _ = job.resume([helds[rank] for rank in alive], "".join("aabb"[rank] for rank in alive))
+        before, dropped = self.total(job, helds), self.total(job, helds, dead)
+        after = self.total(job, again)
+        assert any(x for t in before for x in t)
+        assert bool(dead) == any(x for t in dropped for x in t)
+        for b, a, d in zip(before, after, dropped, strict=True):
+            assert [x - y for x, y in zip(b, d, strict=True)] == a
+
+    @pytest.mark.parametrize("topology", ["two_phase", "hierarchical"])
+    def test_is_exact_in_the_next_step_too(self, topology):
+        """What the new ranks send, and then owe, is their gradients and what was owed without the dropped."""
+        job, helds = self.job(topology)
+        again, _ = job.resume(helds[:3], "aab")
+        grads = [[np.full(s, float(1 + rank)) for s in SHAPES] for rank in range(3)]
+        moved = lockstep([job.elastic.stages(g, h) for g, h in zip(grads, again, strict=True)])
+        sent = [(x - y) / 0.5 for x, y in zip(again[0].params, moved[0].params, strict=True)]
+        owed = owed_by(job, [h.state for h in again])[0]
+        for s, after, before in zip(sent, owed_by(job, [h.state for h in moved])[0], owed, strict=True):
+            assert np.abs(s + after - (2.0 + before)).max() < 1e-10
+
+    def test_of_what_is_dropped_the_norm_is_known(self):
+        job = world("1-bit", every=3)
+        run = whole_run(job, STEPS)
+        _, report = job.resume(run[10][:2], "aa")
+        told = run[9][2].state.exchange
+        for kind, kept in (("worker", told.worker), ("server", told.server)):
+            norm = np.linalg.norm(np.concatenate(kept).astype(np.float64))
+            assert abs(report[f"dropped_{kind}_residual"] - norm) <= 1e-6 * norm
+            assert norm > 1e-3
+
+
+class TestLessUsualDeaths:
+    def test_two_neighbours_at_once_are_dropped(self):
+        job = world("1-bit", "abcd", lost="restore", every=3)
+        helds = whole_run(job, STEPS)[8]
+        again, report = job.resume([helds[0], helds[3]])
+        assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (0, 2, 0)
+        require_owed(job, [h.state for h in helds], [h.state for h in again], [1, 2])
+        again, report = job.resume([helds[0], helds[2]])  # these are no neighbours
+        assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (2, 0, 2)
+
+    def test_in_a_new_world_before_its_first_copies(self):
+        """The others go back across the change, to the last copies of the old world."""
+        job = world("1-bit", "abcd", lost="restore", every=5)
+        run = whole_run(job, STEPS)
+        again, report = job.resume(run[7][:3])
+        assert report["repeated_steps"] == 2
+        again = job.go_on(again[1:] and again, 0)
+        (death, results), *_ = kills(lambda: job.steps(again), 3, thorough=False)
+        left = left_with(again, results, death.rank)
+        final, report = job.resume(left)
+        assert final[0].state.step == 5
+        require_owed(
+            job, [h.state for h in run[5]], [h.state for h in final], [0] if report["dropped_ranks"] else []
+        )
+
+    def test_the_last_rank_goes_on_alone_and_others_join(self):
+        job = world("1-bit")
+        alone, report = job.resume(whole_run(job, STEPS)[8][1:2])
+        assert report["dropped_ranks"] == 2
+        alone = job.go_on(alone, 1)
+        again, report = job.resume([None, alone[0], None])
+        assert report["joined_ranks"] == 2
+        require_owed(job, [alone[0].state], [h.state for h in again], [])
+        job.go_on(again)
+
+    def test_while_ranks_go_on_alone_they_need_not_be_in_step(self):
+        """0/1 Adam: who was told earlier of a death has made fewer silent steps."""
+        job = world("0/1")
+        run = whole_run(job, STEPS)
+        quiet = next(
+            i for i in range(2, STEPS) if all(h[0].state.stage == "local" for h in run[i - 1 : i + 1])
+        )
+        left = [run[quiet][0], run[quiet - 1][1]]
+        again, report = job.resume(left, "aa")
+        assert report["repeated_steps"] >= 1
+        job.go_on(again)
+
+    @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
+    def test_whoever_is_late(self, order):
+        """The order in which ranks compute between exchanges makes no difference."""
+        job = world("1-bit")
+        run = whole_run(job, STEPS)
+        for step in (3, 8):
+            for exchange in range(3):
+                deaths = [Death(1, exchange, [2])] * 2
+                one, other = (
+                    until_death(job.steps(run[step]), death, order=turns)
+                    for death, turns in zip(deaths, (None, order), strict=True)
+                )
+                for a, b in zip(one, other, strict=True):
+                    assert type(a) is type(b)
+                    if isinstance(a, ElasticState):
+                        assert fingerprint([[a]]) == fingerprint([[b]])
+
+    def test_ranks_of_different_jobs_or_without_anything(self):
+        job = world("1-bit")
+        run = whole_run(job, STEPS)
+        for helds, text in (
+            ([None, None], "no snapshot in common"),
+            ([run[8][0], run[5][1]], "no snapshot in common"),
+            ([run[8][0], run[8][0]], "different jobs"),
+        ):
+            errors = lockstep(job.resumes(helds), catch=ValueError)
+            assert len({str(error) for error in errors}) == 1
+            assert text in str(errors[0])
+
+    def test_one_machine_is_left_of_a_hierarchy(self):
+        """It averages exactly and keeps no residuals, so it refuses what is owed: on all ranks alike."""
+        job = world("1-bit, hierarchical")
+        errors = lockstep(job.resumes(whole_run(job, STEPS)[8][:2], "aa"), catch=ValueError)
+        assert len({str(error) for error in errors}) == 1
+        assert "this world keeps none" in str(errors[0])
+
+
+def test_the_rule_of_who_goes_back_where():
+    """From the facts alone: labels, who was there, and who has copies."""
+
+    def facts(since: int, *seats: tuple) -> dict:
+        return {"since": since, "seats": [(*seat, []) for seat in seats]}
+
+    behind = facts(0, (4, 0, 3, 4, False), (5, 0, 3, 5, False))
+    ahead = facts(0, (5, 1, 3, 5, False), (6, 1, 3, 6, False))
+    assert _meet([behind, ahead], restoring=False).label == 5
+    # A rank that came with label 6 does not outvote one that has not got that far.
+    came = facts(6, (6, 0, 3, 5, False))
+    through = facts(0, (5, 1, 2, 5, False), (6, 1, 3, 5, False))
+    not_yet = facts(0, (4, 0, 2, 4, False), (5, 0, 2, 5, False))
+    meeting = _meet([came, through, not_yet], restoring=False)
+    assert (meeting.label, meeting.members, meeting.lost) == (5, {1: 1, 0: 2}, ())
+    assert meeting.next_label == 7
+    copied = facts(0, (3, 1, 3, 3, True), (5, 1, 3, 5, False))
+    other = facts(0, (3, 2, 3, 3, True), (5, 2, 3, 5, False))
+    assert _meet([copied, other], restoring=False).lost == (0,)
+    meeting = _meet([copied, other], restoring=True)
+    assert (meeting.label, meeting.copies, meeting.lost, meeting.repeated) == (3, {0: 0}, (), 2)
+
+
+class TestFramesInTheWrongPlace:
+    """Communicators promise order. What if one delivers a frame twice, in place of the next one?"""
+
+    @staticmethod
+    def outcomes(begin: Any, count: int) -> list[str]:
+        """What comes of each exchange in which rank 0 gets again what rank 1 sent it in the exchange before."""
+        found = []
+        for late in range(1, count):
+            seen: list[Any] = []
+
+            def repeated(stages: Any, late: int = late, seen: list[Any] = seen) -> Any:
+                arrived = None
+                while True:
+                    try:
+                        arrived = list((yield stages.send(arrived)))
+                    except StopIteration as stop:
+                        return stop.value
+                    seen.append(arrived[1])
+                    if len(seen) == late + 1:
+                        arrived[1] = seen[-2]
+
+            first, *others = begin()
+            try:
+                results = lockstep([repeated(first), *others])
+            except Exception:  # of one rank, which then closes the communicator
+                assert len(seen) > late
+                found.append("length" if seen[late - 1].shape != seen[late].shape else "error")
+                continue
+            assert len(seen) > late, "there are fewer exchanges"
+            same = seen[late - 1].tobytes() == seen[late].tobytes()
+            found.append("same" if same else "alike" if alike(results) else "apart")
+        return found
+
+    def test_a_resume_notices(self):
+        """Texts that are read twice are no texts, or ranks differ in what they were told."""
+        job = world("1-bit")
+        helds = [None, *whole_run(job, STEPS)[8][:2]]
+        count = sum(1 for _ in exchanges(job.resumes(helds)))
+        found = self.outcomes(lambda: job.resumes(helds), count)
+        assert len(found) == count - 1 > 10
+        assert not {"apart", "alike"} & set(found), found
+
+    def test_a_step_notices_by_length_alone(self):
+        """Two steps by all-gather have frames of one length: a repeated one sets the ranks apart, as diagnostics tell."""
+        job = world("SGD, all_gather", "ab")
+        helds = whole_run(job, STEPS)[4]
+
+        def two_steps(held: Any, rank: int) -> Any:
+            held = yield from job.steps(helds)[rank]
+            return (yield from job._step(held))
+
+        assert self.outcomes(lambda: [two_steps(h, r) for r, h in enumerate(helds)], 2) == ["apart"]
+        watched = qcomp.Diagnostics(job.opt, replicas_every=1)
+        other = [helds[0].params, whole_run(job, STEPS)[5][1].params]
+        grads = [np.ones(s, np.float32) for s in SHAPES]
+        with pytest.warns(UserWarning, match="replicas have drifted apart"):
+            lockstep([watched.stages(p, grads, h.state) for p, h in zip(other, helds, strict=True)])
+
+
+def alike(results: Any) -> bool:
+    """Whether all ranks have the same parameters."""
+    helds = [r if isinstance(r, ElasticState) else r[0] for r in results]
+    return len({b"".join(np.asarray(p).tobytes() for p in held.params) for held in helds}) == 1
+
+
+def exchanges(computations: Any) -> Any:
+    """Yield once for each exchange."""
+    counted: list[int] = []
+
+    def counting(stages: Any) -> Any:
+        arrived = None
+        while True:
+            try:
+                request = stages.send(arrived)
+            except StopIteration as stop:
+                return stop.value
+            counted.append(1)
+            arrived = yield request
+
+    first, *others = computations
+    lockstep([counting(first), *others])
+    return counted
+
+
+def test_optimizers_that_are_not_here():
+    assert set(EVERY) <= set(JOBS)
+    with pytest.raises(TypeError, match="expected a qcomp.Optimizer"):
+        Elastic(None)
+    with pytest.raises(ValueError, match="expected 'drop' or 'restore'"):
+        Elastic(qcomp.Adam(learning_rate=0.1), lost="keep")
+    with pytest.raises(ValueError, match="expected an integer of at least 1"):
+        Elastic(qcomp.Adam(learning_rate=0.1), every=0)
