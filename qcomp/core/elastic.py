@@ -91,9 +91,10 @@ class Elastic:
     optimizer : Optimizer
         The optimizer whose steps are made.
     lost : {"drop", "restore"}, default "drop"
-        What happens to D. ``"drop"``: it is lost, and at most one step is repeated. ``"restore"``: each rank copies
-        what it alone has to the next rank every so many steps; after a death all go back to the last copies, and
-        nothing is lost, unless a rank dies together with the next one. Then both are dropped.
+        What happens to D. ``"drop"``: it is lost, and at most one step that exchanges is repeated. ``"restore"``:
+        each rank copies what it alone has to the next rank every so many steps; after a death all go back to the last
+        copies that all have completed, and nothing is lost. If a rank dies together with the next one, or before the
+        first copies, this is as ``"drop"``.
     every : int, default 100
         After how many steps ranks tell each other the norms of what they alone have, by which `resume` reports what
         was dropped, and with ``lost="restore"`` copy it.

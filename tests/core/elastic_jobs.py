@@ -125,24 +125,26 @@ def whole_run(job: World, steps: int) -> list[list[ElasticState]]:
     return run
 
 
-def kills(begin: Callable[[], list[Any]], size: int, *, thorough: bool) -> Iterator[tuple[Death, list[Any]]]:
-    """Yield each death in the exchanges of some computations, and what the ranks are left with.
+def kills(
+    begin: Callable[[], list[Any]], size: int, *, first: int = 0, all_reaches: bool = False
+) -> Iterator[tuple[Death, list[Any]]]:
+    """Yield deaths in each exchange of some computations, and what the ranks are left with.
 
-    The victim changes from death to death, unless it is thorough.
+    The exchange reaches nobody, one of the others, or all of them: each in turn, or in every exchange all three. The
+    victim changes from death to death, beginning at ``first``.
     """
-    exchange, done, number = 0, False, 0
-    while not done:
-        for reach in ("nobody", "one", "all"):
-            for victim in range(size) if thorough else [number % size]:
-                others = [rank for rank in range(size) if rank != victim]
-                reached = {"nobody": [], "one": [others[number % len(others)]], "all": others}[reach]
-                death = Death(victim, exchange, reached)
-                results = until_death(begin(), death)
-                done = results[victim] is not None
-                if done:
-                    return
-                yield death, results
-                number += 1
+    exchange, number = 0, first
+    while True:
+        for reach in ("nobody", "one", "all") if all_reaches else [("nobody", "one", "all")[number % 3]]:
+            victim = (number + number // 3) % size
+            others = [rank for rank in range(size) if rank != victim]
+            reached = {"nobody": [], "one": [others[number % len(others)]], "all": others}[reach]
+            death = Death(victim, exchange, reached)
+            results = until_death(begin(), death)
+            if results[victim] is not None:
+                return
+            yield death, results
+            number += 1
         exchange += 1
 
 
@@ -154,8 +156,9 @@ def left_with(helds: Sequence[Any], results: Sequence[Any], dead: int) -> list[A
             continue
         if isinstance(after, Exception):
             assert isinstance(after, qcomp.CommunicatorError)
-            after = before
-        found.append(after if isinstance(after, ElasticState) or after is None else after[0])
+            found.append(before)
+        else:
+            found.append(after if isinstance(after, ElasticState) else after[0])
     return found
 
 
