@@ -90,8 +90,9 @@ def until_death(
 
 def _failure(stages: Generator[Any, Any, Any], death: Death) -> CommunicatorError:
     """Return what a computation raises whose exchange fails."""
+    reason = f"rank {death.rank} is dead"
     try:
-        stages.throw(CommunicatorError(f"rank {death.rank} is dead"))
+        stages.throw(CommunicatorError(reason))
     except CommunicatorError as error:
         return error
     except StopIteration:

@@ -19,11 +19,12 @@ STRANGERS = [
     ROOT / "examples" / "custom_transport.py",
 ]
 FOR_AUTHORS = {"qcomp", "qcomp.extend", "qcomp.testing"}
-SUBPACKAGES = FOR_AUTHORS | {f"qcomp.{name}" for name in ("comm", "torch", "planning", "checkpoint", "outer", "elastic")}
+SUBPACKAGES = FOR_AUTHORS | {f"qcomp.{name}" for name in ("comm", "torch", "planning", "checkpoint", "outer")}
 PUBLIC = SUBPACKAGES | {
     "qcomp.integrations",
     "qcomp.integrations.ddp",
     "qcomp.compat.deepspeed",
+    "qcomp.elastic",
     "qcomp.jax",
     "qcomp.jax.optax",
     "qcomp.torch.fsdp",
