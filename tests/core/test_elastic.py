@@ -115,6 +115,7 @@ def test_a_rank_joins_and_any_dies_meanwhile(name):
         hosts = f"b{job.hosts}"
         again, report = job.resume(joined, hosts)
         assert (report["joined_ranks"], report["dropped_ranks"]) == (1, 0)
+        assert [held.since for held in again] == [again[0].history[-1].label, *[0] * job.size]
         require_owed(job, [h.state for h in helds], [h.state for h in again], [])
         job.go_on(again)
         for death, results in kills(lambda j=joined, h=hosts: job.resumes(j, h), len(joined), first=step):
@@ -136,9 +137,14 @@ def test_a_rank_dies_while_the_others_resume(name):
     job = world(name, hosts)
     for step in moments(job, name)[1::2]:
         helds = whole_run(job, STEPS)[step]
-        first = without(helds, 3) if name.endswith("hierarchical") else without(helds, 1)
-        rest = without(hosts, 3) if name.endswith("hierarchical") else without(hosts, 1)
         gone = 3 if name.endswith("hierarchical") else 1
+        rest, first = without(hosts, gone), without(helds, gone)
+        # If the step exchanges anything, one of them has completed it, and goes back.
+        deaths = [Death(gone, exchange, [0]) for exchange in range(4)]
+        for results in (until_death(job.steps(helds), death) for death in deaths):
+            if isinstance(results[0], ElasticState) and results[gone] is None:
+                first = left_with(helds, results, gone)
+                assert [held.state.step for held in first] == [step + 1, step, step]
         for death, results in kills(lambda f=first, r=rest: job.resumes(f, r), 3, first=step):
             if name.endswith("hierarchical") and death.rank == 2:
                 continue  # one machine is left, see below
@@ -392,6 +398,52 @@ class TestLessUsualDeaths:
         again, report = job.resume(left, "aa")
         assert report["repeated_steps"] >= 1
         job.go_on(again)
+
+    def test_others_are_several_silent_steps_ahead(self):
+        """0/1 Adam: who has completed a synchronisation makes silent steps, and then goes back behind them."""
+        job = world("0/1")
+        run = whole_run(job, STEPS + 6)
+        ahead = set()
+        for start in range(8, 12):
+            records: dict[int, ElasticState] = {}
+
+            def several(rank: int, start: int = start, records: dict[int, ElasticState] = records) -> Any:
+                held = records[rank] = run[start][rank]
+                for _ in range(6):
+                    (stages,) = job.steps([held])
+                    held = records[rank] = yield from stages
+                return held
+
+            for death, _ in kills(
+                lambda several=several: [several(r) for r in range(3)], 3, all_reaches=True
+            ):
+                left = without([records[rank] for rank in range(3)], death.rank)
+                common = min(held.state.step for held in left)
+                ahead.add(max(held.state.step for held in left) - common)
+                again, _ = job.resume(left, without(job.hosts, death.rank))
+                assert again[0].state.step == common
+                old = run[common]
+                require_owed(job, [h.state for h in old], [h.state for h in again], [death.rank])
+                job.go_on(again, 1)
+        assert max(ahead) > 1
+
+    def test_one_has_a_step_and_then_a_world_that_the_others_have_not(self):
+        """It goes back twice to the same snapshot, and never to the step that was given up."""
+        job = world("1-bit", "abcd")
+        helds = whole_run(job, STEPS)[8]
+        results = until_death(job.steps(helds), Death(3, 1, [0]))
+        first = left_with(helds, results, 3)
+        assert [held.state.step for held in first] == [9, 8, 8]
+        completed = 0
+        for exchange in range(100):
+            results = until_death(job.resumes(first), Death(2, exchange, [0]))
+            if results[2] is not None:
+                break
+            completed += not isinstance(results[0], Exception)
+            again, _ = job.resume(left_with(first, results, 2))
+            assert again[0].state.step == 8
+            require_owed(job, [h.state for h in helds], [h.state for h in again], [2, 3])
+        assert completed == 1
 
     @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
     def test_whoever_is_late(self, order):
