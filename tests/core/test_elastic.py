@@ -21,7 +21,7 @@ from tests.core.elastic_jobs import (
     without,
     world,
 )
-from tests.optimizers.every import EVERY, SHAPES
+from tests.optimizers.every import EVERY, SHAPES, growing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits"),
@@ -598,3 +598,69 @@ def test_optimizers_that_are_not_here():
         Elastic(qcomp.Adam(learning_rate=0.1), lost="keep")
     with pytest.raises(ValueError, match="expected an integer of at least 1"):
         Elastic(qcomp.Adam(learning_rate=0.1), every=0)
+
+
+@pytest.mark.parametrize("lost", ["drop", "restore"])
+def test_every_library(float64_library, lost):
+    """Nothing is written to, and arrays stay in their library."""
+    library = float64_library
+    opt = qcomp.OneBitAdam(
+        learning_rate=0.1,
+        betas=(0.9, 0.9),
+        freeze=2,
+        exact=qcomp.ExactBelow(10),
+        compressor=qcomp.ScaledSign(16),
+    )
+    elastic = Elastic(opt, lost=lost, every=2)
+
+    def drawn(rank: int, step: int) -> list[Any]:
+        return [library.array(g) for g in growing(rank, step)]
+
+    params = [library.array(np.ones(s, np.float32)) for s in SHAPES]
+    states = lockstep([opt.init_stages(params, rank=rank, size=3) for rank in range(3)])
+    helds = [elastic.begin(params, state) for state in states]
+    for step in range(5):
+        helds = lockstep([elastic.stages(drawn(rank, step), library.seal(h)) for rank, h in enumerate(helds)])
+    resumes = [
+        elastic.resume_stages(held, rank=rank, size=3, params=params)
+        for rank, held in enumerate([None, helds[0], helds[2]])
+    ]
+    (held, report), *_ = results = lockstep(resumes)
+    assert (report["restored_ranks"], report["dropped_ranks"]) == ((1, 0) if lost == "restore" else (0, 1))
+    helds = lockstep([elastic.stages(drawn(rank, 5), library.seal(h)) for rank, (h, _) in enumerate(results)])
+    kind = type(library.array([0.0]))
+    for held in helds:
+        assert all(
+            isinstance(x, kind) for x in (*held.params, *held.state.momentum, *held.state.exchange.worker)
+        )
+        assert fingerprint([[held]])[0][: len(SHAPES)] == fingerprint([[helds[0]]])[0][: len(SHAPES)]
+
+
+class TestUntilDeath:
+    @staticmethod
+    def total(x: int, size: int = 3) -> Any:
+        parts = yield qcomp.extend.AllGather(np.asarray([x], dtype=np.uint8), (1,) * size)
+        parts = yield qcomp.extend.AllGather(parts[0] + parts[1], (1,) * size)
+        return int(parts[2][0])
+
+    def test_all_end_if_none_dies_before(self):
+        ranks = [self.total(x) for x in (1, 2, 3)]
+        assert until_death(ranks, Death(0, 2)) == [3, 3, 3]
+
+    def test_whoever_is_reached_goes_on_to_its_next_exchange(self):
+        for exchange, reached, ends in ((0, [1, 2], []), (1, [1], [1]), (1, [0, 1, 2], [1, 2]), (1, [], [])):
+            results = until_death([self.total(x) for x in (1, 2, 3)], Death(0, exchange, reached))
+            assert results[0] is None
+            assert [r for r in (1, 2) if results[r] == 3] == ends
+            failed = [r for r in results[1:] if isinstance(r, qcomp.CommunicatorError)]
+            assert len(failed) == 2 - len(ends)
+
+    def test_one_that_hides_a_failure_is_found(self):
+        def hiding(x: int) -> Any:
+            try:
+                yield from self.total(x)
+            except qcomp.CommunicatorError:
+                return 0
+
+        with pytest.raises(AssertionError, match="goes on after an exchange that failed"):
+            until_death([hiding(1), hiding(2), hiding(3)], Death(0, 1))
