@@ -167,13 +167,13 @@ def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
     run = whole_run(job, STEPS)
     for step in moments(job, name)[1:]:  # there are no copies yet in the first step
         helds = run[step]
-        for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=True):
+        for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=every == 3):
             left = left_with(helds, results, death.rank)
             left.insert(death.rank, None)
             again, report = job.resume(left, job.hosts)
             assert (report["restored_ranks"], report["dropped_ranks"], report["joined_ranks"]) == (1, 0, 1)
             assert report["repeated_steps"] <= every + 1
-            for _ in range(3):
+            for _ in range(2):
                 same_as = run[again[0].state.step]
                 for held, expected in zip(again, same_as, strict=True):
                     found, wanted = job.opt.state_dict(held.state), job.opt.state_dict(expected.state)
