@@ -15,8 +15,9 @@ from qcomp.core.rehearsal import rehearse
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """
-Kernels are compiled when they are first needed, which takes seconds to a minute, and kept in a cache on disk. In an
-image of a container, or on a shared disk, do it once; NUMBA_CACHE_DIR and TRITON_CACHE_DIR say where the caches are.
+Kernels are compiled when they are first needed, which takes seconds to a minute, and kept in a cache on disk, those of
+numba in ~/.cache/qcomp. In an image of a container, or on a shared disk, do it once; NUMBA_CACHE_DIR and
+TRITON_CACHE_DIR move the caches to where all users of the image or the disk find them.
 
 examples:
   qcomp warmup

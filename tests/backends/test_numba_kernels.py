@@ -25,7 +25,7 @@ from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 pytest.importorskip("numba")
 
 from qcomp.backends import numba_cpu as kernels
-from qcomp.backends.numba_cpu import codec, identity, jit, threads
+from qcomp.backends.numba_cpu import codec, identity, threads
 from qcomp.backends.numba_cpu import vectors as passes
 
 F = np.float32
@@ -396,20 +396,3 @@ def test_a_forked_child_makes_its_own_threads():
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
-
-
-def test_a_package_that_cannot_be_written_to_compiles_without_a_cache(monkeypatch):
-    real = jit.numba.njit
-
-    def njit(*args, **options):
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
-        return real(*args, **options)
-
-    monkeypatch.setattr(jit.numba, "njit", njit)
-
-    @jit.kernel("int64(int64)")
-    def double(x):
-        return 2 * x
-
-    assert double(21) == 42

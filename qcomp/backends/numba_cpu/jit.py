@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 from numba import extending
-from numba.core import cgutils
+from numba.core import caching, cgutils
 from numpy.typing import NDArray
+
+from qcomp.backends.private_folder import private_folder
 
 __all__ = ["Bytes", "Codes", "Floats", "Halves", "Kernel", "Longs", "Words", "borrow", "inline", "kernel"]
 
@@ -77,10 +79,10 @@ class Kernel:
 
     Notes
     -----
-    numba stores compiled code in ``NUMBA_CACHE_DIR``, else in ``__pycache__`` beside the source, else in the user's
-    cache directory. If none of them is writable, every process compiles again. numba would miss a change of a function
-    that a kernel inlines from another file. So the names of its cache files, taken from ``__qualname__``, contain a
-    digest of all files of this package.
+    Compiled code is stored where ``NUMBA_CACHE_DIR`` or ``NUMBA_CACHE_LOCATOR_CLASSES`` say, else in a
+    `private_folder`. If that is refused, every process compiles again. numba would miss a change of a function that a
+    kernel inlines from another file. So the names of its cache files, taken from ``__qualname__``, contain a digest of
+    all files of this package, as does the name of the folder.
     """
 
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
@@ -103,14 +105,14 @@ class Kernel:
             if self._compiled is None:
                 signature = eval(self.signature, _types())
                 self.function.__qualname__ = f"{self.function.__name__}_{_digest_of_sources()}"
-                try:
-                    unfinished = numba.njit(cache=True, **_OPTIONS)(self.function)
-                    _tell_once(unfinished.stats.cache_path, self.function.__qualname__)
-                    self._compiled = numba.njit(signature, cache=True, **_OPTIONS)(self.function)
-                except RuntimeError as error:
-                    if "locator" not in str(error):
-                        raise
-                    self._compiled = numba.njit(signature, **_OPTIONS)(self.function)
+                dispatcher = numba.njit(**_OPTIONS)(self.function)
+                cache = _cache_of(self.function)
+                if cache is not None:
+                    _tell_once(cache.cache_path, self.function.__qualname__)
+                    dispatcher._cache = cache
+                dispatcher.compile(signature)
+                dispatcher.disable_compile()
+                self._compiled = dispatcher
             assert self._compiled is not None
             return self._compiled
 
@@ -118,6 +120,63 @@ class Kernel:
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Turn a function into a `Kernel` with this signature."""
     return lambda function: Kernel(function, signature)
+
+
+class _Locator:
+    """Tells numba where the compiled form of a kernel is, and when it is out of date."""
+
+    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
+        self._py_file = function.__code__.co_filename  # numba names it in warnings
+        self._line = function.__code__.co_firstlineno
+        self._folder = folder
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], _: str) -> _Locator | None:
+        folder = _folder()
+        return None if folder is None else cls(function, folder)
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return _digest_of_sources() + hashlib.sha256(Path(self._py_file).read_bytes()).hexdigest()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _Files(caching.CompileResultCacheImpl):
+    _locator_classes = (_Locator,)
+
+
+class _Cache(caching.FunctionCache):
+    _impl_class = _Files
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    """Return numba's cache of one function: where the user has said, else in a private folder, else None."""
+    is_set = numba.config.CACHE_DIR or getattr(numba.config, "CACHE_LOCATOR_CLASSES", "")
+    try:
+        return (caching.FunctionCache if is_set else _Cache)(function)
+    except RuntimeError as error:
+        if "locator" not in str(error):
+            raise
+        return None
+
+
+@functools.cache
+def _folder() -> Path | None:
+    """Return the private folder of these kernels and this numba, None if there can be none."""
+    try:
+        return private_folder(f"numba-{numba.__version__}-{_digest_of_sources()}")
+    except (OSError, RuntimeError) as error:  # of Path.home(), which finds none
+        _log.warning(
+            "every process compiles its kernels anew: %s; set NUMBA_CACHE_DIR to a folder of your own", error
+        )
+        return None
 
 
 _told = False

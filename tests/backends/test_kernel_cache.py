@@ -1,0 +1,157 @@
+"""Where compiled kernels are kept: where nobody else can write, since loading one runs code in it."""
+
+import importlib.util
+import logging
+import os
+import stat
+
+import numba
+import pytest
+
+from qcomp.backends.numba_cpu import jit
+from qcomp.backends.private_folder import private_folder
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """Return the user's cache directory, an empty one."""
+    caches = tmp_path / "caches"
+    caches.mkdir(mode=0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    jit._folder.cache_clear()
+    yield caches
+    jit._folder.cache_clear()
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+class TestFolder:
+    @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+    def test_it_is_private_whatever_the_umask(self, caches, umask):
+        before = os.umask(umask)
+        try:
+            folder = private_folder("a")
+        finally:
+            os.umask(before)
+        assert folder == caches / "qcomp" / "a"
+        assert mode_of(folder) == mode_of(folder.parent) == 0o700
+        assert private_folder("a") == folder
+
+    def test_one_that_others_can_read_is_closed_to_them(self, caches):
+        private_folder("a").chmod(0o755)
+        assert mode_of(private_folder("a")) == 0o700
+
+    @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
+    @pytest.mark.parametrize("which", ["a", "."])
+    def test_one_that_others_can_write_to_is_refused(self, caches, mode, which):
+        private_folder("a")
+        (caches / "qcomp" / which).chmod(mode)
+        with pytest.raises(PermissionError, match=r"^others can write to .*qcomp"):
+            private_folder("a")
+
+    def test_one_of_somebody_else_is_refused(self, caches, monkeypatch):
+        private_folder("a")
+        somebody = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: somebody)
+        with pytest.raises(
+            PermissionError, match=f"qcomp belongs to user {somebody - 1}, not to user {somebody}$"
+        ):
+            private_folder("a")
+
+    def test_a_link_is_refused(self, caches, tmp_path):
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        (caches / "qcomp").mkdir(mode=0o700)
+        (caches / "qcomp" / "a").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(PermissionError, match=r"a is a link$"):
+            private_folder("a")
+
+    def test_so_is_a_place_where_everybody_can_replace_it(self, caches):
+        caches.chmod(0o777)
+        with pytest.raises(PermissionError, match=r"^everybody can replace what is in .*caches$"):
+            private_folder("a")
+        caches.chmod(0o1777)  # as of /tmp, where only owners replace
+        private_folder("a")
+
+    @pytest.mark.parametrize("given", ["", "relative/folder"])
+    def test_a_relative_cache_directory_counts_as_none(self, tmp_path, monkeypatch, given):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert private_folder("a") == tmp_path / ".cache" / "qcomp" / "a"
+
+
+MODULE = """
+from qcomp.backends.numba_cpu.jit import kernel
+
+@kernel("int64(int64)")
+def times(x):
+    return {factor} * x
+"""
+
+
+@pytest.fixture
+def times(tmp_path):
+    """Write a module with a kernel, and return the kernel."""
+
+    def write(factor):
+        path = tmp_path / "module_with_a_kernel.py"
+        path.write_text(MODULE.format(factor=factor))
+        spec = importlib.util.spec_from_file_location("module_with_a_kernel", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.times
+
+    return write
+
+
+def hits(kernel):
+    return sum(kernel.compiled.stats.cache_hits.values())
+
+
+class TestKernels:
+    def test_they_are_kept_there(self, caches, times):
+        first, second = times(2), times(2)
+        assert (first(21), hits(first)) == (42, 0)
+        assert (second(21), hits(second)) == (42, 1)
+        (folder,) = (caches / "qcomp").iterdir()
+        assert folder.name.startswith(f"numba-{numba.__version__}-")
+        assert {path.suffix for path in folder.iterdir()} == {".nbi", ".nbc"}
+
+    def test_another_source_is_compiled_again(self, caches, times):
+        """Its bytecode is the same: only a constant differs."""
+        assert times(2)(21) == 42
+        other = times(3)
+        assert (other(21), hits(other)) == (63, 0)
+
+    def test_the_user_may_choose_another_place(self, caches, times, tmp_path, monkeypatch):
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "chosen"))
+        assert times(2)(21) == 42
+        assert list((tmp_path / "chosen").rglob("*.nbi"))
+        assert not list(caches.iterdir())
+
+    def test_nothing_is_read_or_written_where_others_can_write(self, caches, times, caplog):
+        times(2)(21)
+        (folder,) = (caches / "qcomp").iterdir()
+        before = sorted(folder.iterdir())
+        folder.chmod(0o777)
+        jit._folder.cache_clear()
+        with caplog.at_level(logging.WARNING, logger="qcomp"):
+            again = [times(2), times(5)]
+            assert [kernel(21) for kernel in again] == [42, 105]
+        assert [hits(kernel) for kernel in again] == [0, 0]
+        assert sorted(folder.iterdir()) == before
+        (said,) = [text for text in caplog.messages if "anew" in text]  # once, for all kernels
+        assert said == (
+            f"every process compiles its kernels anew: others can write to {folder}; "
+            "set NUMBA_CACHE_DIR to a folder of your own"
+        )
+
+    def test_functions_of_others_are_kept_where_numba_keeps_them(self, caches):
+        @numba.njit(cache=True)
+        def of_a_user(x):
+            return x + 1
+
+        assert of_a_user(1) == 2
+        assert str(caches) not in of_a_user.stats.cache_path
