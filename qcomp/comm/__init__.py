@@ -9,11 +9,13 @@ from qcomp.comm.launch import world
 from qcomp.comm.local import LocalCommunicator, run_local
 
 if TYPE_CHECKING:
+    from qcomp.comm.authenticated import AuthenticatedCommunicator
     from qcomp.comm.mpi import MPICommunicator
     from qcomp.comm.nccl import NCCLCommunicator
     from qcomp.comm.torch_dist import TorchCommunicator
 
 __all__ = [
+    "AuthenticatedCommunicator",
     "Communicator",
     "LocalCommunicator",
     "MPICommunicator",
@@ -24,8 +26,13 @@ __all__ = [
     "world",
 ]
 
-# Importing mpi4py starts MPI, and importing torch is slow, so both wait for first use.
-_MODULES = {"MPICommunicator": "mpi", "NCCLCommunicator": "nccl", "TorchCommunicator": "torch_dist"}
+# Importing mpi4py starts MPI, and importing torch is slow, so both wait for first use, as do modules that need NumPy.
+_MODULES = {
+    "AuthenticatedCommunicator": "authenticated",
+    "MPICommunicator": "mpi",
+    "NCCLCommunicator": "nccl",
+    "TorchCommunicator": "torch_dist",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -58,7 +58,7 @@ def all_to_all_delivers(comm: Communicator, xp: Namespace) -> None:
         send = [to_library(xp, x) for x in shares]
         received = comm.all_to_all(send, [_size(r, me, scale) for r in ranks])
         _require_buffers(received, [_share(r, me, _size(r, me, scale)) for r in ranks], send[0], "all_to_all")
-        _require_counted(comm, before, sum(shares[r].size for r in ranks if r != me), "all_to_all")
+        _require_counted(comm, before, [shares[r].size for r in ranks if r != me], "all_to_all")
 
 
 def all_gather_delivers(comm: Communicator, xp: Namespace) -> None:
@@ -69,10 +69,11 @@ def all_gather_delivers(comm: Communicator, xp: Namespace) -> None:
         send = to_library(xp, _share(me, 9, sizes[me]))
         received = comm.all_gather(send, sizes)
         _require_buffers(received, [_share(r, 9, sizes[r]) for r in ranks], send, "all_gather")
-        _require_counted(comm, before, (comm.size - 1) * sizes[me], "all_gather")
+        _require_counted(comm, before, [sizes[me]] * (comm.size - 1), "all_gather")
 
 
-def _require_counted(comm: Communicator, before: int, expected: int, verb: str) -> None:
+def _require_counted(comm: Communicator, before: int, sizes: Sequence[int], verb: str) -> None:
+    expected = sum(sizes) + getattr(comm, "tag_bytes", 0) * len(sizes)
     found = comm.bytes_sent - before
     assert found == expected, f"{verb} sends {expected} bytes to other ranks; bytes_sent grows by {found}"
 

@@ -18,8 +18,9 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
     """Check that a communicator keeps the promises of `qcomp.comm.Communicator`. Collective.
 
     Every message arrives whole and in order, whatever its size and whoever runs ahead; results are arrays of the
-    library that was sent, and share no memory with what was sent; ``bytes_sent`` counts what goes to others; and
-    exchanges that are started before others are waited for keep apart.
+    library that was sent, and share no memory with what was sent; ``bytes_sent`` counts what goes to others,
+    and ``tag_bytes`` more for each message if it has that attribute; and exchanges that are started before others are
+    waited for keep apart.
 
     Parameters
     ----------

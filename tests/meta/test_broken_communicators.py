@@ -45,6 +45,17 @@ class CountsItsOwnShare(Wrapped):
         return super().all_to_all(send, receive)
 
 
+class CountsMoreThanItsTags(Wrapped):
+    tag_bytes = 4
+
+    def all_to_all(self, send, receive):
+        tags = [np.zeros(8, dtype=np.uint8)] * self.size
+        found = super().all_to_all(
+            [np.concatenate(x) for x in zip(send, tags, strict=True)], [n + 8 for n in receive]
+        )
+        return [x[:-8] for x in found]
+
+
 class MixesUpRanks(Wrapped):
     def all_to_all(self, send, receive):
         return super().all_to_all(send, receive)[::-1]
@@ -111,6 +122,7 @@ class PadsWhatIsShort(Wrapped):
     ("broken", "law"),
     [
         (CountsItsOwnShare, "all_to_all_delivers"),
+        (CountsMoreThanItsTags, "all_to_all_delivers"),
         (MixesUpRanks, "all_to_all_delivers"),
         (Truncates, "all_gather_delivers"),
         (SharesMemory, "memory_is_its_own"),
