@@ -1,12 +1,14 @@
 # Everything runs in .venv, which any target creates on first use with Python 3.11 or newer.
 PYTHON ?= python3
 RANKS ?= 2
+SECONDS ?= 60
+FIRST ?= 0
 VENV := .venv
 PEERS := .venv-peers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu test-peers bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format clean
+.PHONY: demo test test-all test-gpu test-peers fuzz bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format clean
 
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
@@ -33,6 +35,9 @@ test-peers:  ## Compare the compatibility mode with DeepSpeed itself, in a separ
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,testing]' pytest-timeout
 	DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.6
 	$(PEERS)/bin/python -m pytest -m peers -s tests/peers
+
+fuzz: $(INSTALLED)  ## Read new damaged payloads and messages for SECONDS; QCOMP_KERNELS=numba for kernels, FIRST=N for other ones.
+	QCOMP_KERNELS=$${QCOMP_KERNELS:-pure} $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --first $(FIRST)
 
 bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their input; writes docs/benchmarks/.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py

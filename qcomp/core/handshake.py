@@ -81,12 +81,24 @@ def handshake_stages(
     texts = yield from gather_texts(text, size, like)
     if len(set(texts)) == 1:
         return
-    held: list[dict[str, object]] = [json.loads(text) for text in texts]
+    held = [_facts(text, rank) for rank, text in enumerate(texts)]
     differences = []
     for key in sorted({key for facts_of_rank in held for key in facts_of_rank}):
         values = [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held]
         differences.append(explain[key](values) if key in explain else _describe(key, values))
     raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
+
+
+def _facts(text: str, rank: int) -> dict[str, object]:
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise MismatchError(
+            f"the ranks were not started alike: rank {rank} sent {_shorten(repr(text))} instead of its settings"
+        )
+    return facts
 
 
 def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array) -> None:
@@ -124,7 +136,7 @@ def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
     arrived = yield AllGather(_buffer(len(data).to_bytes(8, "little"), like), (8,) * size)
     sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)
     arrived = yield AllGather(_buffer(data, like), sizes)
-    return [host_bytes(part).decode() for part in arrived]
+    return [host_bytes(part).decode(errors="replace") for part in arrived]
 
 
 def _buffer(data: bytes, like: Array) -> Array:

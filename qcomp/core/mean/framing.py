@@ -230,5 +230,5 @@ def sealed_size(size: int, ranks: int) -> int:
 def unseal(sealed: Array, ranks: int) -> tuple[Array, set[int]]:
     """Return a message and the ranks to blame if it is a refusal; none if its sender refused."""
     end = sealed.shape[0] - joined_size([ranks])
-    flags = host_bytes(sealed[end:])
+    flags = host_bytes(sealed[end : end + ranks])
     return sealed[:end], {rank for rank, flag in enumerate(flags) if flag}

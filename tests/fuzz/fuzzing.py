@@ -1,0 +1,78 @@
+"""Tries inputs on a target: which errors come out, how long it takes, and how much memory."""
+
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+
+import numpy as np
+
+LEAST_BYTES, TIMES = 1 << 19, 64
+"""A reader may allocate this much, and so many times the bytes of its input and of the expected vectors."""
+
+
+@dataclass
+class Report:
+    """What was tried."""
+
+    inputs: int = 0
+    refused: int = 0
+    faults: list[str] = field(default_factory=list)
+    slowest: tuple[float, str] = (0.0, "")
+    """Seconds, and the name of the input."""
+    largest: tuple[int, str] = (0, "")
+    """Bytes allocated at the same time, and the name of the input."""
+
+    def add(self, other):
+        """Take over what was tried elsewhere."""
+        self.inputs += other.inputs
+        self.refused += other.refused
+        self.faults += other.faults
+        self.slowest = max(self.slowest, other.slowest)
+        self.largest = max(self.largest, other.largest)
+
+    def __str__(self):
+        seconds, slow = self.slowest
+        size, large = self.largest
+        lines = [
+            f"{self.inputs} inputs, {self.refused} of them refused, {len(self.faults)} faults",
+            f"slowest: {seconds * 1000:.1f} ms, {slow}",
+            f"largest allocation: {size} bytes, {large}",
+        ]
+        return "\n".join([*lines, *self.faults])
+
+
+def fuzz(target, numbers):
+    """Read the inputs of these numbers; the same number makes the same input."""
+    report = Report()
+    started = not tracemalloc.is_tracing()
+    if started:
+        tracemalloc.start()
+    try:
+        for number in numbers:
+            try_one(target, number, report)
+    finally:
+        if started:
+            tracemalloc.stop()
+    return report
+
+
+def try_one(target, number, report):
+    name = f"input {number} of {target.name}"
+    data, vector_bytes, read = target.make(np.random.default_rng(number))
+    report.inputs += 1
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    start = time.perf_counter()
+    try:
+        with np.errstate(all="ignore"):  # a damaged scale may be anything
+            read()
+    except target.errors:
+        report.refused += 1
+    except Exception as error:
+        report.faults.append(f"{name}: {type(error).__name__}: {error} ({data[:64].hex()})")
+    seconds = time.perf_counter() - start
+    size = tracemalloc.get_traced_memory()[1] - before
+    if size > LEAST_BYTES + TIMES * (len(data) + vector_bytes):
+        report.faults.append(f"{name}: allocates {size} bytes for {len(data)} ({data[:64].hex()})")
+    report.slowest = max(report.slowest, (seconds, name))
+    report.largest = max(report.largest, (size, name))
