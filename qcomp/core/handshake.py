@@ -95,9 +95,8 @@ def _facts(text: str, rank: int) -> dict[str, object]:
     except (ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict):
-        raise MismatchError(
-            f"the ranks were not started alike: rank {rank} sent {_shorten(repr(text))} instead of its settings"
-        )
+        problem = f"rank {rank} sent {_shorten(repr(text))} instead of its settings"
+        raise MismatchError("the ranks were not started alike: " + problem)
     return facts
 
 
