@@ -131,7 +131,7 @@ def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array)
 
 def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
     """Return the text of every rank, in rank order; sends 8 bytes and the text to every other rank."""
-    data = text.encode()
+    data = text.encode(errors="backslashreplace")  # of what others have saved, or of a schedule's name
     arrived = yield AllGather(_buffer(len(data).to_bytes(8, "little"), like), (8,) * size)
     sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)
     arrived = yield AllGather(_buffer(data, like), sizes)

@@ -10,12 +10,15 @@ import torch
 from torch.distributed import ReduceOp
 
 from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.checkpoint.format import DIGESTS, require_intact, sealed
+from qcomp.core.checkpoint.schema import Entries, NumericArray, Text, Whole, read, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.shards import Shards
 from qcomp.core.mean.stages import drive
+from qcomp.core.numeric.arrays import dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.policies.exact_below import Tensor
@@ -182,38 +185,58 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         if self._residual is not None:
             unit = self._unit.trained()
             residuals = dict(zip(unit.names, unit.to_whole(self._residual, self._comm.size), strict=True))
-        return {"calls": self._calls, "skipped": self.skipped, "residuals": residuals}
+        saved = {"calls": self._calls, "skipped": self.skipped}
+        digests = sealed(_flat(saved, residuals))[DIGESTS]
+        return {**saved, "residuals": residuals, DIGESTS: digests}
 
-    def checked(self, saved: Sequence[Mapping[str, Any]]) -> tuple[int, int, torch.Tensor | None]:
+    def read(self, saved: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
         """Return what `load` takes: the counters, and the mean of the residuals of some states."""
-        calls = {int(one["calls"]) for one in saved}
+        where, unit = f"the state of {self._unit.label}", self._unit.trained()
+        calls, skipped, residual = set(), 0, None
+        for one in saved:
+            counters = {key: read(one, key, Whole(), where) for key in ("calls", "skipped")}
+            residuals = self._residuals(read(one, "residuals", Entries(), where))
+            if DIGESTS in one:
+                require_intact({**_flat(counters, residuals), DIGESTS: read(one, DIGESTS, Text(), where)})
+            calls.add(counters["calls"])
+            skipped += counters["skipped"]
+            if residuals:
+                vector = unit.to_vector(list(residuals.values()), self._comm.size)
+                residual = vector if residual is None else residual + vector
         if len(calls) != 1:
             raise ValueError(f"the states were saved after {sorted(calls)} exchanges of {self._unit.label}")
-        unit = self._unit.trained()
-        residual = None
-        for one in saved:
-            if not one["residuals"]:
-                continue
-            if not self._terms.feedback:
-                raise ValueError(f"{self._unit.label} has residuals in it; feedback is False here")
-            if tuple(one["residuals"]) != unit.names:
-                raise ValueError(
-                    f"{self._unit.label} has the parameters {unit.names}; the state is of {tuple(one['residuals'])}"
-                )
-            for name, p in zip(unit.names, unit.params, strict=True):
-                if one["residuals"][name].shape != p.shape:
-                    raise ValueError(
-                        f"{name} has the shape {tuple(p.shape)}; the residual has {tuple(one['residuals'][name].shape)}"
-                    )
-            vector = unit.to_vector(list(one["residuals"].values()), self._comm.size)
-            residual = vector if residual is None else residual + vector
         if residual is not None:
             residual = (residual / len(saved)).to(unit.params[0].device)
-        return calls.pop(), sum(int(one["skipped"]) for one in saved) // len(saved), residual
+        return calls.pop(), skipped // len(saved), residual
 
-    def load(self, checked: tuple[int, int, torch.Tensor | None]) -> None:
-        """Continue from what `checked` returned."""
-        self._calls, self.skipped, self._residual = checked
+    def _residuals(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the residuals in a state, which are all or none."""
+        unit, label = self._unit.trained(), self._unit.label
+        if saved and not self._terms.feedback:
+            raise ValueError(f"{label} has residuals in it; feedback is False here")
+        if saved and tuple(saved) != unit.names:
+            raise ValueError(
+                f"{label} has the parameters {unit.names}; the state is of {tuple(map(shown, saved))}"
+            )
+        found = {name: read(saved, name, NumericArray(), f"the state of {label}") for name in saved}
+        for (name, residual), p in zip(found.items(), unit.params, strict=False):
+            if residual.shape != p.shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(p.shape)}; the residual has {tuple(residual.shape)}"
+                )
+            if dtype_name(residual.dtype) not in ("float32", "float64"):
+                raise ValueError(
+                    f"the residual of {name} has dtype {residual.dtype}; expected float32 or float64"
+                )
+        return found
+
+    def agreed(self, known: tuple[int, int, torch.Tensor | None]) -> tuple[int, int, torch.Tensor | None]:
+        """Return what `read` returned, about which the ranks need not talk."""
+        return known
+
+    def load(self, agreed: tuple[int, int, torch.Tensor | None]) -> None:
+        """Continue from what `agreed` returned."""
+        self._calls, self.skipped, self._residual = agreed
 
 
 class GatheredWeights(_Sharded, AllGather):
@@ -343,19 +366,36 @@ class ReplicatedGradients:
         where = {"shard": self._unit.shard, "shards": self._unit.shards}
         return {**where, "mean": self._mean.state_dict(self._state)}
 
-    def checked(self, saved: Sequence[Mapping[str, Any]]) -> Any:
-        """Return what `load` takes: the state of this rank among the replicas; collective over them."""
-        if any(one["shards"] != self._unit.shards for one in saved):
+    def read(self, saved: Sequence[Any]) -> Any:
+        """Return the states of this rank's shard: its own, or a list."""
+        where, unit = f"the state of {self._unit.label}", self._unit
+        for one in saved:
+            shards = read(one, "shards", Whole(), where)
+            if shards != unit.shards:
+                raise ValueError(f"{unit.label} is in {unit.shards} shards; the state is of {shards}")
+        own = [
+            read(one, "mean", Entries(), where)
+            for one in saved
+            if read(one, "shard", Whole(), where) == unit.shard
+        ]
+        if len(saved) == 1 and not own:
             raise ValueError(
-                f"{self._unit.label} is in {self._unit.shards} shards; the state is of {saved[0]['shards']}"
+                f"the state is of shard {saved[0]['shard']} of {unit.label}; expected {unit.shard}"
             )
-        own = [one["mean"] for one in saved if one["shard"] == self._unit.shard]
-        found = own[0] if len(saved) == 1 else own
-        return self._mean.load_state_dict(found, self._like(), self._comm, self._unit.names)
+        return own[0] if len(saved) == 1 else own
 
-    def load(self, checked: Any) -> None:
-        """Continue from what `checked` returned."""
-        self._state = checked
+    def agreed(self, known: Any) -> Any:
+        """Return what `load` takes: the state of this rank among the replicas; collective over them."""
+        return self._mean.load_state_dict(known, self._like(), self._comm, self._unit.names)
+
+    def load(self, agreed: Any) -> None:
+        """Continue from what `agreed` returned."""
+        self._state = agreed
+
+
+def _flat(counters: Mapping[str, int], residuals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counters and residuals as the entries that have digests."""
+    return {**counters, **{f"residual.{name}": x for name, x in residuals.items()}}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core.checkpoint.schema import Entries, Whole, read, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD
 from qcomp.core.errors import MismatchError
@@ -228,17 +229,20 @@ class Compression:
             On the other ranks, if some rank raises ValueError.
         """
         problem: Exception | None = None
-        parts: dict[str, list[Mapping[str, Any]]] = {}
+        known: dict[str, Any] = {}
         loaded: dict[str, Any] = {}
         try:
             states = _states(saved)
-            parts = {name: [state["parts"][name] for state in states] for name in self.parts}
-        except (ValueError, KeyError, TypeError) as error:
+            for name, part in self.parts.items():
+                known[name] = part.read([read(state, name, Entries(), "parts") for state in states])
+        except (
+            Exception
+        ) as error:  # of this rank alone, perhaps: only after this may any rank talk about its parts
             problem = ValueError(f"saved does not fit: {type(error).__name__}: {error}")
         self._comms.agree(problem)
         try:
-            loaded = {name: part.checked(parts[name]) for name, part in self.parts.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, MismatchError) as error:
+            loaded = {name: part.agreed(known[name]) for name, part in self.parts.items()}
+        except (ValueError, MismatchError) as error:
             problem = ValueError(f"saved does not fit: {error}")
         self._comms.agree(problem)
         for name, part in self.parts.items():
@@ -248,22 +252,27 @@ class Compression:
 
 
 def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the states to load: this rank's own, or those of all ranks that saved."""
+    """Return the parts of the states to load: those of this rank's own, or of all ranks that saved."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    given = [saved] if isinstance(saved, Mapping) else list(saved)
+    for one in given:
+        if not isinstance(one, Mapping):
+            raise ValueError(f"it has {shown(one)}; expected dicts from state_dict")
+    places = [(read(one, "rank", Whole(), "it"), read(one, "size", Whole(), "it")) for one in given]
+    parts = [read(one, "parts", Entries(), "it") for one in given]
     if isinstance(saved, Mapping):
-        if (saved["rank"], saved["size"]) != (rank, size):
+        if places != [(rank, size)]:
             raise ValueError(
-                f"it belongs to rank {saved['rank']} of {saved['size']}; this is rank {rank} of {size}: pass a list "
+                f"it belongs to rank {places[0][0]} of {places[0][1]}; this is rank {rank} of {size}: pass a list "
                 "with the states of all ranks that saved"
             )
-        return [saved]
-    ranks = sorted(one["rank"] for one in saved)
-    if not saved or ranks != list(range(saved[0]["size"])):
+        return parts
+    if not places or sorted(places) != [(number, len(places)) for number in range(len(places))]:
+        ranks = sorted(number for number, _ in places)
         raise ValueError(
             f"it is a list with the states of the ranks {ranks}; expected each rank that saved once"
         )
-    same = [one for one in saved if one["rank"] == rank and one["size"] == size]
-    return same or list(saved)
+    return [parts[places.index((rank, size))]] if len(places) == size else parts
 
 
 class _Communicators:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qcomp.core.checkpoint.schema import shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.groups import Group
@@ -100,15 +101,22 @@ def _with_layouts(optimizer: Optimizer, other: Optimizer) -> Optimizer:
 
 def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
     """Return the numbers of all groups under a key, which a scheduler may have made tensors."""
+    found = []
     for number, group in enumerate(groups):
-        if not 0 <= float(group[key]) < math.inf:
-            raise ValueError(
-                f"param_groups[{number}] has {key}={group[key]!r}; expected a finite number >= 0"
-            )
-    return tuple(float(group[key]) for group in groups)
+        try:
+            found.append(float(group[key]))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            found.append(math.nan)
+        if not 0 <= found[-1] < math.inf:
+            value = shown(group[key]) if key in group else "nothing"
+            raise ValueError(f"param_groups[{number}] has {key}={value}; expected a finite number >= 0")
+    return tuple(found)
 
 
 def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
+    for number, group in enumerate(groups):
+        if key not in group:
+            raise ValueError(f"param_groups[{number}] lacks {key}; expected one value for all groups")
     first = groups[0][key]
     for number, group in enumerate(groups):
         if group[key] != first:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from qcomp.comm.base import Communicator
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core.checkpoint.format import plain
+from qcomp.core.checkpoint.format import read_scalars
+from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import drive
 from qcomp.core.numeric.arrays import digest
@@ -306,12 +307,19 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """
         flat, parameters, groups, several = self._agree_on(state_dict)
         before = [dict(group) for group in self.param_groups]
+        settings = self._settings.anew()  # the rate of the step before is unknown
+        problem = optimizer = None
         try:
-            super().load_state_dict({"state": {}, "param_groups": groups})
-            for group, fixed in zip(self.param_groups, self._fixed, strict=True):
-                group.update(fixed)
-            settings = self._settings.anew()  # the rate of the step before is unknown
-            optimizer, saved_states = settings.optimizer(self.param_groups, 0), flat if several else flat[0]
+            try:
+                super().load_state_dict({"state": {}, "param_groups": groups})
+                for group, fixed in zip(self.param_groups, self._fixed, strict=True):
+                    group.update(fixed)
+                optimizer = settings.optimizer(self.param_groups, 0)
+            except Exception as error:  # of torch, or of the settings: perhaps of this rank alone
+                problem = ValueError(f"state_dict does not fit: {error}")
+            agree(self._comm, problem, what="load its state", like=self._tensors[0])
+            assert optimizer is not None
+            saved_states = flat if several else flat[0]
             if self._overlapped is not None:
                 self._overlapped.adopt(saved_states, optimizer)
                 loaded = self._overlapped.state
@@ -346,7 +354,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         flat: list[dict[str, Any]] = []
         parameters: list[Any] = []
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
-        groups, problem = None, None
+        groups, several, own, problem = None, False, "", None
         known = dict(zip(map(id, self._tensors), self._names, strict=True))
         names = [known.get(id(p)) for group in self.param_groups for p in group["params"]]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -355,16 +363,24 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 found, parameters = flattened(one, names, sizes)
                 flat += found
             groups = saved[0]["param_groups"] if saved else None
-            if any(
-                own.shape != p.shape for own, p in zip(parameters, self._tensors, strict=bool(parameters))
-            ):
-                raise ValueError("it has parameters of other shapes")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if parameters and len(parameters) != len(self._tensors):
+                raise ValueError(f"it has {len(parameters)} parameters; expected {len(self._tensors)}")
+            for number in range(len(parameters)):
+                found, expected = (
+                    read(parameters, number, NumericArray(), "it").shape,
+                    self._tensors[number].shape,
+                )
+                if found != expected:
+                    raise ValueError(
+                        f"it has a parameter of shape {tuple(found)}; expected {tuple(expected)}"
+                    )
+            ranks = [read_scalars(one)["size"] for one in flat]
+            several = isinstance(state_dict, Sequence) or ranks != [self._comm.size]
+            own = json.dumps([groups, several], default=float)
+        except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
         like = self._tensors[0]
         agree(self._comm, problem, what="load its state", like=like)
-        several = isinstance(state_dict, Sequence) or [plain(x["size"]) for x in flat] != [self._comm.size]
-        own = json.dumps([groups, several], default=float)
         for found, other in map(json.loads, drive(gather_texts(own, self._comm.size, like), self._comm)):
             groups, several = groups or found, several or other
         if groups is None:

@@ -89,9 +89,13 @@ class LiveOverlapped(OverlappedOptimizer):
 
     def adopt(self, saved: Any, optimizer: Optimizer) -> None:
         """Continue from a saved state of the core, with an optimizer that has its settings."""
-        self._used = None  # the next backward pass reads the settings of then
+        before, self._used = self._step.optimizer, None  # the next backward pass reads the settings of then
         self._step.use(optimizer)
-        self.load_state_dict(saved)
+        try:
+            self.load_state_dict(saved)
+        except Exception:
+            self._step.use(before)
+            raise
 
     def _compared(self) -> Stages[MismatchError | None]:
         """Return how the settings differ between ranks; an error would end all later exchanges."""

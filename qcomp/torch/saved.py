@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 
 __all__ = ["flattened", "nested", "of_rank", "rank_of"]
 
 _SHARED = "shared"
 """The key of what a parameter has on all ranks alike."""
 
-_OF_RANK = re.compile(r"rank (\d+) of (\d+)")
+_OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
 
 _BEFORE = "averaging"
 """The key of everything that belonged to no parameter, in states of earlier releases."""
@@ -79,30 +82,57 @@ def flattened(
     ValueError
         If it is of another optimizer, or of other groups.
     """
-    found = [len(group["params"]) for group in saved["param_groups"]]
+    _require("it", saved, Mapping)
+    groups = read(saved, "param_groups", Several(), "state_dict")
+    state = read(saved, "state", Entries(), "state_dict")
+    for group in groups:
+        _require("param_groups has a group that", group, Mapping)
+    of_groups = [read(group, "params", Several(), "a group of param_groups") for group in groups]
+    found = [len(numbers) for numbers in of_groups]
     if found != list(sizes):
         raise ValueError(f"state_dict has groups of {found} parameters; this optimizer has {list(sizes)}")
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    numbers = list(chain.from_iterable(of_groups))
     shared: dict[str, Any] = {}
     ours, parameters = _BEFORE in saved, []
-    ranks = [saved[_BEFORE]] if ours else []
+    ranks = [read(saved, _BEFORE, Entries(), "state_dict")] if ours else []
     for number, name in zip(numbers, names, strict=True):
+        _require("param_groups has a parameter that", number, int | str)
         # torch.distributed.checkpoint puts what it has read under the text of a number, beside the number.
-        entry = saved["state"].get(str(number), saved["state"].get(number, {}))
+        entry = state.get(str(number), state.get(number, {}))
+        _require(f"what it has of parameter {number}", entry, Mapping)
         ours = ours or _SHARED in entry
         for key, value in entry.items():
             if rank_of(key):
-                own, parameters = value
+                own, parameters = _of_length(2, value, key)
+                _require(key, own, Mapping)
+                _require(f"the parameters of {key}", parameters, list | tuple)
                 ranks.append(own)
                 continue
-            kinds = value[0] if key == _SHARED else {key: value}
+            kinds = _of_length(1, value, key)[0] if key == _SHARED else {key: value}
+            _require(key, kinds, Mapping)
             shared |= {f"{kind}.{number if name is None else name}": x for kind, x in kinds.items()}
     if not ours:
         raise ValueError(
-            f"state_dict has the keys {sorted(saved)}, but nothing of one of qcomp's optimizers; expected what the "
-            "state_dict of one returned on this rank, or a list with that of all ranks"
+            f"state_dict has the keys {sorted(map(shown, saved))}, but nothing of one of qcomp's optimizers; expected "
+            "what the state_dict of one returned on this rank, or a list with that of all ranks"
         )
     return [_copied({**shared, **own}) for own in ranks], parameters
+
+
+def _require(what: str, value: Any, kind: Any) -> None:
+    """Raise ValueError unless a part of a saved state is of a type."""
+    if not isinstance(value, kind):
+        names = {Mapping: "a dict", int | str: "an integer or a text"}
+        raise ValueError(f"{what} is {shown(value)}; expected {names.get(kind, 'a list')}")
+
+
+def _of_length(length: int, value: Any, key: str) -> Sequence[Any]:
+    """Return a tuple; raise ValueError unless it has this length."""
+    _require(key, value, list | tuple)
+    if len(value) != length:
+        raise ValueError(f"{key} is {shown(value)}; expected {length}")
+    found: Sequence[Any] = value
+    return found
 
 
 def _copied(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,6 +182,7 @@ def test_residuals_are_part_of_it(grads):
         for key in saved:
             if "residual" in key:
                 saved[key] = np.zeros_like(saved[key])
+        del saved["digests"]
         forgetful = opt.load_state_dict(saved, params, comm)
         finals = [
             opt.step(params, grads(SHAPES, comm.rank, 4), s, comm)[0][0].tobytes() for s in (state, forgetful)

@@ -206,7 +206,7 @@ def test_what_a_broken_rule_would_do(grads):
     (state,) = load(opt, [saved], params)
 
     def broken(change: Callable) -> list:
-        kept = dict(opt.state_dict(state))
+        kept = {key: x for key, x in opt.state_dict(state).items() if key != "digests"}
         for key in kept:
             if key.startswith("worker_residual"):
                 kept[key] = change(key)
@@ -457,6 +457,7 @@ class TestErrors:
     def test_only_the_skipped_steps_may_differ(self, grads):
         """Of an optimizer whose ranks go on alone for some steps; the largest number is kept."""
         saved, params = saved_by(sgd(), grads, 2)
+        del saved[1]["digests"]
         for state in load(sgd(), [[saved[0], {**saved[1], "skipped": 7}]] * 3, params):
             assert state.skipped == 7
 

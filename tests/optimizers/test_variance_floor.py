@@ -8,7 +8,8 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.checkpoint.format import MAKER, plain
+from qcomp.core.checkpoint.format import MAKER
+from qcomp.core.checkpoint.schema import plain
 from qcomp.core.optimizers.floor import floored
 
 SETTINGS = {"learning_rate": 0.1, "betas": (0.0, 0.9), "freeze": 1, "watch": None}
@@ -133,6 +134,7 @@ def test_a_state_of_an_earlier_release_loads_without_a_word():
     named = str(plain(saved[MAKER]))
     saved[MAKER] = named.replace('"variance_floor": "0.001", ', "")
     assert saved[MAKER] != named
+    del saved["digests"]
     opt.load_state_dict(saved, params, comm)
 
 

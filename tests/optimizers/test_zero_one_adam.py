@@ -678,11 +678,13 @@ class TestCheckpoint:
         resumed.params = [[p.copy() for p in params] for params in run.params]
         loaded = []
         for rank, fresh in enumerate(resumed.states):
-            from qcomp.core.checkpoint.format import from_state_dict
+            from qcomp.core.checkpoint.format import from_state_dict, read_arrays, read_scalars
 
-            loaded.append(
-                from_state_dict(saved[rank], lambda stage, fresh=fresh: opt.enter(fresh, stage), opt.mean)
-            )
+            def begin(step, stage, fresh=fresh):
+                return opt.enter(fresh._replace(step=step), stage)
+
+            one = read_scalars(saved[rank]) | read_arrays(saved[rank])
+            loaded.append(from_state_dict(one, begin, opt.mean, opt.limits))
         resumed.states = loaded
         assert resumed.snapshot() == run.snapshot()
         for step in range(stop, stop + 7):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.compat.deepspeed.sign_mean import Errors, sign_mean
-from qcomp.core.checkpoint.format import plain
+from qcomp.core.checkpoint.manifest import facts_of
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.compressed_mean import MeanState
@@ -141,7 +141,10 @@ class DeepSpeedOptimizer(Optimizer):
             As in `qcomp.Optimizer.load_state_dict`, and for dicts from another number of ranks.
         """
         if not isinstance(saved, Mapping):
-            others = any(int(plain(each["size"])) != size for each in saved)
+            known = facts_of(
+                saved, lambda _: None
+            )  # a text if they are damaged, which all ranks are told below
+            others = isinstance(known, list) and any(of != size for _, of, _, _ in known)
             told = {"saved by another number of ranks": others}
             yield from handshake_stages(told, size=size, like=as_tensors(params, "params")[0])
             if others:

@@ -6,6 +6,7 @@ from typing import Any
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
 from qcomp.compat.deepspeed.onebit_adam import require_step
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, sqrt
 from qcomp.core.optimizers.groups import Group
@@ -54,6 +55,16 @@ class ZeroOneAdam(DeepSpeedOptimizer):
     def apart(self, stage: str) -> bool:
         """Return whether the ranks make local steps."""
         return stage == "local"
+
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
+        """Return what the intervals and counters may be."""
+        interval, counter = Number(least=1, whole=True), Number(least=0, whole=True)
+        return {
+            "var_interval": interval,
+            "var_counter": counter,
+            "local_step_interval": interval,
+            "local_step_counter": counter,
+        }
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int

@@ -1,14 +1,28 @@
 """Optimizer state as a flat dict of named arrays and scalars, for any file format."""
 
+import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from qcomp.core.checkpoint.schema import (
+    Kind,
+    Number,
+    Numbers,
+    NumericArray,
+    Text,
+    Whole,
+    from_json,
+    read,
+    shown,
+)
 from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.numeric.arrays import Array, array_namespace, device, dtype_name, host_bytes
+from qcomp.core.numeric.arrays import Array, array_namespace, device, digest, dtype_name
 from qcomp.core.state import OptimizerState
 
 __all__ = [
+    "DIGESTS",
     "MAKER",
     "NUMBER",
     "SCHEMA",
@@ -19,11 +33,15 @@ __all__ = [
     "from_state_dict",
     "named_arrays",
     "owned_keys",
-    "plain",
+    "read_arrays",
+    "read_scalars",
     "require_dtype",
     "require_fit",
+    "require_intact",
     "require_keys",
-    "require_schema",
+    "require_size",
+    "sealed",
+    "some",
     "to_arrays",
     "to_state_dict",
 ]
@@ -33,6 +51,9 @@ SCHEMA = 1
 
 _SCALARS = ("step", "stage", "rank", "size", "skipped")
 
+DIGESTS = "digests"
+"""The key of the digests of all other entries, as JSON text."""
+
 TOPOLOGY = "topology"
 """The key of the topology that "auto" has selected."""
 
@@ -41,6 +62,20 @@ MAKER = "made_by"
 
 NUMBER = "number."
 """Prefix of the names in `OptimizerState.numbers`."""
+
+_KINDS: Mapping[str, Kind] = {
+    "schema": Whole(),
+    "step": Whole(),
+    "stage": Text(),
+    "rank": Whole(most=(1 << 32) - 1),
+    "size": Whole(least=1, most=1 << 32),
+    "skipped": Whole(),
+    "history": Numbers(),
+    MAKER: Text(),
+    TOPOLOGY: Text(),
+    DIGESTS: Text(),
+}
+"""What the entries may be that are neither arrays nor numbers of an optimizer; the last three may be absent."""
 
 WORKER, SERVER = CompressedMean.kinds
 """Kinds of arrays that belong to one rank in every optimizer."""
@@ -55,8 +90,8 @@ def to_state_dict(state: OptimizerState, mean: CompressedMean) -> dict[str, Any]
     return {
         "schema": SCHEMA,
         **scalars,
-        "history": list(state.history),
-        **{f"{NUMBER}{name}": value for name, value in state.numbers.items()},
+        "history": [float(value) for value in state.history],
+        **{f"{NUMBER}{name}": float(value) for name, value in state.numbers.items()},
         **dict(named_arrays(state, mean)),
     }
 
@@ -94,19 +129,102 @@ def to_arrays(saved: Mapping[str, Any], like: Array) -> dict[str, Array]:
     }
 
 
-def from_state_dict(
-    saved: Mapping[str, Any], begin: Callable[[Any], OptimizerState], mean: CompressedMean
-) -> OptimizerState:
-    """Return the state in a dict, in the form that ``begin`` returns for its stage.
+def read_scalars(saved: Any) -> dict[str, Any]:
+    """Return the entries of a saved dict that are not arrays, in their own types, in whatever format they were saved.
 
     Raises
     ------
     ValueError
-        If the dict has another schema, rank, number of ranks, or other parameters.
+        If it is no such dict, one is missing, or it has a value that no optimizer saves.
     """
-    require_schema(saved)
-    template = begin(str(plain(saved["stage"])))
-    rank, size = int(plain(saved["rank"])), int(plain(saved["size"]))
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"saved has a {type(saved).__name__}; expected dicts from state_dict")
+    strange = [key for key in saved if not isinstance(key, str)]
+    if strange:
+        raise ValueError(f"saved has the key {shown(strange[0])}; expected texts only, as from state_dict")
+    missing = [key for key in sorted(_KINDS.keys() - {MAKER, TOPOLOGY, DIGESTS}) if key not in saved]
+    if missing:
+        raise ValueError(
+            f"saved has the keys {some(saved) or '(none)'}, but not {some(missing)}; expected a dict from the "
+            "state_dict of one of qcomp's optimizers"
+        )
+    schema = read(saved, "schema", _KINDS["schema"])
+    if schema != SCHEMA:
+        raise ValueError(
+            f"the state has schema {schema}, the format of another release of qcomp; this one reads schema {SCHEMA}"
+        )
+    numbers = {key: read(saved, key, Number(finite=False)) for key in saved if key.startswith(NUMBER)}
+    return {key: read(saved, key, kind) for key, kind in _KINDS.items() if key in saved} | numbers
+
+
+def read_arrays(saved: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the arrays of a saved dict; raise ValueError if any is none."""
+    return {key: read(saved, key, NumericArray()) for key in array_keys(saved)}
+
+
+def sealed(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict with the digests of its entries, which any format may then hold."""
+    return {**entries, DIGESTS: json.dumps(_digests(entries))}
+
+
+def require_intact(entries: Mapping[str, Any]) -> None:
+    """Raise ValueError unless entries in their own types are what was sealed; dicts without digests pass."""
+    if DIGESTS not in entries:
+        return
+    now = _digests(entries)
+    try:
+        then = dict(from_json(entries[DIGESTS]))
+    except (TypeError, ValueError):  # no JSON text of a dict: then nothing is as it was
+        then = {}
+    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    if changed:
+        raise ValueError(
+            f"the state was changed since it was saved: {some(changed)} differ from their digests. Load an earlier "
+            f"one; or if you have changed it on purpose, remove the entry {DIGESTS!r}"
+        )
+
+
+def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each entry but the digests, the same for equal entries in all libraries and formats."""
+    return {key: _digest_of(key, entries[key]) for key in sorted(entries) if key != DIGESTS}
+
+
+def _digest_of(key: str, value: Any) -> str:
+    if not hasattr(value, "shape"):
+        return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+    try:
+        content = [dtype_name(value.dtype), list(value.shape), digest(value)]
+    except Exception as error:  # of the library of the array
+        raise ValueError(f"the state has {key}, which cannot be read: {error}") from error
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def from_state_dict(
+    saved: Mapping[str, Any],
+    begin: Callable[[int, str], OptimizerState],
+    mean: CompressedMean,
+    limits: Callable[[OptimizerState], Mapping[str, Number]],
+) -> OptimizerState:
+    """Return the state in a dict, in the form that ``begin`` returns for its step and stage.
+
+    Parameters
+    ----------
+    saved : mapping
+        What `read_scalars` and `read_arrays` return.
+    begin : callable
+        Returns a state with the step and the arrays that a dict must have.
+    mean : CompressedMean
+        Of the state.
+    limits : callable
+        Returns what the numbers of a state may be, if not any finite ones.
+
+    Raises
+    ------
+    ValueError
+        If the dict has another rank, number of ranks, other parameters, or a number that no state has.
+    """
+    template = begin(saved["step"], saved["stage"])
+    rank, size = saved["rank"], saved["size"]
     if (rank, size) != (template.rank, template.size):
         raise ValueError(
             f"the state belongs to rank {rank} of {size}; this is rank {template.rank} of "
@@ -114,7 +232,12 @@ def from_state_dict(
             f"ranks to resume with another number of ranks"
         )
     expected = dict(named_arrays(template, mean))
-    require_keys(saved.keys(), {*expected, *(f"{NUMBER}{name}" for name in template.numbers)})
+    numbers = {f"{NUMBER}{name}": name for name in template.numbers}
+    require_keys(saved, {*expected, *numbers})
+    for key, like in expected.items():
+        require_fit(saved[key].shape, saved[key].dtype, like, key)
+    kinds = {name: Number(finite=math.isfinite(x)) for name, x in template.numbers.items()} | limits(template)
+    found = {name: read(saved, key, kinds[name]) for key, name in numbers.items()}
     loaded = iter([_like(saved[key], like, key) for key, like in expected.items()])
     momentum, variance, worker, server, *others = (
         tuple(next(loaded) for _ in group)
@@ -127,14 +250,13 @@ def from_state_dict(
         )
     )
     return template._replace(
-        step=int(plain(saved["step"])),
-        skipped=int(plain(saved["skipped"])),
+        skipped=saved["skipped"],
         momentum=momentum,
         variance=variance,
         exchange=template.exchange._replace(worker=worker, server=server),
-        history=tuple(float(value) for value in plain(saved["history"])),
+        history=tuple(saved["history"]),
         arrays=dict(zip(template.arrays, others, strict=True)),
-        numbers={name: float(plain(saved[f"{NUMBER}{name}"])) for name in template.numbers},
+        numbers=found,
     )
 
 
@@ -167,39 +289,17 @@ def owned_keys(state: OptimizerState, mean: CompressedMean) -> tuple[str, ...]:
 
 def array_keys(saved: Mapping[str, Any]) -> list[str]:
     """Return the keys of the arrays in a saved dict, also after `to_arrays`."""
-    return [key for key in saved if key not in _plain_keys() and not key.startswith(NUMBER)]
-
-
-def plain(value: Any) -> Any:
-    """Return an entry that is not an array in its original form, also after `to_arrays`."""
-    if hasattr(value, "shape") and len(value.shape) == 1 and dtype_name(value.dtype) == "uint8":
-        return json.loads(host_bytes(value))
-    return value
-
-
-def require_schema(saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this release reads the schema of a dict, and all scalars exist."""
-    missing = [key for key in sorted(_plain_keys() - {MAKER, TOPOLOGY}) if key not in saved]
-    if missing:
-        raise ValueError(
-            f"saved has the keys {_some(saved) or '(none)'}, but not {_some(missing)}; expected a dict from the "
-            "state_dict of one of qcomp's optimizers"
-        )
-    schema = int(plain(saved["schema"]))
-    if schema != SCHEMA:
-        raise ValueError(
-            f"the state has schema {schema}, the format of another release of qcomp; this one reads schema {SCHEMA}"
-        )
+    return [key for key in saved if key not in _KINDS and not key.startswith(NUMBER)]
 
 
 def require_keys(present: Any, expected: Any) -> None:
     """Raise ValueError unless a dict has the expected keys besides its scalars."""
-    present = {key for key in present if key not in _plain_keys()}
+    present = {key for key in present if key not in _KINDS}
     if present != set(expected):
         missing, unknown = sorted(set(expected) - present), sorted(present - set(expected))
-        found = f"it lacks {_some(missing)}" if missing else ""
+        found = f"it lacks {some(missing)}" if missing else ""
         found += " and " if missing and unknown else ""
-        found += f"it has {_some(unknown)}, which this optimizer does not keep" if unknown else ""
+        found += f"it has {some(unknown)}, which this optimizer does not keep" if unknown else ""
         raise ValueError(
             f"the state does not fit: {found}. It was saved by another optimizer, or with another "
             "model, policy or topology"
@@ -213,27 +313,33 @@ def require_fit(shape: Any, dtype: Any, like: Array, key: str) -> None:
     require_dtype(dtype, like, key)
 
 
+def require_size(shape: Any, most: int, key: str) -> None:
+    """Raise ValueError if a saved array has more elements than any could have, before its bytes are looked at."""
+    if math.prod(shape) > most:
+        raise ValueError(
+            f"the state has {shown(key)} of shape {tuple(shape)}; expected at most {most} elements"
+        )
+
+
 def require_dtype(dtype: Any, like: Array, key: str) -> None:
     """Raise ValueError unless a saved array has the dtype of another."""
     if dtype_name(dtype) != dtype_name(like.dtype):
         raise ValueError(f"the state has {key} of dtype {dtype}; expected {like.dtype}")
 
 
-def _some(keys: Iterable[str]) -> str:
+def some(keys: Iterable[str]) -> str:
     """Name the first of some keys, and count the others."""
-    names = [repr(key) for key in keys]
+    names = [shown(key) for key in keys]
     listed = ", ".join(names[:5])
     return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed
 
 
-def _plain_keys() -> set[str]:
-    return {"schema", "history", MAKER, TOPOLOGY, *_SCALARS}
-
-
 def _like(value: Any, like: Array, key: str) -> Array:
-    """Return a saved array in the library and dtype, and on the device, of another of the same shape."""
-    require_fit(value.shape, value.dtype, like, key)
-    return array_namespace(like).asarray(value, dtype=like.dtype, device=device(like))
+    """Return a saved array in the library, and on the device, of another of the same shape and dtype."""
+    try:
+        return array_namespace(like).asarray(value, dtype=like.dtype, device=device(like))
+    except Exception as error:  # of one of both libraries
+        raise ValueError(f"the state has {key}, which cannot be read: {error}") from error
 
 
 def _own_copy(x: Array) -> Array:

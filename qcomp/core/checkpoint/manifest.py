@@ -3,13 +3,29 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
-from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, array_keys, plain, require_schema
-from qcomp.core.numeric.arrays import digest, dtype_name, itemsize
+from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, read_scalars, some
+from qcomp.core.numeric.arrays import Array, digest, dtype_name, itemsize
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Entry", "Manifest", "describe", "facts_of", "holders", "kind_of", "require_agreement"]
+__all__ = [
+    "Entry",
+    "Manifest",
+    "describe",
+    "facts_of",
+    "holders",
+    "kind_of",
+    "require_agreement",
+    "require_no_problem",
+]
+
+_NAMED = 8
+"""The most ranks in a message."""
+
+_LONGEST = 100
+"""The most characters of a stage in a message; several fragments may be under way in one."""
 
 
 def kind_of(key: str) -> str:
@@ -54,22 +70,24 @@ def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
     facts = []
     try:
         for each in saved:
-            if not isinstance(each, Mapping):
-                return f"saved has a {type(each).__name__}; expected dicts from state_dict"
-            require_schema(each)
-            accept(each)
-            place = [int(plain(each[name])) for name in ("rank", "size", "step")]
-            facts.append([*place, str(plain(each["stage"]))])
+            scalars = read_scalars(each)
+            accept(scalars)
+            facts.append([scalars[name] for name in ("rank", "size", "step", "stage")])
     except Exception as error:  # share the error, so that no rank waits
         return str(error)
     return facts
 
 
-def holders(held: Sequence[Any]) -> list[int]:
-    """Return for each old rank the new rank that contributes its dict, given the facts of every new rank."""
-    problems = [f"on rank {rank}: {facts}" for rank, facts in enumerate(held) if isinstance(facts, str)]
+def require_no_problem(told: Sequence[Any]) -> None:
+    """Raise ValueError, with the same text on all ranks, if a rank has told a problem as a text."""
+    problems = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if isinstance(text, str)]
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def holders(held: Sequence[Any]) -> list[int]:
+    """Return for each old rank the new rank that contributes its dict, given the facts of every new rank."""
+    require_no_problem(held)
     dicts = [(new, *fact) for new, facts in enumerate(held) for fact in facts]
     if not dicts:
         raise ValueError("saved is empty on every rank; expected the dict of each old rank on some rank")
@@ -87,10 +105,16 @@ def holders(held: Sequence[Any]) -> list[int]:
     ]
     if twice:
         raise ValueError(f"saved has a dict more than once: {'; '.join(twice)}")
-    missing = set(range(old_size)) - {old for _, old in counts}
-    if missing:
+    given = {old for _, old in counts}
+    strange = [each for each in dicts if each[1] >= old_size]
+    if strange:
+        raise ValueError(f"{_told(strange[0])}: it is damaged; load an earlier one")
+    if len(given) < old_size:  # as many as a damaged dict says: so look no further than at the first few
+        missing = list(islice((old for old in range(old_size) if old not in given), _NAMED))
+        more = old_size - len(given) - len(missing)
         raise ValueError(
-            f"no rank passes the dict of old {name_ranks(missing)}; expected all {old_size}, each on some rank"
+            f"no rank passes the dict of old {name_ranks(missing)}{f' and {more} more' if more else ''}; expected all "
+            f"{old_size}, each on some rank"
         )
     having = [[new for new, other in counts if other == old] for old in range(old_size)]
     # A rank contributes its own dict; if all ranks have all dicts, each contributes an equal share.
@@ -99,24 +123,21 @@ def holders(held: Sequence[Any]) -> list[int]:
 
 def _told(fact: Sequence[Any]) -> str:
     new, old, size, step, stage = fact
-    return f"rank {new} passes that of old rank {old} of {size} after step {step}, {stage}"
+    return f"rank {new} passes that of old rank {old} of {size} after step {step}, {ascii(stage)[1:-1][:_LONGEST]}"
 
 
-def describe(saved: Mapping[str, Any], own_kinds: Sequence[str]) -> Manifest:
+def describe(scalars: Mapping[str, Any], found: Mapping[str, Array], own_kinds: Sequence[str]) -> Manifest:
     """Describe a dict: entries that must be equal in all dicts by value or digest, the others by shape."""
-    scalars: dict[str, Any] = {key: float(plain(saved[key])) for key in saved if key.startswith(NUMBER)}
-    scalars |= {name: int(plain(saved[name])) for name in ("step", "skipped")}
-    scalars |= {MAKER: str(plain(saved[MAKER]))} if MAKER in saved else {}
-    scalars |= {
-        "stage": str(plain(saved["stage"])),
-        "history": [float(value) for value in plain(saved["history"])],
+    told = {
+        key: value
+        for key, value in scalars.items()
+        if key.startswith(NUMBER) or key in ("step", "skipped", MAKER, "stage", "history")
     }
     arrays = {}
-    for key in array_keys(saved):
-        value = saved[key]
+    for key, value in found.items():
         own = kind_of(key) in (WORKER, SERVER, *own_kinds)
         arrays[key] = Entry(tuple(value.shape), dtype_name(value.dtype), "" if own else digest(value))
-    return Manifest(scalars, arrays)
+    return Manifest(told, arrays)
 
 
 def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] = ()) -> None:
@@ -131,8 +152,8 @@ def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] 
         differing = [key for key in sorted({*first, *other}) if repr(first.get(key)) != repr(other.get(key))]
         if differing:
             raise ValueError(
-                f"the dicts of old ranks 0 and {old} differ in {differing[:5]}, which must be the same on all ranks: "
-                "they belong to different jobs"
+                f"the dicts of old ranks 0 and {old} differ in [{some(differing)}], which must be the same on all "
+                "ranks: they belong to different jobs"
             )
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,11 +13,13 @@ from qcomp.core.checkpoint.format import (
     SCHEMA,
     SERVER,
     WORKER,
-    array_keys,
-    plain,
+    read_arrays,
+    read_scalars,
     require_dtype,
     require_fit,
+    require_intact,
     require_keys,
+    require_size,
 )
 from qcomp.core.checkpoint.manifest import (
     Entry,
@@ -26,7 +29,9 @@ from qcomp.core.checkpoint.manifest import (
     holders,
     kind_of,
     require_agreement,
+    require_no_problem,
 )
+from qcomp.core.checkpoint.schema import shown
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
@@ -60,12 +65,14 @@ class World(NamedTuple):
     """Returns the optimizer's kinds that belong to one rank, in a stage."""
     sizes: Mapping[str, int]
     """Elements of each parameter, by name."""
-    template: Callable[[str], Mapping[str, Array]]
-    """Returns the arrays that this rank holds at the start of a stage, by key."""
+    template: Callable[[int, str], Mapping[str, Array]]
+    """Returns the arrays that this rank holds after a step, at the start of a stage, by key."""
     like: Array
     """Gives the library and the device of exchanged arrays."""
     accept: Callable[[Saved], None]
-    """Raises ValueError for a dict that another optimizer has saved."""
+    """Raises ValueError for the scalars of a dict that another optimizer has saved."""
+    adopt: Callable[[Saved], Saved]
+    """Returns a dict, in its own types, with the entries that this optimizer keeps."""
     owned: Sequence[str] = ()
     """The keys of all arrays that exist once in the world; the same on all ranks."""
     tracked: Mapping[str, str] = MappingProxyType({})
@@ -85,7 +92,9 @@ class World(NamedTuple):
             return name, 0
         name, _, start = name.rpartition("@")
         if name not in self.sizes or not start.isdecimal():
-            raise ValueError(f"the state has {key}; params has no such tensor: another model or optimizer")
+            raise ValueError(
+                f"the state has {shown(key)}; params has no such tensor: another model or optimizer"
+            )
         return name, int(start)
 
 
@@ -123,32 +132,59 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     of `CompressedMean` continues to hold. Sends the facts of each dict as text, 2 (N - 1) / N * 32 bits per averaged
     element and, if a rank has no dict to contribute, the entries that are equal in all dicts from one rank to all.
     """
-    texts = yield from gather_texts(json.dumps(facts_of(saved, world.accept)), world.size, world.like)
-    old_holders = holders([json.loads(text) for text in texts])
-    has = {int(plain(each["rank"])): each for each in saved}
-    mine = {old: has[old] for old, holder in enumerate(old_holders) if holder == world.rank}
-
-    described = {
-        old: describe(each, (*world.own_kinds(str(plain(each["stage"]))), *world.owned_kinds))
-        for old, each in mine.items()
-    }
-    texts = yield from gather_texts(json.dumps(described), world.size, world.like)
-    found = {int(old): facts for text in texts for old, facts in json.loads(text).items()}
+    facts = yield from _told(facts_of(saved, world.accept), world)
+    old_holders = holders(facts)
+    _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
+    template = world.template(step, stage)
+    most = max(sum(world.sizes.values()), *(math.prod(like.shape) for like in template.values()), 0)
+    intact: dict[int, Saved] = {}
+    mine: dict[int, Saved] = {}
+    described: Any = {}
+    try:
+        for scalars, one in [(read_scalars(one), one) for one in saved]:
+            if old_holders[scalars["rank"]] == world.rank:
+                intact[scalars["rank"]] = scalars | read_arrays(one)
+        for old, one in intact.items():
+            known = world.adopt(one)
+            mine[old] = {key: x for key, x in known.items() if hasattr(x, "shape")}
+            for key, x in mine[old].items():
+                require_size(x.shape, most, key)
+            described[old] = describe(known, mine[old], (*world.own_kinds(stage), *world.owned_kinds))
+    except Exception as error:  # share the error, so that no rank waits
+        described = str(error)
+    told = yield from _told(described, world)
+    require_no_problem(told)
+    found = {int(old): facts for of_rank in told for old, facts in of_rank.items()}
     manifests = [
         Manifest(scalars, {key: Entry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
         for _, (scalars, arrays) in sorted(found.items())
     ]
     require_agreement(manifests, world.owned_kinds)
-    template = world.template(manifests[0].scalars["stage"])
     fits = not world.lost and len(manifests) == world.size and _fits(manifests[world.rank], template)
-    texts = yield from gather_texts(json.dumps(fits), world.size, world.like)
-    if all(json.loads(text) for text in texts):
+    if all((yield from _told(fits, world))):
         arrays = yield from _hand_over(mine, old_holders, manifests, world)
     else:
         arrays = yield from _merge(mine, old_holders, manifests, template, world)
         manifests = [_with_all_skips(manifests)] * world.size
+    require_no_problem((yield from _told(_damage(intact), world)))  # last, since other messages say more
     scalars = manifests[world.rank].scalars
     return {"schema": SCHEMA, **scalars, "rank": world.rank, "size": world.size, **arrays}
+
+
+def _told(own: Any, world: World) -> Stages[list[Any]]:
+    """Return what every rank tells."""
+    texts = yield from gather_texts(json.dumps(own), world.size, world.like)
+    return [json.loads(text) for text in texts]
+
+
+def _damage(saved: Mapping[int, Saved]) -> str | None:
+    """Return which dict is not what was sealed, or None."""
+    try:
+        for one in saved.values():
+            require_intact(one)
+    except Exception as error:  # share the error, so that no rank waits
+        return str(error)
+    return None
 
 
 def _with_all_skips(manifests: Sequence[Manifest]) -> Manifest:
@@ -367,7 +403,7 @@ def _share(
         for kind, weight in ((WORKER, world.size / count), (SERVER, float(world.size))):
             parts = {
                 world.place(key)[1]: _flat(each[key], world)
-                for key in array_keys(each)
+                for key in each
                 if kind_of(key) == kind and world.place(key)[0] == name
             }
             pieces, end = [], 0

@@ -8,7 +8,8 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, to_state_dict
+from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
+from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.averaging import TakesAveraging
 from qcomp.core.mean.compressed_mean import CompressedMean
@@ -135,13 +136,25 @@ class Optimizer(TakesAveraging, ABC):
         """
         return False
 
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
+        """Return what ``state.numbers`` may be in a saved state, by name.
+
+        Others may have any finite value; and any value at all, if they are not finite in ``state``.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            What `enter` returns for the stage of a saved state, with its step.
+        """
+        return {}
+
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
         """Return a saved state with exactly the entries of this optimizer, if it accepts states with others.
 
         Parameters
         ----------
         saved : mapping of str to array or scalar
-            From `state_dict`, perhaps of another optimizer.
+            From `state_dict`, perhaps of another optimizer; numbers and texts are those of Python.
         fresh : OptimizerState
             This optimizer's state before the first step.
         """
@@ -158,7 +171,7 @@ class Optimizer(TakesAveraging, ABC):
             A stage of this optimizer, such as "warmup" or "compressed".
         """
         if stage != state.stage:
-            raise ValueError(f"stage is {stage!r}; {type(self).__name__} has only {state.stage!r}")
+            raise ValueError(f"stage is {shown(stage)}; {type(self).__name__} has only {state.stage!r}")
         return state
 
     @abstractmethod
@@ -308,7 +321,9 @@ class Optimizer(TakesAveraging, ABC):
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:
         """Return a state as a flat dict of named arrays and scalars, for `numpy.savez`, `torch.save` and the like.
 
-        Parameters are named as in `init`. Residuals differ between ranks, so every rank must save its own dict.
+        Parameters are named as in `init`. Residuals differ between ranks, so every rank must save its own dict. The
+        entry "digests" has a SHA-256 digest of every other, which loading compares; take it out of a dict that you
+        change on purpose.
 
         Parameters
         ----------
@@ -316,7 +331,8 @@ class Optimizer(TakesAveraging, ABC):
             The state to save.
         """
         saved = to_state_dict(state, self.mean_of(state)) | {MAKER: maker(self)}
-        return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else saved
+        chosen = {TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else {}
+        return sealed({**saved, **chosen})
 
     def load_state_dict(
         self,
@@ -343,8 +359,9 @@ class Optimizer(TakesAveraging, ABC):
         Raises
         ------
         ValueError
-            If the dict belongs to another rank, number of ranks, model or optimizer. On every rank, if a list of dicts
-            is incomplete, or mixes jobs or steps.
+            If the dict belongs to another rank, number of ranks, model or optimizer, or is damaged: an entry is missing
+            or is nothing that a state has, or differs from its digest. On every rank, if a list of dicts is incomplete,
+            mixes jobs or steps, or has such a dict.
         MismatchError
             On the other ranks, if some rank raises ValueError; on every rank, if the dicts belong to different steps,
             or a parameter differs between ranks.

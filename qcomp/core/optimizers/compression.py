@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qcomp.core import primitives
+from qcomp.core.checkpoint.schema import shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend
@@ -205,7 +206,9 @@ class Compression:
     def in_topology(self, topology: str, state: OptimizerState, params: Sequence[Array]) -> OptimizerState:
         """Return a first state in a topology, with the residuals that a rank keeps there."""
         if topology not in topology_names():
-            raise ValueError(f"the state has topology {topology!r}; expected one that this release knows")
+            raise ValueError(
+                f"the state has topology {shown(topology)}; expected one that this release knows"
+            )
         state = state._replace(exchange=state.exchange._replace(topology=topology))
         if state.exchange.nodes and state.exchange.worker:
             state = state._replace(exchange=self.zero_residuals(params, state))

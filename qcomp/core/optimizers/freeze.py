@@ -132,7 +132,8 @@ class VarianceStable:
         delay = round(1 / (1 - beta2))
         # The history is the negative number of stable steps, then the last d norms. Histories without that
         # number hold other norms, from an older release: the rule starts again.
-        calm, norms = (int(-1 - history[0]), history[1:]) if history and history[0] < 0 else (0, ())
+        known = history and history[0] < 0
+        calm, norms = (int(min(-1 - history[0], delay)), history[1:]) if known else (0, ())
         now = norm()
         before = norms[0] if len(norms) == delay else 0.0
         is_calm = min(before, now) >= self.threshold * max(before, now) > 0

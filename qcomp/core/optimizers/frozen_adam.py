@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.checkpoint.format import NUMBER, plain
+from qcomp.core.checkpoint.format import NUMBER
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.averaging import Averaging
@@ -20,7 +21,7 @@ from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_e
 from qcomp.core.optimizers.remeasure import kept_after, measured, step_on_codes
 from qcomp.core.optimizers.schedules import Schedule
 from qcomp.core.optimizers.tensors import as_tensors
-from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, without_watch
+from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, watch_limits, without_watch
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.reporting import warn_caller
@@ -111,13 +112,20 @@ class FrozenVarianceAdam(Optimizer):
             return state
         return self._rewarming(self.watch.begin(state), 0)
 
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:
+        """Return what the numbers of the watch, of a re-warm, and of ``variance_steps`` may be."""
+        left = Number(least=1 if state.stage == "rewarm" else 0, whole=True)
+        until_now = Number(least=0, most=state.step, whole=True)
+        own = {_LEFT: left, _SINCE: until_now, _MEASURED: until_now}
+        return own | watch_limits(state.numbers)
+
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
         """Return a saved state with what this watch keeps: its own entries, or those of one that begins.
 
         A state may have been saved without a watch, by a release whose watch kept other values, or with another sample;
         and with or without ``variance_steps``, which begin at its step if it does not say when they began.
         """
-        stage = str(plain(saved.get("stage", "warmup")))
+        stage = saved["stage"]
         saved = self._with_measurement(saved, stage)
         rest = without_watch(saved)
         if self.watch is None and stage == "compressed":
@@ -196,9 +204,9 @@ class FrozenVarianceAdam(Optimizer):
         keys = [NUMBER + name for name in (_SINCE, _MEASURED)]
         if self.variance_steps is None:
             return {key: value for key, value in saved.items() if key not in keys}
-        if stage == "warmup" or "step" not in saved:
+        if stage == "warmup":
             return saved
-        return dict.fromkeys(keys, float(plain(saved["step"]))) | dict(saved)
+        return dict.fromkeys(keys, float(saved["step"])) | dict(saved)
 
     def _measuring_step(
         self, params: Sequence[Array], means: Means, state: OptimizerState

@@ -1,10 +1,12 @@
 """Adam whose ranks go on alone between synchronisations: what such a step does, and what brings the ranks together."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from qcomp.core import primitives
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import StepNumbers
@@ -51,6 +53,14 @@ class LocalAdam(Optimizer):
     def own_kinds(self, stage: str) -> tuple[str, ...]:
         """Return what differs between the ranks while they are apart."""
         return ("momentum", "pending") if stage == "local" else ()
+
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:
+        """Return what the numbers may be: steps until now, and sums of rates and weights."""
+        until_now = Number(least=0, most=state.step, whole=True)
+        updates = until_now._replace(least=0 if state.stage == "warmup" else 1)
+        # Sums of this rank's steps alone, by which the next synchronisation divides.
+        sums = Number(least=math.ulp(0.0) if state.stage == "local" else 0)
+        return {"updates": updates, "frozen": until_now, "synced": until_now, "rates": sums, "weights": sums}
 
     def apart(self, stage: str) -> bool:
         """Return whether the ranks go on alone."""

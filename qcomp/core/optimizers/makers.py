@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from qcomp.core.checkpoint.format import MAKER, plain
+from qcomp.core.checkpoint.format import MAKER
+from qcomp.core.checkpoint.schema import from_json, shown
 from qcomp.core.optimizers.agreement import settings_of
 from qcomp.core.reporting import warn_caller
 
@@ -31,7 +32,7 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
     """
     if MAKER not in saved:
         return
-    then, now = json.loads(str(plain(saved[MAKER]))), json.loads(maker(optimizer))
+    then, now = _read(saved[MAKER]), json.loads(maker(optimizer))
     if then["optimizer"] != now["optimizer"]:
         raise ValueError(
             f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the former, or pass "
@@ -53,3 +54,22 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
         warn_caller(
             f"the state was saved by {then['optimizer']} with {changes}; pass strict=False if this is intended"
         )
+
+
+def _read(text: str) -> Any:
+    """Return what `maker` returned, taken apart; raise ValueError for anything else."""
+    try:
+        found = from_json(text)
+    except ValueError:
+        found = None
+    if (
+        isinstance(found, dict)
+        and isinstance(found.get("optimizer"), str)
+        and isinstance(settings := found.get("settings"), dict)
+        and all(isinstance(value, str) for value in settings.values())
+    ):
+        return found
+    raise ValueError(
+        f"the state has {MAKER}={shown(text)}; expected class and settings of an optimizer as JSON text: it is "
+        "damaged; load an earlier one"
+    )

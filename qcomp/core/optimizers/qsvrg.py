@@ -1,10 +1,11 @@
 """QSVRG: variance-reduced SGD on quantized vectors, which converges linearly."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.averaging import Averaging
@@ -120,8 +121,12 @@ class QSVRG(Optimizer):
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return a state as it is when a stage begins: "start" before the first epoch, "epoch" from there on."""
         if stage not in ("start", "epoch"):
-            raise ValueError(f"stage is {stage!r}; QSVRG has 'start' and 'epoch'")
+            raise ValueError(f"stage is {shown(stage)}; QSVRG has 'start' and 'epoch'")
         return state._replace(stage=stage)
+
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:
+        """Return what the number of steps since `begin_epoch` may be."""
+        return {_STEPS: Number(least=0, most=state.step, whole=True)}
 
     def begin_epoch(
         self, params: Any, full_grad: Any, state: OptimizerState, comm: Transport

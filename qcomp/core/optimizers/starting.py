@@ -4,7 +4,15 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qcomp.core.checkpoint.format import TOPOLOGY, from_state_dict, named_arrays, owned_keys, plain
+from qcomp.core.checkpoint.format import (
+    TOPOLOGY,
+    from_state_dict,
+    named_arrays,
+    owned_keys,
+    read_arrays,
+    read_scalars,
+    require_intact,
+)
 from qcomp.core.checkpoint.reshard import World, regroup
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.nodes import require_rank_in
@@ -84,21 +92,26 @@ def resume(
 ) -> Stages[OptimizerState]:
     """Return the state to go on from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
     fresh = yield from begin(optimizer, tensors, names, place, compare=False)
-    if isinstance(saved, Sequence):
-        saved = [optimizer.adopt(one, fresh) for one in saved]
 
     def accept(one: Saved) -> None:
         if strict:
             require_maker(one, optimizer)
 
     def load(own: Saved) -> OptimizerState:
-        begun = fresh
-        if isinstance(saved, Mapping) and optimizer.mean.topology == AUTO and TOPOLOGY in saved:
-            begun = optimizer.compression.in_topology(str(plain(saved[TOPOLOGY])), fresh, tensors)
+        begun, one = fresh, read_scalars(own)
         if isinstance(saved, Mapping):
-            accept(own)
-            own = optimizer.adopt(own, begun)
-        return from_state_dict(own, lambda stage: optimizer.enter(begun, stage), optimizer.mean_of(begun))
+            accept(one)
+            if optimizer.mean.topology == AUTO and TOPOLOGY in one:
+                begun = optimizer.compression.in_topology(one[TOPOLOGY], fresh, tensors)
+        one |= read_arrays(own)
+        state = from_state_dict(
+            optimizer.adopt(one, begun) if isinstance(saved, Mapping) else one,
+            lambda step, stage: optimizer.enter(begun._replace(step=step), stage),
+            optimizer.mean_of(begun),
+            optimizer.limits,
+        )
+        require_intact(one)  # last, since other messages say more
+        return state
 
     world = _world(optimizer, fresh, tensors, accept)._replace(lost=lost)
     loaded = yield from _load(saved, world, load)
@@ -118,9 +131,10 @@ def _world(
         fresh.size,
         optimizer.own_kinds,
         {name: math.prod(p.shape) for name, p in zip(fresh.names, params, strict=True)},
-        lambda stage: dict(named_arrays(optimizer.enter(fresh, stage), mean)),
+        lambda step, stage: dict(named_arrays(optimizer.enter(fresh._replace(step=step), stage), mean)),
         params[0],
         accept,
+        lambda one: optimizer.adopt(one, fresh),
         owned_keys(fresh, mean),
         mean.tracked_kinds,
     )

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from qcomp.core.checkpoint.format import NUMBER
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -19,7 +20,7 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.sums import totals
 from qcomp.core.state import OptimizerState
 
-__all__ = ["VarianceWatch", "watch_entries", "without_watch"]
+__all__ = ["VarianceWatch", "watch_entries", "watch_limits", "without_watch"]
 
 WATCHED = "watched_variance"
 """The kind of arrays that a watch keeps: the average of the squares of each tensor's sample."""
@@ -419,6 +420,13 @@ def watch_entries(state: OptimizerState) -> dict[str, Any]:
     numbers = {NUMBER + name: value for name, value in state.numbers.items()}
     own = set(numbers) - set(without_watch(numbers))
     return {f"{WATCHED}.{name}": w for name, w in arrays} | {key: numbers[key] for key in sorted(own)}
+
+
+def watch_limits(numbers: Mapping[str, float]) -> dict[str, Number]:
+    """Return what the numbers of a watch may be, of those that a state has."""
+    counts = dict.fromkeys((_FELT, _MEASURED), Number(least=0, whole=True))
+    quotients = [name for name in numbers if name.startswith((_REPORTED, _FROZEN, _LEVEL))]
+    return counts | dict.fromkeys((_RATIO, _OVERLAP, *quotients), Number(finite=False))
 
 
 def _spread(tensor: Array, count: int) -> Array:

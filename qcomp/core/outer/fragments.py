@@ -75,5 +75,5 @@ def under_way(stage: str) -> dict[int, int]:
     """
     if not stage.startswith(_UNDER_WAY):
         return {}
-    pairs = (entry.split("@") for entry in stage.removeprefix(_UNDER_WAY).split(","))
-    return {int(fragment): int(step) for fragment, step in pairs}
+    pairs = (entry.partition("@") for entry in stage.removeprefix(_UNDER_WAY).split(","))
+    return {int(fragment): int(step) for fragment, _, step in pairs}

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, to_state_dict
+from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.stages import Stages, Transport, drive
@@ -362,7 +362,8 @@ class OuterLoop(OuterSettings):
         local = tuple(copy(to_compute_dtype(p)) for p in self._fitting(params, state))
         whole = state._replace(arrays={**state.arrays, OWN: local})
         saved = to_state_dict(whole, self.mean_of(state)) | {MAKER: maker(self)}
-        return {**saved, TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else saved
+        chosen = {TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else {}
+        return sealed({**saved, **chosen})
 
     def load_state_dict(
         self,

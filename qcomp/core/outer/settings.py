@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.mean.averaging import Averaging, TakesAveraging
@@ -130,6 +131,18 @@ class OuterSettings(TakesAveraging):
         """
         return stage != WARMUP
 
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:
+        """Return what ``state.numbers`` may be in a saved state, see `Optimizer.limits`.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            What `enter` returns for the stage of the checkpoint, with its step.
+        """
+        rounds = Number(least=0, most=state.step, whole=True)
+        of_fragments = {rounds_key(fragment): rounds for fragment in range(self.fragments)}
+        return {**self.outer.limits(state), **of_fragments}
+
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
         """Return a saved state with exactly the entries of this loop.
 
@@ -148,14 +161,17 @@ class OuterSettings(TakesAveraging):
         Parameters
         ----------
         state : OptimizerState
-            The state before the first step.
+            The state before the first step, with the step of the checkpoint.
         stage : str
             The stage of the checkpoint.
         """
         sent = under_way(stage)
-        if stage not in (WARMUP, stage_of(sent)) or not all(0 <= f < self.fragments for f in sent):
+        if stage not in (WARMUP, stage_of(sent)) or not all(
+            0 <= fragment < self.fragments and 0 < step <= state.step for fragment, step in sent.items()
+        ):
             raise ValueError(
-                f"stage is {stage!r}; expected one of an OuterLoop with {self.fragments} fragments"
+                f"stage is {shown(stage)} after step {state.step}; expected one of an OuterLoop with {self.fragments} "
+                "fragments"
             )
         anchor = state.arrays[ANCHOR]
         arrays = {**state.arrays, OWN: anchor}

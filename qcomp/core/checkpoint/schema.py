@@ -1,0 +1,258 @@
+"""What the entries of a saved state may be: checked before anything is made of them."""
+
+import json
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from qcomp.core.numeric.arrays import dtype_name, host_bytes, itemsize, require_dense
+
+__all__ = [
+    "LARGEST",
+    "Entries",
+    "Kind",
+    "Number",
+    "Numbers",
+    "NumericArray",
+    "Several",
+    "Text",
+    "Whole",
+    "from_json",
+    "plain",
+    "read",
+    "shown",
+]
+
+LARGEST = 1 << 53
+"""The largest integer in a saved state; a float64 holds all up to it."""
+
+_LONGEST_TEXT = 1 << 26
+"""Bytes of JSON text; the digests of a model take about a hundred for each array."""
+
+_LONGEST = 60
+"""Characters of a value in a message."""
+
+
+_CURE = "it is damaged, or not from qcomp; load an earlier one"
+
+
+class Kind(Protocol):
+    """What an entry may be."""
+
+    @property
+    def expected(self) -> str:
+        """The values that are accepted, in words."""
+        ...
+
+    def read(self, value: Any) -> Any:
+        """Return a value in its own type, the same for equal values of all formats.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If it is nothing that the entry may be.
+        """
+        ...
+
+
+class Whole(NamedTuple):
+    """An integer; booleans and floats are none."""
+
+    least: int = 0
+    most: int = LARGEST
+
+    @property
+    def expected(self) -> str:
+        """The range."""
+        return f"an integer from {self.least} to {self.most}"
+
+    def read(self, value: Any) -> int:
+        """Return the integer."""
+        if not _is_scalar(value, "int", "uint"):
+            raise TypeError
+        found = operator.index(value)
+        if not self.least <= found <= self.most:
+            raise ValueError
+        return found
+
+
+class Number(NamedTuple):
+    """A real number, finite by default."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+    finite: bool = True
+
+    @property
+    def expected(self) -> str:
+        """The range."""
+        what = "a whole number" if self.whole else "a finite number" if self.finite else "a number"
+        least = f", at least {self.least:g}" if self.least > -math.inf else ""
+        return what + least + (f", at most {self.most:g}" if self.most < math.inf else "")
+
+    def read(self, value: Any) -> float:
+        """Return the number as a float."""
+        if not _is_scalar(value, "int", "uint", "float", "bfloat"):
+            raise TypeError
+        found = float(value)
+        if self.finite or self.whole:
+            if not (math.isfinite(found) and self.least <= found <= self.most):
+                raise ValueError
+            if self.whole and not found.is_integer():
+                raise ValueError
+        return found
+
+
+class Numbers:
+    """A list of real numbers, which need not be finite."""
+
+    most = 1 << 20
+    expected = f"a list of at most {most} numbers"
+
+    def read(self, value: Any) -> list[float]:
+        """Return the numbers as floats."""
+        if not isinstance(value, list | tuple) and not (_is_array(value) and len(value.shape) == 1):
+            raise TypeError
+        if len(value) > self.most:
+            raise ValueError
+        return [Number(finite=False).read(each) for each in value]
+
+
+class Text:
+    """A text."""
+
+    expected = "a text"
+
+    def read(self, value: Any) -> str:
+        """Return the text."""
+        if not isinstance(value, str) and not (
+            _is_array(value) and value.shape == () and value.dtype.kind == "U"
+        ):
+            raise TypeError
+        return str(value)
+
+
+class NumericArray:
+    """An array with numbers in it."""
+
+    expected = "an array of numbers"
+
+    def read(self, value: Any) -> Any:
+        """Return the array."""
+        if not _is_array(value):
+            raise TypeError
+        itemsize(dtype_name(value.dtype))  # raises for dtypes without a size, such as those of texts
+        return value
+
+
+class Entries:
+    """A dict."""
+
+    expected = "a dict"
+
+    def read(self, value: Any) -> Mapping[Any, Any]:
+        """Return the dict."""
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return value
+
+
+class Several:
+    """A list or a tuple."""
+
+    expected = "a list"
+
+    def read(self, value: Any) -> Sequence[Any]:
+        """Return the list."""
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return value
+
+
+def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
+    """Return an entry in its own type, which equal values share, whatever format it was saved in.
+
+    Parameters
+    ----------
+    saved : mapping or sequence
+        It may read the entry from a file now.
+    key : str or int
+        The entry.
+    kind : Kind
+        What the entry may be.
+    where : str
+        What the mapping is, in messages.
+
+    Raises
+    ------
+    ValueError
+        If it is missing or anything else, naming entry, value, and what was expected.
+    """
+    try:
+        value = saved[key]
+    except LookupError:
+        raise ValueError(f"{where} lacks {shown(key)}; expected {kind.expected}: {_CURE}") from None
+    except Exception as error:  # of the library that reads the file
+        raise ValueError(
+            f"{where} has {shown(key)}, which cannot be read ({type(error).__name__}: {shown(str(error))}): it is "
+            "damaged; load an earlier one"
+        ) from error
+    try:
+        return kind.read(value if isinstance(kind, NumericArray) else plain(value))
+    except (TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"{where} has {str(key)[:_LONGEST]}={shown(value)}; expected {kind.expected}: {_CURE}"
+        ) from error
+
+
+def plain(value: Any) -> Any:
+    """Return an entry that is not an array in its original form, also after `to_arrays`."""
+    if _is_array(value) and len(value.shape) == 1 and dtype_name(value.dtype) == "uint8":
+        if value.shape[0] > _LONGEST_TEXT:
+            raise ValueError(f"a text of {value.shape[0]} bytes; expected at most {_LONGEST_TEXT}")
+        return from_json(host_bytes(value))
+    return value
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return what JSON text says; raise ValueError if it is none, or nested deeper than Python follows."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON text is nested too deeply") from None
+
+
+def shown(value: Any) -> str:
+    """Return a short text for any value, however large or deep it is."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= _LONGEST else f"{value[:_LONGEST]}...")
+    if isinstance(value, int) and value.bit_length() > _LONGEST:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if _is_scalar(value, "bool", "int", "uint", "float", "bfloat"):
+        return f"{value}"
+    if _is_array(value):
+        return f"an array of shape {tuple(value.shape)} and dtype {str(value.dtype)[:_LONGEST]}"
+    count = f" of {len(value)} entries" if isinstance(value, list | tuple | Mapping) else ""
+    return f"a {type(value).__name__}{count}"
+
+
+def _is_scalar(value: Any, *dtypes: str) -> bool:
+    """Return whether a value is a number of Python, or an array without axes of such a dtype."""
+    if hasattr(value, "shape"):
+        return (
+            _is_array(value) and value.shape == () and dtype_name(value.dtype).rstrip("0123456789") in dtypes
+        )
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array of some library, or a scalar of NumPy."""
+    try:
+        require_dense(value, "value")
+    except TypeError:
+        return False
+    return not isinstance(value, type)

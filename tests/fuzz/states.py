@@ -1,0 +1,292 @@
+"""Loads damaged states into every optimizer, mean and outer loop: each is refused as it should be, or is a valid state.
+
+    python -m tests.fuzz.states --inputs 20000
+
+prints what was tried, the faults, the slowest input and the largest allocation.
+"""
+
+import argparse
+import io
+import time
+import traceback
+import tracemalloc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import qcomp
+from qcomp import MismatchError, NonFiniteError
+from qcomp.compat import deepspeed
+from qcomp.core.checkpoint.format import read_arrays, read_scalars
+from qcomp.testing import lockstep
+from tests.fuzz.damage import damaged
+from tests.optimizers.every import EVERY, SHAPES, advance, growing
+from tests.outer import jobs
+
+__all__ = ["TARGETS", "Outcome", "Target", "attempt", "targets"]
+
+NAMES = ["embedding@0", "layer.0/weight", "bias"]
+ALONE = qcomp.comm.LocalCommunicator.alone()
+MOST_BYTES = 8 << 20
+"""What loading a state of some kilobytes may allocate; a JSON text of 100 kB is read as a whole."""
+MOST_SECONDS = 5.0
+LONGEST_MESSAGE = 4000
+
+
+class Target(NamedTuple):
+    """States to damage, and how they are loaded."""
+
+    saved: Sequence[dict[str, Any]]
+    """The dict of each rank."""
+    load: Callable[[list[Any]], Any]
+    """Loads dicts on all ranks, and returns what each has then, or an error of each."""
+    use: Callable[[Any], None]
+    """Saves again what was loaded on a rank, and makes a step with it."""
+
+
+class Outcome(NamedTuple):
+    """What loading an input came to."""
+
+    fault: str | None
+    refused: bool
+    seconds: float
+    bytes: int
+
+
+def _first() -> list[np.ndarray]:
+    return [np.ones(shape, np.float32) for shape in SHAPES]
+
+
+def _trained(opt: Any, size: int, steps: int) -> list[dict[str, Any]]:
+    """The dict of each rank after some steps."""
+
+    def rank_main(comm: Any) -> dict[str, Any]:
+        params = _first()
+        state = opt.init(params, comm, NAMES)
+        for step in range(steps):
+            params, state = advance(opt, params, state, comm, step, grads=growing)
+        saved: dict[str, Any] = opt.state_dict(state)
+        return saved
+
+    return qcomp.comm.run_local(size, rank_main, timeout=60)
+
+
+def _own(opt: Any, size: int, steps: int) -> Target:
+    """Each rank loads its own."""
+
+    def load(saved: list[Any]) -> list[Any]:
+        stages = [
+            opt.load_stages(one, _first(), rank=rank, size=size, host="one", names=NAMES)
+            for rank, one in enumerate(saved)
+        ]
+        return lockstep(stages, catch=(ValueError, MismatchError))
+
+    return Target(_trained(opt, size, steps), load, lambda state: _step(opt, state))
+
+
+def _regrouped(opt: Any, old: int, new: int, steps: int) -> Target:
+    """All ranks load the list of all."""
+
+    def load(saved: list[Any]) -> list[Any]:
+        stages = [
+            opt.load_stages(
+                saved if rank == 0 else [], _first(), rank=rank, size=new, host="one", names=NAMES
+            )
+            for rank in range(new)
+        ]
+        return lockstep(stages, catch=(ValueError, MismatchError))
+
+    return Target(_trained(opt, old, steps), load, lambda state: _step(opt, state))
+
+
+def _step(opt: Any, state: Any) -> None:
+    """Save what was loaded, and make a step, of a world of one rank or without its exchanges."""
+    opt.state_dict(state)
+    if state.size > 1 or state.stage == "start":
+        return
+    grads = growing(0, 3)
+    opt.step(_first(), (grads, grads) if isinstance(opt, qcomp.QSVRG) else grads, state, ALONE)
+
+
+def _outer(loop: qcomp.OuterLoop, size: int, steps: int) -> Target:
+    job = jobs.Job(loop, size).run(steps)
+
+    def load(saved: list[Any]) -> list[Any]:
+        stages = [
+            loop.load_stages(one, jobs.begun(), rank=rank, size=size, host="a")
+            for rank, one in enumerate(saved)
+        ]
+        return lockstep(stages, catch=(ValueError, MismatchError))
+
+    def use(found: tuple[Any, Any]) -> None:
+        params, state = found
+        loop.state_dict(params, state)
+        for _ in range(loop.every if size == 1 else 0):
+            params, state = loop.step(params, state, ALONE)
+
+    return Target(job.saved(), load, use)
+
+
+def _compat() -> dict[str, Callable[[], Target]]:
+    makers = {
+        "1-bit Adam of DeepSpeed": deepspeed.onebit_adam(0.1, freeze_step=2),
+        "1-bit LAMB of DeepSpeed": deepspeed.onebit_lamb(0.1, freeze_step=2),
+        "0/1 Adam of DeepSpeed": deepspeed.zero_one_adam(0.1, var_freeze_step=2),
+    }
+    return {name: lambda opt=opt: _own(opt, 1, 5) for name, opt in makers.items()}
+
+
+STREAMING = jobs.loop_of(
+    every=6, fragments=3, delay=3, mixing=0.5, decay=0.5, outer=qcomp.Adam(learning_rate=0.1)
+)
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    **{
+        f"{name}, after {steps} steps": lambda opt=entry.opt, steps=steps: _own(opt, 1, steps)
+        for name, entry in EVERY.items()
+        for steps in ((1,) if len(entry.stages) == 1 else (1, 4, 6))
+    },
+    **{
+        f"{name}, of 2 ranks": lambda opt=EVERY[name].opt: _own(opt, 2, 6)
+        for name in ("1-bit", "0/1", "SGD, automatic", "SGD, PowerSGD", "EF21", "Muon")
+    },
+    **{
+        f"{name}, of {old} ranks on {new}": lambda opt=EVERY[name].opt, old=old, new=new: _regrouped(
+            opt, old, new, 6
+        )
+        for name in ("1-bit", "1-bit, watched", "1-bit, ring", "0/1", "SGD, PowerSGD", "Muon")
+        for old, new in ((2, 1), (2, 2), (1, 2))
+    },
+    **_compat(),
+    "outer loop": lambda: _outer(jobs.loop_of(), 1, 5),
+    "outer loop, under way": lambda: _outer(STREAMING, 1, 5),
+    "outer loop of 2 ranks": lambda: _outer(STREAMING, 2, 5),
+}
+
+
+@cache
+def targets(name: str) -> Target:
+    """Return a target by name, made once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TARGETS[name]()
+
+
+def attempt(target: Target, seed: object) -> Outcome:
+    """Damage the dict of one rank, load, and judge what comes of it."""
+    rng = Random(repr(seed))
+    given: list[Any] = [dict(one) for one in target.saved]
+    victim = rng.randrange(len(given))
+    given[victim] = damaged(given[victim], rng)
+    held = [_fingerprint(one) for one in target.saved]
+    tracemalloc.start()
+    start, results = time.perf_counter(), []
+    fault: str | None = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            results = target.load(given)
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            fault = f"{type(error).__name__} in {where.filename.rpartition('/')[2]}:{where.lineno}: {str(error)[:200]}"
+        seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        fault = fault or _judged(target, given, victim, results, held)
+    if seconds > MOST_SECONDS:
+        fault = fault or f"takes {seconds:.1f} s"
+    if peak > MOST_BYTES:
+        fault = fault or f"allocates {peak:,} bytes"
+    return Outcome(fault, any(isinstance(x, Exception) for x in results), seconds, peak)
+
+
+def _judged(
+    target: Target, given: list[Any], victim: int, results: list[Any], held: list[bytes]
+) -> str | None:
+    """What is wrong with the results, or None."""
+    if held != [_fingerprint(one) for one in target.saved]:
+        return "loading has written to what it was given"
+    errors = [x for x in results if isinstance(x, Exception)]
+    return (
+        _judged_errors(errors, len(results))
+        if errors
+        else _judged_states(target, given[victim], victim, results)
+    )
+
+
+def _judged_errors(errors: list[Exception], size: int) -> str | None:
+    if len(errors) < size:
+        return f"some ranks load what others refuse: {errors[0]}"
+    for text in map(str, errors):
+        if (
+            not text
+            or len(text) > LONGEST_MESSAGE
+            or text.startswith(("'", "expected", "Expecting", "invalid"))
+        ):
+            return f"an unclear message: {text[:200]}"
+    return None
+
+
+def _judged_states(target: Target, given: Any, victim: int, results: list[Any]) -> str | None:
+    digests, whole = given.get("digests"), target.saved[victim]
+    if digests and digests == whole.get("digests") and _content(given) != _content(whole):
+        return "a state loads that differs from its digests"
+    try:
+        for found in results:
+            target.use(found)
+    except NonFiniteError:
+        return None  # of NaN in an array without a digest
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"what was loaded fails with {type(error).__name__} in {where.filename}:{where.lineno}: {error}"
+        )
+    return None
+
+
+def _content(saved: dict[str, Any]) -> str:
+    """The entries as equal values of all formats are."""
+    arrays = {key: (x.shape, x.dtype, x.tobytes()) for key, x in read_arrays(saved).items()}
+    return repr(sorted({**read_scalars(saved), **arrays}.items()))
+
+
+def _fingerprint(saved: dict[str, Any]) -> bytes:
+    return b"".join(v.tobytes() if hasattr(v, "tobytes") else repr(v).encode() for v in saved.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try inputs, and print what they came to."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--inputs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a part of the names of targets")
+    options = parser.parse_args(arguments)
+    names = [name for name in TARGETS if options.only in name]
+    faults: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    refused, slowest, largest = 0, (0.0, ""), (0, "")
+    for number in range(options.inputs):
+        name, seed = names[number % len(names)], (options.seed, number)
+        with redirect_stdout(io.StringIO()):
+            found = attempt(targets(name), seed)
+        refused, where = refused + found.refused, f"{name}, {seed}"
+        slowest, largest = max(slowest, (found.seconds, where)), max(largest, (found.bytes, where))
+        if found.fault:
+            faults[found.fault[:120]] += 1
+            examples.setdefault(found.fault[:120], where)
+    lines = [
+        f"{options.inputs} inputs, {refused} refused, {sum(faults.values())} faults",
+        f"slowest: {slowest[0]:.3f} s ({slowest[1]}); largest allocation: {largest[0]:,} bytes ({largest[1]})",
+        *(f"{count} times, such as {examples[fault]}: {fault}" for fault, count in faults.most_common()),
+    ]
+    print("\n".join(lines))  # noqa: T201 - a program
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,255 @@
+"""A damaged state is refused on every rank, with a clear error, soon and in little memory; or it is a valid state."""
+
+import os
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp import MismatchError
+from qcomp.checkpoint import write_whole
+from tests.fuzz.damage import STRANGE, deep
+from tests.fuzz.states import ALONE, NAMES, TARGETS, attempt, targets
+from tests.optimizers.every import EVERY, SHAPES, growing
+
+NAMES_OF_TARGETS = list(TARGETS)
+
+
+def inputs(first: int, count: int) -> list[str]:
+    """The faults of some inputs, of all targets in turn."""
+    faults = []
+    for number in range(first, first + count):
+        name = NAMES_OF_TARGETS[number % len(NAMES_OF_TARGETS)]
+        fault = attempt(targets(name), number).fault
+        faults += [f"{name}, {number}: {fault}"] if fault else []
+    return faults
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (10_000, 20_000))])
+def test_damaged_states(first):
+    """As `python -m tests.fuzz.states` does for any number of inputs."""
+    assert inputs(first, 300 if first == 0 else 3000) == []
+
+
+ONE_BIT = EVERY["1-bit"].opt
+RESIDUAL = "worker_residual.layer.0/weight"
+
+
+def saved_of(size: int = 1, steps: int = 6) -> list[dict]:
+    def rank_main(comm):
+        params = [np.ones(shape, np.float32) for shape in SHAPES]
+        state = ONE_BIT.init(params, comm, NAMES)
+        for step in range(steps):
+            params, state = ONE_BIT.step(params, growing(comm.rank, step), state, comm)
+        return ONE_BIT.state_dict(state)
+
+    return qcomp.comm.run_local(size, rank_main, timeout=20)
+
+
+def load(saved, comm=ALONE):
+    return ONE_BIT.load_state_dict(saved, [np.ones(shape, np.float32) for shape in SHAPES], comm, NAMES)
+
+
+def refusal(saved):
+    """The error with which a state is refused; None if it loads."""
+    try:
+        load(saved)
+    except ValueError as error:
+        return error
+    return None
+
+
+class TestEntries:
+    @pytest.mark.parametrize(
+        "key", ["step", "rank", "size", "skipped", "schema", "stage", "history", "made_by"]
+    )
+    def test_nothing_strange_is_an_entry(self, key):
+        (saved,) = saved_of()
+        del saved["digests"]
+        for make in STRANGE:
+            error = refusal({**saved, key: make()})
+            if error is None:
+                state = load({**saved, key: make()})
+                assert (type(state.step), type(state.stage), type(state.skipped)) == (int, str, int)
+                assert 0 <= min(state.step, state.skipped) <= max(state.step, state.skipped) <= 1 << 53
+            else:
+                assert 20 < len(str(error)) < 600
+
+    @pytest.mark.parametrize(
+        ("key", "value", "says"),
+        [
+            ("step", -1, "the state has step=-1; expected an integer from 0 to 9007199254740992"),
+            ("step", True, "the state has step=True; expected an integer"),
+            ("step", 2.0, "the state has step=2.0; expected an integer"),
+            (
+                "size",
+                1 << 70,
+                "the state has size=an integer of 71 bits; expected an integer from 1 to 4294967296",
+            ),
+            ("skipped", "7", "the state has skipped='7'; expected an integer"),
+            ("history", deep(), "the state has history=a list of 1 entries; expected a list of at most"),
+            ("history", [1.0, "x"], "the state has history=a list of 2 entries; expected a list of at most"),
+            ("stage", 3, "the state has stage=3; expected a text"),
+            ("made_by", "[" * 100_000, "expected class and settings of an optimizer as JSON text"),
+            (
+                "momentum.bias",
+                [0.0] * 3,
+                "has momentum.bias=a list of 3 entries; expected an array of numbers",
+            ),
+            ("momentum.bias", np.array(["a"] * 3), "expected an array of numbers"),
+            ("momentum.bias", np.zeros(3, ">f4"), "expected an array of numbers"),
+            ("number.watch_felt", -1.0, "has number.watch_felt=-1.0; expected a whole number, at least 0"),
+            ("number.watch_felt", np.inf, "has number.watch_felt=inf; expected a whole number, at least 0"),
+            ("number.watch_interval", np.nan, "has number.watch_interval=nan; expected a finite number"),
+            ("number.watch_felt", 10**400, "an integer of 1329 bits; expected a number"),
+        ],
+    )
+    def test_messages_name_entry_value_and_what_was_expected(self, key, value, says):
+        (saved,) = saved_of()
+        text = str(refusal({**saved, key: value}))
+        assert says in text
+        assert "it is damaged, or not from qcomp; load an earlier one" in text or "is damaged; load" in text
+
+    def test_what_cannot_be_read_from_a_file_is_named(self):
+        class File(dict):
+            def __getitem__(self, key):
+                if key == "momentum.bias":
+                    raise OSError("bad sector")
+                return super().__getitem__(key)
+
+        with pytest.raises(
+            ValueError, match=r"'momentum.bias', which cannot be read \(OSError: 'bad sector'\)"
+        ):
+            load(File(saved_of()[0]))
+
+    def test_a_huge_array_is_refused_before_its_bytes_are_looked_at(self):
+        huge = np.broadcast_to(np.float32(0), (1 << 40,))
+        (saved,), (one, other) = saved_of(), saved_of(2)
+        for key in ("momentum.bias", RESIDUAL, "history"):
+            for given in ({**saved, key: huge}, [one, {**other, key: huge}]):
+                assert "; expected" in str(refusal(given))
+
+
+class TestDigests:
+    def test_every_bit_of_every_entry_counts(self):
+        (saved,) = saved_of()
+        for key, value in saved.items():
+            if not hasattr(value, "tobytes") or not value.size:
+                continue
+            data = bytearray(value.tobytes())
+            data[-1] ^= 1
+            flipped = np.frombuffer(bytes(data), value.dtype).reshape(value.shape)
+            with pytest.raises(ValueError, match="was changed since it was saved") as caught:
+                load({**saved, key: flipped})
+            assert f"'{key}' differ" in str(caught.value)
+        for key in ("step", "skipped", "number.watch_interval"):
+            with pytest.raises(ValueError, match=f"saved: '{key}' differ from their digests"):
+                load({**saved, key: saved[key] + 1})
+
+    def test_swapped_entries_of_the_same_shape_are_found(self):
+        (saved,) = saved_of()
+        one, other = "momentum.bias", "variance.bias"
+        with pytest.raises(ValueError, match=f"'{one}', '{other}' differ"):
+            load({**saved, one: saved[other], other: saved[one]})
+
+    def test_in_a_list_too_on_every_rank(self):
+        saved = saved_of(2)
+        saved[1][RESIDUAL] = saved[1][RESIDUAL] + np.float32(1)
+
+        def rank_main(comm):
+            with pytest.raises(
+                ValueError, match=f"on rank 1: the state was changed .*'{RESIDUAL}'"
+            ) as caught:
+                load(saved[comm.rank : comm.rank + 1], comm)
+            return str(caught.value)
+
+        first, second = qcomp.comm.run_local(2, rank_main, timeout=20)
+        assert first == second
+
+    def test_a_state_without_digests_loads(self):
+        """As earlier releases saved it."""
+        (saved,) = saved_of()
+        del saved["digests"]
+        assert load(saved).step == 6
+
+    def test_digests_are_equal_in_all_libraries(self, library):
+        (saved,) = saved_of()
+        params = [library.array(np.ones(shape, np.float32)) for shape in SHAPES]
+        state = ONE_BIT.load_state_dict(saved, params, ALONE, NAMES)
+        assert ONE_BIT.state_dict(state)["digests"] == saved["digests"]
+
+
+@pytest.mark.parametrize("form", ["own", "list"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"size": 1 << 70},
+        {"stage": None},
+        {"stage": "\ud800"},
+        {"history": deep()},
+        {"momentum.bias": "x"},
+        {"number.watch_felt": []},
+        {7: 7},
+        {"made_by": "["},
+        {"digests": "[]"},
+    ],
+    ids=lambda change: str(next(iter(change))),
+)
+def test_damage_on_one_rank_is_an_error_on_all(form, victim, change):
+    saved = saved_of(3)
+    saved[victim] = {**saved[victim], **change}
+
+    def rank_main(comm):
+        mine = saved[comm.rank] if form == "own" else saved[comm.rank : comm.rank + 1]
+        with pytest.raises((ValueError, MismatchError)) as caught:
+            load(mine, comm)
+        return caught.type, str(caught.value)
+
+    found = qcomp.comm.run_local(3, rank_main, timeout=20)
+    if form == "list":
+        assert {kind for kind, _ in found} == {ValueError}
+        assert len({text for _, text in found}) == 1
+        assert found[0][1].startswith((f"on rank {victim}: ", "the dicts belong to different jobs"))
+    else:
+        kinds = [ValueError if rank == victim else MismatchError for rank in range(3)]
+        assert [kind for kind, _ in found] == kinds
+
+
+class TestFiles:
+    def test_a_file_is_whole_or_as_it_was(self, tmp_path):
+        path = tmp_path / "state.npz"
+        (saved,) = saved_of()
+        write_whole(path, lambda file: np.savez(file, **saved))
+        before = path.read_bytes()
+
+        def dies(file):
+            np.savez(file, **saved)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_whole(path, dies)
+        assert path.read_bytes() == before
+        assert os.listdir(tmp_path) == ["state.npz"]
+        with np.load(path) as archive:
+            assert load(dict(archive)).step == 6
+
+    def test_what_a_dead_process_left_is_replaced(self, tmp_path):
+        (tmp_path / "state.unfinished").write_bytes(b"half")
+        write_whole(tmp_path / "state", lambda file: file.write(b"whole"))
+        assert os.listdir(tmp_path) == ["state"]
+        assert (tmp_path / "state").read_bytes() == b"whole"
+
+    def test_nobody_sees_a_part(self, tmp_path):
+        path = tmp_path / "state"
+        path.write_bytes(b"old")
+
+        def write(file):
+            file.write(b"new")
+            file.flush()
+            assert path.read_bytes() == b"old"
+
+        write_whole(str(path), write)
+        assert path.read_bytes() == b"new"
