@@ -121,8 +121,8 @@ def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
     for number, group in enumerate(groups):
         if group[key] != first:
             raise ValueError(
-                f"param_groups[{number}] has {key}={group[key]!r}, param_groups[0] has {first!r}; expected one value "
-                "for all groups, which are averaged in the same messages: use an optimizer for each value"
+                f"param_groups[{number}] has {key}={group[key]!r:.200}, param_groups[0] has {first!r:.200}; expected "
+                "one value for all groups, which are averaged in the same messages: use an optimizer for each value"
             )
     return tuple(first) if isinstance(first, list) else first
 

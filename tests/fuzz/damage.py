@@ -132,6 +132,17 @@ def _of_array(x: np.ndarray, rng: Random) -> Any:
     return rng.choice(changes)()
 
 
+def _of_tensor(x: Any, rng: Random) -> Any:
+    """Another tensor of torch like this one, or an array of NumPy."""
+    import torch
+
+    found = _of_array(x.detach().numpy(), rng)
+    try:
+        return torch.from_numpy(np.array(found)) if np.size(found) < 1 << 20 else found
+    except TypeError:
+        return found
+
+
 def _flipped(x: np.ndarray, rng: Random) -> np.ndarray:
     """The array with one bit changed."""
     data = bytearray(x.tobytes())
@@ -151,14 +162,17 @@ def _value(key: Any, value: Any, rng: Random) -> Any:
         and rng.random() < 0.7
     ):
         return _of_array(value, rng)
+    if hasattr(value, "detach") and rng.random() < 0.7:
+        return _of_tensor(value, rng)
     if type(value) in (int, float) and abs(value) < 1 << 60 and rng.random() < 0.5:
         return rng.choice([value + 1, value - 1, -value, value * 2, value + 0.5, str(value), [value]])
-    if isinstance(value, str) and rng.random() < 0.5:
+    changes: list[Any] = []
+    if isinstance(value, str):
         cut = rng.randrange(1 + len(value))
-        return rng.choice([value[:cut], value[cut:], value[:cut] + "\x00" + value[cut:], value.upper()])
-    if isinstance(value, list | tuple) and rng.random() < 0.3:
-        return rng.choice([value[:-1], [*value, *value], [*value, rng.choice(STRANGE)()]])
-    return rng.choice(STRANGE)()
+        changes = [value[:cut], value[cut:], value[:cut] + "\x00" + value[cut:], value.upper()]
+    if isinstance(value, list | tuple):
+        changes = [value[:-1], [*value, *value], [*value, rng.choice(STRANGE)()]]
+    return rng.choice(changes) if changes and rng.random() < 0.5 else rng.choice(STRANGE)()
 
 
 def _key(key: Any, rng: Random) -> Any:
@@ -215,11 +229,18 @@ def _once(saved: dict, rng: Random) -> dict:
     return rng.choice(changes)()
 
 
+def _without_digests(x: Any) -> Any:
+    """The dicts in something, without digests."""
+    if isinstance(x, Mapping):
+        return {key: _without_digests(value) for key, value in x.items() if key != "digests"}
+    return type(x)(map(_without_digests, x)) if isinstance(x, list | tuple) else x
+
+
 def damaged(saved: Mapping[str, Any], rng: Random) -> dict[str, Any]:
     """The dict with up to three things wrong; half of them without digests, which would find most of it."""
     found = dict(saved)
     if rng.random() < 0.5:
-        found.pop("digests", None)
+        found = _without_digests(found)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         found = _once(found, rng)
     return found

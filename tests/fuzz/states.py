@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import cache
+from importlib.util import find_spec
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from qcomp.compat import deepspeed
 from qcomp.core.checkpoint.format import read_arrays, read_scalars
 from qcomp.testing import lockstep
 from tests.fuzz.damage import damaged
-from tests.optimizers.every import EVERY, SHAPES, advance, growing
+from tests.optimizers.every import EVERY, SHAPES, SIGN, advance, growing
 from tests.outer import jobs
 
 __all__ = ["TARGETS", "Outcome", "Target", "attempt", "targets"]
@@ -146,6 +147,46 @@ STREAMING = jobs.loop_of(
     every=6, fragments=3, delay=3, mixing=0.5, decay=0.5, outer=qcomp.Adam(learning_rate=0.1)
 )
 
+
+def _torch(name: str, steps: int, **settings: Any) -> Target:
+    """An optimizer for torch, which keeps its state and its groups if it refuses another."""
+    import torch
+
+    import qcomp.torch
+
+    def made() -> tuple[list[Any], Any]:
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        named = list(zip(NAMES, params, strict=True))
+        groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.05}]
+        return params, getattr(qcomp.torch, name)(groups, lr=0.1, comm=ALONE, **settings)
+
+    def train(params: list[Any], optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            for p, g in zip(params, growing(0, step), strict=True):
+                p.grad = torch.from_numpy(g)
+            optimizer.step()
+
+    def held(params: list[Any], optimizer: Any) -> str:
+        parts = [x.tolist() for x in params], optimizer.core_state, optimizer.state_dict()
+        return repr(parts)
+
+    params, optimizer = made()
+    train(params, optimizer, 0, steps)
+
+    def load(saved: list[Any]) -> list[Any]:
+        params, optimizer = made()
+        before = held(params, optimizer)
+        error: Exception | None = None
+        try:
+            optimizer.load_state_dict(saved[0])
+        except (ValueError, MismatchError) as refusal:
+            error = refusal
+        assert error is None or held(params, optimizer) == before, f"it has changed, and raises {error}"
+        return [error or (params, optimizer)]
+
+    return Target([optimizer.state_dict()], load, lambda found: train(*found, steps, steps + 1))
+
+
 TARGETS: dict[str, Callable[[], Target]] = {
     **{
         f"{name}, after {steps} steps": lambda opt=entry.opt, steps=steps: _own(opt, 1, steps)
@@ -164,6 +205,26 @@ TARGETS: dict[str, Callable[[], Target]] = {
         for old, new in ((2, 1), (2, 2), (1, 2))
     },
     **_compat(),
+    **(
+        {
+            f"torch, {name}, after {steps} steps": lambda name=name, steps=steps, settings=settings: _torch(
+                name, steps, **settings
+            )
+            for name, settings in {
+                "OneBitAdam": {"freeze": 2, "compressor": SIGN, "exact": qcomp.ExactBelow(10)},
+                "ZeroOneAdam": {
+                    "freeze": 2,
+                    "compressor": SIGN,
+                    "exact": None,
+                    "sync_steps": qcomp.LocalSteps(1, 8),
+                },
+                "Muon": {},
+            }.items()
+            for steps in (1, 5)
+        }
+        if find_spec("torch")
+        else {}
+    ),
     "outer loop": lambda: _outer(jobs.loop_of(), 1, 5),
     "outer loop, under way": lambda: _outer(STREAMING, 1, 5),
     "outer loop of 2 ranks": lambda: _outer(STREAMING, 2, 5),

@@ -218,6 +218,62 @@ def test_damage_on_one_rank_is_an_error_on_all(form, victim, change):
         assert [kind for kind, _ in found] == kinds
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_damage_to_an_optimizer_for_torch_on_one_rank_is_an_error_on_all(victim):
+    """In the groups, which torch reads first, and in the state; both ranks then train on as before."""
+    torch = pytest.importorskip("torch")
+    import qcomp.torch
+
+    def altered(saved, path, value):
+        if not path:
+            return value
+        copied = dict(saved) if isinstance(saved, dict) else list(saved)
+        copied[path[0]] = altered(saved[path[0]], path[1:], value)
+        return type(saved)(copied)
+
+    def rank_main(comm):
+        p = torch.nn.Parameter(torch.ones(64))
+        optimizer = qcomp.torch.OneBitAdam([p], lr=0.1, freeze=2, exact=None, watch=None, comm=comm)
+
+        def train():
+            for step in range(4):
+                p.grad = torch.full((64,), 1.0 + comm.rank + step)
+                optimizer.step()
+
+        train()
+        saved, groups = optimizer.state_dict(), repr(optimizer.param_groups)
+        own = f"rank {comm.rank} of 2"
+        kinds = []
+        for path, value in [
+            (("param_groups",), 3),
+            (("param_groups", 0), deep()),
+            (("param_groups", 0, "lr"), "fast"),
+            (("param_groups", 0, "lr"), -1.0),
+            (("param_groups", 0, "betas"), deep()),
+            (("param_groups", 0, "params"), [0, 1]),
+            (("param_groups", 0, "params"), [[0]]),
+            (("state",), []),
+            (("state", 0), None),
+            (("state", 0, "shared"), ()),
+            (("state", 0, "shared", 0), {"momentum": "x"}),
+            (("state", 0, own), 7),
+            (("state", 0, own, 0, "size"), 1 << 70),
+            (("state", 0, own, 0, "step"), -1),
+            (("state", 0, own, 0), {}),
+        ]:
+            given = altered(saved, path, value) if comm.rank == victim else saved
+            with pytest.raises((ValueError, MismatchError)) as caught:
+                optimizer.load_state_dict(given)
+            kinds.append(caught.type)
+            assert repr(optimizer.param_groups) == groups
+        train()
+        return kinds
+
+    found = qcomp.comm.run_local(2, rank_main, timeout=60)
+    assert set(found[victim]) == {ValueError}
+    assert set(found[1 - victim]) == {MismatchError}
+
+
 class TestFiles:
     def test_a_file_is_whole_or_as_it_was(self, tmp_path):
         path = tmp_path / "state.npz"

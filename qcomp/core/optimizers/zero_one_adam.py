@@ -151,6 +151,11 @@ class ZeroOneAdam(LocalAdam):
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
         """Return the state of the warm-up, or one with residuals of zero, and with room for local steps."""
         if stage not in ("compressed", "local"):
+            if stage == state.stage and not self.variance_steps(state.step + 1):
+                raise ValueError(
+                    f"stage is {stage!r} after step {state.step}, but variance_steps={self.variance_steps!r} excludes "
+                    f"step {state.step + 1}: the state was saved with other variance_steps, or is damaged"
+                )
             return super().enter(state, stage)
         residuals = self.compression.zero_residuals(state.momentum, state)
         room = {"anchor": state.momentum, "pending": state.momentum} if stage == "local" else {}
