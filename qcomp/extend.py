@@ -19,7 +19,8 @@ A communicator is an object with the verbs of `Communicator`; `Verbs` makes both
 `Stages` over it. A framework with collectives of its own drives the stages itself: it answers each `AllToAll` and
 `AllGather` that ``init_stages`` and ``stages`` of an optimizer or a mean yield.
 
-An optimizer is a frozen dataclass below `Optimizer`.
+An optimizer is a frozen dataclass below `Optimizer`. It declares what the numbers of a saved state may be with
+`Number`, see `Optimizer.limits`.
 
 Examples
 --------
@@ -37,6 +38,7 @@ from qcomp.comm.base import Communicator
 from qcomp.comm.buffers import from_host, stage_exchange, to_host
 from qcomp.comm.verbs import Completed, Pending, Verbs
 from qcomp.core import primitives
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
@@ -152,6 +154,7 @@ __all__ = [
     "MismatchError",
     "Nodes",
     "NonFiniteError",
+    "Number",
     "Operands",
     "Optimizer",
     "OptimizerState",

@@ -1,6 +1,5 @@
 """Checkpoints of a data-parallel job: one file per rank and step; the last two steps are kept."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qcomp.checkpoint import write_whole
 from qcomp.comm import Communicator
 
 from .gather import gather
@@ -42,12 +42,7 @@ class Checkpoints:
         """Write this rank's file of a step atomically, and delete files that are too old."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(step)
-        unfinished = path.with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        write_whole(path, lambda file: torch.save(content, file))
         steps = self._own_steps()
         later = [other for other in steps if other > step]  # incomplete, or this run would have started there
         for other in [*steps[: -KEPT - len(later)], *later]:

@@ -139,7 +139,7 @@ def _of_tensor(x: Any, rng: Random) -> Any:
     found = _of_array(x.detach().numpy(), rng)
     try:
         return torch.from_numpy(np.array(found)) if np.size(found) < 1 << 20 else found
-    except TypeError:
+    except (TypeError, ValueError):
         return found
 
 

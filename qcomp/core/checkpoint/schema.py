@@ -78,7 +78,24 @@ class Whole(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A real number, finite by default."""
+    """A real number in a saved state, finite by default.
+
+    Parameters
+    ----------
+    least, most : float
+        The range, with both ends.
+    whole : bool
+        Whether it must be a whole number.
+    finite : bool
+        Whether it must be finite. If not, the range counts for nothing unless ``whole`` is true.
+
+    Examples
+    --------
+    >>> from qcomp.extend import Number
+    >>> steps = Number(least=0, whole=True)
+    >>> steps.expected, steps.read(3)
+    ('a whole number, at least 0', 3.0)
+    """
 
     least: float = -math.inf
     most: float = math.inf
@@ -108,7 +125,7 @@ class Number(NamedTuple):
 class Numbers:
     """A list of real numbers, which need not be finite."""
 
-    most = 1 << 20
+    most = 1 << 17
     expected = f"a list of at most {most} numbers"
 
     def read(self, value: Any) -> list[float]:

@@ -1,5 +1,6 @@
 """Which tensors are exchanged together, and in which inner steps: pure integers."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ LOCAL = "local"
 """The stage in which no exchange is under way."""
 
 _UNDER_WAY = "under way "
+_STAGE = re.compile(rf"{_UNDER_WAY}\d{{1,16}}@\d{{1,16}}(,\d{{1,16}}@\d{{1,16}})*")
 
 
 def assign(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +75,7 @@ def under_way(stage: str) -> dict[int, int]:
     >>> under_way("under way 1@30,0@35"), under_way("warmup")
     ({1: 30, 0: 35}, {})
     """
-    if not stage.startswith(_UNDER_WAY):
+    if not _STAGE.fullmatch(stage):
         return {}
     pairs = (entry.partition("@") for entry in stage.removeprefix(_UNDER_WAY).split(","))
     return {int(fragment): int(step) for fragment, _, step in pairs}
