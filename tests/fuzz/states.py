@@ -91,6 +91,12 @@ def _own(opt: Any, size: int, steps: int) -> Target:
     return Target(_trained(opt, size, steps), load, lambda state: _step(opt, state))
 
 
+def _in_stage(opt: Any, stage: str, size: int = 1) -> Target:
+    """As `_own`, after the first step that ends in a stage."""
+    found = (_own(opt, size, steps) for steps in range(1, 15))
+    return next(target for target in found if target.saved[0]["stage"] == stage)
+
+
 def _regrouped(opt: Any, old: int, new: int, steps: int) -> Target:
     """All ranks load the list of all."""
 
@@ -204,6 +210,9 @@ TARGETS: dict[str, Callable[[], Target]] = {
         for name in ("1-bit", "1-bit, watched", "1-bit, ring", "0/1", "SGD, PowerSGD", "Muon")
         for old, new in ((2, 1), (2, 2), (1, 2))
     },
+    "0/1, while ranks are apart": lambda: _in_stage(EVERY["0/1"].opt, "local"),
+    "0/1 of 2 ranks, while they are apart": lambda: _in_stage(EVERY["0/1"].opt, "local", 2),
+    "1-bit, watched, in a re-warm": lambda: _in_stage(EVERY["1-bit, watched"].opt, "rewarm"),
     **_compat(),
     **(
         {

@@ -39,7 +39,7 @@ __all__ = [
     "require_fit",
     "require_intact",
     "require_keys",
-    "require_size",
+    "require_sizes",
     "sealed",
     "some",
     "to_arrays",
@@ -313,12 +313,18 @@ def require_fit(shape: Any, dtype: Any, like: Array, key: str) -> None:
     require_dtype(dtype, like, key)
 
 
-def require_size(shape: Any, most: int, key: str) -> None:
-    """Raise ValueError if a saved array has more elements than any could have, before its bytes are looked at."""
-    if math.prod(shape) > most:
-        raise ValueError(
-            f"the state has {shown(key)} of shape {tuple(shape)}; expected at most {most} elements"
-        )
+def require_sizes(saved: Mapping[str, Any], sizes: Iterable[int], template: Iterable[Array]) -> None:
+    """Raise ValueError if a saved array is larger than any could be, before its bytes are looked at.
+
+    ``sizes`` has the elements of each parameter. A state of another world may have other arrays than ``template``, but
+    none with more elements than all parameters together and than the largest of these.
+    """
+    most = max(sum(sizes), *(math.prod(like.shape) for like in template), 0)
+    for key, value in saved.items():
+        if math.prod(getattr(value, "shape", ())) > most:
+            raise ValueError(
+                f"the state has {shown(key)} of shape {tuple(value.shape)}; expected at most {most} elements"
+            )
 
 
 def require_dtype(dtype: Any, like: Array, key: str) -> None:

@@ -19,7 +19,7 @@ from qcomp.core.checkpoint.format import (
     require_fit,
     require_intact,
     require_keys,
-    require_size,
+    require_sizes,
 )
 from qcomp.core.checkpoint.manifest import (
     Entry,
@@ -136,7 +136,6 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     old_holders = holders(facts)
     _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
     template = world.template(step, stage)
-    most = max(sum(world.sizes.values()), *(math.prod(like.shape) for like in template.values()), 0)
     intact: dict[int, Saved] = {}
     mine: dict[int, Saved] = {}
     described: Any = {}
@@ -145,10 +144,9 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
             if old_holders[scalars["rank"]] == world.rank:
                 intact[scalars["rank"]] = scalars | read_arrays(one)
         for old, one in intact.items():
+            require_sizes(one, world.sizes.values(), template.values())
             known = world.adopt(one)
             mine[old] = {key: x for key, x in known.items() if hasattr(x, "shape")}
-            for key, x in mine[old].items():
-                require_size(x.shape, most, key)
             described[old] = describe(known, mine[old], (*world.own_kinds(stage), *world.owned_kinds))
     except Exception as error:  # share the error, so that no rank waits
         described = str(error)

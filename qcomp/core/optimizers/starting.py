@@ -12,6 +12,7 @@ from qcomp.core.checkpoint.format import (
     read_arrays,
     read_scalars,
     require_intact,
+    require_sizes,
 )
 from qcomp.core.checkpoint.reshard import World, regroup
 from qcomp.core.handshake import handshake_stages
@@ -104,12 +105,15 @@ def resume(
             if optimizer.mean.topology == AUTO and TOPOLOGY in one:
                 begun = optimizer.compression.in_topology(one[TOPOLOGY], fresh, tensors)
         one |= read_arrays(own)
+        mean = optimizer.mean_of(begun)
         state = from_state_dict(
             optimizer.adopt(one, begun) if isinstance(saved, Mapping) else one,
             lambda step, stage: optimizer.enter(begun._replace(step=step), stage),
-            optimizer.mean_of(begun),
+            mean,
             optimizer.limits,
         )
+        # Of what the optimizer has not adopted, too.
+        require_sizes(one, (math.prod(p.shape) for p in tensors), dict(named_arrays(state, mean)).values())
         require_intact(one)  # last, since other messages say more
         return state
 
