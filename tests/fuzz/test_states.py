@@ -10,6 +10,7 @@ import pytest
 import qcomp
 from qcomp import MismatchError
 from qcomp.checkpoint import write_whole
+from qcomp.core.handshake import agree
 from tests.fuzz.damage import STRANGE, deep
 from tests.fuzz.states import ALONE, NAMES, TARGETS, attempt, targets
 from tests.optimizers.every import EVERY, SHAPES, growing
@@ -338,6 +339,20 @@ def test_damage_to_an_optimizer_for_torch_on_one_rank_is_an_error_on_all(victim)
     found = qcomp.comm.run_local(2, rank_main, timeout=60)
     assert set(found[victim]) == {ValueError}
     assert set(found[1 - victim]) == {MismatchError}
+
+
+def test_a_reason_that_is_no_unicode_reaches_the_others():
+    """Such as a name in a file, which utf-8 cannot encode: a rank that fails to tell it would leave others waiting."""
+
+    def rank_main(comm):
+        problem = ValueError("\ud800") if comm.rank else None
+        with pytest.raises((ValueError, MismatchError)) as caught:
+            agree(comm, problem, what="load its state", like=np.zeros(1))
+        return type(caught.value), str(caught.value)
+
+    first, second = qcomp.comm.run_local(2, rank_main, timeout=20)
+    assert first == (MismatchError, "rank 1 cannot load its state: ValueError: \\ud800")
+    assert second == (ValueError, "\ud800")
 
 
 class TestFiles:

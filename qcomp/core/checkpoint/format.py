@@ -236,7 +236,8 @@ def from_state_dict(
     require_keys(saved, {*expected, *numbers})
     for key, like in expected.items():
         require_fit(saved[key].shape, saved[key].dtype, like, key)
-    kinds = {name: Number(finite=math.isfinite(x)) for name, x in template.numbers.items()} | limits(template)
+    kinds = {name: Number(finite=math.isfinite(x)) for name, x in template.numbers.items()}
+    kinds |= limits(template)
     found = {name: read(saved, key, kinds[name]) for key, name in numbers.items()}
     loaded = iter([_like(saved[key], like, key) for key, like in expected.items()])
     momentum, variance, worker, server, *others = (
