@@ -349,6 +349,7 @@ def test_goes_on_bit_for_bit(grads, stop, topology):
             ("gradient", "iterates") if stop == 2 else ()
         ):  # without either it would go on differently
             forgetful = {k: np.zeros_like(v) if k.startswith(kind) else v for k, v in saved.items()}
+            del forgetful["digests"]
             other = train(params, opt.load_state_dict(forgetful, params, comm), stop, 4)
             assert snapshot(*other) != snapshot(*train(params, state, stop, 4))
         return state.stage
