@@ -84,7 +84,7 @@ class World:
     def require_alike(self, helds: Sequence[ElasticState]) -> None:
         """Everything that is not a rank's own is the same on all ranks, bit for bit."""
         first = helds[0].state
-        own = {"rank", "skipped", *self.opt.mean.kinds[:2], *self.opt.mean.owned_kinds}
+        own = {"rank", "skipped", "digests", *self.opt.mean.kinds[:2], *self.opt.mean.owned_kinds}
         own |= set(self.opt.own_kinds(first.stage))
         own -= {"right_factor", "mean_estimate"}
         shared = []

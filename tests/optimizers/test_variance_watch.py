@@ -660,7 +660,9 @@ class TestOtherCheckpoints:
         return {
             key: value
             for key, value in saved.items()
-            if not key.startswith(("number.watch_", "number.variance_", "watched_variance", "made_by", "digests"))
+            if not key.startswith(
+                ("number.watch_", "number.variance_", "watched_variance", "made_by", "digests")
+            )
         } | {
             "number.variance_ratio": math.nan,
             "number.variance_overlap": math.nan,
