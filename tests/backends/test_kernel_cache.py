@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 import stat
+import sys
 
 import numba
 import pytest
@@ -92,8 +93,10 @@ def times(x):
 
 
 @pytest.fixture
-def times(tmp_path):
+def times(tmp_path, monkeypatch):
     """Write a module with a kernel, and return the kernel."""
+    # Python would take the bytecode of a source of the same second and size for that of the next one.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def write(factor):
         path = tmp_path / "module_with_a_kernel.py"
