@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qcomp.comm.local import LocalCommunicator, run_local
+from qcomp.core.checkpoint.format import DIGESTS
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
@@ -150,7 +151,7 @@ def ranks_agree(case: OptimizerCase) -> None:
             stages = {s.stage for s in job.states}
             assert len(stages) == 1, f"after {step + 1} steps the ranks are in stages {sorted(stages)}"
             stage = job.states[0].stage
-            own = {"rank", *case.optimizer.own_kinds(stage), *case.optimizer.mean.kinds}
+            own = {"rank", DIGESTS, *case.optimizer.own_kinds(stage), *case.optimizer.mean.kinds}
             own |= {"parameter"} if case.optimizer.apart(stage) else set()
             for rank, held in enumerate(others, start=1):
                 shared = [

@@ -94,13 +94,13 @@ def test_a_process_alone_where_several_are_announced_is_a_warning(monkeypatch, e
 def test_torchrun_is_told_apart(monkeypatch, environment):
     asked = []
     launch = types.SimpleNamespace(
-        torch_world=lambda *, timeout: asked.append(timeout) or "the ranks of torchrun"
+        torch_world=lambda **settings: asked.append(settings) or "the ranks of torchrun"
     )
     monkeypatch.setitem(sys.modules, "qcomp.comm.torch_launch", launch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert world(timeout=7) == "the ranks of torchrun"
-    assert asked == [7]
+    assert world(timeout=7, silence=3) == "the ranks of torchrun"
+    assert asked == [{"timeout": 7, "silence": 3}]
 
 
 def test_torchruns_environment_gives_the_ranks_of_torch(torch_ranks):

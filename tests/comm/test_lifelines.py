@@ -192,7 +192,9 @@ def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch):
 def test_a_forked_child_does_not_keep_the_connections_of_a_dead_parent_open(three):
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+        warnings.simplefilter(
+            "ignore"
+        )  # Python, and JAX if it is loaded, warn of fork in a process with threads
         child = os.fork()
     if child == 0:
         os.close(write)
