@@ -157,7 +157,7 @@ def test_a_state_that_forgets_is_found(whole_runs, what, name, stage):
         lost = [key for key in entries if key.startswith(f"state.{what}")]
         assert lost
         for key in lost:
-            entries[key] = np.full_like(entries[key], 2 if what.startswith("number") else 0)
+            entries[key] = np.full_like(entries[key], 7 if what.startswith("number") else 0)
         del entries["state.digests"]
         file = io.BytesIO()
         np.savez(file, **entries)
