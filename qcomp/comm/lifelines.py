@@ -269,6 +269,7 @@ def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifeline
         return Lifelines({}, silence=silence)
     with ExitStack() as stack:
         listener = stack.enter_context(_listener(size))
+        listener.settimeout(_PATIENCE_SECONDS)
         own = secrets.token_bytes(_HELLO.size - 4)
         port = listener.getsockname()[1]
         lines = [
@@ -316,7 +317,6 @@ def _listener(backlog: int) -> socket.socket:
 
 def _accept(listener: socket.socket, token: bytes, accepted: dict[int, socket.socket], wanted: int) -> None:
     """Accept connections of ranks that know this rank's token, until all are there or the listener is closed."""
-    listener.settimeout(_PATIENCE_SECONDS)
     while len(accepted) < wanted:
         try:
             connection, _ = listener.accept()
