@@ -170,7 +170,7 @@ class TorchCommunicator(Verbs):
         waiting = Waiting(wait, self._lifelines.changed)
         self._waiter.start(waiting)
         made = meanwhile()
-        waiting.result(lambda: self._lifelines.problem(exchange, verb))
+        waiting.join(lambda: self._lifelines.problem(exchange, verb))
         return made
 
     def end(self, exchange: int) -> None:

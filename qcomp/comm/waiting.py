@@ -5,52 +5,45 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
 
 from qcomp.core.errors import CommunicatorError
 
 __all__ = ["Waiter", "Waiting"]
 
-Result = TypeVar("Result")
 
-
-class Waiting(Generic[Result]):
+class Waiting:
     """A wait under way.
 
     Parameters
     ----------
-    job : callable
-        Waits, and returns a result.
+    wait : callable
+        Returns when the wait is over.
     changed : threading.Condition
         Notified when the wait is over, and by others when it has become useless.
     """
 
-    def __init__(self, job: Callable[[], Result], changed: threading.Condition) -> None:
-        self._job: Callable[[], Result] | None = job
+    def __init__(self, wait: Callable[[], None], changed: threading.Condition) -> None:
+        self._wait: Callable[[], None] | None = wait
         self._changed = changed
-        self._outcome: tuple[Result | None, BaseException | None] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has ended."""
-        return self._outcome is not None
+        self._error: BaseException | None = None
+        self.is_over = False
 
     def do(self) -> None:
         """Wait, on the thread of a `Waiter`."""
-        job, self._job = self._job, None  # it refers to buffers
-        assert job is not None
-        outcome: tuple[Result | None, BaseException | None]
+        wait, self._wait = self._wait, None  # it refers to buffers
+        assert wait is not None
+        error = None
         try:
-            outcome = job(), None
-        except BaseException as error:
-            outcome = None, error
-        del job
+            wait()
+        except BaseException as raised:
+            error = raised
+        del wait
         with self._changed:
-            self._outcome = outcome
+            self._error, self.is_over = error, True
             self._changed.notify_all()
 
-    def result(self, problem: Callable[[], str | None]) -> Result:
-        """Return what the job returns, or raise what it raises.
+    def join(self, problem: Callable[[], str | None]) -> None:
+        """Return when the wait is over, or raise what it has raised.
 
         Parameters
         ----------
@@ -60,27 +53,25 @@ class Waiting(Generic[Result]):
         Raises
         ------
         CommunicatorError
-            With that text; the job is left behind.
+            With that text; the wait is left behind.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._outcome is not None or problem() is not None)
-        if self._outcome is None:
-            raise CommunicatorError(problem())
-        result, error = self._outcome
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+            self._changed.wait_for(lambda: self.is_over or problem() is not None)
+            if not self.is_over:
+                raise CommunicatorError(problem())
+        if self._error is not None:
+            raise self._error
 
 
 class Waiter:
     """A thread that does one wait after the other."""
 
     def __init__(self) -> None:
-        self._waits: queue.SimpleQueue[Waiting[Any] | None] = queue.SimpleQueue()
+        self._waits: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Waiting[Any] | None = None
+        self._last: Waiting | None = None
 
-    def start(self, waiting: Waiting[Any]) -> None:
+    def start(self, waiting: Waiting) -> None:
         """Do a wait after those that were started before."""
         if self._thread is None:
             # It must not hold up the end of the process: after a failure its wait may last until a timeout.
@@ -102,6 +93,6 @@ class Waiter:
             self._thread.join(timeout)
 
 
-def _work(waits: queue.SimpleQueue[Waiting[Any] | None]) -> None:
+def _work(waits: queue.SimpleQueue[Waiting | None]) -> None:
     while (waiting := waits.get()) is not None:
         waiting.do()
