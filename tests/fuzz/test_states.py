@@ -145,6 +145,7 @@ class TestEntries:
         ("1-bit, measured again, after 6 steps", "variance_measured", (-1, 7, 0.5), (0, 6)),
         ("0/1, after 6 steps", "updates", (0, 7, -1, 0.5), (1, 6)),
         ("0/1, after 6 steps", "frozen", (-1, 7, 0.5), (0, 6)),
+        ("0/1, after 1 steps", "frozen", (1,), (0,)),
         ("0/1, after 6 steps", "synced", (-1, 7), (0, 6)),
         ("0/1, while ranks are apart", "weights", (0.0, -1.0, math.inf), (1e-9, 1e9)),
         ("0/1, while ranks are apart", "rates", (0.0, -1.0, math.nan), (1e-9, 1e9)),

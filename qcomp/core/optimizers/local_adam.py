@@ -57,10 +57,12 @@ class LocalAdam(Optimizer):
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
         """Return what the numbers may be: steps until now, and sums of rates and weights."""
         until_now = Number(least=0, most=state.step, whole=True)
-        updates = until_now._replace(least=0 if state.stage == "warmup" else 1)
+        warmup = state.stage == "warmup"  # which ends with the freeze
+        updates = until_now._replace(least=0 if warmup else 1)
+        frozen = until_now._replace(most=0 if warmup else state.step)
         # Sums of this rank's steps alone, by which the next synchronisation divides.
         sums = Number(least=math.ulp(0.0) if state.stage == "local" else 0)
-        return {"updates": updates, "frozen": until_now, "synced": until_now, "rates": sums, "weights": sums}
+        return {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
 
     def apart(self, stage: str) -> bool:
         """Return whether the ranks go on alone."""
