@@ -1,7 +1,8 @@
 """The compared methods: those of torch and torchft with AdamW and with Muon inside, and those of qcomp."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 from network.methods import QSGD4
@@ -54,6 +55,20 @@ def outer(step: int, settings: Settings) -> str:
 def warmed_outer(step: int, settings: Settings) -> str:
     """Return the phase of a method with exact first steps, and then an outer loop."""
     return EXACT if step < settings.warmup else outer(step - settings.warmup, settings)
+
+
+OFTEN = 5
+"""Steps of the outer rounds of a method whose messages are small beside the computation of so many."""
+
+
+def often(settings: Settings) -> Settings:
+    """Return settings with outer rounds of at most `OFTEN` steps."""
+    return replace(settings, every=min(settings.every, OFTEN))
+
+
+def warmed_often(step: int, settings: Settings) -> str:
+    """Return the phase of a method with first steps of another kind, and then short outer rounds."""
+    return warmed_outer(step, often(settings))
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,31 @@ def loop(inner: Optimizers, preset: Callable[..., qcomp.OuterLoop], *, warm: boo
     return made
 
 
+def after_low_rank(inner: Optimizers, preset: Callable[..., qcomp.OuterLoop]) -> Make:
+    """Return an outer loop that begins after first steps under DistributedDataParallel with PowerSGD of qcomp."""
+
+    def made(model: nn.Module, settings: Settings) -> Trainer:
+        low_rank = hook(inner, ALL, **LOW_RANK)(model, settings)
+        optimizers, done, close = low_rank.optimizers, 0, ExitStack()
+
+        def begin(*_: Any) -> None:
+            nonlocal done
+            done += 1
+            if done == settings.warmup:
+                chosen = preset(often(settings).every, seed=settings.seed)
+                around = qcomp.torch.OuterLoop(model, optimizers, chosen)
+                close.callback(around.remove)
+
+        def logits(windows: Any) -> Any:
+            current = low_rank.model if done < settings.warmup else model
+            return current(windows)
+
+        close.callback(optimizers[-1].register_step_post_hook(begin).remove)
+        return Trainer(logits, optimizers, close=close.close)
+
+    return made
+
+
 def _freeze(settings: Settings) -> int:
     return settings.warmup
 
@@ -213,6 +253,13 @@ METHODS = {
     ),
     "sparse_warm_muon": Method(
         "SparseLoCo after a warm-up, Muon", loop(muon, qcomp.outer.sparse_loco, warm=True), warmed_outer
+    ),
+    "sparse_lowrank_muon": Method(
+        f"SparseLoCo every {OFTEN} steps after a warm-up by PowerSGD rank 2, Muon",
+        after_low_rank(muon, qcomp.outer.sparse_loco),
+        warmed_often,
+        False,
+        ("lowrank2_muon", STEP),
     ),
 }
 """By name, in the order of the tables. Rows are found by the name: a method whose settings change gets another one."""

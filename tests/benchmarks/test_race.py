@@ -206,7 +206,7 @@ class TestStandings:
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
         best = "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 | 5 | DDP, float32, Muon | 4.00 | 1.3 |"
         assert best in made["goals"]
-        assert "| demo | 2 | 6 of 140 | none |" in made["missing"]
+        assert "| demo | 2 | 6 of 145 | none |" in made["missing"]
 
     def test_the_clock_is_compared_with_the_product(self):
         check = row_of(REFERENCE, 1e-3, [(0, 5.0), (60, 3.0)], link="1gbit", seconds=100.0)
@@ -235,7 +235,7 @@ class TestStandings:
         assert page.replaced(text, standings.tables(**standings.read(PAGE))) == text
 
 
-QUICK = {"zero_one_adam", "muon_2_1", "sparse_warm_muon"}
+QUICK = {"zero_one_adam", "muon_2_1", "sparse_lowrank_muon"}
 TINY = Task("a tiny model", (16, 1, 2, 16), 2, 12, 3)
 
 
@@ -262,6 +262,15 @@ class TestMethods:
         assert found["onebit_adam"] == [EXACT] * 3 + [STEP] * 6
         assert found["torchft_adamw"] == [LOCAL, LOCAL, EXCHANGE] * 3
         assert found["sparse_warm_muon"] == [EXACT] * 3 + [LOCAL, LOCAL, EXCHANGE] * 2
+        assert METHODS["sparse_lowrank_muon"].timed_as("sparse_lowrank_muon", EXACT) == (
+            "lowrank2_muon",
+            STEP,
+        )
+        rare = Settings(lambda _: 1e-3, warmup=3, every=30)
+        assert [METHODS["sparse_lowrank_muon"].phase(step, rare) for step in range(3, 13)] == [
+            *[LOCAL] * 4,
+            EXCHANGE,
+        ] * 2
         assert found["zero_one_adam"][:7] == [EXACT, EXACT, EXACT, STEP, EXACT, STEP, EXACT]
 
     def test_every_phase_is_timed_by_some_method(self):

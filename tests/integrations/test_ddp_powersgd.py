@@ -224,3 +224,30 @@ assert torch.equal(state.state_dict()["right_factor.never.weight@0"], first)
 say("ok")
 """
     assert said(2, body) == [["ok"]] * 2
+
+
+def test_outer_rounds_begin_after_a_warm_up_under_the_hook(said):
+    """Of the model inside: its gradients are then a rank's own, and an outer loop takes its steps."""
+    body = f"""{HOOK}
+import qcomp.torch
+model, state = hooked(1)
+inside, optimizer = model.module, torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(4):
+    optimizer.zero_grad()
+    loss(model, step).backward()
+    optimizer.step()
+outer = qcomp.torch.OuterLoop(inside, optimizer, qcomp.outer.sparse_loco(2, exact=None))
+for step in range(4, 8):
+    own = torch.autograd.grad(loss(inside, step), list(inside.parameters()))
+    optimizer.zero_grad()
+    loss(inside, step).backward()
+    assert same(gradients(inside), own)
+    optimizer.step()
+    assert state.iterations == 4
+    values = [p.detach() for p in inside.parameters()]
+    mean, _ = EXACT(values, qcomp.MeanState(me, n, (), ()), comm)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(values, mean)) == bool(step % 2), step
+assert outer.core_state.numbers == {{"rounds.0": 2.0}}
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
