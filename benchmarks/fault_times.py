@@ -1,9 +1,10 @@
-"""Kill and stop ranks in the middle of what they do, and time how long the others take to notice.
+"""Kill, stop and unplug ranks in the middle of what they do, and time how long the others take to notice.
 
-    python benchmarks/fault_times.py                  # all cases, about an hour
-    python benchmarks/fault_times.py --cases 20       # a trial of some that are spread over all
+    sudo python benchmarks/fault_times.py                  # all cases, about an hour
+    python benchmarks/fault_times.py --faults SIGKILL --cases 20   # a trial of some that are spread over all
 
-Writes a row for each case to docs/reliability/faults.jsonl, and the tables of the page beside it.
+Writes a row for each case to docs/reliability/faults.jsonl, in the place of an earlier one, and the tables of the page
+beside it. Only unplugging needs root.
 """
 
 import argparse
@@ -23,17 +24,21 @@ from statistics import median
 from typing import Any
 
 import page
-from faults.rank import PHASES, SILENCE, TIMEOUT, Case
+from faults.rank import PHASES, SILENCE, TIMEOUT, UNPLUG, Case
+from network.launch import RankError, launch
 from timing import machine
 
 RANKS = 3
 MOMENTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 CASES = [
     Case(*case)
-    for case in itertools.product(("gloo", "mpi"), PHASES, ("SIGKILL", "SIGSTOP"), (0, 2), MOMENTS)
+    for case in (
+        *itertools.product(("gloo", "mpi"), PHASES, ("SIGKILL", "SIGSTOP"), (0, 2), MOMENTS),
+        *itertools.product(("gloo",), PHASES, (UNPLUG,), (0, 2), MOMENTS[::3]),
+    )
 ]
-LATEST = {"SIGKILL": 1.0, "SIGSTOP": SILENCE * 1.5}
-"""Seconds within which every survivor is to notice."""
+LATEST = {"SIGKILL": 1.0, "SIGSTOP": SILENCE * 1.5, UNPLUG: SILENCE * 1.5}
+"""Seconds within which every survivor is to notice; and who is unplugged, too."""
 PATIENCE = 60.0
 """Seconds after the fault after which a survivor hangs."""
 LONGEST_START = 300.0
@@ -45,20 +50,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/reliability"), help="default: %(default)s")
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many (default: all)")
     parser.add_argument("--transports", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
+    parser.add_argument("--faults", nargs="+", choices=list(LATEST), default=list(LATEST))
     parser.add_argument("--page", action="store_true", help="only write the tables, from the file")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "faults.jsonl"
     if not options.page:
-        chosen = [case for case in CASES if case.transport in options.transports]
+        chosen = [c for c in CASES if c.transport in options.transports and c.fault in options.faults]
         chosen = chosen[:: max(1, len(chosen) // options.cases)]
-        rows = []
+        rows = [
+            row for row in _read(path) if not any(case._asdict().items() <= row.items() for case in chosen)
+        ]
         for number, case in enumerate(chosen):
             rows.append({**case._asdict(), **judged(case)})
             print(f"{number + 1} of {len(chosen)}", json.dumps(rows[-1]), flush=True)
         about = json.dumps({"machine": machine(), "silence": SILENCE, "timeout": TIMEOUT, "ranks": RANKS})
         path.write_text("".join(line + "\n" for line in [about, *map(json.dumps, rows)]))
-    _, *rows = map(json.loads, path.read_text().splitlines())
+    rows = _read(path)
     page.rewrite(options.out, {"faults": summary(rows)})
     print(summary(rows))
     return 1 if any(row["outcome"] in ("hung", "broken") for row in rows) else 0
@@ -68,10 +76,11 @@ def judged(case: Case) -> dict[str, Any]:
     """Run a case, and return how the survivors took it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = (_gloo if case.transport == "gloo" else _mpi)(case, folder)
+        run = _unplugged if case.fault == UNPLUG else _gloo if case.transport == "gloo" else _mpi
+        ended = run(case, folder)
         diaries = [_diary(folder / f"{rank}.jsonl") for rank in range(RANKS)]
     struck = [line["time"] for line in diaries[case.victim] if line["event"] == "struck"]
-    survivors = [diary for rank, diary in enumerate(diaries) if rank != case.victim]
+    survivors = [diary for rank, diary in enumerate(diaries) if rank != case.victim or case.fault == UNPLUG]
     ends = [diary[-1] if diary else {"event": "hung"} for diary in survivors]
     broken = [end for end in ends if end["event"] != "noticed"]
     if struck and ended is not None and broken and all(end["event"] == "hung" for end in broken):
@@ -82,6 +91,11 @@ def judged(case: Case) -> dict[str, Any]:
         return {"outcome": "broken", "text": f"the victim was never struck: {diaries}"[:2000]}
     late = max(end["time"] for end in ends) - struck[0]
     return {"outcome": "noticed", "seconds": round(late, 3), "text": ends[0]["text"]}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, none if it is missing."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
 
 
 def _diary(path: Path) -> list[dict[str, Any]]:
@@ -116,6 +130,13 @@ def _gloo(case: Case, folder: Path) -> None:
         process.join()
 
 
+def _unplugged(case: Case, folder: Path) -> None:
+    """Run a case over gloo, with a network node for each rank."""
+    program = ["-m", "faults.over_gloo", json.dumps(case._asdict()), str(folder)]
+    with suppress(RankError):  # a rank that hangs has no diary
+        launch(case.transport, RANKS, program, limit_seconds=PATIENCE)
+
+
 def _mpi(case: Case, folder: Path) -> float | None:
     """Run a case over MPI; return when the launcher ended, if it did by itself."""
     launcher = Path(sys.executable).parent / "mpiexec"
@@ -145,7 +166,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             own = [
                 row
                 for row in rows
-                if (row["transport"], row["signal"], row["phase"]) == (transport, kind, phase)
+                if (row["transport"], row["fault"], row["phase"]) == (transport, kind, phase)
             ]
             if not own:
                 continue
@@ -155,7 +176,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             counts = [len(own), len(seconds) - by_launcher, by_launcher, in_time]
             times = [f"{median(seconds):.2f}", f"{max(seconds):.2f}"] if seconds else ["", ""]
             lines.append([transport, kind, phase, *map(str, counts), *times])
-    head = ["over", "signal", "during", "faults", "noticed by all", "ended by the launcher", "in time"]
+    head = ["over", "fault", "during", "faults", "noticed by all", "ended by the launcher", "in time"]
     head += ["median, s", "slowest, s"]
     return page.table(head, lines)
 

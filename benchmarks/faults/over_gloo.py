@@ -1,5 +1,8 @@
 """One rank of a case over gloo."""
 
+import json
+import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,3 +26,12 @@ def rank_main(case: Case, rank: int, ranks: int, folder: Path) -> None:
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )
     run(case, create, rank, folder)
+
+
+if __name__ == "__main__":
+    rank_main(
+        Case(**json.loads(sys.argv[1])),
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        Path(sys.argv[2]),
+    )

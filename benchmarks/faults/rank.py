@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import qcomp
 from qcomp.core.errors import CommunicatorError
 
-__all__ = ["EXCHANGES", "PHASES", "Case", "run"]
+__all__ = ["EXCHANGES", "PHASES", "UNPLUG", "Case", "run"]
 
 EXCHANGES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20, "256 MiB": 256 << 20}
 """Bytes that a rank sends to each other rank."""
@@ -28,6 +29,7 @@ BEFORE = 3
 TIMEOUT = 300.0
 """Seconds of the communicator, as by default; nobody should wait for it."""
 SILENCE = 2.0
+UNPLUG = "unplugged"
 
 
 class Case(NamedTuple):
@@ -38,16 +40,17 @@ class Case(NamedTuple):
     transport : {"gloo", "mpi"}
     phase : str
         One of `PHASES`.
-    signal : {"SIGKILL", "SIGSTOP"}
+    fault : {"SIGKILL", "SIGSTOP", "unplugged"}
+        A signal to the victim, or its network interface taken down, of which no other node is told.
     victim : int
-        The rank that gets it.
+        The rank that has it.
     moment : float
         Seconds after the victim has begun what the phase names.
     """
 
     transport: str
     phase: str
-    signal: str
+    fault: str
     victim: int
     moment: float
 
@@ -70,7 +73,10 @@ def run(case: Case, create: Callable[[], Any], rank: int, folder: Path) -> None:
     def strike() -> None:
         time.sleep(case.moment)
         diary.write("struck")
-        os.kill(os.getpid(), getattr(signal, case.signal))
+        if case.fault == UNPLUG:
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        else:
+            os.kill(os.getpid(), getattr(signal, case.fault))
 
     fate = threading.Thread(target=strike, daemon=True) if rank == case.victim else None
     try:

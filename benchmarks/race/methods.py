@@ -12,7 +12,7 @@ import qcomp
 import qcomp.torch
 from qcomp.integrations import ddp
 from race import peers
-from race.settings import BETAS, DECAY, OTHERS, Optimizers, Settings, Trainer, adamw, muon
+from race.settings import BETAS, DECAY, OTHERS, Optimizers, Settings, Trainer, adamw, muon, short_muon
 
 __all__ = ["EXACT", "EXCHANGE", "LOCAL", "METHODS", "REFERENCE", "STEP", "Method"]
 
@@ -64,6 +64,11 @@ OFTEN = 5
 def often(settings: Settings) -> Settings:
     """Return settings with outer rounds of at most `OFTEN` steps."""
     return replace(settings, every=min(settings.every, OFTEN))
+
+
+def outer_often(step: int, settings: Settings) -> str:
+    """Return the phase of a method in an outer loop of short rounds."""
+    return outer(step, often(settings))
 
 
 def warmed_often(step: int, settings: Settings) -> str:
@@ -148,11 +153,17 @@ def own_muon(compressor: qcomp.Compressor, update_compressor: qcomp.Compressor) 
     return made
 
 
-def loop(inner: Optimizers, preset: Callable[..., qcomp.OuterLoop], *, warm: bool = False) -> Make:
+def loop(
+    inner: Optimizers,
+    preset: Callable[..., qcomp.OuterLoop],
+    *,
+    warm: bool = False,
+    changed: Callable[[Settings], Settings] = lambda settings: settings,
+) -> Make:
     """Return an outer loop of qcomp around optimizers of torch."""
 
     def made(model: nn.Module, settings: Settings) -> Trainer:
-        chosen = preset(settings.every, warmup=settings.warmup if warm else 0, seed=settings.seed)
+        chosen = preset(changed(settings).every, warmup=settings.warmup if warm else 0, seed=settings.seed)
         optimizers = inner(model, settings)
         around = qcomp.torch.OuterLoop(model, optimizers, chosen)
         return Trainer(model, optimizers, close=around.remove)
@@ -208,6 +219,7 @@ AS_WARMUP = ("onebit_adam", EXACT)
 METHODS = {
     REFERENCE: Method("DDP, float32, AdamW", peers.plain(adamw), peer=True),
     "ddp_muon": Method("DDP, float32, Muon", peers.plain(muon), peer=True),
+    "ddp_muon3": Method("DDP, float32, Muon of 3 iterations", peers.plain(short_muon), peer=True),
     "bf16_adamw": Method("DDP, bf16 hook, AdamW", peers.bf16(adamw), peer=True),
     "bf16_muon": Method("DDP, bf16 hook, Muon", peers.bf16(muon), peer=True),
     "powersgd1_adamw": Method("DDP, PowerSGD hook rank 1, AdamW", peers.power_sgd(1, adamw), peer=True),
@@ -248,6 +260,11 @@ METHODS = {
     "muloco": Method("MuLoCo", loop(muon, qcomp.outer.muloco), outer),
     "sparse_adamw": Method("SparseLoCo, AdamW", loop(adamw, qcomp.outer.sparse_loco), outer),
     "sparse_muon": Method("SparseLoCo, Muon", loop(muon, qcomp.outer.sparse_loco), outer),
+    "sparse_often_muon3": Method(
+        f"SparseLoCo every {OFTEN} steps, Muon of 3 iterations",
+        loop(short_muon, qcomp.outer.sparse_loco, changed=often),
+        outer_often,
+    ),
     "sparse_warm_adamw": Method(
         "SparseLoCo after a warm-up, AdamW", loop(adamw, qcomp.outer.sparse_loco, warm=True), warmed_outer
     ),

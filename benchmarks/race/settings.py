@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["BETAS", "DECAY", "OTHERS", "Optimizers", "Settings", "Trainer", "adamw", "muon"]
+__all__ = ["BETAS", "DECAY", "OTHERS", "Optimizers", "Settings", "Trainer", "adamw", "muon", "short_muon"]
 
 BETAS = (0.9, 0.99)
 DECAY = 0.01
@@ -57,7 +57,7 @@ def adamw(model: nn.Module, _: Settings) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=DECAY)]
 
 
-def muon(model: nn.Module, _: Settings) -> list[torch.optim.Optimizer]:
+def muon(model: nn.Module, _: Settings, iterations: int = 5) -> list[torch.optim.Optimizer]:
     """Return AdamW for embeddings, head and norms, and torch's Muon for the matrices between hidden layers.
 
     With "match_rms_adamw" its updates are as large as AdamW's, so that one learning rate suits both.
@@ -66,5 +66,10 @@ def muon(model: nn.Module, _: Settings) -> list[torch.optim.Optimizer]:
     rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
     return [
         torch.optim.AdamW(rest, betas=BETAS, weight_decay=DECAY),
-        torch.optim.Muon(hidden, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(hidden, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw", ns_steps=iterations),
     ]
+
+
+def short_muon(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Return `muon` with three Newton-Schulz iterations instead of five, which are most of a step on a CPU."""
+    return muon(model, settings, iterations=3)

@@ -52,12 +52,8 @@ class AuthenticatedCommunicator(Verbs):
 
     Attributes
     ----------
-    rank, size : int
-        As in `comm`.
-    host : str
-        As in `comm`.
-    bytes_sent : int
-        As in `comm`; tags count.
+    rank, size, host, bytes_sent
+        As in `comm`; tags count among the bytes.
     tag_bytes : int
         Bytes of a tag, 16.
 

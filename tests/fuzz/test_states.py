@@ -391,3 +391,19 @@ class TestFiles:
 
         write_whole(str(path), write)
         assert path.read_bytes() == b"new"
+
+    def test_a_full_disk_raises_and_leaves_the_old_file(self, tmp_path):
+        """The limit fails writes as a full disk does, when a buffer is written or at the end."""
+        resource = pytest.importorskip("resource")
+        path = tmp_path / "state"
+        path.write_bytes(b"old")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for size in (1 << 20, 1500):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            try:
+                with pytest.raises(OSError, match="File too large"):
+                    write_whole(path, lambda file, size=size: file.write(bytes(size)))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert os.listdir(tmp_path) == ["state"]
+            assert path.read_bytes() == b"old"
