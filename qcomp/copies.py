@@ -252,11 +252,12 @@ class Copies:
                 break
             listings = [names - damaged for names in listings]
 
-        lengths = [told[route.name] or 0 for route in routes]
-        ways = [(route.source, route.dest, length) for route, length in zip(routes, lengths, strict=True)]
-        held = {n: own[route.name] for n, route in enumerate(routes) if route.source == rank}
+        away = [route for route in routes if route.source != route.dest]
+        ways = [(route.source, route.dest, told[route.name] or 0) for route in away]
+        held = {number: own[route.name] for number, route in enumerate(away) if route.source == rank}
         arrived = drive(carry_stages(ways, held, rank=rank, size=size, like=_LIKE), self._comm)
-        parts = [bytes(arrived[number]) for number in sorted(arrived)]
+        got = {away[number].name: bytes(data) for number, data in arrived.items()}
+        parts = [got.get(route.name) or own[route.name] or b"" for route in routes if route.dest == rank]
         if generation.size == size and not survives(listings, self._hosts, generation):
             self._keep(generation.step, partial(_put, data=parts[0]))
         return Kept(generation.step, parts)

@@ -47,8 +47,10 @@ def ended(agents, timeout=100):
 
 
 def agent(*arguments, host="a"):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "QCOMP_HOST": host, "PYTHONUNBUFFERED": "1"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else gloo finds addresses of ranks that are dead
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "QCOMP_HOST": host, "PYTHONUNBUFFERED": ""}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # else gloo finds addresses of ranks that are dead
+    )
     command = [TORCHRUN, "--monitor-interval", "0.1", "--max-restarts", "2", *arguments]
     return subprocess.Popen(
         [str(part) for part in command],
@@ -61,7 +63,7 @@ def agent(*arguments, host="a"):
 
 
 def digests(out, ranks):
-    found = dict(re.findall(r"rank (\d) has made \d+ steps: loss \S+, sha256 (\w+)", out))
+    found = dict(re.findall(r"rank (\d) has made \d+ steps: loss \S+, sha256 ([0-9a-f]{64})", out))
     assert sorted(found) == [str(rank) for rank in range(ranks)]
     return set(found.values())
 
