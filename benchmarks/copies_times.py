@@ -22,7 +22,7 @@ import page
 from timing import machine
 
 RANKS = 2
-MIB = (1, 16, 128)
+MIB = (1, 16)
 MEMORY = Path("/dev/shm")
 
 
