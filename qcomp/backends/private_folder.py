@@ -1,10 +1,10 @@
-"""The folder of compiled kernels: loading one runs code in it, so only this user may write there."""
+"""Folders that only this user may write to: of compiled kernels, since loading one runs code in it, and of copies."""
 
 import os
 import stat
 from pathlib import Path
 
-__all__ = ["private_folder"]
+__all__ = ["made_private", "private_folder"]
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -25,11 +25,25 @@ def private_folder(name: str) -> Path:
     base = given if given.is_absolute() else Path.home() / ".cache"
     folder = base.resolve() / "qcomp" / name
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
-    for each in folder.parents[1:]:
+    made_private(folder.parent, folder)
+    return folder
+
+
+def made_private(*folders: Path) -> None:
+    """Make folders, each in the one before, that only this user can read or write.
+
+    Raises
+    ------
+    PermissionError
+        If others can write to one, everybody can replace it, it belongs to somebody else, or it is a link.
+    OSError
+        If one cannot be made, or the last cannot be written to.
+    """
+    for each in folders[0].parents:
         mode = each.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise PermissionError(f"everybody can replace what is in {each}")
-    for each in (folder.parent, folder):
+    for each in folders:
         each.mkdir(mode=0o700, exist_ok=True)
         found = each.lstat()
         if stat.S_ISLNK(found.st_mode):
@@ -39,6 +53,5 @@ def private_folder(name: str) -> Path:
         if found.st_mode & _OTHERS_WRITE:
             raise PermissionError(f"others can write to {each}")
         each.chmod(0o700)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written to")
-    return folder
+    if not os.access(folders[-1], os.W_OK):
+        raise PermissionError(f"{folders[-1]} cannot be written to")

@@ -8,7 +8,7 @@ import pytest
 import qcomp
 from tests.docs.pages import DOCS
 
-INTERNAL = {"cli", "core", "version", "__main__"}
+INTERNAL = {"cli", "copies", "core", "version", "__main__"}
 """What is not public at the top of the package: commands, and what its public modules are made of."""
 
 

@@ -1,0 +1,343 @@
+"""Copies of what each rank has, in the memory of its node and of another one, from which a killed job goes on."""
+
+import io
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from qcomp.backends.private_folder import made_private
+from qcomp.checkpoint import write_whole
+from qcomp.core.checkpoint.copies import (
+    Generation,
+    Part,
+    carry_stages,
+    digest_of,
+    intact,
+    neighbours,
+    newest_whole,
+    survives,
+)
+from qcomp.core.errors import MismatchError
+from qcomp.core.handshake import gather_texts, handshake
+from qcomp.core.mean.stages import Transport, drive
+
+__all__ = ["Copies", "Kept"]
+
+_LIKE = np.empty(0, dtype=np.uint8)
+
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+class Kept(NamedTuple):
+    """What the ranks had after a step."""
+
+    step: int
+    parts: list[bytes]
+    """What was written: by this rank, or in another world by some of the old ranks."""
+
+    def files(self) -> list[IO[bytes]]:
+        """Return the parts as files that are open for reading."""
+        return [io.BytesIO(part) for part in self.parts]
+
+
+class Copies:
+    """Copies of what each rank has, from which a killed job goes on without a disk that all nodes share.
+
+    Every few steps each rank writes its part, its parameters and its own state, to a folder in the memory of its node,
+    which outlives processes, and sends it to a rank on the next node, which writes it too. When the job is started
+    again, as by ``torchrun --max-restarts``, `newest` returns what the ranks had after the last of these steps, even
+    if a node has lost its memory since: so at most ``every`` steps are made again, in the same bits.
+
+    Making one is collective, and so are all methods: all ranks call them, in the same order. If a rank cannot go on,
+    all raise.
+
+    Parameters
+    ----------
+    comm : Communicator
+        All ranks of the job. Ranks on one node, which share its memory, have the same `host`.
+    every : int
+        The number of steps from one copy to the next.
+    folder : str or path, optional
+        A folder that exists on every node, and keeps files when processes end.
+    job : str, optional
+        The name of the job, by default torchrun's ``--rdzv-id``: a job that is started again has the same one, and all
+        others have other ones.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong, or the job has no name.
+    OSError
+        If files cannot be kept in the folder.
+    MismatchError
+        On the other ranks, if some rank raises; on every rank, if they differ in ``every`` or ``job``.
+
+    Notes
+    -----
+    The files are in ``FOLDER/qcomp-USER-JOB``, with mode 0700. A part ends with a SHA-256 digest of it and of its step,
+    its rank and its run; one that is damaged is as good as none. The files of the copy before stay until all ranks have
+    said that they have written the next one. So whenever a rank dies, one copy is whole.
+
+    If a rank's part has P bytes, a node keeps 2 P for each of its ranks, and 4 P while it writes the next copy. If
+    there is one node only, it keeps half of that, since nobody else's memory outlives it. A rank sends P bytes.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp, tempfile
+    >>> opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=5, exact=None)
+    >>> def train(comm, folder, steps):
+    ...     copies = qcomp.checkpoint.Copies(comm, every=4, folder=folder, job="example")
+    ...     params, kept = np.ones(100), copies.newest()
+    ...     if kept:
+    ...         parts = [dict(np.load(file, allow_pickle=False)) for file in kept.files()]
+    ...         params = parts[0]["params"]
+    ...         states = [{key[2:]: x for key, x in part.items() if key[:2] == "s."} for part in parts]
+    ...         state = opt.load_state_dict(states, params, comm)
+    ...     else:
+    ...         state = opt.init(params, comm)
+    ...     for step in range(state.step, steps):
+    ...         params, state = opt.step(params, params - comm.rank, state, comm)
+    ...         saved = {f"s.{key}": x for key, x in opt.state_dict(state).items()}
+    ...         copies.keep(step + 1, lambda file: np.savez(file, params=params, **saved))
+    ...     return params, kept and kept.step
+    >>> with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
+    ...     _ = qcomp.comm.run_local(2, lambda comm: train(comm, a, 10))  # ends too soon, after 10 of 20 steps
+    ...     again, kept = qcomp.comm.run_local(2, lambda comm: train(comm, a, 20))[0]
+    ...     whole, _ = qcomp.comm.run_local(2, lambda comm: train(comm, b, 20))[0]
+    >>> kept, np.array_equal(again, whole)
+    (8, True)
+    """
+
+    def __init__(
+        self,
+        comm: Transport,
+        *,
+        every: int,
+        folder: "str | os.PathLike[str]" = "/dev/shm",
+        job: str | None = None,
+    ) -> None:
+        self.every = every
+        self._comm = comm
+        problem = None
+        try:
+            if type(every) is not int or every < 1:
+                raise ValueError(f"every is {every!r}; expected an integer of at least 1")
+            job = _name_of(job)
+            self._folder = _folder_of(Path(folder), job)
+        except Exception as error:  # of this rank alone, perhaps
+            problem = error
+        host = getattr(comm, "host", None) or f"rank {comm.rank}"
+        told = self._tell(problem, "keep copies", host=host, life=secrets.token_hex(8))
+        handshake(comm, {"every": every, "job": job}, like=_LIKE)
+        self._life = str(told[0]["life"])
+        self._hosts = [str(each["host"]) for each in told]
+        self._neighbours = neighbours(self._hosts)
+
+    def keep(self, step: int, write: Callable[[IO[bytes]], Any]) -> bool:
+        """Keep what this rank has, if it is time; call it after every step.
+
+        Parameters
+        ----------
+        step : int
+            The number of steps made so far, the same on all ranks; only multiples of ``every`` are kept.
+        write : callable
+            Writes all that this rank needs to go on to a file that is open for writing bytes, in any format, such as
+            ``lambda file: torch.save(saved, file)``.
+
+        Returns
+        -------
+        bool
+            Whether it was time.
+
+        Raises
+        ------
+        Exception
+            What ``write`` raises, or OSError if the folder is full. The copy before is still whole.
+        MismatchError
+            On the other ranks then; on every rank, if they differ in ``step``.
+        """
+        if type(step) is int and step % self.every:
+            return False
+        self._keep(step, write)
+        return True
+
+    def _keep(self, step: int, write: Callable[[IO[bytes]], Any]) -> None:
+        """Keep what this rank has."""
+        rank, size = self._comm.rank, self._comm.size
+        generation, content, problem = Generation(step, self._life, size), memoryview(b""), None
+        own = Part(generation, rank, rank)
+        what = f"keep a copy of step {step}"
+        try:
+            if type(step) is not int or step < 0:
+                raise ValueError(f"step is {step!r}; expected an integer of at least 0")
+            content = _content(own.name, write)
+        except Exception as error:  # of this rank alone, perhaps
+            problem = error
+        told = self._tell(problem, what, step=step, bytes=len(content))
+        steps = [each["step"] for each in told]
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"the ranks keep copies of different steps: {steps}; expected the same on all"
+            )
+
+        lengths = [each["bytes"] for each in told]
+        routes = [
+            (source, dest, lengths[source])
+            for source, dest in enumerate(self._neighbours)
+            if dest is not None
+        ]
+        held = {number: content for number, (source, *_) in enumerate(routes) if source == rank}
+        arrived = drive(carry_stages(routes, held, rank=rank, size=size, like=_LIKE), self._comm)
+        parts = {own: content} | {
+            Part(generation, routes[number][0], rank): data for number, data in arrived.items()
+        }
+        try:
+            for part, data in parts.items():
+                write_whole(self._folder / part.name, partial(_put, data=data))
+        except Exception as error:  # of this rank alone, perhaps
+            problem = error
+        try:
+            self._tell(problem, what)
+        except Exception as error:
+            # Not if the exchange failed: then other ranks may know that all have written.
+            if error is problem or isinstance(error, MismatchError):
+                self._remove(part.name for part in parts)
+            raise
+        (self._folder / generation.agreed).touch()
+        self._remove(name for name in self._names() if not name.startswith(f"{generation}."))
+
+    def newest(self) -> Kept | None:
+        """Return what the ranks had after the last step of which every rank's part is kept somewhere.
+
+        Returns
+        -------
+        Kept or None
+            The step, and what was written after it. In a world like the old one that is this rank's own part. In any
+            other each part goes to some rank, and each rank gets at least one. In both cases
+            ``load_state_dict`` takes the list of what they hold. None if the ranks have not kept anything yet.
+
+        Raises
+        ------
+        FileNotFoundError
+            On every rank, if parts are lost: on nodes that are gone together with those that had their copies, or by
+            damage. `keep` still works.
+
+        Notes
+        -----
+        If a node has lost what it kept, the copies on it are made again at once; in another world by the next `keep`.
+        """
+        rank, size = self._comm.rank, self._comm.size
+        listings: list[set[str]] = [set(each["names"]) for each in self._tell(None, "", names=self._names())]
+        while True:
+            found = newest_whole(listings)
+            if found is None:
+                return None
+            generation, routes = found
+            own = {route.name: self._read(route.name) for route in routes if route.source == rank}
+            sizes = {name: None if data is None else len(data) for name, data in own.items()}
+            told: dict[str, int | None] = {}
+            for each in self._tell(None, "", sizes=sizes):
+                told |= each["sizes"]
+            damaged = {name for name, length in told.items() if length is None}
+            if not damaged:
+                break
+            listings = [names - damaged for names in listings]
+
+        away = [route for route in routes if route.source != route.dest]
+        ways = [(route.source, route.dest, told[route.name] or 0) for route in away]
+        held = {number: own[route.name] for number, route in enumerate(away) if route.source == rank}
+        arrived = drive(carry_stages(ways, held, rank=rank, size=size, like=_LIKE), self._comm)
+        got = {away[number].name: bytes(data) for number, data in arrived.items()}
+        parts = [got.get(route.name) or own[route.name] or b"" for route in routes if route.dest == rank]
+        if generation.size == size and not survives(listings, self._hosts, generation):
+            self._keep(generation.step, partial(_put, data=parts[0]))
+        return Kept(generation.step, parts)
+
+    def forget(self) -> None:
+        """Remove all that was kept, at the end of a job that ended well, so that its memory is free.
+
+        A rank that fails later finds nothing to go on from, so call it last.
+        """
+        self._tell(None, "")  # all have come to the end
+        shutil.rmtree(self._folder, ignore_errors=True)  # other ranks of this node remove the same
+
+    def _tell(self, problem: Exception | None, what: str, **facts: Any) -> list[Mapping[str, Any]]:
+        """Return what all ranks tell; raise on all if any has a problem."""
+        own = None if problem is None else f"{type(problem).__name__}: {problem}"
+        text = json.dumps({**facts, "problem": own}, default=str)
+        told = [json.loads(each) for each in drive(gather_texts(text, self._comm.size, _LIKE), self._comm)]
+        if problem is not None:
+            raise problem
+        for rank, each in enumerate(told):
+            if each["problem"] is not None:
+                raise MismatchError(f"rank {rank} cannot {what}: {each['problem']}")
+        return told
+
+    def _names(self) -> list[str]:
+        """Return the names of the files in the folder."""
+        try:
+            return os.listdir(self._folder)
+        except OSError:
+            return []
+
+    def _read(self, name: str) -> bytes | None:
+        """Return the data in a file, None if they are damaged."""
+        try:
+            return intact(name, (self._folder / name).read_bytes())
+        except OSError:
+            return None
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove files, some of which other ranks of this node remove too."""
+        for name in list(names):
+            with suppress(FileNotFoundError):
+                os.remove(self._folder / name)
+
+
+def _name_of(job: str | None) -> str:
+    """Return the name of the job."""
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "none") if job is None else job
+    if job is None and found == "none":
+        raise ValueError(
+            "job is None, and torchrun has no name either; pass job= or torchrun's --rdzv-id: the same name whenever "
+            "this job is started again, and another one for other jobs"
+        )
+    if not _JOB.fullmatch(found):
+        raise ValueError(f"job is {found!r}; expected at most 100 letters, digits, and any of _ . -")
+    return found
+
+
+def _folder_of(folder: Path, job: str) -> Path:
+    """Return the folder of a job, which is made if it does not exist."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"folder is {str(folder)!r}; expected a folder that exists, and that keeps files when processes end"
+        )
+    user = f"{os.getuid()}-" if hasattr(os, "getuid") else ""
+    own = folder.resolve() / f"qcomp-{user}{job}"
+    made_private(own)
+    return own
+
+
+def _content(name: str, write: Callable[[IO[bytes]], Any]) -> memoryview:
+    """Return what a callable writes, and its digest."""
+    file = io.BytesIO()
+    write(file)
+    file.seek(0, io.SEEK_END)
+    with file.getbuffer() as data:
+        digest = digest_of(name, data)
+    file.write(digest)
+    return file.getbuffer()
+
+
+def _put(file: IO[bytes], data: "memoryview | bytearray | bytes") -> None:
+    file.write(data)
