@@ -31,7 +31,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 _END_SECONDS = 1.0
 
 # Memory that gloo may still access after a failed exchange, and what a thread may still wait for.
-_unfinished: list[object] = []
+_unfinished: list[tuple[Any, object]] = []
 
 # Number of communicators per group name, equal on all ranks of the group.
 _created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -104,9 +104,7 @@ class TorchCommunicator(Verbs):
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 300.0, silence: float = SILENCE) -> None:
-        for name, seconds in (("timeout", timeout), ("silence", silence)):
-            if not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+        _require_positive(timeout=timeout, silence=silence)
         if not dist.is_initialized():
             raise CommunicatorError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group, or start this "
@@ -120,24 +118,71 @@ class TorchCommunicator(Verbs):
         on_device = "nccl" in backends
         if not (on_device or "gloo" in backends):
             raise ValueError(f"group must have the backend gloo or nccl, got {backends}")
-        self.rank = int(dist.get_rank(group))
-        self.size = int(dist.get_world_size(group))
+        self._group: Any = group
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
+        # Not new_group, which all ranks of the job must call, not only those of this group.
+        name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
+        store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+        self._open(store, int(dist.get_rank(group)), int(dist.get_world_size(group)), timeout, silence)
+
+    @classmethod
+    def from_store(
+        cls, store: Any, *, rank: int, size: int, timeout: float = 300.0, silence: float = SILENCE
+    ) -> TorchCommunicator:
+        """Return a communicator over gloo of the ranks that meet in a store, without a process group. Collective.
+
+        Parameters
+        ----------
+        store : torch.distributed.Store
+            One that all ranks reach, used for nothing else: for instance a PrefixStore with a new prefix.
+        rank, size : int
+            This rank, and the number of ranks.
+        timeout, silence : float, optional
+            As for the class; the ranks must also have connected within ``timeout``.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of range.
+        CommunicatorError
+            If the other ranks do not create theirs in time.
+        """
+        _require_positive(timeout=timeout, silence=silence)
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to size - 1 = {size - 1}, got {rank}")
+        self = cls.__new__(cls)
+        self._group = self._device = None
+        self._open(store, rank, size, timeout, silence)
+        return self
+
+    def _open(self, store: Any, rank: int, size: int, timeout: float, silence: float) -> None:
+        """Connect this rank with the others."""
+        self.rank, self.size = rank, size
         self.host = host_name(platform.node())
         self.bytes_sent = 0
         self.timeout = timeout
         self._closed: str | None = None
-        self._group = group
-        self._gloo = _connect(group, rank=self.rank, size=self.size, timeout=timeout)
+        self._gloo = _connect(store, rank=rank, size=size, timeout=timeout)
         self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
         self._waiter = Waiter()
-        leave = weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
+        self._leave = weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
         if multiprocessing.parent_process() is not None:
             # A child that multiprocessing has forked calls no other functions at its end.
-            multiprocessing.util.Finalize(None, leave, exitpriority=0)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
+            multiprocessing.util.Finalize(None, self._leave, exitpriority=0)
 
     def __repr__(self) -> str:
         return f"TorchCommunicator(rank={self.rank}, size={self.size})"
+
+    def close(self) -> None:
+        """Close the connections of this rank, and free what a failed exchange has left. Not collective.
+
+        Exchanges that others have not completed fail there, as all later ones do here. Without this call the
+        connections close with the last reference, unless an exchange has failed.
+        """
+        self._closed = self._closed or "close was called"
+        self._leave()
+        if not self._waiter.is_waiting:
+            _unfinished[:] = [(gloo, exchange) for gloo, exchange in _unfinished if gloo is not self._gloo]
 
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         return self._begin(verb, send, receive, in_turn=True).wait()
@@ -264,14 +309,17 @@ def _to_host(x: Array, *, name: str) -> Any:
     return torch.from_numpy(host if host.flags.writeable else host.copy())
 
 
-def _connect(group: Any, *, rank: int, size: int, timeout: float) -> Any:
-    """Open additional gloo connections between the ranks of a process group."""
-    # Not new_group, which all ranks of the job must call, not only those of this group.
-    name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
-    store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+def _connect(store: Any, *, rank: int, size: int, timeout: float) -> Any:
+    """Open gloo connections between the ranks that meet in a store."""
     try:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise CommunicatorError(
             f"TorchCommunicator: the other {size - 1} ranks did not create theirs within {timeout:g} s"
         ) from error
+
+
+def _require_positive(**seconds: float) -> None:
+    for name, value in seconds.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be a positive number of seconds, got {value}")

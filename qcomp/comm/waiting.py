@@ -82,10 +82,15 @@ class Waiter:
         self._last = waiting
         self._waits.put(waiting)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a wait that was started is not over."""
+        return self._last is not None and not self._last.is_over
+
     def end(self) -> bool:
         """End the thread after the waits that were started; return whether it has nothing left to wait for."""
         self._waits.put(None)
-        return self._last is None or self._last.is_over
+        return not self.is_waiting
 
     def join(self, timeout: float) -> None:
         """Wait for the end of the thread, at most for some seconds."""

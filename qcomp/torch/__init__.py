@@ -15,7 +15,7 @@ from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.outer import OuterLoop
 
 if TYPE_CHECKING:
-    from qcomp.torch import fsdp
+    from qcomp.torch import fsdp, ft
     from qcomp.torch.planner import LoadPlanner
 
 __all__ = [
@@ -29,13 +29,14 @@ __all__ = [
     "QAdam",
     "ZeroOneAdam",
     "fsdp",
+    "ft",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is slow to import, or what only newer releases of torch can run."""
-    if name == "fsdp":
-        return importlib.import_module("qcomp.torch.fsdp")
+    """Import what is slow to import, or what only newer releases of torch can run, or only with torchft."""
+    if name in ("fsdp", "ft"):
+        return importlib.import_module(f"qcomp.torch.{name}")
     if name == "LoadPlanner":
         return importlib.import_module("qcomp.torch.planner").LoadPlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.format import read_scalars
 from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
-from qcomp.core.mean.stages import drive
+from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.numeric.arrays import digest
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
@@ -233,29 +233,45 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_unchanged()
         if self._overlapped is not None:
+            self._require_unchanged()
             self._require_no_scaler()
             self._overlapped.step()
             self._take(self._overlapped.state)
             return loss
-        optimizer = self._settings.optimizer(self.param_groups, self.core_state.step)
-        values = self._values()
+        stages = self._stages(self._values(), self.core_state, donate=True)
+        if not self.core_state.step:
+            self._warn_if_averaged([p.grad for p in self._tensors])
+        self._adopt(*drive(stages, self._comm))
+        return loss
+
+    def _stages(self, params: Sequence[Any], state: OptimizerState, *, donate: bool = False) -> Stages[Any]:
+        """Make one step with the gradients and settings of now as a generator of pure stages."""
+        optimizer = self._core(state.step)
         require_dense(zip(self._names, self._tensors, strict=True))
         gradients, scaled = self._gradients()
-        if not self.core_state.step:
-            self._warn_if_averaged(gradients)
         if scaled and optimizer.nonfinite != "skip":
             optimizer = self._settings.skipping()
-        stages = stages_of_used(
-            optimizer, values, gradients, self.core_state, settings=self._settings.text, donate=True
+        return stages_of_used(
+            optimizer, params, gradients, state, settings=self._settings.text, donate=donate
         )
-        moved, state = drive(stages, self._comm)
-        for value, new in zip(values, moved, strict=True):
+
+    def _core(self, step: int) -> Optimizer:
+        """Return the optimizer of the core for the step after so many, with the settings of now."""
+        self._require_unchanged()
+        return self._settings.optimizer(self.param_groups, step)
+
+    @torch.no_grad()
+    def _adopt(self, params: Sequence[Any], state: OptimizerState) -> None:
+        """Write values into the parameters, and make a state the current one."""
+        for value, new in zip(self._values(), params, strict=True):
             if new.data_ptr() != value.data_ptr():
                 value.copy_(new)
         self._take(state)
-        return loss
+
+    def _move(self, comm: Communicator) -> None:
+        """Go on over another communicator, whose ranks may know no rate of an earlier step."""
+        self._comm, self._settings = comm, self._settings.anew()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each parameter, and the groups; the first parameter has what is of this rank alone.

@@ -730,3 +730,53 @@ def work():
 """
     message = "the ranks were not started alike: compressor is 'sign' on ranks 0 and 2, but 'qsgd' on rank 1"
     assert said(3, body + CATCH) == [[message]] * 3
+
+
+def test_ranks_can_meet_in_a_store(said):
+    body = """
+from qcomp.testing import check_communicator
+mine = TorchCommunicator.from_store(dist.PrefixStore("mine", store), rank=me, size=n, timeout=60)
+check_communicator(mine)
+for wrong, word in (({"rank": n}, "rank must be from 0 to size - 1 = 1, got 2"), ({"timeout": 0}, "timeout must be")):
+    try:
+        TorchCommunicator.from_store(store, **{"rank": me, "size": n, **wrong})
+    except ValueError as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(wrong)
+say(mine.rank, mine.size)
+"""
+    assert said(2, body) == [["0 2"], ["1 2"]]
+
+
+def test_close_frees_what_a_failed_exchange_has_left(said):
+    body = """
+import gc
+import qcomp.comm.torch_dist as module
+
+def kept():
+    gc.collect()
+    own = [thread for thread in threading.enumerate() if thread.name.startswith("qcomp")]
+    return len(os.listdir("/proc/self/fd")), len(own), len(module._unfinished)
+
+counts = []
+for attempt in range(6):
+    mine = TorchCommunicator.from_store(dist.PrefixStore(f"try{attempt}", store), rank=me, size=n, timeout=60)
+    if me == 0:
+        mine.close()
+    try:
+        mine.all_gather(zeros(1 << 20), [1 << 20] * n)
+    except CommunicatorError as error:
+        assert me or "close was called" in str(error), error
+        mine.close()
+        mine.close()
+    else:
+        raise AssertionError("the exchange ended well")
+    del mine
+    comm.all_gather(zeros(1), [1] * n)
+    counts.append(kept())
+assert counts[-1][0] <= counts[1][0], counts
+assert counts[-1][1:] == counts[1][1:] and not counts[-1][2], counts
+say("ok")
+"""
+    assert said(3, body) == [["ok"]] * 3

@@ -28,6 +28,7 @@ PUBLIC = SUBPACKAGES | {
     "qcomp.jax",
     "qcomp.jax.optax",
     "qcomp.torch.fsdp",
+    "qcomp.torch.ft",
 }
 
 
