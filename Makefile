@@ -59,7 +59,6 @@ bench-network: $(INSTALLED)  ## Time training over links of 100 Mbit/s to 10 Gbi
 	$(BIN)/python benchmarks/network_times.py
 
 bench-loss: $(INSTALLED)  ## Race to a loss on links of 10 Mbit/s to 10 Gbit/s (takes days; resumes where it stopped); needs root and iproute2.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torchft
 	$(BIN)/python benchmarks/loss_race.py
 	$(BIN)/python benchmarks/powersgd_times.py
 

@@ -1,0 +1,304 @@
+"""Kill, stop and start replicas at random while they train under torchft's quorums, and see what becomes of the others.
+
+    python benchmarks/churn.py --peer torchft                 # six minutes
+    python benchmarks/churn.py --seconds 1800                 # half an hour of qcomp alone
+
+Writes docs/reliability/churn.json, and the table of the page beside it. Exits with 1 if replicas had different
+parameters.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import page
+from timing import machine
+
+HEARTBEAT_SECONDS = 0.5
+"""Time without a heartbeat after which the lighthouse counts a replica as dead."""
+LONGEST_START = 120.0
+FEWEST = 0.5
+"""Of the replicas at least this part is left alive."""
+
+Line = dict[str, Any]
+
+
+def main() -> int:
+    """Run without faults and with them, and write the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/reliability"), help="default: %(default)s")
+    parser.add_argument("--peers", type=int, default=8, help="replicas (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=140.0, help="with faults, for each library (default: %(default)s)"
+    )
+    parser.add_argument("--calm", type=float, default=30.0, help="without faults (default: %(default)s)")
+    parser.add_argument(
+        "--every", type=float, default=5.0, help="seconds between faults (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    parser.add_argument("--peer", choices=("torchft",), help="run it too, on the same faults")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for face in ["qcomp", *([options.peer] if options.peer else [])]:
+        calm = Run(face, options.peers).train(options.calm, every=None, seed=options.seed)
+        stormy = Run(face, options.peers).train(options.seconds, every=options.every, seed=options.seed)
+        results[face] = figures(calm, stormy)
+        print(face, json.dumps(results[face]), flush=True)
+    settings = {name: getattr(options, name) for name in ("peers", "seconds", "calm", "every", "seed")}
+    document = {"machine": machine(), "settings": settings, "results": results}
+    (options.out / "churn.json").write_text(json.dumps(document, indent=1) + "\n")
+    page.rewrite(options.out, {"churn": summary(document)})
+    return 1 if results["qcomp"]["mismatches"] else 0
+
+
+class Run:
+    """Replicas of one library in this machine's processes, and their lighthouse."""
+
+    def __init__(self, face: str, peers: int) -> None:
+        os.environ.setdefault("RUST_LOG", "error")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("QCOMP_KERNELS", "pure")
+        from churning.replica import replica_main  # noqa: PLC0415
+        from torchft.coordination import LighthouseServer  # noqa: PLC0415  (after RUST_LOG)
+
+        self._face, self._peers, self._main = face, peers, replica_main
+        self._context = multiprocessing.get_context("forkserver")
+        # DistributedDataParallel imports the second when it is first used, which takes seconds.
+        self._context.set_forkserver_preload(["churning.replica", "torch._dynamo"])
+        self._lighthouse = LighthouseServer(
+            bind="127.0.0.1:0",
+            min_replicas=1,
+            join_timeout_ms=10_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
+        )
+        self._address = "http://127.0.0.1:" + self._lighthouse.address().rsplit(":", 1)[1]
+        self._live: dict[int, Any] = {}
+        self._stopped: set[int] = set()
+        self._paths: dict[int, Path] = {}
+        self._started = 0
+        self.faults: list[Line] = []
+
+    def train(self, seconds: float, *, every: float | None, seed: int) -> dict[str, Any]:
+        """Let all replicas come together, then train for a time with a fault every so many seconds.
+
+        Returns the events of the replicas, the faults, and when it began and ended.
+        """
+        chance = random.Random(seed)
+        with tempfile.TemporaryDirectory() as name:
+            self._folder = Path(name)
+            try:
+                for peer in range(self._peers):
+                    self._start(peer)
+                self._await_all()
+                begin = time.monotonic()
+                due = begin + (every or seconds)
+                while time.monotonic() < begin + seconds:
+                    if time.monotonic() >= due:
+                        due += every or seconds
+                        self._strike(chance)
+                    self._restart_ended()
+                    time.sleep(0.02)
+                end = time.monotonic()
+            finally:
+                for process in self._live.values():
+                    process.kill()
+                    process.join()
+                self._lighthouse.shutdown()
+            diaries = {path.stem: _lines(path) for path in sorted(self._folder.iterdir())}
+        return {"begin": begin, "end": end, "diaries": diaries, "faults": self.faults}
+
+    def _start(self, peer: int) -> None:
+        path = self._folder / f"{self._started}.jsonl"
+        self._started += 1
+        process = self._context.Process(
+            target=self._main, args=(self._face, f"replica{peer}", self._address, path), daemon=True
+        )
+        process.start()
+        self._live[peer] = process
+        self._paths[peer] = path
+
+    def _await_all(self) -> None:
+        deadline = time.monotonic() + LONGEST_START
+        while time.monotonic() < deadline:
+            last = [_lines(path)[-1:] for path in self._paths.values() if path.exists()]
+            if len(last) == self._peers and all(x and x[0].get("size") == self._peers for x in last):
+                return
+            time.sleep(0.05)
+        raise TimeoutError(f"{self._peers} replicas did not come together within {LONGEST_START:g} s")
+
+    def _strike(self, chance: random.Random) -> None:
+        """Kill, stop or start a replica; the last one that was stopped goes on."""
+        for peer in list(self._stopped):
+            os.kill(self._live[peer].pid, signal.SIGCONT)
+            self._note("continue", peer)
+            self._stopped.remove(peer)
+        missing = sorted(set(range(self._peers)) - set(self._live))
+        few = len(self._live) - 1 < FEWEST * self._peers
+        kind = chance.choice([*(["join"] if missing else []), *([] if few else ["kill", "stop"])])
+        peer = chance.choice(missing if kind == "join" else sorted(self._live))
+        self._note(kind, peer)
+        if kind == "join":
+            self._start(peer)
+        elif kind == "stop":
+            os.kill(self._live[peer].pid, signal.SIGSTOP)
+            self._stopped.add(peer)
+        else:
+            self._live[peer].kill()
+            self._live.pop(peer).join()
+
+    def _restart_ended(self) -> None:
+        """Start replicas again that have ended by an error."""
+        for peer, process in list(self._live.items()):
+            if not process.is_alive():
+                self._note("ended", peer)
+                self._start(peer)
+
+    def _note(self, kind: str, peer: int) -> None:
+        self.faults.append({"kind": kind, "time": time.monotonic(), "diary": self._paths[peer].stem})
+
+
+def _lines(path: Path) -> list[Line]:
+    """Return what a replica has written; its last line may be incomplete."""
+    found = []
+    for text in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(text))
+    return found
+
+
+def figures(calm: Mapping[str, Any], stormy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is told of a library."""
+    kinds = [fault["kind"] for fault in stormy["faults"]]
+    recovered, resumed = _recoveries(stormy)
+    return {
+        **{kind: kinds.count(kind) for kind in ("kill", "stop", "join", "ended")},
+        "committed": len(_committed(stormy)),
+        "mismatches": mismatches(stormy["diaries"].values()),
+        "longest_pause_seconds": round(_longest_pause(stormy), 2),
+        "longest_wait_seconds": round(_longest_wait(stormy), 2),
+        "longest_pause_without_faults_seconds": round(_longest_pause(calm), 2),
+        "steps_per_second": round(_rate(stormy), 3),
+        "steps_per_second_without_faults": round(_rate(calm), 3),
+        "goodput": round(_rate(stormy) / _rate(calm), 3),
+        "recoveries": len(recovered),
+        "median_recovery_seconds": round(median(recovered), 2) if recovered else None,
+        "longest_recovery_seconds": round(max(recovered), 2) if recovered else None,
+        "longest_after_a_stop_seconds": round(max(resumed), 2) if resumed else None,
+    }
+
+
+def mismatches(diaries: Any) -> int:
+    """Return in how many steps of a quorum the replicas that committed it had not all the same parameters."""
+    digests = defaultdict(set)
+    for diary in diaries:
+        for line in diary:
+            if line["event"] == "committed":
+                digests[line["quorum"], line["step"]].add(line["digest"])
+    return sum(len(found) > 1 for found in digests.values())
+
+
+def _committed(run: Mapping[str, Any]) -> list[Line]:
+    """Return the commits of all replicas between begin and end, in order."""
+    every = [
+        line
+        for diary in run["diaries"].values()
+        for line in diary
+        if line["event"] == "committed" and run["begin"] <= line["time"] <= run["end"]
+    ]
+    return sorted(every, key=lambda line: line["time"])
+
+
+def _longest_pause(run: Mapping[str, Any]) -> float:
+    """Return the longest time in which no replica committed a step."""
+    times = [run["begin"], *(line["time"] for line in _committed(run)), run["end"]]
+    return max(after - before for before, after in pairwise(times))
+
+
+def _longest_wait(run: Mapping[str, Any]) -> float:
+    """Return the longest time between two commits of a replica, or to its end, in which it was not stopped."""
+    longest = 0.0
+    for name, diary in run["diaries"].items():
+        own = [fault for fault in run["faults"] if fault["diary"] == name]
+        end = min([run["end"], *(fault["time"] for fault in own if fault["kind"] in ("kill", "ended"))])
+        begins = [fault["time"] for fault in own if fault["kind"] == "stop"]
+        ends = [fault["time"] for fault in own if fault["kind"] == "continue"]
+        stops = list(zip_longest(begins, ends, fillvalue=run["end"]))
+        times = [line["time"] for line in diary if line["event"] == "committed" and line["time"] < end]
+        for before, after in pairwise([*times, end]):
+            if after > run["begin"] and not any(stop < after and before < go for stop, go in stops):
+                longest = max(longest, after - before)
+    return longest
+
+
+def _rate(run: Mapping[str, Any]) -> float:
+    """Return the steps per second that the job got on; one that is made again counts once."""
+    lines = _committed(run)
+    return float((lines[-1]["step"] - lines[0]["step"]) / (run["end"] - run["begin"]))
+
+
+def _recoveries(run: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the seconds from when a new replica was ready, or a stopped one went on, to its first commit."""
+    new, resumed = [], []
+    for diary in run["diaries"].values():
+        ready = [line["time"] for line in diary if line["event"] == "ready"]
+        first = [line["time"] for line in diary if line["event"] == "committed"]
+        if ready and first and ready[0] > run["begin"]:
+            new.append(first[0] - ready[0])
+    for fault in run["faults"]:
+        if fault["kind"] == "continue":
+            later = [
+                line["time"]
+                for line in run["diaries"][fault["diary"]]
+                if line["event"] == "committed" and line["time"] > fault["time"]
+            ]
+            if later:
+                resumed.append(later[0] - fault["time"])
+    return new, resumed
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """Return the table."""
+    names = list(document["results"])
+    rows: Sequence[tuple[str, str]] = [
+        ("kill", "replicas killed"),
+        ("stop", "replicas stopped for a while"),
+        ("join", "replicas started"),
+        ("ended", "replicas that ended by an error of their own"),
+        ("committed", "steps committed, of all replicas"),
+        ("mismatches", "steps in which replicas had different parameters"),
+        ("longest_pause_seconds", "longest time without a step, s"),
+        (
+            "longest_wait_seconds",
+            "longest time without a step of a replica that lives and was not stopped, s",
+        ),
+        ("longest_pause_without_faults_seconds", "longest time without a step if there are no faults, s"),
+        ("goodput", "steps over those without faults in the same time"),
+        ("median_recovery_seconds", "from the start-up of a replica to its first step, median, s"),
+        ("longest_recovery_seconds", "the same, longest, s"),
+        ("longest_after_a_stop_seconds", "from the end of a stop to the next step, longest, s"),
+    ]
+    found = document["results"]
+    lines = [
+        [text, *("" if found[name][key] is None else f"{found[name][key]:g}" for name in names)]
+        for key, text in rows
+    ]
+    return page.table(["", *names], lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Replicas are killed, stopped and started at random: the program runs, and its figures are right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft", reason="it is for Linux only")
+
+import churn
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability" / "README.md"
+
+
+def line(event, time, step, digest="a", quorum=1):
+    return {"event": event, "time": time, "step": step, "digest": digest, "quorum": quorum}
+
+
+def test_figures():
+    diaries = {
+        "0": [line("ready", 0.0, 0), *(line("committed", 10.0 + t, t) for t in (0, 1, 2, 5, 6))],
+        "1": [
+            line("ready", 12.0, 0),
+            line("failed", 12.5, 1, "b"),
+            line("committed", 14.0, 2),
+            line("committed", 15.0, 5, "b"),
+            line("committed", 15.5, 5, "c", quorum=2),
+        ],
+    }
+    faults = [{"kind": kind, "time": 13.0, "diary": "1"} for kind in ("kill", "continue")]
+    faults.insert(1, {"kind": "stop", "time": 12.2, "diary": "1"})
+    run = {"begin": 10.0, "end": 18.0, "diaries": diaries, "faults": faults}
+    calm = {**run, "end": 16.0}
+    found = churn.figures(calm, run)
+    assert (found["kill"], found["stop"], found["join"], found["ended"]) == (1, 1, 0, 0)
+    assert found["committed"] == 8
+    assert found["mismatches"] == 1  # step 5 of the first quorum
+    assert (found["longest_pause_seconds"], found["longest_pause_without_faults_seconds"]) == (2.0, 2.0)
+    assert found["longest_wait_seconds"] == 3.0  # of the first replica, between its steps 2 and 5
+    assert (found["steps_per_second"], found["steps_per_second_without_faults"]) == (0.75, 1.0)
+    assert found["goodput"] == 0.75
+    assert (found["recoveries"], found["longest_recovery_seconds"]) == (1, 2.0)
+    assert found["longest_after_a_stop_seconds"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.filterwarnings("ignore")
+def test_it_runs(run_program, tmp_path):
+    (tmp_path / "README.md").write_text(PAGE.read_text())
+    options = ["--peers", "3", "--seconds", "15", "--calm", "3", "--every", "3", "--peer", "torchft"]
+    folder = run_program(churn, *options)
+    document = json.loads((folder / "churn.json").read_text())
+    assert set(document["results"]) == {"qcomp", "torchft"}
+    found = document["results"]["qcomp"]
+    assert (found["mismatches"], found["ended"]) == (0, 0)
+    assert found["kill"] + found["stop"] + found["join"] == 4
+    assert found["committed"] > 20
+    assert churn.summary(document) in (folder / "README.md").read_text()
