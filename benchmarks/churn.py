@@ -1,6 +1,6 @@
 """Kill, stop and start replicas at random while they train under torchft's quorums, and see what becomes of the others.
 
-    python benchmarks/churn.py --peer torchft                 # six minutes
+    python benchmarks/churn.py --peer torchft                 # four minutes
     python benchmarks/churn.py --seconds 1800                 # half an hour of qcomp alone
 
 Writes docs/reliability/churn.json, and the table of the page beside it. Exits with 1 if replicas had different
@@ -42,9 +42,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/reliability"), help="default: %(default)s")
     parser.add_argument("--peers", type=int, default=8, help="replicas (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=140.0, help="with faults, for each library (default: %(default)s)"
+        "--seconds", type=float, default=90.0, help="with faults, for each library (default: %(default)s)"
     )
-    parser.add_argument("--calm", type=float, default=30.0, help="without faults (default: %(default)s)")
+    parser.add_argument("--calm", type=float, default=15.0, help="without faults (default: %(default)s)")
     parser.add_argument(
         "--every", type=float, default=5.0, help="seconds between faults (default: %(default)s)"
     )
