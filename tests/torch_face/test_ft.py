@@ -370,6 +370,20 @@ class TestAlone:
         one.model(torch.ones(1, 20)).sum().backward()
         assert optimizer.step() is True
 
+    def test_a_failed_exchange_asks_for_another_quorum_of_the_same(self, alone):
+        one = alone()
+        optimizer = qcomp.torch.ft.Elastic(one.inner, one.manager, one.group)
+        optimizer.zero_grad()
+        one.model(torch.ones(1, 20)).sum().backward()
+        one.group.comm.close()
+        assert optimizer.step() is False
+        assert (optimizer.state.step, one.manager.current_step()) == (0, 0)
+        first = one.group.quorum
+        optimizer.zero_grad()
+        assert one.group.quorum > first
+        one.model(torch.ones(1, 20)).sum().backward()
+        assert optimizer.step() is True
+
     def test_steps_out_of_turn_are_refused(self, alone):
         one = alone()
         optimizer = qcomp.torch.ft.Elastic(one.inner, one.manager, one.group)
