@@ -226,7 +226,7 @@ def _committed(run: Mapping[str, Any]) -> list[Line]:
 def _longest_pause(run: Mapping[str, Any]) -> float:
     """Return the longest time in which no replica committed a step."""
     times = [run["begin"], *(line["time"] for line in _committed(run)), run["end"]]
-    return max(after - before for before, after in pairwise(times))
+    return float(max(after - before for before, after in pairwise(times)))
 
 
 def _longest_wait(run: Mapping[str, Any]) -> float:

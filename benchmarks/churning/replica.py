@@ -84,7 +84,7 @@ def by_torchft(settings: dict[str, Any]) -> Face:
     def finish() -> bool:
         before = manager.current_step()
         optimizer.step()
-        return manager.current_step() > before
+        return bool(manager.current_step() > before)
 
     return Face(
         manager,
