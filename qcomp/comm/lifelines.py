@@ -120,6 +120,14 @@ class Lifelines:
                 return f"{verb}: {loss.reason}"
         return None
 
+    def cause(self, exchange: int, verb: str) -> str | None:
+        """Return what `problem` will soon return, for a transport that has failed; None if nothing is heard.
+
+        The transport may be the first to notice, and then names a rank that has given up because of another one.
+        """
+        with self.changed:
+            return self.changed.wait_for(lambda: self.problem(exchange, verb), timeout=2 * _GRACE_SECONDS)
+
     def is_dead(self, peer: int) -> bool:
         """Return whether the process of a rank has ended, or shows no sign of life."""
         return peer in self._dead
@@ -201,8 +209,7 @@ class Lifelines:
             if connection is not None:
                 self._selector.unregister(connection)
             self._heard.pop(peer, None)
-            loss = _Loss(_ALL_EXCHANGES, f"rank {peer} {_ENDED}", dead=True)
-            self._expected.append((now + _GRACE_SECONDS, peer, loss))
+            self._expect(peer, _Loss(_ALL_EXCHANGES, f"rank {peer} {_ENDED}", dead=True), now)
             return
         if peer in self._heard:
             self._heard[peer] = now
@@ -215,10 +222,13 @@ class Lifelines:
             self._unread[peer] = text[end:]
             if kind == _FAILED:
                 why = text[_MESSAGE.size : end].decode(errors="replace")
-                loss = _Loss(first, f"rank {peer} failed: {why}", dead=False)
-                self._expected.append((now + _GRACE_SECONDS, peer, loss))
+                self._expect(peer, _Loss(first, f"rank {peer} failed: {why}", dead=False), now)
             elif kind == _FINISHED:
-                self._lose(peer, _Loss(first, f"rank {peer} {_ENDED}", dead=False))
+                self._expect(peer, _Loss(first, f"rank {peer} {_ENDED}", dead=False), now)
+
+    def _expect(self, peer: int, loss: _Loss, now: float) -> None:
+        # In the order of what was heard, so that what comes first is named, and not who has given up because of it.
+        self._expected.append((now + _GRACE_SECONDS, peer, loss))
 
     def _lose(self, peer: int, loss: _Loss) -> None:
         with self.changed:

@@ -218,6 +218,10 @@ class TorchCommunicator(Verbs):
         waiting.join(lambda: self._lifelines.problem(exchange, verb))
         return made
 
+    def cause(self, exchange: int, verb: str) -> str | None:
+        """Return why gloo has lost a connection, None if no other rank says anything of it."""
+        return self._lifelines.cause(exchange, verb)
+
     def end(self, exchange: int) -> None:
         """Take note that an exchange is complete."""
         self._lifelines.complete(exchange)

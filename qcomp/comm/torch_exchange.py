@@ -45,6 +45,10 @@ class _Connections(Protocol):
         """Return what ``meanwhile`` returns after ``wait`` has ended on another thread; raise if a rank is lost."""
         ...
 
+    def cause(self, exchange: int, verb: str) -> str | None:
+        """Return why gloo has lost a connection, None if no other rank says anything of it."""
+        ...
+
     def end(self, exchange: int) -> None:
         """Take note that an exchange is complete."""
         ...
@@ -161,7 +165,8 @@ class TorchExchange:
 
     def _gone(self, peer: int) -> CommunicatorError:
         return CommunicatorError(
-            f"{self._verb}: rank {peer} has finished, died or given up: its connection is closed"
+            self._comm.cause(self._number, self._verb)
+            or f"{self._verb}: rank {peer} has finished, died or given up: its connection is closed"
         )
 
     def wait(self) -> list[Array]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import qcomp
-import qcomp.copies
+import qcomp.checkpoint.copies
 from qcomp.checkpoint import Copies
 from qcomp.comm import run_local
 from qcomp.core.checkpoint.copies import Generation, Part, carry_stages, neighbours, newest_whole
@@ -193,7 +193,7 @@ class Killer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, moment: str) -> None:
         self.thread, self.left, self.moment = f"rank {victim} of ", number, moment
         self.struck: str | None = None
-        write, remove, touch = qcomp.copies.write_whole, os.remove, Path.touch
+        write, remove, touch = qcomp.checkpoint.copies.write_whole, os.remove, Path.touch
 
         def torn(path: Any, content: Any) -> None:
             with open(f"{path}.unfinished", "wb") as file:
@@ -201,7 +201,7 @@ class Killer:
                 file.truncate(file.tell() // 2)
 
         monkeypatch.setattr(
-            qcomp.copies,
+            qcomp.checkpoint.copies,
             "write_whole",
             lambda path, content: self.at("write", lambda: write(path, content), lambda: torn(path, content)),
         )
@@ -691,7 +691,7 @@ class TestAllRanksRaise:
 
     @pytest.mark.parametrize("number", [0, 1], ids=["its own", "its neighbour's"])
     def test_for_a_full_folder(self, tmp_path, monkeypatch, number):
-        write, calls = qcomp.copies.write_whole, []
+        write, calls = qcomp.checkpoint.copies.write_whole, []
 
         def full(path: Path, content: Any) -> None:
             if path.name.startswith(f"{2:016d}") and path.name.endswith("-1"):
@@ -700,7 +700,7 @@ class TestAllRanksRaise:
                     raise OSError(28, "No space left on device")
             write(path, content)
 
-        monkeypatch.setattr(qcomp.copies, "write_whole", full)
+        monkeypatch.setattr(qcomp.checkpoint.copies, "write_whole", full)
         errors, between = self.keeping(
             tmp_path, lambda comm, copies: copies.keep(2, lambda file: file.write(b"2"))
         )

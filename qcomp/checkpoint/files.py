@@ -1,25 +1,11 @@
-"""Optimizer states as flat dicts, saved by one world and loaded by another; files that are whole or absent; copies."""
+"""Files that are whole or absent."""
 
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from qcomp.core.checkpoint.format import to_arrays
-from qcomp.core.checkpoint.schema import plain
-
-if TYPE_CHECKING:
-    from qcomp.copies import Copies, Kept
-
-__all__ = ["Copies", "Kept", "plain", "to_arrays", "write_whole"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use what needs NumPy."""
-    if name in ("Copies", "Kept"):
-        return getattr(import_module("qcomp.copies"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["write_whole"]
 
 
 def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any]) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from qcomp.backends.private_folder import made_private
-from qcomp.checkpoint import write_whole
+from qcomp.checkpoint.files import write_whole
 from qcomp.core.checkpoint.copies import (
     Generation,
     Part,
