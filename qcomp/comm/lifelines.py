@@ -115,18 +115,20 @@ class Lifelines:
 
     def problem(self, exchange: int, verb: str) -> str | None:
         """Return why an exchange by a verb cannot be completed, None as long as nobody that it needs is lost."""
-        for loss in list(self._lost.values()):
-            if exchange >= loss.first:
-                return f"{verb}: {loss.reason}"
-        return None
+        return _reason(list(self._lost.values()), exchange, verb)
 
     def cause(self, exchange: int, verb: str) -> str | None:
-        """Return what `problem` will soon return, for a transport that has failed; None if nothing is heard.
+        """Return why the transport has failed in an exchange, None if no rank was heard to leave.
 
-        The transport may be the first to notice, and then names a rank that has given up because of another one.
+        The transport names whose connection was closed: that may be a rank which gave up because of another one.
         """
         with self.changed:
-            return self.changed.wait_for(lambda: self.problem(exchange, verb), timeout=2 * _GRACE_SECONDS)
+            return self.changed.wait_for(
+                lambda: _reason(
+                    [*self._lost.values(), *(loss for _, _, loss in self._expected)], exchange, verb
+                ),
+                timeout=_GRACE_SECONDS,
+            )
 
     def is_dead(self, peer: int) -> bool:
         """Return whether the process of a rank has ended, or shows no sign of life."""
@@ -188,8 +190,9 @@ class Lifelines:
             self._spoke = now
             self._send(_BEAT)
         while self._expected and now >= self._expected[0][0]:
-            _, peer, loss = self._expected.pop(0)
+            _, peer, loss = self._expected[0]
             self._lose(peer, loss)
+            del self._expected[0]
         for peer, heard in list(self._heard.items()):
             if now - heard > self._silence:
                 del self._heard[peer]
@@ -228,7 +231,9 @@ class Lifelines:
 
     def _expect(self, peer: int, loss: _Loss, now: float) -> None:
         # In the order of what was heard, so that what comes first is named, and not who has given up because of it.
-        self._expected.append((now + _GRACE_SECONDS, peer, loss))
+        with self.changed:
+            self._expected.append((now + _GRACE_SECONDS, peer, loss))
+            self.changed.notify_all()
 
     def _lose(self, peer: int, loss: _Loss) -> None:
         with self.changed:
@@ -241,6 +246,11 @@ class Lifelines:
         """Close this child's copies of the connections, so that they end with the parent."""
         self._sending = threading.Lock()  # the parent's thread may have held it
         self._close()
+
+
+def _reason(losses: Sequence[_Loss], exchange: int, verb: str) -> str | None:
+    """Return why an exchange cannot be completed, if one of these ranks is needed."""
+    return next((f"{verb}: {loss.reason}" for loss in losses if exchange >= loss.first), None)
 
 
 _open: weakref.WeakSet[Lifelines] = weakref.WeakSet()
