@@ -1,7 +1,8 @@
-"""Kill, stop and start replicas at random while they train under torchft's quorums, and see what becomes of the others.
+"""Kill, stop, cut off and start replicas at random while they train under torchft's quorums, and look at the others.
 
-    python benchmarks/churn.py --peer torchft                 # four minutes
-    python benchmarks/churn.py --seconds 1800                 # half an hour of qcomp alone
+    sudo python benchmarks/churn.py --cut --peer torchft      # four minutes
+    sudo python benchmarks/churn.py --cut --seconds 1800      # half an hour of qcomp alone
+    python benchmarks/churn.py                                # without root: no cable is pulled
 
 Writes docs/reliability/churn.json, and the table of the page beside it. Exits with 1 if replicas had different
 parameters.
@@ -18,17 +19,21 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext, suppress
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import page
+from network.shaped import connect, shaped_network
 from timing import machine
 
 HEARTBEAT_SECONDS = 0.5
 """Time without a heartbeat after which the lighthouse counts a replica as dead."""
+JOIN_SECONDS = 2.0
+"""Time that the lighthouse waits for a replica which shows signs of life and does not ask for a quorum."""
 LONGEST_START = 120.0
 FEWEST = 0.5
 """Of the replicas at least this part is left alive."""
@@ -49,46 +54,69 @@ def main() -> int:
         "--every", type=float, default=5.0, help="seconds between faults (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    parser.add_argument(
+        "--cut",
+        action="store_true",
+        help="put each replica on a network node, and also pull its cable; needs root",
+    )
     parser.add_argument("--peer", choices=("torchft",), help="run it too, on the same faults")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = {}
     for face in ["qcomp", *([options.peer] if options.peer else [])]:
-        calm = Run(face, options.peers).train(options.calm, every=None, seed=options.seed)
-        stormy = Run(face, options.peers).train(options.seconds, every=options.every, seed=options.seed)
-        results[face] = figures(calm, stormy)
+        runs = []
+        for seconds, every in ((options.calm, None), (options.seconds, options.every)):
+            # In a process of its own, since a process cannot leave a network.
+            with (
+                shaped_network(options.peers + 1, None) if options.cut else nullcontext() as network,
+                ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+            ):
+                runs.append(pool.submit(one_run, options, face, network, seconds, every).result())
+        results[face] = figures(*runs)
         print(face, json.dumps(results[face]), flush=True)
-    settings = {name: getattr(options, name) for name in ("peers", "seconds", "calm", "every", "seed")}
+    settings = {name: getattr(options, name) for name in ("peers", "seconds", "calm", "every", "seed", "cut")}
     document = {"machine": machine(), "settings": settings, "results": results}
     (options.out / "churn.json").write_text(json.dumps(document, indent=1) + "\n")
     page.rewrite(options.out, {"churn": summary(document)})
     return 1 if results["qcomp"]["mismatches"] else 0
 
 
-class Run:
-    """Replicas of one library in this machine's processes, and their lighthouse."""
+def one_run(
+    options: argparse.Namespace, face: str, network: str | None, seconds: float, every: float | None
+) -> dict[str, Any]:
+    """Let replicas train in a network, as `Run.train` does."""
+    return Run(face, options.peers, network).train(seconds, every=every, seed=options.seed)
 
-    def __init__(self, face: str, peers: int) -> None:
+
+class Run:
+    """Replicas of one library in this machine's processes, and their lighthouse, perhaps on nodes of a network."""
+
+    def __init__(self, face: str, peers: int, network: str | None) -> None:
         os.environ.setdefault("RUST_LOG", "error")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("QCOMP_KERNELS", "pure")
-        from churning.replica import replica_main  # noqa: PLC0415
+        from churning.replica import Node, replica_main  # noqa: PLC0415
         from torchft.coordination import LighthouseServer  # noqa: PLC0415  (after RUST_LOG)
 
         self._face, self._peers, self._main = face, peers, replica_main
+        self._network = network
+        self._nodes = [Node(network, number) for number in range(peers + 1)]
         self._context = multiprocessing.get_context("forkserver")
         # DistributedDataParallel imports the second when it is first used, which takes seconds.
         self._context.set_forkserver_preload(["churning.replica", "torch._dynamo"])
+        self._nodes[-1].enter()
         self._lighthouse = LighthouseServer(
-            bind="127.0.0.1:0",
+            bind=f"{self._nodes[-1].address}:0",
             min_replicas=1,
-            join_timeout_ms=10_000,
+            join_timeout_ms=round(1000 * JOIN_SECONDS),
             quorum_tick_ms=20,
             heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
         )
-        self._address = "http://127.0.0.1:" + self._lighthouse.address().rsplit(":", 1)[1]
+        port = self._lighthouse.address().rsplit(":", 1)[1]
+        self._address = f"http://{self._nodes[-1].address}:{port}"
         self._live: dict[int, Any] = {}
         self._stopped: set[int] = set()
+        self._cut: set[int] = set()
         self._paths: dict[int, Path] = {}
         self._started = 0
         self.faults: list[Line] = []
@@ -126,7 +154,9 @@ class Run:
         path = self._folder / f"{self._started}.jsonl"
         self._started += 1
         process = self._context.Process(
-            target=self._main, args=(self._face, f"replica{peer}", self._address, path), daemon=True
+            target=self._main,
+            args=(self._face, f"replica{peer}", self._address, self._nodes[peer], path),
+            daemon=True,
         )
         process.start()
         self._live[peer] = process
@@ -142,14 +172,19 @@ class Run:
         raise TimeoutError(f"{self._peers} replicas did not come together within {LONGEST_START:g} s")
 
     def _strike(self, chance: random.Random) -> None:
-        """Kill, stop or start a replica; the last one that was stopped goes on."""
-        for peer in list(self._stopped):
+        """Kill, stop, cut off or start a replica; the last one that was stopped or cut off goes on."""
+        while self._stopped:
+            peer = self._stopped.pop()
             os.kill(self._live[peer].pid, signal.SIGCONT)
             self._note("continue", peer)
-            self._stopped.remove(peer)
+        while self._cut:
+            peer = self._cut.pop()
+            self._connect(peer, up=True)
+            self._note("mend", peer)
         missing = sorted(set(range(self._peers)) - set(self._live))
         few = len(self._live) - 1 < FEWEST * self._peers
-        kind = chance.choice([*(["join"] if missing else []), *([] if few else ["kill", "stop"])])
+        strikes = ["kill", "stop", *(["cut"] if self._network else [])]
+        kind = chance.choice([*(["join"] if missing else []), *([] if few else strikes)])
         peer = chance.choice(missing if kind == "join" else sorted(self._live))
         self._note(kind, peer)
         if kind == "join":
@@ -157,9 +192,16 @@ class Run:
         elif kind == "stop":
             os.kill(self._live[peer].pid, signal.SIGSTOP)
             self._stopped.add(peer)
+        elif kind == "cut":
+            self._connect(peer, up=False)
+            self._cut.add(peer)
         else:
             self._live[peer].kill()
             self._live.pop(peer).join()
+
+    def _connect(self, peer: int, *, up: bool) -> None:
+        assert self._network is not None
+        connect(self._network, peer, up=up)
 
     def _restart_ended(self) -> None:
         """Start replicas again that have ended by an error."""
@@ -184,9 +226,9 @@ def _lines(path: Path) -> list[Line]:
 def figures(calm: Mapping[str, Any], stormy: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is told of a library."""
     kinds = [fault["kind"] for fault in stormy["faults"]]
-    recovered, resumed = _recoveries(stormy)
+    recovered, resumed, mended = _recoveries(stormy)
     return {
-        **{kind: kinds.count(kind) for kind in ("kill", "stop", "join", "ended")},
+        **{kind: kinds.count(kind) for kind in ("kill", "stop", "cut", "join", "ended")},
         "committed": len(_committed(stormy)),
         "mismatches": mismatches(stormy["diaries"].values()),
         "longest_pause_seconds": round(_longest_pause(stormy), 2),
@@ -199,6 +241,7 @@ def figures(calm: Mapping[str, Any], stormy: Mapping[str, Any]) -> dict[str, Any
         "median_recovery_seconds": round(median(recovered), 2) if recovered else None,
         "longest_recovery_seconds": round(max(recovered), 2) if recovered else None,
         "longest_after_a_stop_seconds": round(max(resumed), 2) if resumed else None,
+        "longest_after_a_cut_seconds": round(max(mended), 2) if mended else None,
     }
 
 
@@ -230,13 +273,13 @@ def _longest_pause(run: Mapping[str, Any]) -> float:
 
 
 def _longest_wait(run: Mapping[str, Any]) -> float:
-    """Return the longest time between two commits of a replica, or to its end, in which it was not stopped."""
+    """Return the longest time between two commits of a replica, or to its end, if it was not stopped or cut off."""
     longest = 0.0
     for name, diary in run["diaries"].items():
         own = [fault for fault in run["faults"] if fault["diary"] == name]
         end = min([run["end"], *(fault["time"] for fault in own if fault["kind"] in ("kill", "ended"))])
-        begins = [fault["time"] for fault in own if fault["kind"] == "stop"]
-        ends = [fault["time"] for fault in own if fault["kind"] == "continue"]
+        begins = [fault["time"] for fault in own if fault["kind"] in ("stop", "cut")]
+        ends = [fault["time"] for fault in own if fault["kind"] in ("continue", "mend")]
         stops = list(zip_longest(begins, ends, fillvalue=run["end"]))
         times = [line["time"] for line in diary if line["event"] == "committed" and line["time"] < end]
         for before, after in pairwise([*times, end]):
@@ -251,24 +294,25 @@ def _rate(run: Mapping[str, Any]) -> float:
     return float((lines[-1]["step"] - lines[0]["step"]) / (run["end"] - run["begin"]))
 
 
-def _recoveries(run: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return the seconds from when a new replica was ready, or a stopped one went on, to its first commit."""
-    new, resumed = [], []
+def _recoveries(run: Mapping[str, Any]) -> tuple[list[float], list[float], list[float]]:
+    """Return the seconds from when a new replica was ready, one went on after a stop or a cut, to its first commit."""
+    new: list[float] = []
+    resumed: dict[str, list[float]] = {"continue": [], "mend": []}
     for diary in run["diaries"].values():
         ready = [line["time"] for line in diary if line["event"] == "ready"]
         first = [line["time"] for line in diary if line["event"] == "committed"]
         if ready and first and ready[0] > run["begin"]:
             new.append(first[0] - ready[0])
     for fault in run["faults"]:
-        if fault["kind"] == "continue":
+        if fault["kind"] in resumed:
             later = [
                 line["time"]
                 for line in run["diaries"][fault["diary"]]
                 if line["event"] == "committed" and line["time"] > fault["time"]
             ]
             if later:
-                resumed.append(later[0] - fault["time"])
-    return new, resumed
+                resumed[fault["kind"]].append(later[0] - fault["time"])
+    return new, resumed["continue"], resumed["mend"]
 
 
 def summary(document: Mapping[str, Any]) -> str:
@@ -277,6 +321,7 @@ def summary(document: Mapping[str, Any]) -> str:
     rows: Sequence[tuple[str, str]] = [
         ("kill", "replicas killed"),
         ("stop", "replicas stopped for a while"),
+        ("cut", "replicas cut off for a while"),
         ("join", "replicas started"),
         ("ended", "replicas that ended by an error of their own"),
         ("committed", "steps committed, of all replicas"),
@@ -284,13 +329,14 @@ def summary(document: Mapping[str, Any]) -> str:
         ("longest_pause_seconds", "longest time without a step, s"),
         (
             "longest_wait_seconds",
-            "longest time without a step of a replica that lives and was not stopped, s",
+            "longest time without a step of a replica that lives and was not stopped or cut off, s",
         ),
         ("longest_pause_without_faults_seconds", "longest time without a step if there are no faults, s"),
         ("goodput", "steps over those without faults in the same time"),
         ("median_recovery_seconds", "from the start-up of a replica to its first step, median, s"),
         ("longest_recovery_seconds", "the same, longest, s"),
         ("longest_after_a_stop_seconds", "from the end of a stop to the next step, longest, s"),
+        ("longest_after_a_cut_seconds", "from the end of a cut to the next step, longest, s"),
     ]
     found = document["results"]
     lines = [

@@ -16,15 +16,16 @@ os.environ.setdefault("RUST_LOG", "error")  # of torchft, which reads it when it
 
 import torch
 import torchft
+from network.shaped import address, become
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 import qcomp
 import qcomp.torch.ft
 
-__all__ = ["FACES", "PATIENCE", "SILENCE", "replica_main"]
+__all__ = ["FACES", "PATIENCE", "SILENCE", "Node", "replica_main"]
 
-PATIENCE = 5.0
+PATIENCE = 2.5
 """Seconds that a replica waits for the others in an exchange or while they connect."""
 SILENCE = 1.0
 STEP_SECONDS = 0.1
@@ -98,14 +99,34 @@ def by_torchft(settings: dict[str, Any]) -> Face:
 FACES = {"qcomp": by_qcomp, "torchft": by_torchft}
 
 
-def replica_main(face: str, name: str, lighthouse: str, path: Path) -> None:
+class Node(NamedTuple):
+    """Where a replica runs."""
+
+    network: str | None
+    """The name of a network of this machine, None for the machine itself."""
+    number: int
+
+    @property
+    def address(self) -> str:
+        """The address by which other nodes reach it."""
+        return address(self.number) if self.network else "127.0.0.1"
+
+    def enter(self) -> None:
+        """Move this process there."""
+        if self.network:
+            become(self.network, self.number)
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def replica_main(face: str, name: str, lighthouse: str, node: Node, path: Path) -> None:
     """Be a replica, and write a line for each event."""
+    node.enter()
     warnings.simplefilter("ignore")
     logging.disable()
     BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign]
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(node.address, 0, is_master=True, wait_for_workers=False)
     patience = timedelta(seconds=PATIENCE)
     own = FACES[face](
         {
@@ -114,11 +135,11 @@ def replica_main(face: str, name: str, lighthouse: str, path: Path) -> None:
             "quorum_timeout": timedelta(seconds=60),
             "rank": 0,
             "world_size": 1,
-            "store_addr": "127.0.0.1",
+            "store_addr": node.address,
             "store_port": store.port,
             "lighthouse_addr": lighthouse,
             "replica_id": name,
-            "hostname": "127.0.0.1",
+            "hostname": node.address,
         }
     )
     with path.open("a", buffering=1) as file:

@@ -6,11 +6,13 @@ brings up two nodes, runs a command on the first, and takes the network down. It
 """
 
 import argparse
+import ctypes
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["NetworkError", "address", "ended_by_signals", "enter", "limit", "shaped_network", "transmitted"]
+__all__ = [
+    "NetworkError",
+    "address",
+    "become",
+    "connect",
+    "ended_by_signals",
+    "enter",
+    "limit",
+    "shaped_network",
+    "transmitted",
+]
 
 ENTER = Path(__file__).parent / "enter.sh"
 VARIABLE = "QCOMP_NETWORK"
@@ -26,6 +38,9 @@ VARIABLE = "QCOMP_NETWORK"
 PREFIX = "qcompnet"
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(?:\d+|switch)")
 TOOLS = ("ip", "tc", "nsenter", "unshare")
+
+_NETWORK_SPACE, _NAME_SPACE = 0x40000000, 0x04000000
+"""Linux: CLONE_NEWNET and CLONE_NEWUTS."""
 
 BUFFER = "4mb"
 """The queue limit of a switch."""
@@ -94,6 +109,26 @@ def address(node: int) -> str:
 def enter(node: int, command: Sequence[str]) -> list[str]:
     """Return a command that runs a command on a node, with the network's name in `VARIABLE`."""
     return [str(ENTER), address(node), shlex.join(command)]
+
+
+def become(name: str, node: int) -> None:
+    """Move this process to a node of a running network, whose address becomes its host name.
+
+    Threads that run already stay where they are.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}-{node}") as namespace:
+        for done in (libc.setns(namespace.fileno(), _NETWORK_SPACE), libc.unshare(_NAME_SPACE)):
+            if done:
+                raise NetworkError(
+                    f"this process cannot enter node {node}: {os.strerror(ctypes.get_errno())}"
+                )
+    socket.sethostname(address(node))
+
+
+def connect(name: str, node: int, *, up: bool) -> None:
+    """Plug the cable of a node of a running network in, or out: no other node is told of it."""
+    _do("ip", "-n", f"{name}-switch", "link", "set", f"port{node}", "up" if up else "down")
 
 
 def limit(name: str, nodes: int, rate: str | None) -> None:

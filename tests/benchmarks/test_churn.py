@@ -41,19 +41,36 @@ def test_figures():
     assert found["goodput"] == 0.75
     assert (found["recoveries"], found["longest_recovery_seconds"]) == (1, 2.0)
     assert found["longest_after_a_stop_seconds"] == 1.0
+    assert found["longest_after_a_cut_seconds"] is None
+
+
+def test_a_replica_that_was_cut_off_does_not_count_as_waiting():
+    times = (10.0, 11.0, 16.5, 17.0)
+    diaries = {"0": [line("ready", 0.0, 0), *(line("committed", t, i) for i, t in enumerate(times))]}
+    faults = [{"kind": "cut", "time": 11.5, "diary": "0"}, {"kind": "mend", "time": 16.0, "diary": "0"}]
+    run = {"begin": 10.0, "end": 17.5, "diaries": diaries, "faults": faults}
+    found = churn.figures(run, run)
+    assert (found["cut"], found["longest_after_a_cut_seconds"], found["longest_wait_seconds"]) == (
+        1,
+        0.5,
+        1.0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")
-def test_it_runs(run_program, tmp_path):
+@pytest.mark.parametrize("cut", [[], ["--cut"]], ids=["here", "on nodes"])
+def test_it_runs(run_program, tmp_path, cut, request):
+    if cut:
+        request.getfixturevalue("allowed")
     (tmp_path / "README.md").write_text(PAGE.read_text())
-    options = ["--peers", "3", "--seconds", "15", "--calm", "3", "--every", "3", "--peer", "torchft"]
+    options = ["--peers", "3", "--seconds", "15", "--calm", "3", "--every", "3", "--peer", "torchft", *cut]
     folder = run_program(churn, *options)
     document = json.loads((folder / "churn.json").read_text())
     assert set(document["results"]) == {"qcomp", "torchft"}
     found = document["results"]["qcomp"]
     assert (found["mismatches"], found["ended"]) == (0, 0)
-    assert found["kill"] + found["stop"] + found["join"] == 4
+    assert found["kill"] + found["stop"] + found["cut"] + found["join"] == 4
     assert found["committed"] > 20
     assert churn.summary(document) in (folder / "README.md").read_text()

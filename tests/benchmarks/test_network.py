@@ -477,16 +477,6 @@ def namespaces(process):
     return [line.split()[0] for line in listed.stdout.splitlines() if f"-{process}-" in line]
 
 
-@pytest.fixture(scope="module")
-def allowed():
-    """Containers often give root, and yet refuse to make network namespaces: only a trial tells."""
-    try:
-        with shaped.shaped_network(1, None):
-            pass
-    except shaped.NetworkError as error:
-        pytest.skip(reason=f"only root can shape a network, and only the benchmark needs one: {error}")
-
-
 @pytest.fixture
 def network(allowed):
     with shaped.shaped_network(2, "100mbit") as name:

@@ -21,6 +21,7 @@ from tests.core.elastic_jobs import (
     without,
     world,
 )
+from tests.core.elastic_scenarios import die_in_resumes, die_in_steps, join, leave
 from tests.optimizers.every import EVERY, SHAPES, growing
 
 pytestmark = [
@@ -37,7 +38,7 @@ def jobs(quick: Any = QUICK) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name) for name in JOBS]
 
 
-def moments(job: World, name: str) -> list[int]:
+def moments(job: World) -> list[int]:
     """The steps in which ranks die: with a quick optimizer the first one of each stage, and the one before it."""
     run = whole_run(job, STEPS)
     stages = [helds[0].state.stage for helds in run]
@@ -60,103 +61,28 @@ def snapshot(held: ElasticState, label: int) -> Any:
 
 @pytest.mark.parametrize("name", jobs())
 def test_a_rank_dies_in_any_exchange_of_a_step(name):
-    """The others go back to the last step that all completed, and what it owed is dropped, and nothing else."""
     job = world(name)
-    run = whole_run(job, STEPS)
-    before, mixed = fingerprint(run), 0
-    for step in moments(job, name):
-        helds = run[step]
-        for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=True):
-            left = left_with(helds, results, death.rank)
-            mixed += len({held.state.step for held in left}) > 1
-            common = min(held.history[-1].label for held in left)
-            assert common in (step, step + 1)
-            again, report = job.resume(left, without(job.hosts, death.rank))
-            assert report["dropped_ranks"] == 1
-            assert report["repeated_steps"] == max(held.state.step for held in left) - again[0].state.step
-            assert again[0].state.step == run[common][0].state.step
-            require_owed(job, [h.state for h in run[common]], [h.state for h in again], [death.rank])
-            job.go_on(again)
-    assert mixed or name == "SGD, exact"
-    assert fingerprint(run) == before  # nothing that anybody held has changed
+    before = fingerprint(whole_run(job, STEPS))
+    assert die_in_steps(job, STEPS, moments(job))
+    assert fingerprint(whole_run(job, STEPS)) == before  # nothing that anybody held has changed
 
 
 @pytest.mark.parametrize("name", jobs())
 def test_a_rank_leaves(name):
-    """Nothing is lost; and if it dies while it leaves, no more than by any other death."""
     job = world(name)
-    for step in moments(job, name)[::2]:
-        helds = whole_run(job, STEPS)[step]
-        for leaving in range(job.size):
-            shared = lockstep([job.elastic.share_stages(held) for held in helds])
-            again, report = job.resume(without(shared, leaving), without(job.hosts, leaving))
-            assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (1, 0, 0)
-            require_owed(job, [h.state for h in helds], [h.state for h in again], [])
-            job.go_on(again)
-        for death, results in kills(
-            lambda h=helds: [job.elastic.share_stages(held) for held in h], job.size, all_reaches=True
-        ):
-            left = left_with(helds, results, death.rank)
-            again, report = job.resume(left, without(job.hosts, death.rank))
-            whole = all(r is None or isinstance(r, ElasticState) for r in results)
-            assert report["restored_ranks"] == whole
-            lost = [] if whole else [death.rank]
-            require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
-            job.go_on(again, 1)
+    assert leave(job, STEPS, moments(job)[::2])
 
 
 @pytest.mark.parametrize("name", jobs(("1-bit",)))
 def test_a_rank_joins_and_any_dies_meanwhile(name):
-    """In every exchange of a resume with one more rank, which dies, or one of the old ones does."""
     job = world(name)
-    for step in moments(job, name)[::2]:
-        helds = whole_run(job, STEPS)[step]
-        joined = [None, *helds]
-        hosts = f"b{job.hosts}"
-        again, report = job.resume(joined, hosts)
-        assert (report["joined_ranks"], report["dropped_ranks"]) == (1, 0)
-        assert [held.since for held in again] == [again[0].history[-1].label, *[0] * job.size]
-        require_owed(job, [h.state for h in helds], [h.state for h in again], [])
-        job.go_on(again)
-        for death, results in kills(lambda j=joined, h=hosts: job.resumes(j, h), len(joined), first=step):
-            left = left_with(joined, results, death.rank)
-            again, report = job.resume(left, without(hosts, death.rank))
-            went_on = all(not isinstance(result, Exception) for result in results)
-            if not went_on:  # back to the old world, in which the new rank had nothing
-                lost = [] if death.rank == 0 else [death.rank - 1]
-                require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
-                assert report["joined_ranks"] == (death.rank != 0)
-            assert report["dropped_ranks"] == (went_on or death.rank != 0)
-            job.go_on(again, 1)
+    assert join(job, STEPS, moments(job)[::2])
 
 
 @pytest.mark.parametrize("name", jobs(("EF21",)))
 def test_a_rank_dies_while_the_others_resume(name):
-    """In every exchange of a resume after a death; what two ranks owed is dropped, once each."""
-    hosts = "aabb" if name.endswith("hierarchical") else "abcd"
-    job = world(name, hosts)
-    for step in moments(job, name)[1::2]:
-        helds = whole_run(job, STEPS)[step]
-        gone = 3 if name.endswith("hierarchical") else 1
-        rest, first = without(hosts, gone), without(helds, gone)
-        # If the step exchanges anything, one of them has completed it, and goes back.
-        deaths = [Death(gone, exchange, [0]) for exchange in range(4)]
-        for results in (until_death(job.steps(helds), death) for death in deaths):
-            if isinstance(results[0], ElasticState) and results[gone] is None:
-                first = left_with(helds, results, gone)
-                assert [held.state.step for held in first] == [step + 1, step, step]
-        for death, results in kills(lambda f=first, r=rest: job.resumes(f, r), 3, first=step):
-            if name.endswith("hierarchical") and death.rank == 2:
-                continue  # one machine is left, see below
-            left = left_with(first, results, death.rank)
-            again, report = job.resume(left, without(rest, death.rank))
-            if any(isinstance(result, Exception) for result in results):
-                lost = [gone, first[death.rank].state.rank]
-                require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
-                assert report["dropped_ranks"] == 2
-            else:
-                assert report["dropped_ranks"] == 1
-            job.go_on(again, 1)
+    job = world(name, "abcd")
+    assert die_in_resumes(job, STEPS, moments(job)[1::2])
 
 
 @pytest.mark.parametrize("name", jobs(("1-bit", "Muon")))
@@ -165,7 +91,7 @@ def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
     """With a new rank in its place, the job goes on bit for bit as it was."""
     job = world(name, lost="restore", every=every)
     run = whole_run(job, STEPS)
-    for step in moments(job, name)[1:]:  # there are no copies yet in the first step
+    for step in moments(job)[1:]:  # there are no copies yet in the first step
         helds = run[step]
         for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=every == 3):
             left = left_with(helds, results, death.rank)
