@@ -26,7 +26,7 @@ def run_program(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def allowed():
     """Containers often give root, and yet refuse to make network namespaces: only a trial tells."""
-    from network import shaped  # noqa: PLC0415  (after the change of sys.path)
+    from network import shaped
 
     try:
         with shaped.shaped_network(1, None):
