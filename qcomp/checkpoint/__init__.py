@@ -3,18 +3,24 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qcomp.checkpoint.files import write_whole
 from qcomp.core.checkpoint.format import to_arrays
 from qcomp.core.checkpoint.schema import plain
 
 if TYPE_CHECKING:
     from qcomp.checkpoint.copies import Copies, Kept
+    from qcomp.checkpoint.files import write_whole
 
 __all__ = ["Copies", "Kept", "plain", "to_arrays", "write_whole"]
 
+_MODULES = {"Copies": "copies", "Kept": "copies", "write_whole": "files"}
+"""What is imported on first use, by module."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import on first use what needs NumPy."""
-    if name in ("Copies", "Kept"):
-        return getattr(import_module("qcomp.checkpoint.copies"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"qcomp.checkpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
