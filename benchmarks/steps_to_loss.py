@@ -10,12 +10,15 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import page
+from race import plan
+from race.methods import METHODS, OFTEN
+from race.tasks import TASKS as RACED
 
 Curve = list[tuple[float, float]]
 
@@ -37,6 +40,25 @@ LABELS = {
     "sign_hook": "gradients of 1 bit, Adam",
     "qsgd4_hook": "gradients of 4 bits, Adam",
 }
+EXACT = {"ddp_adamw": "AdamW", "ddp_muon": "Muon", "ddp_muon3": "Muon of 3 iterations"}
+"""The exact trainings of the race, and their optimizers."""
+RACE = {
+    "powersgd1_adamw": ("PowerSGD rank 1", "ddp_adamw"),
+    "powersgd1_muon": ("PowerSGD rank 1", "ddp_muon"),
+    "powersgd2_adamw": ("PowerSGD rank 2", "ddp_adamw"),
+    "powersgd2_muon": ("PowerSGD rank 2", "ddp_muon"),
+    "lowrank2_adamw": ("PowerSGD rank 2", "ddp_adamw"),
+    "lowrank2_muon": ("PowerSGD rank 2", "ddp_muon"),
+    "muon_4_1": ("Muon, 4 + 1 bits", "ddp_muon"),
+    "muon_2_1": ("Muon, 2 + 1 bits", "ddp_muon"),
+    "local_adamw": ("LocalSGD every {every} steps", "ddp_adamw"),
+    "diloco_adamw": ("DiLoCo every {every} steps", "ddp_adamw"),
+    "muloco": ("MuLoCo every {every} steps", "ddp_muon"),
+    "sparse_adamw": ("SparseLoCo every {every} steps", "ddp_adamw"),
+    "sparse_muon": ("SparseLoCo every {every} steps", "ddp_muon"),
+    "sparse_often_muon3": (f"SparseLoCo every {OFTEN} steps", "ddp_muon3"),
+}
+"""Methods of the race: what they are, and exact training by the same optimizer."""
 
 
 def main() -> None:
@@ -55,16 +77,16 @@ def main() -> None:
 
 def records(studies: Path) -> list[dict[str, Any]]:
     """Return all records."""
-    return [*_convergence(studies), *_network(studies), *_muon(studies)]
+    return [*_convergence(studies), *_network(studies), *_muon(studies), *_race(studies)]
 
 
-def ratio(method: Curve, adam: Curve) -> float | None:
-    """Return the steps of a method for each step of Adam, to the lower of the losses that both reach.
+def ratio(method: Curve, exact: Curve) -> float | None:
+    """Return the steps of a method for each step of exact training, to the lower of the losses that both reach.
 
     Between two points a curve is straight. None if one of them begins below what the other reaches.
     """
-    reached = max(min(loss for _, loss in method), min(loss for _, loss in adam))
-    own, other = _first(method, reached), _first(adam, reached)
+    reached = max(min(loss for _, loss in method), min(loss for _, loss in exact))
+    own, other = _first(method, reached), _first(exact, reached)
     return None if own is None or other is None else round(own / other, 3)
 
 
@@ -91,15 +113,10 @@ def _convergence(studies: Path) -> list[dict[str, Any]]:
         if method not in LABELS or task not in TASKS:
             continue
         seeds = sorted(own.keys() & runs[task, "adam"].keys())
-        curves, exact = (mean([each[s]["curve"] for s in seeds]) for each in (own, runs[task, "adam"]))
-        one = own[seeds[0]]
+        curves, exact = ([each[s]["curve"] for s in seeds] for each in (own, runs[task, "adam"]))
         found.append(
-            _record(task, method, one)
-            | {
-                "ratio": ratio(curves, exact),
-                "gap": round(curves[-1][1] - exact[-1][1], 4),
-                "seeds": len(seeds),
-            }
+            _record(task, method, own[seeds[0]])
+            | _compared(curves, exact)
             | {"source": "docs/benchmarks/convergence"}
         )
     return found
@@ -111,10 +128,9 @@ def _network(studies: Path) -> list[dict[str, Any]]:
     found = []
     for method in ("sign_hook", "qsgd4_hook"):
         run = json.loads((folder / f"{method}.json").read_text())
-        gap = run["losses"][-1][1] - exact["losses"][-1][1]
         found.append(
             _record("language_model", method, run)
-            | {"ratio": ratio(run["losses"], exact["losses"]), "gap": round(gap, 4), "seeds": 1}
+            | _compared([run["losses"]], [exact["losses"]])
             | {"source": "docs/benchmarks/network"}
         )
     return found
@@ -135,9 +151,42 @@ def _muon(studies: Path) -> list[dict[str, Any]]:
         found.append(
             _record("language_model", method, run)
             | {"ratio": None, "gap": round(gap, 4), "seeds": len(seeds)}
-            | {"source": "docs/benchmarks/muon.json"}
+            | {"reference": "AdamW", "source": "docs/benchmarks/muon.json"}
         )
     return found
+
+
+def _race(studies: Path) -> list[dict[str, Any]]:
+    """Compare methods with exact training by the same optimizer, both at the rate that is best for the latter."""
+    rows = [row for row in plan.whole(plan.read(studies / "loss" / "curves.jsonl")) if row["ranks"] == 2]
+    runs: dict[tuple[str, str, float | None], dict[int, Any]] = defaultdict(dict)
+    for row in rows:
+        if plan.final(row) < float("inf"):
+            runs[row["task"], row["method"], row["rate"]][row["seed"]] = row
+    found = []
+    for task, (method, (name, exact)) in product(RACED, RACE.items()):
+        rate = plan.best_rate(rows, task, exact, all_tried=False)
+        own, other = runs[task, method, rate], runs[task, exact, rate]
+        seeds = sorted(own.keys() & other.keys())
+        if not seeds:
+            continue
+        what, optimizer = name.format(every=RACED[task].every), EXACT[exact]
+        parts = [what, *(["torch's hook"] if METHODS[method].peer else [])]
+        parts += [] if what.startswith("Muon") else [optimizer]
+        size = sum(weight.numel() for weight in RACED[task].model(0).parameters())
+        found.append(
+            _record("language_model", what, {**own[seeds[0]], "parameters": size})
+            | {"label": ", ".join(parts), "reference": optimizer}
+            | _compared([own[s]["losses"] for s in seeds], [other[s]["losses"] for s in seeds])
+            | {"source": "docs/benchmarks/loss"}
+        )
+    return found
+
+
+def _compared(curves: Sequence[Curve], exact: Sequence[Curve]) -> dict[str, Any]:
+    """Return the entries of a record that compare curves, one for each seed."""
+    own, other = mean(curves), mean(exact)
+    return {"ratio": ratio(own, other), "gap": round(own[-1][1] - other[-1][1], 4), "seeds": len(curves)}
 
 
 def _record(task: str, method: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +198,7 @@ def _record(task: str, method: str, run: dict[str, Any]) -> dict[str, Any]:
         "steps": run["steps"],
         "ranks": run["ranks"],
         "parameters": run["parameters"],
+        "reference": "Adam",
     }
 
 
@@ -158,6 +208,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         [
             record["label"] + (f", {record['warmup']:.0%} exact steps" if record["warmup"] else ""),
             record["task"],
+            record["reference"],
             "not measured" if record["ratio"] is None else f"{record['ratio']:.2f}",
             f"{record['gap']:+.3f}",
             str(record["seeds"]),
@@ -166,8 +217,14 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         ]
         for record in found
     ]
-    head = ["method", "task", "steps to the same loss, Adam's = 1", "loss at the end, minus Adam's", "seeds"]
-    return page.table([*head, "model", "from"], rows)
+    head = [
+        "method",
+        "task",
+        "exact training by",
+        "steps to the same loss, its own = 1",
+        "loss at the end, minus its",
+    ]
+    return page.table([*head, "seeds", "model", "from"], rows)
 
 
 if __name__ == "__main__":

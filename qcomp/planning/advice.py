@@ -208,15 +208,16 @@ def methods_of(
 def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
     """Return all kinds of methods that the machine has figures for, and PowerSGD and Muon if the job has shapes.
 
-    These are those of `methods_of`, a sparse compressor, outer loops with published settings (hierarchical where ranks
-    share a node's link), PowerSGD of rank 1 and 4, and Muon, with an owner for each matrix and without.
+    These are those of `methods_of`, a sparse compressor, outer loops with published settings and with short rounds
+    (hierarchical where ranks share a node's link), PowerSGD of rank 1, 2 and 4, and Muon, with an owner for each matrix
+    and without.
     """
     found = methods_of(cluster, job.gradient_bytes)
     sparse = TopK(k=64, bucket_size=4096, value_bits=2)
     known = sparse.spec in machine.speeds
     if known:
         found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
-    loops = [diloco(), streaming_diloco(), *([sparse_loco()] if known else [])]
+    loops = [diloco(), streaming_diloco(), *([sparse_loco(), sparse_loco(every=5)] if known else [])]
     if topology("hierarchical").suits(cluster.nodes, cluster.ranks_per_node):
         loops = [
             replace(loop, averaging=replace(loop.averaging, topology="hierarchical"))
@@ -227,7 +228,7 @@ def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, .
     found += tuple(OuterMethod(loop=loop) for loop in loops)
     if any(len(shape) > 1 for shape in job.shapes):
         if machine.low_rank is not None:
-            found += tuple(PowerSGDMethod(averaging=PowerSGD(rank=rank)) for rank in (1, 4))
+            found += tuple(PowerSGDMethod(averaging=PowerSGD(rank=rank)) for rank in (1, 2, 4))
         if machine.product is not None:
             muon = Muon(learning_rate=0.0)
             found += (MuonMethod(optimizer=muon), MuonMethod(optimizer=muon, replicated=True))

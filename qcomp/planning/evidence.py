@@ -1,19 +1,22 @@
 """What committed studies say of the steps that a method needs to a loss."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from qcomp.core.outer.loop import OuterLoop
+from qcomp.core.outer.presets import diloco, local_sgd, muloco, sparse_loco
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method
 
 __all__ = ["TASKS", "UNMEASURED", "Evidence", "evidence_of", "studies"]
 
 UNMEASURED = 3.0
-"""Steps for each step of Adam that a method is charged whose steps to a loss were not measured."""
+"""Steps for each step of exact training that a method is charged whose steps to a loss were not measured."""
 TASKS = ("language model", "residual network", "adversarial network")
 """The tasks of the studies."""
+_PRESETS = {"LocalSGD": local_sgd, "DiLoCo": diloco, "SparseLoCo": sparse_loco, "MuLoCo": muloco}
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,16 @@ class Evidence:
     warmup : float
         Its share of exact steps.
     ratio : float or None
-        Steps to the lower of the losses that both reach, for each step of exact Adam; None if the study has no curves.
+        Steps to the lower of the losses that both reach, for each step of exact training; None if the study has no
+        curves.
     gap : float
-        Loss after equally many steps, minus Adam's.
+        Loss after equally many steps, minus that of exact training.
     seeds : int
         Trainings of each.
     steps, ranks, parameters : int
         Of a training.
+    reference : str
+        The optimizer of exact training: where a method leaves the choice, the same as the method's.
     source : str
         Where the study is.
     """
@@ -52,14 +58,15 @@ class Evidence:
     steps: int
     ranks: int
     parameters: int
+    reference: str
     source: str
 
     @property
     def counted(self) -> float:
-        """Steps for each step of Adam that a comparison counts.
+        """Steps for each step of exact training that a comparison counts.
 
-        Fewer than Adam's count as equally many: a method that loses something is no better than the exact one, and a
-        study of few seeds may say so by chance.
+        Fewer count as equally many: a method that loses something is no better than the exact one, and a study of few
+        seeds may say so by chance.
         """
         return UNMEASURED if self.ratio is None else max(1.0, self.ratio)
 
@@ -69,9 +76,9 @@ class Evidence:
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
         trained = f"{self.task}, {self.parameters / 1e6:.2g}M parameters, {self.ranks} ranks, {seeds}, {self.source}"
         if self.ratio is not None:
-            return f"{self.ratio:.2f} of the steps of Adam to the same loss, as {self.label} ({trained})"
-        side = "below" if self.gap < 0 else "above"
-        return f"steps not measured; after {self.steps} steps {abs(self.gap):.2f} {side} AdamW's loss ({trained})"
+            return f"{self.ratio:.2f} of the steps of {self.reference} to the same loss, as {self.label} ({trained})"
+        side = f"{abs(self.gap):.2f} {'below' if self.gap < 0 else 'above'} the loss of {self.reference}"
+        return f"steps not measured; after {self.steps} steps {side} ({trained})"
 
 
 @lru_cache(1)
@@ -89,8 +96,10 @@ def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) ->
     method : Method
         A compressor stands for the optimizer that was studied with it: after exact steps `ScaledSign` for 1-bit Adam
         and `MinMaxUInt8` for QAdam; without exact steps `ScaledSign` and QSGD of 4 bits for gradients that Adam gets.
+        Of an outer loop, everything but the topology must be as it was studied.
     warmup : float
-        The share of exact steps of a run. Of several studies the one with the closest share counts.
+        The share of exact steps of a run. Of several studies one that has curves counts, with the closest share, with
+        the most seeds, and then the least favourable.
     task : str
         One of `TASKS`.
 
@@ -105,19 +114,23 @@ def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) ->
         raise ValueError(f"task is {task!r}; expected one of {', '.join(TASKS)}")
     names = _names(method, warmup)
     known = [record for record in studies() if record.method in names and record.task == task]
-    return min(known, key=lambda record: (abs(record.warmup - warmup), -record.seeds), default=None)
+
+    def preference(record: Evidence) -> tuple[bool, float, int, float]:
+        return record.ratio is None, abs(record.warmup - warmup), -record.seeds, -(record.ratio or 0.0)
+
+    return min(known, key=preference, default=None)
 
 
 def _names(method: Method, warmup: float) -> tuple[str, ...]:
     """Return the names in the studies of what a method stands for."""
     if isinstance(method, MuonMethod):
-        opt = method.optimizer
-        both = (opt.compressor, opt.update_compressor)
-        if method.replicated or all(c.traits.lossless for c in both):
-            return ("Muon, exact",)
-        studied = [c.name for c in both] == ["lloyd_max", "sign"] and getattr(opt.compressor, "bits", 0) == 4
-        return ("Muon, 4 + 1 bits",) if studied else ()
-    if method.compressor is None or isinstance(method, OuterMethod | PowerSGDMethod):
+        return _names_of_muon(method)
+    if isinstance(method, OuterMethod):
+        return _names_of_loop(method.loop)
+    if isinstance(method, PowerSGDMethod):
+        exact_factors = method.compressor.traits.lossless
+        return (f"PowerSGD rank {method.averaging.rank}",) if exact_factors else ()
+    if method.compressor is None:
         return ()
     name = method.compressor.name
     if warmup > 0:
@@ -126,3 +139,25 @@ def _names(method: Method, warmup: float) -> tuple[str, ...]:
         )
     four_bits = getattr(method.compressor, "levels", None) == 7
     return ("sign_hook",) if name == "sign" else ("qsgd4_hook",) if name == "qsgd" and four_bits else ()
+
+
+def _names_of_muon(method: MuonMethod) -> tuple[str, ...]:
+    """Return the name of Muon with the compressors of a method."""
+    opt = method.optimizer
+    both = (opt.compressor, opt.update_compressor)
+    if method.replicated or all(c.traits.lossless for c in both):
+        return ("Muon, exact",)
+    studied = [c.name for c in both] == ["lloyd_max", "sign"] and getattr(opt.compressor, "bits", 0) == 4
+    return ("Muon, 4 + 1 bits",) if studied else ()
+
+
+def _names_of_loop(loop: OuterLoop) -> tuple[str, ...]:
+    """Return the names of the presets whose settings a loop has, in a topology of any kind."""
+    topology = loop.averaging.topology
+    names = []
+    for name, preset in _PRESETS.items():
+        published = preset(loop.every, seed=loop.seed)
+        own = replace(published.averaging, topology=topology)
+        if replace(published, averaging=own) == loop:
+            names.append(f"{name} every {loop.every} steps")
+    return tuple(names)

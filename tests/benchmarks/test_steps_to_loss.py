@@ -34,3 +34,35 @@ class TestRatio:
 
     def test_a_loss_with_which_a_curve_begins_tells_nothing(self):
         assert steps_to_loss.ratio([(10, 9.0), (20, 8.0)], self.FAST) is None
+
+
+def test_methods_of_the_race_have_the_rate_that_is_best_for_exact_training(tmp_path):
+    """A method that was not tried with it is not compared: a rate that suits none of them tells little."""
+    (tmp_path / "loss").mkdir()
+
+    def row(method, rate, *losses):
+        points = [[0, 5.0], *([100 * (i + 1), loss] for i, loss in enumerate(losses))]
+        return {
+            "task": "demo",
+            "ranks": 2,
+            "method": method,
+            "rate": rate,
+            "seed": 0,
+            "steps": 300,
+            "losses": points,
+        }
+
+    def records(*rows):
+        (tmp_path / "loss" / "curves.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        return steps_to_loss._race(tmp_path)
+
+    exact = [row("ddp_muon", 0.003, 4.0, 3.0, 2.0), row("ddp_muon", 0.001, 3.0, 2.0, 1.0)]
+    wrong_rate = row("sparse_muon", 0.003, 3.0, 2.5, 2.0)
+    assert records(*exact, wrong_rate) == []
+    assert records(*exact, row("sparse_muon", 0.001, 4.0, 3.0, None)) == []  # it diverged
+    (found,) = records(*exact, wrong_rate, row("sparse_muon", 0.001, 4.0, 3.0, 2.0))
+    assert (found["method"], found["label"]) == (
+        "SparseLoCo every 15 steps",
+        "SparseLoCo every 15 steps, Muon",
+    )
+    assert (found["ratio"], found["gap"], found["reference"]) == (1.5, 1.0, "Muon")

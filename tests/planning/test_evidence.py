@@ -1,5 +1,7 @@
 """What is known of steps to a loss: from committed studies, and for the methods that were studied alone."""
 
+from dataclasses import replace
+
 import pytest
 
 import qcomp
@@ -32,29 +34,58 @@ def test_a_compressor_stands_for_the_optimizer_that_was_studied():
 
 
 def test_what_was_not_studied_is_not_known():
-    for method in (Method("ring"), PowerSGDMethod(), OuterMethod(loop=qcomp.outer.diloco())):
+    loops = (qcomp.outer.diloco(), qcomp.outer.sparse_loco(7), qcomp.outer.sparse_loco(30, decay=0.5))
+    low_rank = [
+        PowerSGDMethod(averaging=qcomp.PowerSGD(rank=8)),
+        PowerSGDMethod(compressor=qcomp.Cast("bfloat16")),
+    ]
+    for method in (Method("ring"), *low_rank, *(OuterMethod(loop=loop) for loop in loops)):
         assert evidence_of(method) is None
 
 
-def test_muon_has_a_loss_and_no_curve():
-    exact = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1), replicated=True))
+def test_an_outer_loop_is_known_with_the_settings_of_the_study_in_every_topology():
+    loop = qcomp.outer.sparse_loco(30, seed=7)
+    elsewhere = replace(loop, averaging=replace(loop.averaging, topology="hierarchical"))
+    for each in (loop, elsewhere):
+        known = evidence_of(OuterMethod(loop=each))
+        assert known.method == "SparseLoCo every 30 steps"
+        assert known.ratio > 1
+
+
+def test_of_records_alike_the_least_favourable_counts():
+    known = evidence_of(PowerSGDMethod(averaging=qcomp.PowerSGD(rank=1)))
+    alike = [record for record in studies() if record.method == "PowerSGD rank 1"]
+    assert len(alike) > 1
+    assert known.ratio == max(record.ratio for record in alike if record.seeds == known.seeds)
+
+
+def test_a_record_with_a_curve_comes_before_one_without():
+    """Of Muon there are final losses of one study, and curves of another."""
     nearest = qcomp.Muon(learning_rate=0.1, compressor=qcomp.LloydMax(4, coding="range"))
-    own = evidence_of(MuonMethod(optimizer=nearest))
-    assert exact.method == "Muon, exact"
-    assert own.method == "Muon, 4 + 1 bits"
-    assert own.ratio is None
-    assert own.counted == UNMEASURED
-    assert "steps not measured; after 480 steps" in own.text
+    known = evidence_of(MuonMethod(optimizer=nearest))
+    assert (known.method, known.reference) == ("Muon, 4 + 1 bits", "Muon")
+    assert known.ratio is not None
+    assert any(record.method == known.method and record.ratio is None for record in studies())
+    exact = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1), replicated=True))
+    assert (exact.method, exact.reference, exact.ratio) == ("Muon, exact", "AdamW", None)
     for compressor in (qcomp.ScaledSign(), qcomp.LloydMax(2)):
         other = qcomp.Muon(learning_rate=0.1, compressor=compressor)
         assert evidence_of(MuonMethod(optimizer=other)) is None
 
 
-def test_fewer_steps_than_those_of_adam_count_as_equally_many():
-    base = {"task": TASKS[0], "method": "m", "label": "m", "warmup": 0.0, "gap": 0.0, "seeds": 1, "steps": 1}
-    base |= {"ranks": 2, "parameters": 1, "source": "here"}
-    assert Evidence(**base, ratio=0.5).counted == 1.0
-    assert Evidence(**base, ratio=2.5).counted == 2.5
+BASE = {"task": TASKS[0], "method": "m", "label": "m", "warmup": 0.0, "gap": -0.25, "seeds": 1, "steps": 480}
+BASE |= {"ranks": 2, "parameters": 1, "reference": "AdamW", "source": "here"}
+
+
+def test_without_a_curve_the_loss_at_the_end_is_told():
+    unknown = Evidence(**BASE, ratio=None)
+    assert unknown.counted == UNMEASURED
+    assert unknown.text.startswith("steps not measured; after 480 steps 0.25 below the loss of AdamW (")
+
+
+def test_fewer_steps_than_those_of_exact_training_count_as_equally_many():
+    assert Evidence(**BASE, ratio=0.5).counted == 1.0
+    assert Evidence(**BASE, ratio=2.5).counted == 2.5
 
 
 def test_an_unknown_task_is_an_error():
