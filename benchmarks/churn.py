@@ -1,11 +1,11 @@
 """Kill, stop, cut off and start replicas at random while they train under torchft's quorums, and look at the others.
 
-    sudo python benchmarks/churn.py --cut --peer torchft      # four minutes
-    sudo python benchmarks/churn.py --cut --seconds 1800      # half an hour of qcomp alone
+    sudo python benchmarks/churn.py --cut --seconds 1800      # half an hour of qcomp
+    sudo python benchmarks/churn.py --cut --faces torchft     # two minutes of torchft
     python benchmarks/churn.py                                # without root: no cable is pulled
 
-Writes docs/reliability/churn.json, and the table of the page beside it. Exits with 1 if replicas had different
-parameters.
+Writes docs/reliability/churn.json, in which another library's figures stay as they are, and the table of the page
+beside it. Exits with 1 if replicas of qcomp had different parameters.
 """
 
 import argparse
@@ -59,11 +59,19 @@ def main() -> int:
         action="store_true",
         help="put each replica on a network node, and also pull its cable; needs root",
     )
-    parser.add_argument("--peer", choices=("torchft",), help="run it too, on the same faults")
+    parser.add_argument(
+        "--faces",
+        nargs="+",
+        choices=("qcomp", "torchft"),
+        default=["qcomp"],
+        help="libraries; default: qcomp",
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for face in ["qcomp", *([options.peer] if options.peer else [])]:
+    path = options.out / "churn.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    settings = {name: getattr(options, name) for name in ("peers", "seconds", "calm", "every", "seed", "cut")}
+    for face in options.faces:
         runs = []
         for seconds, every in ((options.calm, None), (options.seconds, options.every)):
             # In a process of its own, since a process cannot leave a network.
@@ -72,13 +80,12 @@ def main() -> int:
                 ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
             ):
                 runs.append(pool.submit(one_run, options, face, network, seconds, every).result())
-        results[face] = figures(*runs)
+        results[face] = {"settings": settings, **figures(*runs)}
         print(face, json.dumps(results[face]), flush=True)
-    settings = {name: getattr(options, name) for name in ("peers", "seconds", "calm", "every", "seed", "cut")}
-    document = {"machine": machine(), "settings": settings, "results": results}
-    (options.out / "churn.json").write_text(json.dumps(document, indent=1) + "\n")
-    page.rewrite(options.out, {"churn": summary(document)})
-    return 1 if results["qcomp"]["mismatches"] else 0
+        document = {"machine": machine(), "results": results}
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        page.rewrite(options.out, {"churn": summary(document)})
+    return 1 if "qcomp" in options.faces and results["qcomp"]["mismatches"] else 0
 
 
 def one_run(
@@ -307,7 +314,7 @@ def _recoveries(run: Mapping[str, Any]) -> tuple[list[float], list[float], list[
         if fault["kind"] in resumed:
             later = [
                 line["time"]
-                for line in run["diaries"][fault["diary"]]
+                for line in run["diaries"].get(fault["diary"], [])  # it may not have come to write one
                 if line["event"] == "committed" and line["time"] > fault["time"]
             ]
             if later:
@@ -339,11 +346,12 @@ def summary(document: Mapping[str, Any]) -> str:
         ("longest_after_a_cut_seconds", "from the end of a cut to the next step, longest, s"),
     ]
     found = document["results"]
+    times = ["seconds with faults", *(f"{found[name]['settings']['seconds']:g}" for name in names)]
     lines = [
         [text, *("" if found[name][key] is None else f"{found[name][key]:g}" for name in names)]
         for key, text in rows
     ]
-    return page.table(["", *names], lines)
+    return page.table(["", *names], [times, *lines])
 
 
 if __name__ == "__main__":

@@ -57,6 +57,14 @@ def test_a_replica_that_was_cut_off_does_not_count_as_waiting():
     )
 
 
+def test_a_replica_may_be_struck_before_it_writes_anything():
+    line = {"event": "committed", "quorum": 1, "digest": "a"}
+    diary = [{**line, "step": step, "time": float(step)} for step in range(5)]
+    faults = [{"kind": kind, "time": 1.0, "diary": "new"} for kind in ("stop", "continue")]
+    found = churn.figures(*2 * [{"begin": 0.0, "end": 4.0, "diaries": {"0": diary}, "faults": faults}])
+    assert (found["stop"], found["longest_after_a_stop_seconds"]) == (1, None)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")
@@ -65,7 +73,20 @@ def test_it_runs(run_program, tmp_path, cut, request):
     if cut:
         request.getfixturevalue("allowed")
     (tmp_path / "README.md").write_text(PAGE.read_text())
-    options = ["--peers", "3", "--seconds", "15", "--calm", "3", "--every", "3", "--peer", "torchft", *cut]
+    options = [
+        "--peers",
+        "3",
+        "--seconds",
+        "15",
+        "--calm",
+        "3",
+        "--every",
+        "3",
+        *cut,
+        "--faces",
+        "qcomp",
+        "torchft",
+    ]
     folder = run_program(churn, *options)
     document = json.loads((folder / "churn.json").read_text())
     assert set(document["results"]) == {"qcomp", "torchft"}
