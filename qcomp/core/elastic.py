@@ -13,6 +13,7 @@ from qcomp.core.checkpoint.manifest import kind_of
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive
+from qcomp.core.meeting import Meeting, Report, Seat, meet
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -27,11 +28,11 @@ from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.starting import Place, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_tensors
+from qcomp.core.outer.loop import OuterLoop
+from qcomp.core.outer.settings import WARMUP, rounds_key
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Elastic", "ElasticState", "Snapshot"]
-
-Report = dict[str, float]
 
 
 class Snapshot(NamedTuple):
@@ -42,7 +43,10 @@ class Snapshot(NamedTuple):
     params: Any
     state: OptimizerState
     left: OptimizerState | None = None
-    """The state of the rank to the left, whose arrays of its own are copies; None if there is no copy."""
+    """The state of the rank to the left, whose arrays of its own are copies; None if there is no copy.
+
+    With an `OuterLoop` it has that rank's parameters, see `OuterLoop.whole`.
+    """
     owed: tuple[Mapping[str, float], ...] = ()
     """For each rank the norms of what it alone had, by kind, when the ranks last told each other."""
 
@@ -72,6 +76,16 @@ class ElasticState(NamedTuple):
         """The current state of the optimizer."""
         return self.history[-1].state
 
+    def moved(self, params: Any) -> "ElasticState":
+        """Return the same with other current parameters: those after an inner step of an outer loop.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            They must not be written to as long as anybody may go back to them.
+        """
+        return self._replace(history=(*self.history[:-1], self.history[-1]._replace(params=params)))
+
 
 @dataclass(frozen=True)
 class Elastic:
@@ -88,8 +102,8 @@ class Elastic:
 
     Parameters
     ----------
-    optimizer : Optimizer
-        The optimizer whose steps are made.
+    optimizer : Optimizer or OuterLoop
+        The optimizer whose steps are made. Those of an `OuterLoop` are made with `run`.
     lost : {"drop", "restore"}, default "drop"
         What happens to D. ``"drop"``: it is lost, and at most one step that exchanges is repeated. ``"restore"``:
         each rank copies what it alone has to the next rank every so many steps; after a death all go back to the last
@@ -97,7 +111,7 @@ class Elastic:
         first copies, this is as ``"drop"``.
     every : int, default 100
         After how many steps ranks tell each other the norms of what they alone have, by which `resume` reports what
-        was dropped, and with ``lost="restore"`` copy it.
+        was dropped, and with ``lost="restore"`` copy it. For an `OuterLoop`, after how many outer rounds.
 
     Notes
     -----
@@ -114,6 +128,8 @@ class Elastic:
 
     Momenta and sums that differ between ranks by design, as in `ZeroOneAdam` between synchronisations, become the mean
     of those that are left. What only one rank has of a tensor, as an owner in `Muon`, begins at zero if it is dropped.
+    In an outer round, so do the ranks' parameters and what they have under way: the mean outer gradient is that of
+    those that are left. The state of inner optimizers is the caller's.
 
     Examples
     --------
@@ -136,13 +152,15 @@ class Elastic:
     (1.0, 2.0)
     """
 
-    optimizer: Optimizer
+    optimizer: Optimizer | OuterLoop
     lost: Literal["drop", "restore"] = "drop"
     every: int = 100
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"optimizer is {self.optimizer!r}; expected a qcomp.Optimizer")
+        if not isinstance(self.optimizer, Optimizer | OuterLoop):
+            raise TypeError(
+                f"optimizer is {self.optimizer!r}; expected a qcomp.Optimizer or a qcomp.OuterLoop"
+            )
         if self.lost not in ("drop", "restore"):
             raise ValueError(f"lost is {self.lost!r}; expected 'drop' or 'restore'")
         if type(self.every) is not int or self.every < 1:
@@ -188,25 +206,52 @@ class Elastic:
         grads, held
             As for `step`.
         """
-        return self.run_stages(lambda params, state: self.optimizer.stages(params, grads, state), held)
+        optimizer = self.optimizer
+        if isinstance(optimizer, OuterLoop):
+            raise TypeError(
+                "optimizer is an OuterLoop, whose steps take parameters and no gradients; expected them in run"
+            )
+        return self.run_stages(lambda params, state: optimizer.stages(params, grads, state), held)
+
+    def run(
+        self,
+        computation: Callable[[Any, OptimizerState], Stages[tuple[Any, OptimizerState]]],
+        held: ElasticState,
+        comm: Transport,
+    ) -> ElasticState:
+        """Run another computation in place of a step, such as ``QSVRG.epoch_stages`` or ``OuterLoop.stages``.
+
+        Parameters
+        ----------
+        computation : callable
+            Returns stages that return new parameters and a new state, given the current ones. For an `OuterLoop` it
+            makes the inner step from these parameters, and in the warm-up averages before.
+        held, comm
+            As for `step`.
+
+        Raises
+        ------
+        CommunicatorError
+            As for `step`.
+        """
+        require_rank(held.state, comm)
+        return drive(self.run_stages(computation, held), comm)
 
     def run_stages(
         self,
         computation: Callable[[Any, OptimizerState], Stages[tuple[Any, OptimizerState]]],
         held: ElasticState,
     ) -> Stages[ElasticState]:
-        """Run another computation of the optimizer in place of a step, such as ``QSVRG.epoch_stages``.
+        """Do what `run` does as a generator of pure stages.
 
         Parameters
         ----------
-        computation : callable
-            Returns stages that return new parameters and a new state, given the current ones.
-        held : ElasticState
-            As for `step`.
+        computation, held
+            As for `run`.
         """
         last = held.history[-1]
         shared, owed = last, last.owed
-        due = last.left is None and last.state.step % self.every == 0
+        due = last.left is None and self._is_turn(last.state)
         if due:
             owed = yield from self._tell(last)
             shared = (yield from self._copy(last)) if self.lost == "restore" else last
@@ -318,7 +363,7 @@ class Elastic:
         }
         yield from handshake_stages(alike, size=size, like=tensors[0])
         texts = yield from gather_texts(json.dumps(_facts_of(held)), size, tensors[0])
-        meeting = _meet([json.loads(text) for text in texts], restoring=self.lost == "restore")
+        meeting = meet([json.loads(text) for text in texts], restoring=self.lost == "restore")
 
         here = None
         if held is not None and rank in meeting.members.values():
@@ -330,10 +375,12 @@ class Elastic:
             if here is None:
                 given, tensors = as_given(copies, given), copies
         states = [] if here is None else self._states(here, meeting, rank)
-        saved = [self.optimizer.state_dict(state) for state in states]
+        saved = [self._saved(state, given) for state in states]
         state = yield from resume(
             self.optimizer, saved, tensors, names, Place(rank, size, host), lost=meeting.lost
         )
+        if isinstance(self.optimizer, OuterLoop):
+            given, state = self.optimizer.parted(given, state)
 
         new = Snapshot(meeting.next_label, given, state)
         if here is None or held is None:
@@ -342,14 +389,35 @@ class Elastic:
         history = self._followed(kept, new, kept[-1], exchanged=True)
         return ElasticState(held.since, history), meeting.report(size)
 
-    def _states(self, here: Snapshot, meeting: "_Meeting", rank: int) -> list[OptimizerState]:
+    def _states(self, here: Snapshot, meeting: Meeting, rank: int) -> list[OptimizerState]:
         """Return the states of the old world that this rank contributes: its own, and those of dead ranks."""
-        states = [here.state]
+        states = [self._whole(here)]
         if here.left is not None and rank in meeting.copies.values():
             states.append(here.left)
         if rank == min(meeting.members.values()):
             states += [self._without_own(here, dead) for dead in meeting.lost]
         return states
+
+    def _whole(self, here: Snapshot) -> OptimizerState:
+        """Return everything that this rank contributes to another world, its parameters in an outer loop included."""
+        loop = self.optimizer
+        return loop.whole(here.params, here.state) if isinstance(loop, OuterLoop) else here.state
+
+    def _saved(self, whole: OptimizerState, like: Any) -> dict[str, Any]:
+        """Return it as a dict."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, OuterLoop):
+            return optimizer.state_dict(*optimizer.parted(like, whole))
+        return optimizer.state_dict(whole)
+
+    def _is_turn(self, state: OptimizerState) -> bool:
+        """Return whether the ranks tell each other something before the next step."""
+        turn, loop = state.step, self.optimizer
+        if isinstance(loop, OuterLoop) and state.stage != WARMUP:
+            if not loop.exchanges(state):
+                return False  # they are not waiting for each other
+            turn = int(state.numbers[rounds_key(0)])
+        return turn % self.every == 0
 
     def _followed(
         self, history: Sequence[Snapshot], new: Snapshot, last: Snapshot, *, exchanged: bool
@@ -368,7 +436,7 @@ class Elastic:
     def _tell(self, last: Snapshot) -> Stages[tuple[Mapping[str, float], ...]]:
         """Return the norms of what each rank alone has, by kind."""
         squares: dict[str, list[float]] = defaultdict(list)
-        for key, x in self._own(last.state):
+        for key, x in self._own(self._whole(last)):
             squares[kind_of(key)].append(sum_of_squares(flat(x)))
         norms = {kind: math.sqrt(math.fsum(found)) for kind, found in squares.items()}
         texts = yield from gather_texts(
@@ -378,7 +446,7 @@ class Elastic:
 
     def _copy(self, last: Snapshot) -> Stages[Snapshot]:
         """Send what this rank alone has to the next one; return the snapshot with what the previous one has."""
-        state, like = last.state, as_tensors(last.params, "params")[0]
+        state, like = self._whole(last), as_tensors(last.params, "params")[0]
         if state.size == 1:
             return last
         xp = array_namespace(like)
@@ -428,7 +496,7 @@ class Elastic:
 
     def _without_own(self, here: Snapshot, rank: int) -> OptimizerState:
         """Return the state of another rank, with residuals of zero."""
-        state = here.state._replace(rank=rank)
+        state = self._whole(here)._replace(rank=rank)
         exchange = state.exchange._replace(rank=rank)
         if exchange.shapes:
             zeros = self.optimizer.compression.zero_residuals(as_tensors(here.params, "params"), state)
@@ -437,99 +505,15 @@ class Elastic:
         return state._replace(exchange=exchange)
 
 
-class _Meeting(NamedTuple):
-    """What ranks that meet agree on."""
-
-    label: int
-    """The snapshot that they go back to."""
-    next_label: int
-    members: Mapping[int, int]
-    """For each rank of the old world that is here, its new number."""
-    copies: Mapping[int, int]
-    """For each of the others of which there is a copy, who has it."""
-    lost: tuple[int, ...]
-    """The rest of them."""
-    repeated: int
-    dropped: Mapping[str, float]
-
-    def report(self, size: int) -> Report:
-        """Return what is reported to the caller."""
-        return {
-            "ranks": float(size),
-            "joined_ranks": float(size - len(self.members)),
-            "restored_ranks": float(len(self.copies)),
-            "dropped_ranks": float(len(self.lost)),
-            "repeated_steps": float(self.repeated),
-            **self.dropped,
-        }
-
-
-class _Seat(NamedTuple):
-    """A snapshot of a rank, as the others are told of it."""
-
-    label: int
-    rank: int
-    size: int
-    step: int
-    copied: bool
-    """Whether it has a copy of what the rank to the left alone has."""
-    owed: Sequence[Mapping[str, float]]
-
-
 def _facts_of(held: ElasticState | None) -> Any:
     """Return what a rank tells the others about its snapshots."""
     if held is None:
         return None
     seats = [
-        _Seat(s.label, s.state.rank, s.state.size, s.state.step, s.left is not None, s.owed)
+        Seat(s.label, s.state.rank, s.state.size, s.state.step, s.left is not None, s.owed)
         for s in held.history
     ]
     return {"since": held.since, "seats": seats}
-
-
-def _meet(told: Sequence[Any], *, restoring: bool) -> _Meeting:
-    """Return what ranks agree on; all compute the same from the same facts.
-
-    They go back to the last snapshot that is of all ranks that were there when it was made, as far as they are here.
-    With ``restoring``, they prefer the last of those in which nothing is lost.
-    """
-    seats = [[_Seat(*seat) for seat in facts["seats"]] if facts else [] for facts in told]
-    labels = sorted({seat.label for of_rank in seats for seat in of_rank}, reverse=True)
-    found = []
-    for label in labels:
-        of_label = {new: seat for new, own in enumerate(seats) for seat in own if seat.label == label}
-        if all(new in of_label for new, facts in enumerate(told) if facts and facts["since"] <= label):
-            found.append((label, of_label))
-    if not found:
-        raise ValueError(
-            "the ranks have no snapshot in common; expected at least one rank that was there before, and each of them "
-            "with what it held last"
-        )
-    steps = max(seat.step for of_rank in seats for seat in of_rank)
-    meetings = [_meeting(label, of_label, labels[0] + 1, steps) for label, of_label in found]
-    whole = [meeting for meeting in meetings if not meeting.lost]
-    return (whole if restoring and whole else meetings)[0]
-
-
-def _meeting(label: int, of_label: Mapping[int, _Seat], next_label: int, steps: int) -> _Meeting:
-    """Return what ranks agree on if they go back to a snapshot, after the most of them have made so many steps."""
-    members = {seat.rank: new for new, seat in of_label.items()}
-    sizes = {seat.size for seat in of_label.values()}
-    if len(members) < len(of_label) or len(sizes) > 1:
-        places = [f"rank {seat.rank} of {seat.size}" for seat in of_label.values()]
-        raise ValueError(f"the ranks belong to different jobs: they were {', '.join(places)}")
-    size = sizes.pop()
-    dead = [rank for rank in range(size) if rank not in members]
-    next_to = {rank: members.get((rank + 1) % size) for rank in dead}
-    copies = {rank: new for rank, new in next_to.items() if new is not None and of_label[new].copied}
-    lost = tuple(rank for rank in dead if rank not in copies)
-    first = of_label[min(of_label)]
-    owed = [first.owed[rank] for rank in lost] if first.owed else []
-    dropped = {
-        f"dropped_{kind}": math.hypot(*[norms.get(kind, 0.0) for norms in owed])
-        for kind in sorted({kind for norms in owed for kind in norms})
-    }
-    return _Meeting(label, next_label, members, copies, lost, steps - first.step, dropped)
 
 
 def _noted(stages: Stages[Any]) -> Stages[tuple[Any, bool]]:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import drive
+from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
@@ -19,7 +19,7 @@ from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
 from qcomp.torch.optimizer import communicator
 
-__all__ = ["OuterLoop"]
+__all__ = ["OuterLoop", "Trained"]
 
 
 class OuterLoop:
@@ -84,16 +84,7 @@ class OuterLoop:
     ) -> None:
         if not isinstance(loop, CoreLoop):
             raise TypeError(f"loop is {loop!r}; expected a qcomp.OuterLoop, such as qcomp.outer.diloco(100)")
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
-            raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
-        named = _named(model)
-        self._names = tuple(name for name, _ in named)
-        self._tensors = [p for _, p in named]
-        _require_all(optimizers, self._tensors)
-        self._buffers: list[Any] = []
-        if buffers and isinstance(model, torch.nn.Module):
-            self._buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+        self._trained = Trained(model, optimizer, buffers=buffers)
         self._comm: Any = comm or communicator()
         if isinstance(model, DistributedDataParallel) and model.process_group.size() == self._comm.size > 1:
             raise ValueError(
@@ -103,7 +94,8 @@ class OuterLoop:
         self._loop = loop
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
-        self._state = loop.init(self._values(), self._comm, self._names)
+        self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
+        optimizers = self._trained.optimizers
         self._hooks = [
             one.register_step_pre_hook(partial(self._before, is_first=not number))
             for number, one in enumerate(optimizers)
@@ -138,14 +130,15 @@ class OuterLoop:
         After an outer round of one fragment without delay they are the model's own. Of a sharded model they are this
         rank's shards.
         """
-        return dict(zip(self._names, self._loop.shared(self._values(), self._state), strict=True))
+        trained = self._trained
+        return dict(zip(trained.names, self._loop.shared(trained.values(), self._state), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything of this rank's loop and its parameters, as `qcomp.OuterLoop.state_dict` does.
 
         Every rank saves its own, with that of its optimizers; and that of its model, for buffers.
         """
-        return self._loop.state_dict(self._values(), self._state)
+        return self._loop.state_dict(self._trained.values(), self._state)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -164,9 +157,12 @@ class OuterLoop:
         ValueError, MismatchError
             As there; nothing has changed then.
         """
-        like = [torch.zeros_like(p) for p in self._values()]
-        params, state = self._loop.load_state_dict(state_dict, like, self._comm, self._names, strict=strict)
-        self._take(params, state)
+        like = [torch.zeros_like(p) for p in self._trained.values()]
+        params, state = self._loop.load_state_dict(
+            state_dict, like, self._comm, self._trained.names, strict=strict
+        )
+        self._trained.write(params)
+        self._state = state
 
     def _before(
         self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
@@ -191,46 +187,83 @@ class OuterLoop:
     @torch.no_grad()
     def _average(self) -> None:
         """Replace the gradients by their means."""
-        state = self._state
-        values, used = self._values(), [p.grad is not None for p in self._tensors]
-        anywhere = drive(used_anywhere(used, state, values[0]), self._comm)
+        drive(self._trained.average_stages(self._loop, self._state), self._comm)
+
+    @torch.no_grad()
+    def _after(self, *_: Any) -> None:
+        """Take an inner step."""
+        before, values = self._state, self._trained.values()
+        if self._running is None:
+            params, state = self._loop.step(values, before, self._comm)
+        else:
+            params, state = self._running.step(values, before)
+        drive(self._trained.buffer_stages(self._loop, before, state), self._comm)
+        self._trained.write(params)
+        self._state = state
+
+
+class Trained:
+    """What an outer loop trains: the parameters of a model, its buffers, and the optimizers that make the inner steps.
+
+    Its methods that change tensors are called without gradients.
+
+    Parameters
+    ----------
+    model, optimizer, buffers
+        As for `OuterLoop`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        buffers: bool,
+    ) -> None:
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+            raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
+        named = _named(model)
+        self.optimizers = optimizers
+        self.names = tuple(name for name, _ in named)
+        self.buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+        self._tensors = [p for _, p in named]
+        _require_all(optimizers, self._tensors)
+        self._averaged = [b for b in self.buffers if buffers and b.is_floating_point() and b.numel()]
+
+    def values(self) -> list[Any]:
+        """Return the parameters of this rank, in the model's memory."""
+        return [_own_part(p) for p in self._tensors]
+
+    def write(self, params: Sequence[Any]) -> None:
+        """Write what has changed into the model."""
+        for value, new in zip(self.values(), params, strict=True):
+            if new.data_ptr() != value.data_ptr():
+                value.copy_(new)
+
+    def average_stages(self, loop: CoreLoop, state: OptimizerState) -> Stages[None]:
+        """Replace the gradients by their means, in the warm-up; where no rank has one, none remains."""
+        values, used = self.values(), [p.grad is not None for p in self._tensors]
+        anywhere = yield from used_anywhere(used, state, values[0])
         grads = [
             _own_part(p.grad) if is_used else torch.zeros_like(value)
             for p, value, is_used in zip(self._tensors, values, used, strict=True)
         ]
-        means = drive(self._loop.average_stages(grads, state), self._comm)
+        means = yield from loop.average_stages(grads, state)
         for p, mean, is_used in zip(self._tensors, means, anywhere, strict=True):
             if is_used:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 _own_part(p.grad).copy_(mean)
 
-    @torch.no_grad()
-    def _after(self, *_: Any) -> None:
-        """Take an inner step."""
-        before = self._state
-        if self._running is None:
-            params, state = self._loop.step(self._values(), before, self._comm)
-        else:
-            params, state = self._running.step(self._values(), before)
-        last = f"rounds.{self._loop.fragments - 1}"
-        if self._buffers and state.numbers[last] != before.numbers[last]:
-            nothing = MeanState(self._comm.rank, self._comm.size, (), ())
-            means, _ = drive(EXACT.stages(self._buffers, nothing), self._comm)
-            for buffer, mean in zip(self._buffers, means, strict=True):
+    def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
+        """Average the buffers, if the step between two states has applied the last fragment."""
+        last = f"rounds.{loop.fragments - 1}"
+        if self._averaged and after.numbers[last] != before.numbers[last]:
+            nothing = MeanState(after.rank, after.size, (), ())
+            means, _ = yield from EXACT.stages(self._averaged, nothing)
+            for buffer, mean in zip(self._averaged, means, strict=True):
                 buffer.copy_(mean)
-        self._take(params, state)
-
-    @torch.no_grad()
-    def _take(self, params: Sequence[Any], state: OptimizerState) -> None:
-        """Write what has changed into the model."""
-        for value, new in zip(self._values(), params, strict=True):
-            if new.data_ptr() != value.data_ptr():
-                value.copy_(new)
-        self._state = state
-
-    def _values(self) -> list[Any]:
-        return [_own_part(p) for p in self._tensors]
 
 
 def _named(model: Any) -> list[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """``python -m tests.core.elastic_everywhere``: ranks die, leave and join with every optimizer, in every topology.
 
-In every exchange of each of twelve steps, and of what follows them. Takes a quarter of an hour; writes
-docs/reliability/elastic.json, in which other jobs stay as they are.
+With outer loops, too. In every exchange of each of twelve steps, and of what follows them. Takes a quarter of an hour;
+writes docs/reliability/elastic.json, in which other jobs stay as they are.
 """
 
 import argparse
@@ -13,8 +13,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import qcomp
 from tests.core import elastic_jobs
-from tests.core.elastic_jobs import TOPOLOGIES, world
+from tests.core.elastic_jobs import LOOPS, TOPOLOGIES, world
 from tests.core.elastic_scenarios import die_in_resumes, die_in_steps, join, leave
 from tests.optimizers.every import EVERY
 
@@ -28,12 +29,13 @@ SCENARIOS = {
 
 
 def every_topology() -> dict[str, tuple[str, str | None]]:
-    """Return a job of every optimizer as it is, and in all topologies if it has a choice."""
-    found: dict[str, tuple[str, str | None]] = {name: (name, None) for name in EVERY}
-    for name, entry in EVERY.items():
-        averaging: Any = getattr(entry.opt, "averaging", None)
-        own = getattr(averaging, "topology", None)
-        found |= {f"{name}, {t}": (name, t) for t in TOPOLOGIES if own not in (None, t)}
+    """Return a job of every optimizer and outer loop as it is, and in all topologies if it has a choice."""
+    settings: dict[str, Any] = {name: entry.opt for name, entry in EVERY.items()} | LOOPS
+    found: dict[str, tuple[str, str | None]] = {name: (name, None) for name in settings}
+    for name, opt in settings.items():
+        averaging = getattr(opt, "averaging", None)
+        if isinstance(averaging, qcomp.Averaging):
+            found |= {f"{name}, {t}": (name, t) for t in TOPOLOGIES if t != averaging.topology}
     return found
 
 

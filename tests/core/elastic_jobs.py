@@ -12,13 +12,27 @@ from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.elastic import Elastic, ElasticState
 from qcomp.testing import Death, lockstep, until_death
 from qcomp.testing.means import owed
-from tests.optimizers.every import EVERY, SHAPES, growing
+from tests.optimizers.every import EVERY, SHAPES, SIGN, growing
 
+LOOPS = {
+    "outer loop": qcomp.OuterLoop(every=3, decay=0.9, compressor=SIGN, exact=qcomp.ExactBelow(10)),
+    "streaming": qcomp.OuterLoop(
+        every=4,
+        fragments=2,
+        delay=2,
+        mixing=0.5,
+        warmup=2,
+        outer=qcomp.SGD(learning_rate=0.7, momentum=0.9, nesterov=True),
+        compressor=SIGN,
+        exact=qcomp.ExactBelow(10),
+    ),
+}
+"""Outer loops: one whose residuals decay, and one that has everything else."""
 TOPOLOGIES = ("two_phase", "all_gather", "ring", "hierarchical")
-JOBS = {name: (name, None) for name in EVERY} | {
+JOBS = {name: (name, None) for name in (*EVERY, *LOOPS)} | {
     f"{name}, {topology}": (name, topology) for name in ("1-bit", "0/1", "SGD") for topology in TOPOLOGIES[1:]
 }
-"""Every optimizer as it is, and three of them in each topology."""
+"""Every optimizer and outer loop as it is, and three optimizers in each topology."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,14 @@ class World:
 
     def _step(self, held: ElasticState) -> Any:
         rank, step, opt = held.state.rank, held.state.step, self.opt
+        if isinstance(opt, qcomp.OuterLoop):
+
+            def with_inner_step(params: Any, state: Any) -> Any:
+                means = yield from opt.average_stages(growing(rank, step), state)
+                moved = [p - np.float32(0.1) * mean for p, mean in zip(params, means, strict=True)]
+                return (yield from opt.stages(moved, state))
+
+            return self.elastic.run_stages(with_inner_step, held)
         if not isinstance(opt, qcomp.QSVRG):
             return self.elastic.stages(growing(rank, step), held)
 
@@ -91,11 +113,16 @@ class World:
         for rank, held in enumerate(helds):
             assert (held.state.rank, held.state.size) == (rank, len(helds))
             entries = {} if self.opt.apart(first.stage) else {str(i): p for i, p in enumerate(held.params)}
-            saved = self.opt.state_dict(held.state)
+            saved = self.saved(held)
             entries |= {key: value for key, value in saved.items() if key.partition(".")[0] not in own}
             shared.append({key: np.asarray(value).tobytes() for key, value in entries.items()})
         for found in shared[1:]:
             assert found == shared[0]
+
+    def saved(self, held: ElasticState) -> dict[str, Any]:
+        """What a rank would save."""
+        whole = [held.params] if isinstance(self.opt, qcomp.OuterLoop) else []
+        return self.opt.state_dict(*whole, held.state)
 
     def go_on(self, helds: Sequence[ElasticState], steps: int = 2) -> list[ElasticState]:
         """Make some steps; the ranks stay alike."""
@@ -108,7 +135,7 @@ class World:
 def world(job: str, hosts: str = "aab", **options: Any) -> World:
     """The world of an entry of `JOBS`."""
     name, topology = JOBS[job]
-    opt: Any = EVERY[name].opt
+    opt: Any = LOOPS[name] if name in LOOPS else EVERY[name].opt
     if topology is not None:
         opt = replace(opt, averaging=replace(opt.averaging, topology=topology))
     if topology == "hierarchical":

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.core.elastic import _meet
+from qcomp.core.meeting import meet
 from qcomp.elastic import Elastic, ElasticState
 from qcomp.testing import Death, lockstep, until_death
 from tests.core.elastic_jobs import (
     JOBS,
+    LOOPS,
     World,
     kills,
     left_with,
@@ -30,12 +31,14 @@ pytestmark = [
 ]
 
 STEPS = 12
-QUICK = ("1-bit", "0/1", "EF21", "Muon", "1-bit, hierarchical")
+STEPPING = [name for name in JOBS if name not in LOOPS]
+"""Those in which ranks wait for each other in every step, or soon."""
+QUICK = ("1-bit", "0/1", "EF21", "Muon", "1-bit, hierarchical", "streaming")
 
 
-def jobs(quick: Any = QUICK) -> list[Any]:
+def jobs(quick: Any = QUICK, *, every: Any = JOBS) -> list[Any]:
     """Every job; most of them are slow."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name) for name in JOBS]
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name) for name in every]
 
 
 def moments(job: World) -> list[int]:
@@ -85,7 +88,7 @@ def test_a_rank_dies_while_the_others_resume(name):
     assert die_in_resumes(job, STEPS, moments(job)[1::2])
 
 
-@pytest.mark.parametrize("name", jobs(("1-bit", "Muon")))
+@pytest.mark.parametrize("name", jobs(("1-bit", "Muon"), every=STEPPING))
 @pytest.mark.parametrize("every", [1, 3])
 def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
     """With a new rank in its place, the job goes on bit for bit as it was."""
@@ -113,7 +116,7 @@ def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
                 again = lockstep(job.steps(again))
 
 
-@pytest.mark.parametrize("name", jobs(("1-bit",)))
+@pytest.mark.parametrize("name", jobs(("1-bit",), every=STEPPING))
 def test_restored_with_fewer_ranks(name):
     """What is owed is what all old ranks owed when they last copied."""
     job = world(name, lost="restore", every=4)
@@ -129,7 +132,7 @@ def test_restored_with_fewer_ranks(name):
             job.go_on(again, 1)
 
 
-@pytest.mark.parametrize("name", jobs(("1-bit",)))
+@pytest.mark.parametrize("name", jobs(("1-bit",), every=STEPPING))
 def test_ranks_die_while_they_save(name):
     """Some have written a new file, and some have not: the files are refused on all ranks, and the old ones load."""
     job = world(name)
@@ -152,6 +155,105 @@ def test_ranks_die_while_they_save(name):
         assert "the dicts belong to different jobs or steps" in str(errors[0])
     for held, state in zip(run[8], loaded(old), strict=True):
         assert fingerprint([[job.elastic.begin(held.params, state)]]) == fingerprint([[held]])
+
+
+class TestAnOuterLoop:
+    """Of which the scenarios above are true, too."""
+
+    @pytest.mark.parametrize("name", LOOPS)
+    @pytest.mark.parametrize("lost", ["drop", "restore"])
+    @pytest.mark.parametrize("joins", [False, True])
+    def test_the_mean_of_the_outer_gradients_is_that_of_those_that_are_counted(self, name, lost, joins):
+        """With their parameters, and with what they have under way: so the next round moves towards their mean."""
+        job = world(name, lost=lost, every=1)
+        helds = whole_run(job, STEPS)[STEPS - 1]
+        assert all(held.state.stage != "warmup" for held in helds)
+        left = [*([None] if joins else []), *helds[1:]]
+        again, report = job.resume(left, job.hosts[0 if joins else 1 :])
+        at = again[-1].history[0].label
+        counted = whole_run(job, STEPS)[at][0 if lost == "restore" else 1 :]
+        assert (report["restored_ranks"], report["dropped_ranks"]) == (
+            (1, 0) if lost == "restore" else (0, 1)
+        )
+        assert len({held.params[0].tobytes() for held in counted}) > 1
+        whole = [job.opt.whole(held.params, held.state).arrays for held in counted]
+        assert {kind for arrays in whole for kind in arrays} >= {"anchor", "local"}
+        exactly = lost == "restore" and joins
+        for number, held in enumerate(again):
+            for kind, arrays in job.opt.whole(held.params, held.state).arrays.items():
+                for i, x in enumerate(arrays):
+                    if exactly:
+                        assert x.tobytes() == whole[number][kind][i].tobytes()
+                        continue
+                    parts = [np.float64(arrays[kind][i]) for arrays in whole]
+                    most = np.abs(parts).max(initial=0)
+                    # A sum of three, a scaling and a division, each rounded once.
+                    assert np.abs(x - np.mean(parts, axis=0)).max(initial=0) <= 5 * 2.0**-24 * most
+
+    @pytest.mark.parametrize("name", LOOPS)
+    def test_restored_from_a_neighbour_as_if_nobody_had_died(self, name):
+        """With a new rank in its place, from the exchange of the last round, bit for bit."""
+        job = world(name, lost="restore", every=1)
+        run = whole_run(job, STEPS)
+        cases = 0
+        for step in range(6, STEPS):
+            for death, results in kills(lambda s=step: job.steps(run[s]), job.size, all_reaches=True):
+                left = left_with(run[step], results, death.rank)
+                left.insert(death.rank, None)
+                again, report = job.resume(left, job.hosts)
+                assert (report["restored_ranks"], report["joined_ranks"]) == (1, 1)
+                assert report["repeated_steps"] <= job.opt.every + 1
+                for expected in (run[again[0].state.step], run[again[0].state.step + 1]):
+                    for held, wanted in zip(again, map(job.saved, expected), strict=True):
+                        found = job.saved(held)
+                        assert found.keys() == wanted.keys()
+                        assert all(
+                            np.asarray(found[k]).tobytes() == np.asarray(x).tobytes()
+                            for k, x in wanted.items()
+                        )
+                    again = lockstep(job.steps(again))
+                cases += 1
+        assert cases > 9
+
+    def test_between_two_rounds_ranks_tell_each_other_nothing(self):
+        job = world("outer loop", every=1, lost="restore")
+        helds = whole_run(job, STEPS)
+        silent = [step for step in range(STEPS) if step % 3 != 2]
+        for step in silent:
+            for stages in job.steps(helds[step]):
+                with pytest.raises(StopIteration):
+                    next(stages)
+
+    def test_parameters_after_an_inner_step_are_what_is_gone_back_to(self):
+        """A failed exchange repeats no inner step of a caller that has told of it."""
+        job = world("outer loop")
+        helds = whole_run(job, STEPS)[5]
+        stepped = [held.moved([p + 1 + held.state.rank for p in held.params]) for held in helds]
+        again, report = job.resume(stepped)
+        assert report["repeated_steps"] == 0
+        for held, before in zip(again, helds, strict=True):
+            assert all(
+                (p == q + 1 + held.state.rank).all() for p, q in zip(held.params, before.params, strict=True)
+            )
+
+    def test_gradients_are_refused(self):
+        job = world("outer loop")
+        held = job.begin()[0]
+        with pytest.raises(TypeError, match="optimizer is an OuterLoop, whose steps take parameters"):
+            job.elastic.stages(held.params, held)
+
+    def test_over_a_communicator(self):
+        loop = qcomp.OuterLoop(every=2)
+        elastic = Elastic(loop)
+
+        def rank_main(comm: Any) -> list[float]:
+            params = np.zeros(3)
+            held = elastic.begin(params, loop.init(params, comm))
+            for _ in range(4):
+                held = elastic.run(lambda p, state: loop.stages(p + comm.rank, state), held, comm)
+            return held.params.tolist()
+
+        assert qcomp.comm.run_local(2, rank_main) == [[2.0] * 3] * 2
 
 
 class TestTheSumIdentity:
@@ -416,18 +518,18 @@ def test_the_rule_of_who_goes_back_where():
 
     behind = facts(0, (4, 0, 3, 4, False), (5, 0, 3, 5, False))
     ahead = facts(0, (5, 1, 3, 5, False), (6, 1, 3, 6, False))
-    assert _meet([behind, ahead], restoring=False).label == 5
+    assert meet([behind, ahead], restoring=False).label == 5
     # A rank that came with label 6 does not outvote one that has not got that far.
     came = facts(6, (6, 0, 3, 5, False))
     through = facts(0, (5, 1, 2, 5, False), (6, 1, 3, 5, False))
     not_yet = facts(0, (4, 0, 2, 4, False), (5, 0, 2, 5, False))
-    meeting = _meet([came, through, not_yet], restoring=False)
+    meeting = meet([came, through, not_yet], restoring=False)
     assert (meeting.label, meeting.members, meeting.lost) == (5, {1: 1, 0: 2}, ())
     assert meeting.next_label == 7
     copied = facts(0, (3, 1, 3, 3, True), (5, 1, 3, 5, False))
     other = facts(0, (3, 2, 3, 3, True), (5, 2, 3, 5, False))
-    assert _meet([copied, other], restoring=False).lost == (0,)
-    meeting = _meet([copied, other], restoring=True)
+    assert meet([copied, other], restoring=False).lost == (0,)
+    meeting = meet([copied, other], restoring=True)
     assert (meeting.label, meeting.copies, meeting.lost, meeting.repeated) == (3, {0: 0}, (), 2)
 
 

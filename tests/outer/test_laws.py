@@ -262,3 +262,42 @@ def test_nothing_is_compressed_twice_in_its_name(exact):
     job = Job(qcomp.OuterLoop(every=2, exact=exact), 2).run(2)
     assert job.states[0].exchange.worker == ()
     assert all(job.states[0].exact)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        loop_of(),
+        loop_of(every=1),
+        loop_of(every=6, fragments=3, delay=2, mixing=0.5),
+        loop_of(every=5, fragments=2, delay=4, warmup=3),
+    ],
+    ids=["plain", "every step", "fragments", "long delay"],
+)
+def test_it_tells_in_which_steps_it_exchanges(loop):
+    params = [np.ones(40, np.float32), np.ones((7, 5), np.float32), np.ones(3, np.float32)]
+    states = lockstep([loop.init_stages(params, rank=rank, size=2) for rank in range(2)])
+    mine = [params, params]
+    seen = set()
+    for _ in range(20):
+        expected = {loop.exchanges(state) for state in states}
+        stages = [loop.stages([p + 1 for p in own], state) for own, state in zip(mine, states, strict=True)]
+        yielded = []
+
+        results = lockstep([watched(one, yielded) for one in stages])
+        assert expected == {bool(yielded)}
+        seen |= expected
+        mine, states = [list(p) for p, _ in results], [state for _, state in results]
+    assert seen == ({True} if loop.every == 1 else {True, False})
+
+
+def watched(stages, yielded):
+    """Note that something is exchanged."""
+    arrived = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            return stop.value
+        yielded.append(request)
+        arrived = yield request

@@ -58,6 +58,32 @@ manager = torchft.Manager(
 loaded = []
 manager.register_state_dict_fn("extra", loaded.append, lambda: f"of {me}")
 torch.manual_seed(me)  # so all but one replica begin with the parameters of another
+
+def strike():
+    job.set("pid", str(os.getpid()))
+    job.set("struck", b"")
+    os.kill(os.getpid(), getattr(signal, SIGNAL))
+
+begin, left = qcomp.comm.TorchCommunicator._begin, [0]
+
+def counted(self, *args, **kwargs):
+    pending = begin(self, *args, **kwargs)
+    left[0] -= 1
+    if not left[0]:
+        strike()
+    return pending
+
+def is_struck():
+    # Strike this replica if it is its turn: now, or in one of the next exchanges.
+    if me == 1 and group.comm.size == 3 and optimizer.state.step >= 7 and not job.check(["struck"]):
+        if IN_EXCHANGE is None:
+            strike()
+        else:
+            left[0] = left[0] or IN_EXCHANGE
+            type(group.comm)._begin = counted
+
+"""
+STEPS = """
 model = torch.nn.Linear(40, 30)
 inner = qcomp.torch.OneBitAdam(
     model.parameters(), lr=1e-2, betas=(0.9, 0.9), freeze=4, exact=None, compressor=qcomp.ScaledSign(32),
@@ -82,20 +108,6 @@ def gradients():
     x = torch.randn(8, 40, generator=draws)
     (model(x) - x[:, :30].flip(1)).square().mean().backward()
 
-def strike():
-    job.set("pid", str(os.getpid()))
-    job.set("struck", b"")
-    os.kill(os.getpid(), getattr(signal, SIGNAL))
-
-begin, left = qcomp.comm.TorchCommunicator._begin, [0]
-
-def counted(self, *args, **kwargs):
-    pending = begin(self, *args, **kwargs)
-    left[0] -= 1
-    if not left[0]:
-        strike()
-    return pending
-
 met, stop = -1, None
 while stop is None or optimizer.state.step < stop:
     optimizer.zero_grad()
@@ -108,17 +120,51 @@ while stop is None or optimizer.state.step < stop:
             if optimizer.report["joined_ranks"]:
                 stop = optimizer.state.step + 6
     gradients()
-    if me == 1 and group.comm.size == 3 and optimizer.state.step >= 7 and not job.check(["struck"]):
-        if IN_EXCHANGE is None:
-            strike()
-        else:
-            left[0] = left[0] or IN_EXCHANGE
-            type(group.comm)._begin = counted
+    is_struck()
     if SIGNAL == "SIGSTOP" and me == 0 and group.comm.size == 2 and job.check(["struck"]):
         os.kill(int(job.get("pid")), signal.SIGCONT)
     done = optimizer.step()
     note("step" if done else "failed")
 print(json.dumps({"event": "end", "loaded": loaded, "commits": manager.current_step()}), flush=True)
+"""
+ROUNDS = """
+model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
+inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loop = qcomp.OuterLoop(every=3, warmup=2, compressor=qcomp.ScaledSign(32), exact=None)
+optimizer = qcomp.torch.ft.ElasticOuterLoop(model, inner, loop, manager, group)
+
+def note(event, **more):
+    shared = optimizer.shared_parameters().values()
+    digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in shared)).hexdigest()
+    inner_steps = {int(state["step"]) for state in inner.state.values()} | {int(model[1].num_batches_tracked)}
+    step = optimizer.state.step
+    assert inner_steps <= {step}, (inner_steps, step)
+    line = {"event": event, "replica": me, "quorum": group.quorum, "step": step, "hash": digest, **more}
+    print(json.dumps(line), flush=True)
+
+met, stop = -1, None
+
+def look():
+    global met, stop
+    if group.quorum == met:
+        return
+    met = group.quorum
+    note("met", size=group.comm.size, report=optimizer.report)
+    if job.check(["struck"]) and group.comm.size == 2:
+        job.set("two are left", b"")
+    if optimizer.report.get("joined_ranks"):
+        stop = optimizer.state.step + 6
+
+while stop is None or optimizer.state.step < stop:
+    optimizer.zero_grad()
+    look()
+    draws = torch.Generator().manual_seed(1000 * me + optimizer.state.step)
+    x = torch.randn(8, 40, generator=draws)
+    (model(x) - x[:, :30].flip(1)).square().mean().backward()
+    is_struck()
+    note("step" if optimizer.step() else "failed")
+    look()
+print(json.dumps({"event": "end", "step": optimizer.state.step}), flush=True)
 """
 
 
@@ -143,12 +189,12 @@ def address(lighthouse):
 def diaries(torch_ranks, lighthouse, tmp_path):
     """Train three replicas of which one is struck; return what each has noted."""
 
-    def run(n, *, signal="SIGKILL", comes_after="two are left", in_exchange=None, **settings):
+    def run(n, *, signal="SIGKILL", comes_after="two are left", in_exchange=None, script=STEPS, **settings):
         head = (
             f"LIGHTHOUSE, FOLDER, SETTINGS = {address(lighthouse)!r}, {str(tmp_path)!r}, {settings!r}\n"
             f"SIGNAL, IN_EXCHANGE, COMES_AFTER = {signal!r}, {in_exchange!r}, {comes_after!r}\n"
         )
-        ranks = torch_ranks(n, head + HEAD, timeout=60, check=False)
+        ranks = torch_ranks(n, head + HEAD + script, timeout=60, check=False)
         expected = [-9 if signal == "SIGKILL" and rank == 1 else 0 for rank in range(n)]
         assert [rank.status for rank in ranks] == expected, [rank.err[-2000:] for rank in ranks]
         return [[json.loads(line) for line in rank.out.splitlines()] for rank in ranks]
@@ -243,6 +289,24 @@ def test_one_is_killed_and_another_joins(diaries, tmp_path, settings, in_exchang
     ends = [diary[-1] for number, diary in enumerate(found) if number != 1]
     assert {end["commits"] for end in ends} == {again["step"] + 6}
     assert ends[2]["loaded"][-1] in ("of 0", "of 2")  # what else is registered with the manager heals too
+
+
+@pytest.mark.parametrize(
+    "in_exchange", [None, *(pytest.param(exchange, marks=pytest.mark.slow) for exchange in (1, 2, 3, 4, 5))]
+)
+def test_one_of_an_outer_loop_is_killed_and_another_joins(diaries, in_exchange):
+    """Inner states and buffers are those of the step on all, and the shared parameters are the same."""
+    found = diaries(4, in_exchange=in_exchange, script=ROUNDS)
+    hashes = defaultdict(set)
+    for line in lines(found, "step"):
+        hashes[line["quorum"], line["step"]].add(line["hash"])
+    assert all(len(shared) == 1 for shared in hashes.values())
+    assert len(set.union(*hashes.values())) > 4
+    *_, whole, rest, again = quorums(found)
+    assert [q["size"] for q in (whole, rest, again)] == [3, 2, 3]
+    assert (rest["report"]["dropped_ranks"], rest["report"]["joined_ranks"]) == (1, 0)
+    assert (again["report"]["joined_ranks"], again["report"]["dropped_ranks"]) == (1, 0)
+    assert {diary[-1]["step"] for number, diary in enumerate(found) if number != 1} == {again["step"] + 6}
 
 
 @pytest.mark.slow

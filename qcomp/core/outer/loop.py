@@ -291,6 +291,19 @@ class OuterLoop(OuterSettings):
         sent = under_way(state.stage).items()
         return tuple(fragment for fragment, step in sent if state.step + 1 >= step + self.delay)
 
+    def exchanges(self, state: OptimizerState) -> bool:
+        """Return whether the next step exchanges anything; in the warm-up `average` does so before each step.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        if state.stage == WARMUP:
+            return state.step + 1 >= self.warmup
+        departs = due(state.step + 1 - self.warmup, self.every, self.fragments) is not None
+        return bool(self.landing(state)) or (departs and not self.delay)
+
     def members(self, state: OptimizerState, fragment: int) -> tuple[int, ...]:
         """Return the numbers of the tensors in a fragment.
 
@@ -359,9 +372,7 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             The state to save.
         """
-        local = tuple(copy(to_compute_dtype(p)) for p in self._fitting(params, state))
-        whole = state._replace(arrays={**state.arrays, OWN: local})
-        saved = to_state_dict(whole, self.mean_of(state)) | {MAKER: maker(self)}
+        saved = to_state_dict(self.whole(params, state), self.mean_of(state)) | {MAKER: maker(self)}
         chosen = {TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else {}
         return sealed({**saved, **chosen})
 
@@ -433,10 +444,35 @@ class OuterLoop(OuterSettings):
         """
         tensors = as_tensors(params, "params")
         names = names_of(names, tensors)
-        state = yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict)
-        arrays = dict(state.arrays)
-        local = [_in_dtype_of(p, x) for p, x in zip(tensors, arrays.pop(OWN), strict=True)]
-        return as_given(local, params), state._replace(arrays=arrays)
+        whole = yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict)
+        return self.parted(params, whole)
+
+    def whole(self, params: Any, state: OptimizerState) -> OptimizerState:
+        """Return a state that also has this rank's parameters, as a saved one does; the inverse of `parted`.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            This rank's parameters; the state gets copies in the dtype in which they are computed.
+        state : OptimizerState
+            The state of the last step.
+        """
+        local = tuple(copy(to_compute_dtype(p)) for p in self._fitting(params, state))
+        return state._replace(arrays={**state.arrays, OWN: local})
+
+    def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
+        """Return a rank's parameters and its state, from one that has both.
+
+        Parameters
+        ----------
+        like : array or sequence of arrays
+            Parameters with any values, which give the dtypes.
+        whole : OptimizerState
+            From `whole`.
+        """
+        arrays = dict(whole.arrays)
+        pairs = zip(as_tensors(like, "like"), arrays.pop(OWN), strict=True)
+        return as_given([_in_dtype_of(p, x) for p, x in pairs], like), whole._replace(arrays=arrays)
 
     def _fitting(self, params: Any, state: OptimizerState) -> list[Array]:
         """Return parameters as a list, of the shapes that the state has."""

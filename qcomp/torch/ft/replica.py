@@ -1,0 +1,158 @@
+"""A replica's way from quorum to quorum: what every kind of training under torchft shares."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core import elastic
+from qcomp.core.broadcast import broadcast_stages
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.handshake import gather_texts
+from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.state import OptimizerState
+from qcomp.torch.ft.group import ProcessGroup
+
+__all__ = ["Replica"]
+
+
+class Replica(ABC):
+    """Asks for quorums, and meets the replicas of new ones.
+
+    Parameters
+    ----------
+    manager : torchft.Manager
+    group : ProcessGroup
+        The manager's process group.
+    """
+
+    def __init__(self, manager: Any, group: ProcessGroup) -> None:
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"group is {group!r}; expected the qcomp.torch.ft.ProcessGroup of the manager")
+        if manager._use_async_quorum:
+            raise ValueError(
+                "manager has use_async_quorum=True; expected False, since gradients are of the parameters that the "
+                "quorum agrees on"
+            )
+        self.report: dict[str, float] = {}
+        self._manager, self._group = manager, group
+        self._elastic()  # raises if the settings are wrong
+        self._comm: TorchCommunicator | None = None
+        self._held: elastic.ElasticState | None = None
+        self._last_quorum = -1
+        self._is_ready = False
+        self._has_quorum = False
+        self._is_stepping = False
+        # torchft serves nothing to a new replica unless something is registered.
+        manager.register_state_dict_fn("qcomp", lambda _: None, dict)
+
+    @abstractmethod
+    def _elastic(self) -> elastic.Elastic:
+        """Return what makes the steps, with the settings of now."""
+
+    @abstractmethod
+    def _named_values(self) -> tuple[list[Any], tuple[str, ...]]:
+        """Return the parameters of this replica, and their names."""
+
+    @abstractmethod
+    def _take(self, held: elastic.ElasticState) -> None:
+        """Make what a step has made, or the replicas have agreed on, the current state."""
+
+    @abstractmethod
+    def _hand_over(
+        self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
+    ) -> None:
+        """Bring what else a replica needs to where all go on; ``members`` are those that had a state."""
+
+    def _ask_for_quorum(self) -> None:
+        """Agree with the other replicas on who takes part and from where to go on, unless that is done already."""
+        while not self._has_quorum:
+            self._manager.start_quorum()
+            self._manager.wait_quorum()
+            before, self._last_quorum = self._last_quorum, self._group.quorum
+            self._has_quorum = self._manager.errored() is None and self._meet(before)
+            if self._has_quorum:
+                return
+            self._group.abort()
+            self._manager.should_commit()  # it does not, and so the next quorum is a new one
+
+    def _require_ready(self) -> elastic.ElasticState:
+        """Return what is held, if ``zero_grad`` was called since the last step."""
+        if not self._is_ready:
+            raise RuntimeError(
+                "step was called without zero_grad before it, which asks for the quorum of the step"
+            )
+        self._is_ready = False
+        assert self._held is not None
+        return self._held
+
+    def _run(self, computation: Callable[[Any, OptimizerState], Stages[Any]]) -> bool:
+        """Run a computation with the replicas of the quorum; return whether it was done."""
+        held, new, self._has_quorum = self._held, None, False
+        assert held is not None
+        assert self._comm is not None
+        if self._manager.errored() is None:
+            try:
+                new = drive(self._elastic().run_stages(computation, held), self._comm)
+            except CommunicatorError as error:
+                self._manager.report_error(error)
+        else:
+            self._group.abort()
+        if not self._manager.should_commit() or new is None:
+            return False
+        self._take(new)
+        return True
+
+    def _refuse(self, optimizer: Any, *_: Any) -> None:
+        """Keep a step from being made that the other replicas do not make, or that nobody counts."""
+        if not self._is_stepping:
+            raise RuntimeError(
+                f"step was called on the {type(optimizer).__name__} that a qcomp.torch.ft.{type(self).__name__} was "
+                "given; expected on that"
+            )
+
+    def _meet(self, before: int) -> bool:
+        """Go on with the replicas of the quorum; return whether that was possible.
+
+        Parameters
+        ----------
+        before : int
+            The quorum in which this replica was last.
+        """
+        comm = self._group.comm
+        if comm is None or comm is self._comm:
+            return comm is not None
+        try:
+            held, report = self._agree(comm, before)
+        except CommunicatorError as error:
+            self._manager.report_error(error)
+            return False
+        self._comm, self.report = comm, report
+        self._take(held)
+        self._count(held.state.step)
+        return True
+
+    def _count(self, step: int) -> None:
+        """Tell the manager how many steps are made."""
+        counts = {"step": step, "batches_committed": self._manager.batches_committed()}
+        self._manager.load_state_dict(counts)
+
+    def _agree(self, comm: TorchCommunicator, before: int) -> tuple[elastic.ElasticState, dict[str, float]]:
+        """Return what all go on from, and the report."""
+        values, names = self._named_values()
+        here, report = self._elastic(), dict[str, float]()
+        own = None if self._held is None else before
+        told = [*map(json.loads, drive(gather_texts(json.dumps(own), comm.size, values[0]), comm))]
+        last = max([quorum for quorum in told if quorum is not None], default=None)
+        if last is None:
+            values = drive(broadcast_stages(values, root=0, rank=comm.rank, size=comm.size), comm)
+            held = here.begin(values, here.optimizer.init(values, comm, names))
+        else:
+            # Others have gone on without whoever was not in their last quorum.
+            with_us = self._held if own == last else None
+            held, report = here.resume(with_us, comm, params=values, names=names)
+        self._hand_over(held, [quorum is not None and quorum == last for quorum in told], comm)
+        return held, report

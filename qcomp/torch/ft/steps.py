@@ -1,0 +1,157 @@
+"""The steps of an optimizer among replicas of torchft: each is one exchange, and has a quorum."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.core import elastic
+from qcomp.core.state import OptimizerState
+from qcomp.torch.ft.group import ProcessGroup
+from qcomp.torch.ft.replica import Replica
+from qcomp.torch.optimizer import AveragingOptimizer
+
+__all__ = ["Elastic"]
+
+
+class Elastic(Replica):
+    """The steps of an optimizer for torch, among replicas of torchft that may die, stop and join.
+
+    It takes the place of ``torchft.Optimizer``: `zero_grad` asks for a quorum, and if that is a new one, the replicas
+    go back to the last step that all of them completed, and those that are new get everything from the others; `step`
+    averages. A replica is one process. It may begin with any parameters, and the first quorum with those of one
+    replica.
+
+    Parameters
+    ----------
+    optimizer : AveragingOptimizer
+        One of `qcomp.torch` on this replica alone. From now on only this object makes its steps.
+    manager : torchft.Manager
+        Made with ``group`` as its ``pg`` and ``use_async_quorum=False``. What else is registered with it heals as ever,
+        before qcomp's own state: so parameters and optimizer need not be.
+    group : ProcessGroup
+        The manager's process group.
+    lost : {"drop", "restore"}, default "drop"
+        What becomes of what a dead replica owed, as for `qcomp.elastic.Elastic`.
+    every : int, default 100
+        As there.
+
+    Attributes
+    ----------
+    optimizer : AveragingOptimizer
+    report : dict of str to float
+        Of the last new quorum, as `qcomp.elastic.Elastic.resume` returns it; empty after the first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is none of these.
+
+    Notes
+    -----
+    `step` may return True on a replica while on others the exchange failed, and the next quorum then takes that step
+    back. So take the batch and the learning rate from `state` after each `zero_grad`; schedulers of torch, which count
+    for themselves, do not fit. A replica that missed a quorum, since it was stopped or cut off, has been given up
+    meanwhile: it drops what it owed, and joins as a new one does.
+
+    Examples
+    --------
+    Skipped, since it needs torchft and a lighthouse: ``torchft_lighthouse --min_replicas 1``.
+
+    >>> import torch, torchft, qcomp.torch.ft  # doctest: +SKIP
+    >>> model = torch.nn.Linear(8, 8)  # doctest: +SKIP
+    >>> group = qcomp.torch.ft.ProcessGroup()  # doctest: +SKIP
+    >>> manager = torchft.Manager(  # doctest: +SKIP
+    ...     pg=group, load_state_dict=None, state_dict=None, min_replica_size=1, use_async_quorum=False
+    ... )
+    >>> optimizer = qcomp.torch.ft.Elastic(  # doctest: +SKIP
+    ...     qcomp.torch.OneBitAdam(model.parameters()), manager, group, lost="restore"
+    ... )
+    >>> while manager.current_step() < 1000:  # doctest: +SKIP
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(4, 8)).square().mean().backward()
+    ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        optimizer: AveragingOptimizer,
+        manager: Any,
+        group: ProcessGroup,
+        *,
+        lost: Literal["drop", "restore"] = "drop",
+        every: int = 100,
+    ) -> None:
+        if not isinstance(optimizer, AveragingOptimizer):
+            raise TypeError(f"optimizer is {optimizer!r}; expected one of qcomp.torch, such as OneBitAdam")
+        if optimizer.comm.size != 1 or optimizer._overlapped is not None or optimizer.core_state.step:
+            raise ValueError(
+                f"optimizer has made {optimizer.core_state.step} steps over {optimizer.comm!r}; expected a new one on "
+                "this process alone and without model=: make it with comm=qcomp.comm.LocalCommunicator.alone()"
+            )
+        self.optimizer = optimizer
+        self._lost, self._every = lost, every
+        super().__init__(manager, group)
+        optimizer.register_step_pre_hook(self._refuse)
+
+    @property
+    def state(self) -> OptimizerState:
+        """The state of the optimizer of the core; its ``step`` counts the steps that are made."""
+        return self.optimizer.core_state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Agree with the other replicas on who takes part and from where to go on, then clear the gradients.
+
+        If a replica dies meanwhile, the others ask for another quorum.
+
+        Parameters
+        ----------
+        set_to_none : bool, default True
+            As for every optimizer of torch.
+
+        Raises
+        ------
+        ValueError, MismatchError
+            On every replica, if they do not belong together.
+        RuntimeError
+            From the manager, if there is no quorum in time, or after its ``max_retries``.
+        """
+        self._ask_for_quorum()
+        self._is_ready = True
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self) -> bool:
+        """Average over the replicas, and update the parameters.
+
+        Returns
+        -------
+        bool
+            Whether it was done. If not, parameters and state are as before, and so is the next step's batch to be.
+
+        Raises
+        ------
+        RuntimeError
+            If `zero_grad` was not called since the last step.
+        NonFiniteError, MismatchError, ValueError
+            As the step of the optimizer, on every replica; nothing has changed then.
+        """
+        self._require_ready()
+        return self._run(self.optimizer._stages)
+
+    def _elastic(self) -> elastic.Elastic:
+        optimizer = self.optimizer
+        return elastic.Elastic(optimizer._core(optimizer.core_state.step), self._lost, self._every)
+
+    def _named_values(self) -> tuple[list[Any], tuple[str, ...]]:
+        return self.optimizer._values(), self.optimizer._names
+
+    def _agree(self, comm: TorchCommunicator, before: int) -> tuple[elastic.ElasticState, dict[str, float]]:
+        self.optimizer._move(comm)
+        return super()._agree(comm, before)
+
+    def _hand_over(self, *_: Any) -> None:
+        """Nothing: parameters and state are all there is."""
+
+    def _take(self, held: elastic.ElasticState) -> None:
+        self._held = held
+        self.optimizer._adopt(held.params, held.state)
