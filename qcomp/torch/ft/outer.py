@@ -68,7 +68,8 @@ class ElasticOuterLoop(Replica):
     one of them had completed the last exchange when another had not: then that one goes back to it, with the state of
     its inner optimizer. For that a replica keeps a copy of its parameters, buffers and inner states as they were before
     the last exchange, and another one while it exchanges. In the warm-up, gradients are averaged, each step has a
-    quorum, and a failed one is made again. So take the batch and the learning rate from `state` after each `zero_grad`.
+    quorum, and a failed one is made again. So take the batch and the learning rate from `state` after each `zero_grad`;
+    schedulers of torch, which count for themselves, do not fit.
 
     To a new replica the inner states travel as ``torch.save`` writes them, and are read with ``weights_only=True``.
     Parameters and what they have under way are averaged in full precision when the replicas are others than before.
@@ -167,14 +168,18 @@ class ElasticOuterLoop(Replica):
         RuntimeError
             If `zero_grad` was not called since the last step; or from the manager, as there.
         NonFiniteError, MismatchError, ValueError
-            As `qcomp.OuterLoop.step`, on every replica. Parameters are then those after the inner step.
+            As `qcomp.OuterLoop.step`, on every replica. Nothing has changed then in the warm-up; after it, parameters
+            are those after the inner step.
         """
         held, before = self._require_ready(), self._state
         if before.stage == WARMUP:
-            if not self._run(self._warmup_stages):
-                self._go_back()
-                return False
-            return True
+            done = False
+            try:
+                done = self._run(self._warmup_stages)
+            finally:
+                if not done:
+                    self._go_back()
+            return done
         self._inner_steps()
         moved = held.moved(self._trained.values())
         if not self._loop.exchanges(before):
@@ -287,4 +292,4 @@ def _written(kept: _Kept) -> torch.Tensor:
 
 def _read(data: torch.Tensor) -> _Kept:
     """Return it from bytes; nothing in them is executed."""
-    return _Kept(**torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True))
+    return _Kept(**torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True))
