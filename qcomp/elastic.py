@@ -1,5 +1,5 @@
 """Steps that outlive ranks: they die, leave and join, and the others go on."""
 
-from qcomp.core.elastic import Elastic, ElasticState, Snapshot
+from qcomp.core.elastic.elastic import Elastic, ElasticState, Snapshot
 
 __all__ = ["Elastic", "ElasticState", "Snapshot"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.core.meeting import meet
+from qcomp.core.elastic.meeting import meet
 from qcomp.elastic import Elastic, ElasticState
 from qcomp.testing import Death, lockstep, until_death
 from tests.core.elastic_jobs import (

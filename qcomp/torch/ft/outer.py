@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qcomp import elastic
 from qcomp.comm.local import LocalCommunicator
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core import elastic
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.stages import Stages, drive

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qcomp import elastic
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core import elastic
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.handshake import gather_texts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from qcomp import elastic
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core import elastic
 from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.ft.replica import Replica

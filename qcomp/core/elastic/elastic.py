@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.checkpoint.format import SERVER, WORKER, named_arrays
 from qcomp.core.checkpoint.manifest import kind_of
+from qcomp.core.elastic.meeting import Meeting, Report, Seat, meet
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive
-from qcomp.core.meeting import Meeting, Report, Seat, meet
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,

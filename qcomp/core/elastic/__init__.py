@@ -1,0 +1,1 @@
+"""Steps that outlive ranks, in the core."""
