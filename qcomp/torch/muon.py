@@ -44,6 +44,11 @@ class Muon(AveragingOptimizer):
         The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
         none. Each group may have its own, fixed from the first step on. Tensors with fewer than two dimensions are
         always among them.
+    block_rows : int, optional
+        The most rows of a matrix that are orthogonalised together. None, the default, orthogonalises whole matrices.
+        Blocks of 64 to 128 rows take a fraction of the time, see `qcomp.Muon`.
+    newton_schulz_steps : int, default 5
+        Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
         Of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as fast
         on GPUs and on CPUs that have it.
@@ -95,6 +100,8 @@ class Muon(AveragingOptimizer):
         nesterov: bool = True,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
         others: Sequence[str] | ExactPolicy | bool = (),
+        block_rows: int | None = None,
+        newton_schulz_steps: int = 5,
         newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32",
         adam_learning_rate_factor: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -117,6 +124,8 @@ class Muon(AveragingOptimizer):
         settings: dict[str, Any] = {
             "nesterov": nesterov,
             "adjust_lr_fn": adjust_lr_fn,
+            "block_rows": block_rows,
+            "newton_schulz_steps": newton_schulz_steps,
             "newton_schulz_dtype": newton_schulz_dtype,
             "adam_learning_rate_factor": adam_learning_rate_factor,
             "compressor": compressor,

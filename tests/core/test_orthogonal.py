@@ -5,16 +5,24 @@ import warnings
 import numpy as np
 import pytest
 
-from qcomp.core.numeric.orthogonal import COEFFICIENTS, EPS, ITERATIONS, orthogonalize, require_dtype
+from qcomp.core.numeric import orthogonal
+from qcomp.core.numeric.orthogonal import (
+    COEFFICIENTS,
+    EPS,
+    ITERATIONS,
+    multiplications,
+    orthogonalize,
+    require_dtype,
+)
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (64, 24), (24, 64), (48, 49)]
 SMALLEST = 0.0018
 """The part of the norm from which singular values come near 1."""
 
 
-def polynomial(s):
+def polynomial(s, iterations=ITERATIONS):
     a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         s = a * s + b * s**3 + c * s**5
     return s
 
@@ -65,6 +73,53 @@ def test_the_singular_values_go_through_the_polynomial(shape, kind):
     values = np.linalg.svd(found, compute_uv=False)
     assert values.max() <= 1.21
     assert (np.sort(values)[::-1][: (s >= SMALLEST).sum()] >= 0.68).all()
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("shape", [(16, 16), (64, 24), (24, 37)])
+def test_any_number_of_iterations(shape, iterations):
+    """Those on the Gram matrix, of the shapes that are not nearly square, are those on the matrix itself."""
+    x = matrix(shape, "ill-conditioned")
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    expected = (u * polynomial(s / np.linalg.norm(s), iterations)) @ vt
+    found = orthogonalize(x, iterations=iterations)
+    # As above, with a rounding of 2^-53.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2**-53 * COEFFICIENTS[0] ** max(5, iterations))
+
+
+@pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])
+@pytest.mark.parametrize("shape", [(24, 200), (68, 408), (300, 24)])
+@pytest.mark.parametrize("iterations", [3, 5])
+def test_errors_of_a_gram_matrix_in_bfloat16_do_not_grow(shape, kind, iterations):
+    """Rounding makes some of its smallest eigenvalues negative, and each iteration multiplies them by up to 12."""
+    torch = pytest.importorskip("torch")
+    x = matrix(shape, kind).astype(np.float32)
+    found = orthogonalize(torch.from_numpy(x), iterations=iterations, dtype="bfloat16").numpy()
+    assert np.linalg.svd(found, compute_uv=False).max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 12), (8, 13), (8, 100)])
+def test_multiplications_are_those_of_the_products(monkeypatch, shape):
+    class Counted:
+        total = 0
+
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def matmul(self, a, b):
+            self.total += a.shape[-2] * a.shape[-1] * b.shape[-1]
+            return np.matmul(a, b)
+
+    on_matrix = []
+    for iterations in range(1, 8):
+        xp = Counted()
+        monkeypatch.setattr(orthogonal, "array_namespace", lambda _, xp=xp: xp)
+        orthogonalize(matrix(shape, "random"), iterations=iterations)
+        assert xp.total == multiplications(*shape, iterations)
+        less, more = sorted(shape)
+        on_matrix.append(iterations * less**2 * (2 * more + less))
+        assert xp.total <= on_matrix[-1]
+    assert (xp.total < on_matrix[-1]) == (max(shape) > 1.5 * min(shape))
 
 
 def test_zero_stays_zero(library):

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import qcomp
+from qcomp.comm import LocalCommunicator
 from qcomp.core.mean.chunks import cut, deal
 from qcomp.core.mean.owned import OwnedMean
+from qcomp.core.mean.stages import drive
+from qcomp.testing.inputs import vector
 from qcomp.testing.means import draws_of
 
 SHAPES = [(8, 8), (5, 3, 3), (16, 4), (2, 2), (9, 20)]
@@ -199,3 +202,50 @@ def test_both_compressors_must_be_contractions():
     for pair in ((wild, qcomp.Identity()), (qcomp.Identity(), wild)):
         with pytest.raises(ValueError, match="feedback=True around qsgd:levels=1"):
             mean_of(*pair)
+
+
+class Silent(LocalCommunicator):
+    """The only rank of a world, in which nothing may be exchanged."""
+
+    def _exchange(self, *_):
+        raise AssertionError("something was sent")
+
+
+class TestAlone:
+    """Without compression a rank that is alone makes the updates that an exchange would give it, without one."""
+
+    mean = mean_of(qcomp.Identity(), qcomp.Identity())
+
+    def states(self, values, size):
+        return [self.mean.zeros(values, rank=rank, size=size) for rank in range(size)]
+
+    @pytest.mark.parametrize("family", ["gaussian", "subnormal"])
+    def test_the_updates_are_those_of_two_ranks_that_have_the_same(self, library, lockstep, family):
+        values = [
+            library.seal(library.array(vector(family, prod(shape), 3).reshape(shape))) for shape in SHAPES
+        ]
+        (state,) = self.states(values, 1)
+        own, two = (
+            state,
+            self.states(values, 2),
+        )
+        for _ in range(2):
+            updates, own = drive(self.mean.stages(values, own, key=qcomp.Key()), Silent.alone())
+            results = lockstep([self.mean.stages(values, s, key=qcomp.Key()) for s in two])
+            two = [s for _, s in results]
+        for one, other in zip(updates, results[0][0], strict=True):
+            assert library.numpy(one).tobytes() == library.numpy(other).tobytes()
+        assert own.worker == ()
+        momenta = owned(self.mean, two)
+        for place, (momentum, residual) in sorted(momenta.items()):
+            assert library.numpy(own.server[place]).tobytes() == library.numpy(momentum).tobytes()
+            assert not library.numpy(residual).any()
+            assert not library.numpy(own.server[len(SHAPES) + place]).any()
+
+    def test_what_an_exchange_refuses_is_refused_and_changes_nothing(self):
+        values = vectors(0, 0)
+        (state,) = self.states(values, 1)
+        values[2][3, 1] = np.nan
+        with pytest.raises(qcomp.NonFiniteError, match="a value on rank 0 is not finite"):
+            drive(self.mean.stages(values, state, key=qcomp.Key()), Silent.alone())
+        assert not any(x.any() for x in state.server)

@@ -117,11 +117,11 @@ class TestReference:
                 [np.ones(shape, np.float32) for shape in SHAPES], LocalCommunicator.alone(), NAMES
             )
 
-    @pytest.mark.parametrize("size", [2, 3, 5])
+    @pytest.mark.parametrize(("size", "block_rows"), [(2, None), (3, 7), (5, None)])
     def test_without_compression_ranks_make_the_steps_of_one_with_the_mean_gradient(
-        self, grads, lockstep, size
+        self, grads, lockstep, size, block_rows
     ):
-        opt = muon(**EXACT, clip_norm=3.0)
+        opt = muon(**EXACT, clip_norm=3.0, block_rows=block_rows)
         params, states = run(opt, grads, lockstep, size, same=True, dtype=np.float64)
         (alone,), _ = run(opt, grads, lockstep, 1, dtype=np.float64)
         for one, other in zip(params[0], alone, strict=True):
@@ -137,13 +137,63 @@ class TestReference:
             {"momentum": 0.5},
             {"nesterov": False},
             {"adjust_lr_fn": "match_rms_adamw"},
+            {"block_rows": 5},
+            {"newton_schulz_steps": 3},
             {"weight_decay": 0.1},
             {"groups": (qcomp.Group("tall", learning_rate_factor=0.5),)},
             {"learning_rate": lambda step: 0.05 / (step + 1)},
         ):
             (params,), _ = run(muon(**EXACT | changes), grads, lockstep, 1, steps=2)
             finals.add(params[0].tobytes())
-        assert len(finals) == 7
+        assert len(finals) == 9
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+    @pytest.mark.parametrize("block_rows", [1, 4, 7, 12])
+    def test_a_block_moves_as_a_matrix_of_its_own(self, grads, lockstep, block_rows, adjust_lr_fn):
+        settings = {**EXACT, "adjust_lr_fn": adjust_lr_fn, "weight_decay": 0.1, "others": ("bias",)}
+        (whole,), _ = run(muon(**settings, block_rows=block_rows), grads, lockstep, 1)
+
+        def cut(tensors):
+            """The blocks of all matrices, and the bias."""
+            found = {}
+            for name, x in zip(NAMES, tensors, strict=True):
+                starts = range(0, len(x), block_rows) if name != "bias" else [0]
+                found |= {f"{name}{i}": x[i : i + block_rows] for i in starts if name != "bias"}
+                found |= {name: x} if name == "bias" else {}
+            return found
+
+        params = cut(grads(SHAPES, 99, 0))
+        opt, comm = muon(**settings), LocalCommunicator.alone()
+        state = opt.init(list(params.values()), comm, list(params))
+        held = list(params.values())
+        for step in range(5):
+            held, state = opt.step(held, list(cut(grads(SHAPES, 0, step)).values()), state, comm)
+        for one, other in zip(held, cut(whole).values(), strict=True):
+            assert one.tobytes() == other.tobytes()
+
+    def test_blocks_of_all_rows_are_whole_matrices(self, grads, lockstep):
+        finals = {
+            b"".join(p.tobytes() for p in run(muon(block_rows=rows), grads, lockstep, 2)[0][0])
+            for rows in (None, 24, 10**9)
+        }
+        assert len(finals) == 1
+
+    def test_it_does_not_matter_how_many_are_computed_together(self, grads, lockstep, monkeypatch):
+        finals = set()
+        for elements in (1, 100, 10**6):
+            monkeypatch.setattr("qcomp.core.optimizers.muon._AT_ONCE", elements)
+            (params,), _ = run(muon(block_rows=4), grads, lockstep, 1)
+            finals.add(b"".join(p.tobytes() for p in params))
+        assert len(finals) == 1
+
+    def test_owners_share_what_the_blocks_cost(self):
+        """One long matrix in blocks costs as much as those of its blocks, and a fraction of the whole."""
+        whole, blocks = (muon(block_rows=rows).compression.mean for rows in (None, 16))
+        long, short = [(256, 64)], [(16, 64)] * 16
+        assert blocks.work(long, 1) == blocks.work(short, 1) == whole.work(short, 1)
+        assert 3 * blocks.work(long, 1)[0] < whole.work(long, 1)[0]
 
 
 class TestOwners:
@@ -315,6 +365,10 @@ class TestWhatAdamWMoves:
             ({"others": None}, TypeError, "others is None"),
             ({"momentum": 1.0}, ValueError, "momentum is 1.0"),
             ({"adjust_lr_fn": None}, ValueError, "adjust_lr_fn is None"),
+            ({"block_rows": 0}, ValueError, "block_rows is 0; expected an integer, at least 1"),
+            ({"block_rows": 64.0}, TypeError, "block_rows is 64.0; expected an integer, at least 1"),
+            ({"newton_schulz_steps": 0}, ValueError, "newton_schulz_steps is 0; expected an integer"),
+            ({"newton_schulz_steps": None}, TypeError, "newton_schulz_steps is None; expected an integer"),
             ({"newton_schulz_dtype": "float16"}, ValueError, "newton_schulz_dtype is 'float16'"),
             ({"adam_learning_rate_factor": -1.0}, ValueError, "adam_learning_rate_factor is -1.0"),
             ({"betas": (0.9, 1.0)}, ValueError, "betas is"),

@@ -22,7 +22,16 @@ SMALL = {"exact": qcomp.ExactBelow(100)}
 SIGN = qcomp.ScaledSign(bucket_size=64)
 FACES = {
     "CompressedSGD": (qcomp.CompressedSGD, {"lr": 0.05, "compressor": qcomp.QSGD(7, 64)}),
-    "Muon": (qcomp.Muon, {"lr": 0.01, "compressor": qcomp.QSGD(7, 64), "update_compressor": SIGN}),
+    "Muon": (
+        qcomp.Muon,
+        {
+            "lr": 0.01,
+            "compressor": qcomp.QSGD(7, 64),
+            "update_compressor": SIGN,
+            "block_rows": 12,
+            "newton_schulz_steps": 3,
+        },
+    ),
     "OneBitAdam": (qcomp.OneBitAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "OneBitLamb": (qcomp.OneBitLamb, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "QAdam": (

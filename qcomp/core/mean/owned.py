@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Protocol
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.alone import alone
 from qcomp.core.mean.chunks import Chunks, deal
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
@@ -166,6 +167,9 @@ class _Owners(TwoPhase):
 
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each tensor to its owner, and its update to all; keep a part of what workers still owe."""
+        ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
+        if call.layout.world == 1 and all(c.traits.lossless for c in ways):
+            return (yield from self._alone(call))
         averaged = yield from super().stages(call)
         if self._repaid == 1:
             return averaged
@@ -174,6 +178,15 @@ class _Owners(TwoPhase):
             for old, lost in zip(call.worker, averaged.worker, strict=True)
         ]
         return averaged._replace(worker=tuple(kept))
+
+    def _alone(self, call: Call) -> Stages[Averaged]:
+        """Return what the exchanges of the only rank with itself would, if they lose nothing."""
+        operands, count = call.layout.operands, len(call.values)
+        of_rank = yield from alone(call.values, operands.compressors[0].spec)
+        updates, momenta = self._rule.updates(of_rank.means, call.server[:count], operands.shapes)
+        sent = yield from alone(updates, self._compressor.spec)
+        server = (*momenta, *call.server[count:])
+        return Averaged(sent.means, (), server, (*of_rank.verdicts, *sent.verdicts))
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
         """Give every tensor to an owner; workers keep no residuals of what loses nothing."""

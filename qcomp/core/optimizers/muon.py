@@ -1,10 +1,10 @@
 """Muon: updates with the singular vectors of the momentum, made by the rank that owns a matrix."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from qcomp.core import primitives
@@ -13,10 +13,11 @@ from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
-from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
-from qcomp.core.numeric.orthogonal import ITERATIONS, orthogonalize, require_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, to_compute_dtype
+from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.blocks import each_in_blocks, in_blocks
 from qcomp.core.optimizers.compression import Average, Compression, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
@@ -25,6 +26,9 @@ from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Muon"]
+
+_AT_ONCE = 1 << 20
+"""Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,15 @@ class Muon(Optimizer):
         Whether to use Nesterov momentum.
     adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
         The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
-        which updates are as large as those of AdamW. The names are those of ``torch.optim.Muon``.
+        which updates are as large as those of AdamW. A block has the factor of its own shape. The names are those of
+        ``torch.optim.Muon``.
+    block_rows : int, optional
+        The most rows that are orthogonalised together, at least 1: a matrix is cut into blocks of so many rows, and a
+        last one of the rest. None, the default, orthogonalises whole matrices. Blocks of 64 to 128 rows take a
+        fraction of the time, and trained as fast a step as whole matrices, or faster; blocks of 8 rows did not.
+    newton_schulz_steps : int, default 5
+        Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``. With ``block_rows`` 3 are
+        enough, as short blocks have no very small singular values.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
         Of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as fast
         on GPUs and on CPUs that have it, and needs arrays of torch or JAX.
@@ -102,7 +114,8 @@ class Muon(Optimizer):
     With b bits per element for gradients and c for updates, each of N ranks sends about (N - 1) / N (b + c) bits per
     element of a matrix, and 2 (N - 1) / N * 32 bits per element of the others. A checkpoint loads on any number of
     ranks: momenta and residuals of updates go to the new owners. Source: Jordan et al., 2024 (Muon);
-    Liu et al., arXiv:2502.16982 ("match_rms_adamw"); Gruntkowska et al., arXiv:2510.00643 (compression both ways).
+    Liu et al., arXiv:2502.16982 ("match_rms_adamw"); Gruntkowska et al., arXiv:2510.00643 (compression both ways);
+    Khaled et al., arXiv:2510.16981 (blocks).
 
     Examples
     --------
@@ -123,6 +136,8 @@ class Muon(Optimizer):
     momentum: float = 0.95
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    block_rows: int | None = None
+    newton_schulz_steps: int = ITERATIONS
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
     adam_learning_rate_factor: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
@@ -140,6 +155,12 @@ class Muon(Optimizer):
             raise ValueError(
                 f"adjust_lr_fn is {self.adjust_lr_fn!r}; expected 'original' or 'match_rms_adamw'"
             )
+        for name in ("block_rows", "newton_schulz_steps"):
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name == "block_rows"):
+                raise TypeError(f"{name} is {value!r}; expected an integer, at least 1")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value!r}; expected an integer, at least 1")
         if self.newton_schulz_dtype not in ("float32", "bfloat16"):
             raise ValueError(
                 f"newton_schulz_dtype is {self.newton_schulz_dtype!r}; expected 'float32' or 'bfloat16'"
@@ -160,7 +181,14 @@ class Muon(Optimizer):
     @cached_property
     def compression(self) -> Compression:
         """What this optimizer compresses: the gradients and the updates of matrices."""
-        rule = _Rule(self.momentum, self.nesterov, self.adjust_lr_fn, self.newton_schulz_dtype)
+        rule = _Rule(
+            self.momentum,
+            self.nesterov,
+            self.adjust_lr_fn,
+            self.block_rows,
+            self.newton_schulz_steps,
+            self.newton_schulz_dtype,
+        )
         repaid = 0.5 if self.nesterov else 1.0
         mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=rule, repaid=repaid)
         return Compression(mean)
@@ -201,18 +229,18 @@ class Muon(Optimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the updates of the matrices, and for the exact mean gradients of the other tensors."""
-        scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
+        scaled = each_in_blocks(lambda g: g * scale, [*map(to_compute_dtype, as_tensors(grads, "grads"))])
         return self.compression.average(scaled, state, self.key(state))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of AdamW, and one with the updates that the owners have sent."""
         tensors = as_tensors(params, "params")
         rates, decays = self.rates(state), self.weight_decays(state)
-        moved = {
-            i: update(p, rate * (q + decay * to_compute_dtype(p) if decay else q))
-            for i, (p, q, rate, decay) in enumerate(zip(tensors, means.values, rates, decays, strict=True))
-            if not state.exact[i]
-        }
+        moved: dict[int, Array] = {}
+        for i, (p, q, rate, decay) in enumerate(zip(tensors, means.values, rates, decays, strict=True)):
+            if not state.exact[i]:
+                out = p if means.donate else primitives.empty_like(p)
+                (moved[i],) = in_blocks(partial(_moved, rate, decay), (p, q), (out,))
         momentum, variance = list(state.momentum), list(state.variance)
         by_adam = [i for i, is_exact in enumerate(state.exact) if is_exact]
         if by_adam:
@@ -267,38 +295,65 @@ class _Rule:
     momentum: float
     nesterov: bool
     adjust_lr_fn: str
+    block_rows: int | None
+    iterations: int
     dtype: str
 
     def cost(self, shape: Shape) -> int:
         """Return the multiplications in `orthogonalize`."""
-        less, more = sorted(_matrix(shape))
-        return ITERATIONS * less * less * (2 * more + less)
+        rows, columns = _matrix(shape)
+        return sum(multiplications(part, columns, self.iterations) for part in self._parts(rows))
 
     def updates(
         self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
     ) -> tuple[list[Array], list[Array]]:
-        """Return the update and the new momentum of each matrix; matrices of one shape are computed together."""
+        """Return the update and the new momentum of each matrix."""
         blended = [self._blend(m, d) for m, d in zip(momenta, means, strict=True)]
         ahead = [self._blend(m, d) for m, d in zip(blended, means, strict=True)] if self.nesterov else blended
-        updates = list(ahead)
-        order = sorted(range(len(shapes)), key=lambda i: _matrix(shapes[i]))
-        for matrix, group in groupby(order, key=lambda i: _matrix(shapes[i])):
-            numbers = list(group)
-            xp = array_namespace(ahead[numbers[0]])
-            stacked = xp.stack([xp.reshape(ahead[i], matrix) for i in numbers])
-            together = orthogonalize(stacked, dtype=self.dtype)
-            for place, i in enumerate(numbers):
-                updates[i] = xp.reshape(self._factor(matrix) * together[place, ...], (-1,))
-        return updates, blended
+        return self._orthogonalized(ahead, [_matrix(shape) for shape in shapes]), blended
 
     def _blend(self, m: Array, d: Array) -> Array:
         return primitives.momentum(m, d, self.momentum, 1.0)
+
+    def _orthogonalized(self, flat: Sequence[Array], matrices: Sequence[Shape]) -> list[Array]:
+        """Return the blocks of flat matrices orthogonalised, times their factors; several of one shape at a time."""
+        alike: dict[Shape, list[tuple[int, Array]]] = defaultdict(list)
+        """The blocks of each shape, with the numbers of their matrices."""
+        for number, (x, (rows, columns)) in enumerate(zip(flat, matrices, strict=True)):
+            first = 0
+            for part in self._parts(rows):
+                block = array_namespace(x).reshape(x[first : first + part * columns], (part, columns))
+                alike[part, columns].append((number, block))
+                first += part * columns
+        made: list[list[Array]] = [[] for _ in matrices]
+        for shape, blocks in alike.items():
+            count = max(1, _AT_ONCE // math.prod(shape))
+            for start in range(0, len(blocks), count):
+                some = blocks[start : start + count]
+                xp = array_namespace(some[0][1])
+                together = orthogonalize(
+                    xp.stack([block for _, block in some]), iterations=self.iterations, dtype=self.dtype
+                )
+                together = self._factor(shape) * together
+                for place, (number, _) in enumerate(some):
+                    made[number].append(xp.reshape(together[place, ...], (-1,)))
+        return [concat(blocks) for blocks in made]
+
+    def _parts(self, rows: int) -> list[int]:
+        """Return the rows of each block of a matrix."""
+        most = min(rows, self.block_rows or rows)
+        return [most] * (rows // most) + [rows % most] * (rows % most > 0)
 
     def _factor(self, matrix: Shape) -> float:
         rows, columns = matrix
         if self.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _moved(rate: float, decay: float, p: Array, q: Array) -> tuple[Array]:
+    """Return the parameters of a matrix after a step."""
+    return (update(p, rate * (q + decay * to_compute_dtype(p) if decay else q)),)
 
 
 def _matrix(shape: Shape) -> Shape:
