@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from network.methods import QSGD4
 from torch import nn
 
@@ -133,10 +134,12 @@ def hook(inner: Optimizers, compressor: qcomp.Compressor, **settings_of_hook: An
     return made
 
 
-def own_muon(compressor: qcomp.Compressor, update_compressor: qcomp.Compressor) -> Make:
-    """Return Muon of qcomp."""
+def own_muon(
+    compressor: qcomp.Compressor, update_compressor: qcomp.Compressor, *, inner: bool = False, **changes: Any
+) -> Optimizers:
+    """Return Muon of qcomp; as an ``inner`` optimizer it averages nothing."""
 
-    def made(model: nn.Module, settings: Settings) -> Trainer:
+    def made(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
         own = qcomp.torch.Muon(
             model.named_parameters(),
             weight_decay=DECAY,
@@ -147,10 +150,17 @@ def own_muon(compressor: qcomp.Compressor, update_compressor: qcomp.Compressor) 
             compressor=compressor,
             update_compressor=update_compressor,
             seed=settings.seed,
+            comm=qcomp.comm.LocalCommunicator.alone() if inner else None,
+            **changes,
         )
-        return Trainer(model, [own])
+        return [own]
 
     return made
+
+
+def averaging(optimizers: Optimizers) -> Make:
+    """Return optimizers that average by themselves."""
+    return lambda model, settings: Trainer(model, optimizers(model, settings))
 
 
 def loop(
@@ -212,6 +222,8 @@ def _variance_steps(settings: Settings) -> Callable[[int], bool]:
     return qcomp.DoublingIntervals(2)
 
 
+BLOCKS: dict[str, Any] = {"block_rows": 68, "newton_schulz_steps": 3}
+"""A block has the rows of one head of attention in the transformer, of queries, keys or values."""
 LOW_RANK = {"averaging": qcomp.PowerSGD(rank=2), "exact": None}
 ONE, ALL = qcomp.ScaledSign(scale="rms"), qcomp.Identity()
 AS_WARMUP = ("onebit_adam", EXACT)
@@ -252,9 +264,13 @@ METHODS = {
     "qsgd4_adamw": Method("gradients in 4 bits, AdamW", hook(adamw, qcomp.compressor(QSGD4))),
     "lowrank2_adamw": Method("PowerSGD rank 2, AdamW", hook(adamw, ALL, **LOW_RANK)),
     "lowrank2_muon": Method("PowerSGD rank 2, Muon", hook(muon, ALL, **LOW_RANK)),
-    "muon_exact": Method("Muon, exact", own_muon(ALL, ALL)),
-    "muon_4_1": Method("Muon, 4 + 1 bits", own_muon(qcomp.LloydMax(4), ONE)),
-    "muon_2_1": Method("Muon, 2 + 1 bits", own_muon(qcomp.LloydMax(2, 256), ONE)),
+    "muon_exact": Method("Muon, exact", averaging(own_muon(ALL, ALL))),
+    "muon_4_1": Method("Muon, 4 + 1 bits", averaging(own_muon(qcomp.LloydMax(4), ONE))),
+    "muon_2_1": Method("Muon, 2 + 1 bits", averaging(own_muon(qcomp.LloydMax(2, 256), ONE))),
+    "muon_exact_blocks": Method("Muon in blocks, exact", averaging(own_muon(ALL, ALL, **BLOCKS))),
+    "muon_4_1_blocks": Method(
+        "Muon in blocks, 4 + 1 bits", averaging(own_muon(qcomp.LloydMax(4), ONE, **BLOCKS))
+    ),
     "local_adamw": Method("LocalSGD, AdamW", loop(adamw, qcomp.outer.local_sgd), outer),
     "diloco_adamw": Method("DiLoCo, AdamW", loop(adamw, qcomp.outer.diloco), outer),
     "muloco": Method("MuLoCo", loop(muon, qcomp.outer.muloco), outer),
@@ -263,6 +279,11 @@ METHODS = {
     "sparse_often_muon3": Method(
         f"SparseLoCo every {OFTEN} steps, Muon of 3 iterations",
         loop(short_muon, qcomp.outer.sparse_loco, changed=often),
+        outer_often,
+    ),
+    "sparse_often_blocks": Method(
+        f"SparseLoCo every {OFTEN} steps, Muon in blocks",
+        loop(own_muon(ALL, ALL, inner=True, **BLOCKS), qcomp.outer.sparse_loco, changed=often),
         outer_often,
     ),
     "sparse_warm_adamw": Method(
