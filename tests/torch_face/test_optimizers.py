@@ -22,16 +22,7 @@ SMALL = {"exact": qcomp.ExactBelow(100)}
 SIGN = qcomp.ScaledSign(bucket_size=64)
 FACES = {
     "CompressedSGD": (qcomp.CompressedSGD, {"lr": 0.05, "compressor": qcomp.QSGD(7, 64)}),
-    "Muon": (
-        qcomp.Muon,
-        {
-            "lr": 0.01,
-            "compressor": qcomp.QSGD(7, 64),
-            "update_compressor": SIGN,
-            "block_rows": 12,
-            "newton_schulz_steps": 3,
-        },
-    ),
+    "Muon": (qcomp.Muon, {"lr": 0.01, "compressor": qcomp.QSGD(7, 64), "update_compressor": SIGN}),
     "OneBitAdam": (qcomp.OneBitAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "OneBitLamb": (qcomp.OneBitLamb, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
     "QAdam": (
@@ -326,6 +317,8 @@ OTHER = {
     "sync_steps": qcomp.LocalSteps(5, 3),
     "adjust_lr_fn": "match_rms_adamw",
     "others": ("3",),
+    "block_rows": 12,
+    "newton_schulz_steps": 3,
     "newton_schulz_dtype": "bfloat16",
     "adam_learning_rate_factor": 0.5,
     "update_compressor": qcomp.QSGD(15, 64),
