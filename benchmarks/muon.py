@@ -30,15 +30,21 @@ OTHERS = ("*embedding*", "head*")
 PEAK = {"AdamW": 0.002, "Muon": 0.02}
 """The largest learning rate."""
 SIGN, EXACT = qcomp.ScaledSign(scale="rms"), qcomp.Identity()
-
+BLOCKS: dict[str, Any] = {"block_rows": 32, "newton_schulz_steps": 3}
+"""A block has the rows of one head of attention."""
+FOUR = {"compressor": qcomp.LloydMax(4, coding="range"), "update_compressor": SIGN}
+TWO = {"compressor": qcomp.LloydMax(2, 256, coding="range"), "update_compressor": SIGN}
 
 METHODS: dict[str, dict[str, Any]] = {
     "AdamW, exact": {},
     "Muon, exact": {"compressor": EXACT, "update_compressor": EXACT},
-    "Muon, 4 + 1 bits": {"compressor": qcomp.LloydMax(4, coding="range"), "update_compressor": SIGN},
-    "Muon, 2 + 1 bits": {"compressor": qcomp.LloydMax(2, 256, coding="range"), "update_compressor": SIGN},
+    "Muon, 4 + 1 bits": FOUR,
+    "Muon, 2 + 1 bits": TWO,
     "Muon, 1 + 1 bits": {"compressor": SIGN, "update_compressor": SIGN},
     "Muon, 4 + 1 bits at random": {"compressor": qcomp.QSGD(7, 128), "update_compressor": SIGN},
+    "Muon in blocks, exact": BLOCKS | {"compressor": EXACT, "update_compressor": EXACT},
+    "Muon in blocks, 4 + 1 bits": BLOCKS | FOUR,
+    "Muon in blocks, 2 + 1 bits": BLOCKS | TWO,
 }
 
 
