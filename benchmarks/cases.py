@@ -38,6 +38,7 @@ COMPRESSORS: dict[str, qcomp.Compressor] = {
     "QSGD 2-bit": qcomp.Scaled(qcomp.QSGD(levels=1, bucket_size=512)),
     "QSGD 4-bit": qcomp.QSGD(levels=7, bucket_size=512),
     "QSGD 8-bit": qcomp.QSGD(levels=127, bucket_size=512),
+    "LloydMax 4-bit": qcomp.LloydMax(bits=4, bucket_size=128),
     "min-max 8-bit": qcomp.MinMaxUInt8(bucket_size=2048),
     "64 of 4096, 2-bit": qcomp.TopK(k=64, bucket_size=4096, value_bits=2, coding="fixed"),
 }

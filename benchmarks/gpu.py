@@ -28,7 +28,7 @@ import qcomp
 from qcomp.core import primitives
 from qcomp.core.primitives import empty_like
 
-SUBJECTS = ["sign l1", "QSGD 4-bit", "min-max 8-bit"]
+SUBJECTS = ["sign l1", "QSGD 4-bit", "LloydMax 4-bit", "min-max 8-bit"]
 DEEPSPEED = "DeepSpeed's operations"
 WHATS = ["encode with feedback", "encode, no feedback", "decode", "decode and add"]
 WITH_FEEDBACK, NO_FEEDBACK, DECODE, ADD = WHATS
@@ -175,7 +175,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the time relative to a copy of the same bytes against size, with a panel for each call."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     panels = figure.subplots(1, len(WHATS), sharex=True, sharey=True)
-    colours = dict(zip([*SUBJECTS, DEEPSPEED], ["#d1495b", "#2e86ab", "#3d9970", "0.4"], strict=True))
+    colours = dict(
+        zip([*SUBJECTS, DEEPSPEED], ["#d1495b", "#2e86ab", "#8e6bbf", "#3d9970", "0.4"], strict=True)
+    )
     styles = {"torch": "-", "cupy": "--"}
     for panel, what in zip(panels, WHATS, strict=True):
         for subject, colour in colours.items():

@@ -27,8 +27,9 @@ STYLES = {"pure": ":", "numba": "-"}
 def ratios(rows: Rows, path: Path) -> None:
     """Draw time over a copy against size, a panel for each compressor, on NumPy arrays."""
     subjects = list(dict.fromkeys(row["subject"] for row in rows))
-    figure = Figure(figsize=(17, 8), layout="constrained")
-    panels = figure.subplots(2, 4, sharex=True, sharey=True)
+    columns = len(subjects) // 2 + 1  # one panel is for the legend
+    figure = Figure(figsize=(4.25 * columns, 8), layout="constrained")
+    panels = figure.subplots(2, columns, sharex=True, sharey=True)
     for panel, subject in zip(panels.flat, subjects, strict=False):
         for kernels, style in STYLES.items():
             for what, colour in COLOURS.items():

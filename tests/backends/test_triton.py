@@ -45,12 +45,21 @@ CASES = (
     ),
     (qcomp.QSGD(5, 1024, "l2"), 100),
     (qcomp.Scaled(qcomp.QSGD(7, 32)), 5),
+    (qcomp.LloydMax(1, 32), 9),
+    (qcomp.LloydMax(2, 8), 3),
+    (qcomp.LloydMax(3, 128), 77),
+    (qcomp.LloydMax(4, 1024), 600),
     (qcomp.MinMaxUInt8(8), 5),
     (qcomp.MinMaxUInt8(512), 130),
 )
 """Compressors, and the elements of the tail: codes of every width, and tiles of many buckets and of one."""
-ONE_OF_EACH = (qcomp.ScaledSign(64), qcomp.QSGD(7, 64), qcomp.MinMaxUInt8(64))
-LARGEST = (qcomp.ScaledSign(32768), qcomp.QSGD(7, 32768), qcomp.MinMaxUInt8(32768))
+ONE_OF_EACH = (qcomp.ScaledSign(64), qcomp.QSGD(7, 64), qcomp.LloydMax(4, 64), qcomp.MinMaxUInt8(64))
+LARGEST = (
+    qcomp.ScaledSign(32768),
+    qcomp.QSGD(7, 32768),
+    qcomp.LloydMax(4, 32768),
+    qcomp.MinMaxUInt8(32768),
+)
 KEY = qcomp.Key(seed=2**64 - 3, step=2**33, tensor=5, rank=1, hop=3, bucket=2**30 - 3)
 """Of a stream whose counters wrap around within buckets of 32."""
 
@@ -125,6 +134,14 @@ def check_16_bits(device):
         for dtype in (torch.float16, torch.bfloat16):
             x = halves(c.traits.bucket_size, tail, dtype)
             compare(device, c, x, torch.from_numpy(vector("gaussian", x.numel(), 1)))
+
+
+def check_nearest_levels(device):
+    """Many buckets, as cut steps hide most differences of sums; and root mean squares around the smallest number."""
+    many, old = vector("gaussian", 4099, 0), torch.zeros(4099)
+    for bits in (2, 3, 4):
+        for x in (many, many * np.float32(2.0**-126)):
+            compare(device, qcomp.LloydMax(bits, 8), torch.from_numpy(x), old)
 
 
 def check_shapes(device):
@@ -359,10 +376,12 @@ def check_compiled_code(device):
         ("sign of float16", 6, lambda: encode(qcomp.ScaledSign(scale="rms"), f16, f32)),
         ("sign of a momentum", 12, lambda: encode(qcomp.ScaledSign(), f32, f32, blend=Blend(f32, 0.9, 1.0))),
         ("levels", 8, lambda: encode(qcomp.QSGD(), f32, f32)),
+        ("nearest levels", 8, lambda: encode(qcomp.LloydMax(4), f32, f32)),
         ("codes", 8, lambda: encode(qcomp.MinMaxUInt8(), f32, f32)),
         ("sum of signs", 4, lambda: add(qcomp.ScaledSign(), f32)),
         ("sum of signs in bfloat16", 2, lambda: add(qcomp.ScaledSign(), bf16)),
         ("sum of levels", 4, lambda: add(qcomp.QSGD(), f32)),
+        ("sum of nearest levels", 4, lambda: add(qcomp.LloydMax(4), f32)),
         ("mean", 4, lambda: KERNELS.finish_mean(f32, 3)),
         ("momentum", 8, lambda: KERNELS.momentum(f32, f32, 0.9, 1.0)),
         ("step", 12, lambda: KERNELS.frozen_step(f32, f32.clone(), f32, settings)),
@@ -390,6 +409,7 @@ def check_compiled_code(device):
         for key in (qcomp.Key(), qcomp.Key(seed=1, step=7, bucket=16), qcomp.Key(hop=1, bucket=1)):
             encode(qcomp.QSGD(), f32[:size], f32[:size], key=key)
         encode(qcomp.ScaledSign(), f32[:size], f32[:size])
+        encode(qcomp.LloydMax(4), f32[:size], f32[:size])
         add(qcomp.QSGD(), f32[:size])
         KERNELS.finish_mean(f32[:size], size)
     assert {id(kernel) for kernel in launched} == known
@@ -400,6 +420,7 @@ CHECKS = {
     for check in (
         check_float32,
         check_16_bits,
+        check_nearest_levels,
         check_shapes,
         check_buffers,
         check_offsets,
@@ -414,7 +435,13 @@ CHECKS = {
 
 CONTRACTS = {
     f"contract of {c}": lambda device, c=c: check_contract(c)
-    for c in (qcomp.ScaledSign(16), qcomp.ScaledSign(16, "rms"), qcomp.QSGD(3, 16), qcomp.MinMaxUInt8(16))
+    for c in (
+        qcomp.ScaledSign(16),
+        qcomp.ScaledSign(16, "rms"),
+        qcomp.QSGD(3, 16),
+        qcomp.LloydMax(3, 16),
+        qcomp.MinMaxUInt8(16),
+    )
 }
 
 
@@ -431,7 +458,8 @@ def run_this_file(*checks, cache, timeout=110, **environment):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", "check_16_bits", "check_shapes")]
+LONGER = ("check_16_bits", "check_nearest_levels"), ("check_shapes",)
+QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", *LONGER[0], *LONGER[1])]
 """Those of which several take no longer than it takes to start."""
 
 
@@ -441,7 +469,7 @@ QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", "check_
         pytest.param(["check_float32"], id="check_float32"),
         *(
             pytest.param(checks, marks=pytest.mark.slow, id=",".join(checks))
-            for checks in (["check_16_bits"], ["check_shapes"], QUICK_CHECKS[::2], QUICK_CHECKS[1::2])
+            for checks in (*LONGER, QUICK_CHECKS[::2], QUICK_CHECKS[1::2])
         ),
     ],
 )

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import triton
 
+from qcomp.backends.torch_triton.lloyd_max import lloyd_max_decode, lloyd_max_encode
 from qcomp.backends.torch_triton.minmax import minmax_decode, minmax_encode
 from qcomp.backends.torch_triton.qsgd import qsgd_decode, qsgd_encode
 from qcomp.backends.torch_triton.sign import sign_decode, sign_encode
 from qcomp.backends.torch_triton.tiles import MAX_BUCKET_SIZE
 from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, momentum
-from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
+from qcomp.core.compressors import QSGD, LloydMax, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
@@ -30,8 +31,8 @@ _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 class TritonKernels(Partial):
     """Kernels for contiguous torch tensors on CUDA and ROCm devices, of dtypes that are computed in float32.
 
-    They serve `ScaledSign`, `QSGD`, `MinMaxUInt8` and a `Scaled` `QSGD`, with buckets of up to 32768 elements. Each
-    call launches one kernel on the current stream, and does not wait for the device.
+    They serve `ScaledSign`, `QSGD`, `LloydMax`, `MinMaxUInt8` and a `Scaled` `QSGD`, with buckets of up to 32768
+    elements. Each call launches one kernel on the current stream, and does not wait for the device.
     """
 
     name = "triton"
@@ -83,6 +84,8 @@ class TritonKernels(Partial):
                 sign_encode(inner, x, blend, residual, parts, new, refused)
             elif isinstance(inner, MinMaxUInt8):
                 minmax_encode(inner, x, blend, residual, parts, new, refused)
+            elif isinstance(inner, LloydMax):
+                lloyd_max_encode(inner, x, blend, residual, parts, new, refused)
             elif isinstance(inner, QSGD) and key is not None:
                 qsgd_encode(
                     inner, factor, x, blend, residual, words, key.hop, key.bucket, parts, new, refused
@@ -103,6 +106,8 @@ class TritonKernels(Partial):
                 sign_decode(inner, parts, target, accumulate=accumulate)
             elif isinstance(inner, MinMaxUInt8):
                 minmax_decode(inner, parts, target, accumulate=accumulate)
+            elif isinstance(inner, LloydMax):
+                lloyd_max_decode(inner, parts, target, accumulate=accumulate)
             elif isinstance(inner, QSGD):
                 qsgd_decode(inner, factor, parts, target, accumulate=accumulate)
         return target
@@ -144,7 +149,7 @@ def _unwrapped(c: AnyCompressor) -> tuple[AnyCompressor, float | None]:
 
 def _has_kernel(c: AnyCompressor) -> bool:
     """Return whether there are kernels for a compressor, by exact type: a subclass may compress differently."""
-    return type(c) in (ScaledSign, QSGD, MinMaxUInt8) and c.traits.bucket_size <= MAX_BUCKET_SIZE
+    return type(c) in (ScaledSign, QSGD, LloydMax, MinMaxUInt8) and c.traits.bucket_size <= MAX_BUCKET_SIZE
 
 
 def _matches(x: Array, like: Array, dtype: torch.dtype = torch.float32) -> bool:
