@@ -140,6 +140,7 @@ def _length(compressor: Compressor) -> int:
 _SIGN, _RMS = "sign:bucket_size=4096,scale=l1", "sign:bucket_size=4096,scale=rms"
 _QSGD = "qsgd:levels={},bucket_size=512,norm=max,coding=fixed"
 _MINMAX = "minmax:bucket_size=2048"
+_LLOYD_MAX = "lloyd_max:bits={},bucket_size={},coding=fixed"
 _SPARSE = "topk:k=64,bucket_size=4096,value_bits=2"
 
 CPU = Machine(
@@ -154,6 +155,15 @@ CPU = Machine(
         _QSGD.format(127): Speed(1.835e-9, 0.248e-9, 0.233e-9),
         _MINMAX: Speed(1.246e-9, 0.214e-9, 0.223e-9),
         _SPARSE: Speed(3.044e-9, 0.509e-9, 0.4815e-9),
+        # The times of LloydMax over those of QSGD in one run (rates.json), times the figures of QSGD above.
+        _LLOYD_MAX.format(1, 128): Speed(4.047e-9, 1.945e-9, 1.974e-9),
+        _LLOYD_MAX.format(1, 512): Speed(2.079e-9, 0.9203e-9, 1.003e-9),
+        _LLOYD_MAX.format(2, 128): Speed(4.164e-9, 0.9205e-9, 1.017e-9),
+        _LLOYD_MAX.format(2, 512): Speed(2.547e-9, 0.6584e-9, 0.741e-9),
+        _LLOYD_MAX.format(3, 128): Speed(6.361e-9, 3.305e-9, 3.132e-9),
+        _LLOYD_MAX.format(3, 512): Speed(3.375e-9, 1.299e-9, 1.335e-9),
+        _LLOYD_MAX.format(4, 128): Speed(4.882e-9, 0.8333e-9, 0.9384e-9),
+        _LLOYD_MAX.format(4, 512): Speed(3.397e-9, 0.645e-9, 0.7428e-9),
     },
     low_rank=LowRankSpeed(1.845e-9, 0.7076e-9),
     product=0.01996e-9,
@@ -161,7 +171,8 @@ CPU = Machine(
 """The kernels of ``qcomp[numba]`` on one core."""
 
 PURE = Machine(
-    "without kernels, NumPy on a 2-core x86_64 server, 2^22 elements, medians of docs/benchmarks/kernels.json",
+    "without kernels, NumPy on a 2-core x86_64 server, 2^22 elements, medians of docs/benchmarks/kernels.json and "
+    "docs/planning/rates.json",
     copy=0.431e-9,
     speeds={
         _SIGN: Speed(21.20e-9, 5.147e-9, 6.750e-9),
@@ -170,6 +181,15 @@ PURE = Machine(
         _QSGD.format(7): Speed(50.26e-9, 8.774e-9, 10.37e-9),
         _QSGD.format(127): Speed(47.52e-9, 8.123e-9, 9.212e-9),
         _MINMAX: Speed(29.06e-9, 2.766e-9, 3.939e-9),
+        # The times of LloydMax over those of QSGD in one run (rates.json), times the figures of QSGD above.
+        _LLOYD_MAX.format(1, 128): Speed(44.15e-9, 10.23e-9, 11.89e-9),
+        _LLOYD_MAX.format(1, 512): Speed(39.49e-9, 9.651e-9, 11.29e-9),
+        _LLOYD_MAX.format(2, 128): Speed(52.37e-9, 10.64e-9, 12.42e-9),
+        _LLOYD_MAX.format(2, 512): Speed(47.04e-9, 10.32e-9, 11.96e-9),
+        _LLOYD_MAX.format(3, 128): Speed(70.11e-9, 17.61e-9, 20.01e-9),
+        _LLOYD_MAX.format(3, 512): Speed(62.52e-9, 15.38e-9, 17.62e-9),
+        _LLOYD_MAX.format(4, 128): Speed(69.41e-9, 14.89e-9, 17.09e-9),
+        _LLOYD_MAX.format(4, 512): Speed(65.14e-9, 14.88e-9, 17.01e-9),
     },
 )
 """The pure version."""

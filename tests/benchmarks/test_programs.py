@@ -15,6 +15,7 @@ import comparisons
 import gpu
 import kernels
 import overhead
+import planning_rates
 import startup
 import timing
 import torch_optimizers
@@ -145,6 +146,19 @@ def test_gpu_dry_run(run_program):
         (gpu.DEEPSPEED, gpu.DECODE),
     }
     assert is_picture(folder / "gpu.png")
+
+
+def test_planning_rates_times_lloyd_max_alone(run_program, monkeypatch, tmp_path):
+    monkeypatch.setattr(planning_rates, "RATIO_ROUNDS", {"numba": 2, "pure": 2})
+    (tmp_path / "rates.json").write_text('{"product": 1e-11}')
+    folder = run_program(planning_rates, "--ratios", "--elements", "4096")
+    document = json.loads((folder / "rates.json").read_text())
+    assert document["product"] == 1e-11
+    for found in document["lloyd_max"]["ratios"].values():
+        assert list(found) == [c.spec for c in planning_rates.NEAREST]
+        for fields in found.values():
+            assert set(fields) == {"encode", "decode", "add"}
+            assert all(is_spread(ratio) for ratio in fields.values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -28,17 +28,20 @@ from qcomp.planning import (
     methods_for,
     step_time,
 )
+from qcomp.planning.machine import PURE
 
 SHAPES = ((96, 64), (64, 160), (64, 3, 3, 16), (50,), (8, 8))
 PARAMS = sum(map(math.prod, SHAPES))
 JOB = Job(PARAMS, 0.0, shapes=SHAPES)
 BARE = Link(1e9, latency=0.0)
 SIGN, FOUR = qcomp.ScaledSign(scale="rms"), qcomp.QSGD(levels=7, bucket_size=128)
+NEAREST = qcomp.LloydMax(4)
 INSTANT = Machine(
     "nothing takes time",
     copy=0.0,
     speeds={
-        c.spec: Speed(0.0, 0.0, 0.0) for c in (SIGN, FOUR, qcomp.TopK(k=64, bucket_size=4096, value_bits=2))
+        c.spec: Speed(0.0, 0.0, 0.0)
+        for c in (SIGN, FOUR, NEAREST, qcomp.TopK(k=64, bucket_size=4096, value_bits=2))
     },
     low_rank=LowRankSpeed(0.0, 0.0),
     product=0.0,
@@ -77,9 +80,10 @@ def test_powersgd_sends_what_is_counted(n, rank):
     assert abs(sent_by_ranks(n, rank_main) - found) <= 4 * n * SMALL
 
 
+@pytest.mark.parametrize("compressor", [FOUR, NEAREST], ids=str)
 @pytest.mark.parametrize("n", [2, 3])
-def test_muon_sends_what_is_counted(n):
-    opt = qcomp.Muon(learning_rate=0.02, compressor=FOUR, update_compressor=SIGN)
+def test_muon_sends_what_is_counted(n, compressor):
+    opt = qcomp.Muon(learning_rate=0.02, compressor=compressor, update_compressor=SIGN)
 
     def rank_main(comm):
         params = params_of()
@@ -200,6 +204,33 @@ def test_the_figures_of_a_core_are_those_that_were_measured():
     assert (speed.encode, speed.decode, speed.add) == (found["encode"], found["decode"], found["add"])
     assert (CPU.low_rank.fixed, CPU.low_rank.column) == (found["low_rank_fixed"], found["low_rank_column"])
     assert CPU.product == found["product"]
+
+
+@pytest.mark.parametrize(("kernels", "machine"), [("numba", CPU), ("pure", PURE)])
+def test_the_figures_of_lloyd_max_are_measured_ratios_of_those_of_qsgd(kernels, machine):
+    document = json.loads((Path(__file__).parents[2] / "docs" / "planning" / "rates.json").read_text())
+    found = document["lloyd_max"]
+    qsgd, ratios = machine.speed(qcomp.compressor(found["over"])), found["ratios"][kernels]
+    assert set(ratios) == {spec for spec in machine.speeds if spec.startswith("lloyd_max")}
+    for spec, fields in ratios.items():
+        for field, ratio in fields.items():
+            seconds = ratio["median"] * getattr(qsgd, field)
+            assert getattr(machine.speeds[spec], field) == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("machine", [CPU, gpu()], ids=["cpu", "gpu"])
+def test_muon_with_lloyd_max_is_compared_by_time_to_a_loss(machine):
+    """With 4 + 1 bits, which was studied; the time of coding is that of the machine's figures."""
+    opt = qcomp.Muon(learning_rate=0.02, compressor=NEAREST, update_compressor=SIGN)
+    muon, cluster = MuonMethod(optimizer=opt), Cluster(8, Link(1e7))
+    found = advise(JOB, cluster, machine, methods=[Method("ring"), muon])
+    row = next(row for row in found.rows if row.time.method is muon)
+    assert (row.known.method, row.measured) == ("Muon, 4 + 1 bits", True)
+    assert f"muon, {NEAREST.spec} and {SIGN.spec}" in found.text
+    free = {NEAREST.spec: Speed(0.0, 0.0, 0.0), SIGN.spec: machine.speed(SIGN)}
+    instant = step_time(JOB, cluster, replace(machine, speeds=free), muon)
+    one, matrices = machine.speed(NEAREST), PARAMS - 50
+    assert row.time.codec - instant.codec == pytest.approx(matrices * (one.encode + one.add), rel=1e-9)
 
 
 def test_shapes_of_another_number_of_elements_are_an_error():

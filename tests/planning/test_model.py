@@ -288,10 +288,14 @@ class TestMachine:
     def test_an_unlisted_compressor_has_the_speed_of_its_nearest_kin(self):
         assert CPU.speed(qcomp.QSGD(levels=15)) == CPU.speed(QSGD4)
         assert CPU.speed(qcomp.Scaled(qcomp.QSGD(levels=1))) == CPU.speed(qcomp.QSGD(levels=1))
+        assert CPU.speed(qcomp.LloydMax(2, 256)) == CPU.speed(qcomp.LloydMax(2, 512))
+        assert CPU.speed(qcomp.LloydMax(3, 64)) == CPU.speed(qcomp.LloydMax(3))
         assert CPU.speed(qcomp.Identity()) == Speed(CPU.copy, CPU.copy, CPU.copy)
 
     @pytest.mark.parametrize(
-        "compressor", [qcomp.TopK(8, 512), qcomp.QSGD(levels=7, coding="range")], ids=str
+        "compressor",
+        [qcomp.TopK(8, 512), qcomp.QSGD(levels=7, coding="range"), qcomp.LloydMax(4, coding="range")],
+        ids=str,
     )
     def test_no_kin_is_an_error(self, compressor):
         with pytest.raises(ValueError, match=r"no speed of .* is known; known: sign"):
