@@ -40,7 +40,12 @@ LABELS = {
     "sign_hook": "gradients of 1 bit, Adam",
     "qsgd4_hook": "gradients of 4 bits, Adam",
 }
-EXACT = {"ddp_adamw": "AdamW", "ddp_muon": "Muon", "ddp_muon3": "Muon of 3 iterations"}
+EXACT = {
+    "ddp_adamw": "AdamW",
+    "ddp_muon": "Muon",
+    "ddp_muon3": "Muon of 3 iterations",
+    "muon_exact_blocks": "Muon in blocks",
+}
 """The exact trainings of the race, and their optimizers."""
 RACE = {
     "powersgd1_adamw": ("PowerSGD rank 1", "ddp_adamw"),
@@ -51,12 +56,14 @@ RACE = {
     "lowrank2_muon": ("PowerSGD rank 2", "ddp_muon"),
     "muon_4_1": ("Muon, 4 + 1 bits", "ddp_muon"),
     "muon_2_1": ("Muon, 2 + 1 bits", "ddp_muon"),
+    "muon_4_1_blocks": ("Muon in blocks, 4 + 1 bits", "muon_exact_blocks"),
     "local_adamw": ("LocalSGD every {every} steps", "ddp_adamw"),
     "diloco_adamw": ("DiLoCo every {every} steps", "ddp_adamw"),
     "muloco": ("MuLoCo every {every} steps", "ddp_muon"),
     "sparse_adamw": ("SparseLoCo every {every} steps", "ddp_adamw"),
     "sparse_muon": ("SparseLoCo every {every} steps", "ddp_muon"),
     "sparse_often_muon3": (f"SparseLoCo every {OFTEN} steps", "ddp_muon3"),
+    "sparse_often_blocks": (f"SparseLoCo every {OFTEN} steps", "muon_exact_blocks"),
 }
 """Methods of the race: what they are, and exact training by the same optimizer."""
 

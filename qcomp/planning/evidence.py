@@ -145,10 +145,11 @@ def _names_of_muon(method: MuonMethod) -> tuple[str, ...]:
     """Return the name of Muon with the compressors of a method."""
     opt = method.optimizer
     both = (opt.compressor, opt.update_compressor)
+    name = "Muon" if opt.block_rows is None else "Muon in blocks"
     if method.replicated or all(c.traits.lossless for c in both):
-        return ("Muon, exact",)
+        return (f"{name}, exact",)
     studied = [c.name for c in both] == ["lloyd_max", "sign"] and getattr(opt.compressor, "bits", 0) == 4
-    return ("Muon, 4 + 1 bits",) if studied else ()
+    return (f"{name}, 4 + 1 bits",) if studied else ()
 
 
 def _names_of_loop(loop: OuterLoop) -> tuple[str, ...]:

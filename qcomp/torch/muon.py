@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from qcomp.comm.base import Communicator
 from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors import QSGD, ScaledSign
+from qcomp.core.compressors import LloydMax, ScaledSign
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.torch.live import exact_of
 from qcomp.torch.optimizer import AveragingOptimizer
@@ -59,7 +59,7 @@ class Muon(AveragingOptimizer):
         Decay rates of AdamW's momentum and variance, each from 0 to below 1. The same in all groups.
     eps : float, default 1e-8
         Added to the square root of AdamW's variance, >= 0. The same in all groups.
-    compressor : Compressor, default QSGD(levels=7, bucket_size=128)
+    compressor : Compressor, default LloydMax(bits=4)
         Compresses the gradients of the matrices.
     update_compressor : Compressor, default ScaledSign(scale="rms")
         Compresses the updates of the matrices.
@@ -106,7 +106,7 @@ class Muon(AveragingOptimizer):
         adam_learning_rate_factor: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        compressor: Compressor = QSGD(levels=7, bucket_size=128),
+        compressor: Compressor = LloydMax(bits=4),
         update_compressor: Compressor = ScaledSign(scale="rms"),
         clip_norm: float | None = None,
         seed: int = 0,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors.qsgd import QSGD
+from qcomp.core.compressors.lloyd_max import LloydMax
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
@@ -58,7 +58,7 @@ class Muon(Optimizer):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
-    compressor : Compressor, default QSGD(levels=7, bucket_size=128)
+    compressor : Compressor, default LloydMax(bits=4)
         Compresses the gradients of the matrices, with feedback. `Identity` keeps them exact.
     update_compressor : Compressor, default ScaledSign(scale="rms")
         Compresses the updates of the matrices, with feedback. `Identity` keeps them exact.
@@ -130,7 +130,7 @@ class Muon(Optimizer):
     >>> params, state = opt.step(params, params, state, comm)
     """
 
-    compressor: Compressor = QSGD(levels=7, bucket_size=128)
+    compressor: Compressor = LloydMax(bits=4)
     update_compressor: Compressor = ScaledSign(scale="rms")
     others: Sequence[str] | ExactPolicy = ()
     momentum: float = 0.95
