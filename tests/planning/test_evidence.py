@@ -71,6 +71,10 @@ def test_a_record_with_a_curve_comes_before_one_without():
     for compressor in (qcomp.ScaledSign(), qcomp.LloydMax(2)):
         other = qcomp.Muon(learning_rate=0.1, compressor=compressor)
         assert evidence_of(MuonMethod(optimizer=other)) is None
+    blocks = qcomp.Muon(learning_rate=0.1, block_rows=64, newton_schulz_steps=3)
+    known = evidence_of(MuonMethod(optimizer=blocks))
+    assert (known.method, known.reference) == ("Muon in blocks, 4 + 1 bits", "Muon in blocks")
+    assert evidence_of(MuonMethod(optimizer=blocks, replicated=True)) is None
 
 
 BASE = {"task": TASKS[0], "method": "m", "label": "m", "warmup": 0.0, "gap": -0.25, "seeds": 1, "steps": 480}
