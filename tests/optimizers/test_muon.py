@@ -173,6 +173,15 @@ class TestBlocks:
         for one, other in zip(held, cut(whole).values(), strict=True):
             assert one.tobytes() == other.tobytes()
 
+    def test_what_is_left_of_one_matrix_may_be_as_large_as_another(self, grads):
+        """Blocks of one shape are computed together, and return to their own rows."""
+        params = grads([(3, 5), (7, 5), (10, 5), (4, 5)], 0, 0)
+        opt, comm = qcomp.Muon(learning_rate=0.05, **EXACT, block_rows=4), LocalCommunicator.alone()
+        together, _ = opt.step(params, params, opt.init(params, comm), comm)
+        for p, found in zip(params, together, strict=True):
+            alone, _ = opt.step([p], [p], opt.init([p], comm), comm)
+            assert found.tobytes() == alone[0].tobytes()
+
     def test_blocks_of_all_rows_are_whole_matrices(self, grads, lockstep):
         finals = {
             b"".join(p.tobytes() for p in run(muon(block_rows=rows), grads, lockstep, 2)[0][0])

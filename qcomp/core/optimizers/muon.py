@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -288,6 +288,16 @@ class Muon(Optimizer):
         return tuple(bool(c) or len(t.shape) < 2 or not t.size for c, t in zip(chosen, tensors, strict=True))
 
 
+class _Block(NamedTuple):
+    """Rows of a matrix that are orthogonalised together."""
+
+    matrix: int
+    """The number of the matrix."""
+    first: int
+    """Its first row in the matrix."""
+    values: Array
+
+
 @dataclass(frozen=True)
 class _Rule:
     """What the owner of a matrix computes; see `Muon`."""
@@ -302,7 +312,7 @@ class _Rule:
     def cost(self, shape: Shape) -> int:
         """Return the multiplications in `orthogonalize`."""
         rows, columns = _matrix(shape)
-        return sum(multiplications(part, columns, self.iterations) for part in self._parts(rows))
+        return sum(multiplications(part, columns, self.iterations) for _, part in self._parts(rows))
 
     def updates(
         self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
@@ -316,33 +326,29 @@ class _Rule:
         return primitives.momentum(m, d, self.momentum, 1.0)
 
     def _orthogonalized(self, flat: Sequence[Array], matrices: Sequence[Shape]) -> list[Array]:
-        """Return the blocks of flat matrices orthogonalised, times their factors; several of one shape at a time."""
-        alike: dict[Shape, list[tuple[int, Array]]] = defaultdict(list)
-        """The blocks of each shape, with the numbers of their matrices."""
+        """Return flat matrices with each block orthogonalised, times its factor; some of one shape at a time."""
+        alike: dict[Shape, list[_Block]] = defaultdict(list)
         for number, (x, (rows, columns)) in enumerate(zip(flat, matrices, strict=True)):
-            first = 0
-            for part in self._parts(rows):
-                block = array_namespace(x).reshape(x[first : first + part * columns], (part, columns))
-                alike[part, columns].append((number, block))
-                first += part * columns
-        made: list[list[Array]] = [[] for _ in matrices]
+            for first, count in self._parts(rows):
+                own = x[first * columns : (first + count) * columns]
+                values = array_namespace(x).reshape(own, (count, columns))
+                alike[count, columns].append(_Block(number, first, values))
+        made: list[dict[int, Array]] = [{} for _ in matrices]
         for shape, blocks in alike.items():
-            count = max(1, _AT_ONCE // math.prod(shape))
-            for start in range(0, len(blocks), count):
-                some = blocks[start : start + count]
-                xp = array_namespace(some[0][1])
-                together = orthogonalize(
-                    xp.stack([block for _, block in some]), iterations=self.iterations, dtype=self.dtype
-                )
+            xp, most = array_namespace(blocks[0].values), max(1, _AT_ONCE // math.prod(shape))
+            for start in range(0, len(blocks), most):
+                some = blocks[start : start + most]
+                stacked = xp.stack([block.values for block in some])
+                together = orthogonalize(stacked, iterations=self.iterations, dtype=self.dtype)
                 together = self._factor(shape) * together
-                for place, (number, _) in enumerate(some):
-                    made[number].append(xp.reshape(together[place, ...], (-1,)))
-        return [concat(blocks) for blocks in made]
+                for place, block in enumerate(some):
+                    made[block.matrix][block.first] = xp.reshape(together[place, ...], (-1,))
+        return [concat([of_matrix[first] for first in sorted(of_matrix)]) for of_matrix in made]
 
-    def _parts(self, rows: int) -> list[int]:
-        """Return the rows of each block of a matrix."""
+    def _parts(self, rows: int) -> list[tuple[int, int]]:
+        """Return the first row of each block of a matrix, and the number of its rows."""
         most = min(rows, self.block_rows or rows)
-        return [most] * (rows // most) + [rows % most] * (rows % most > 0)
+        return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
     def _factor(self, matrix: Shape) -> float:
         rows, columns = matrix
