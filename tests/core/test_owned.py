@@ -225,10 +225,7 @@ class TestAlone:
             library.seal(library.array(vector(family, prod(shape), 3).reshape(shape))) for shape in SHAPES
         ]
         (state,) = self.states(values, 1)
-        own, two = (
-            state,
-            self.states(values, 2),
-        )
+        own, two = state, self.states(values, 2)
         for _ in range(2):
             updates, own = drive(self.mean.stages(values, own, key=qcomp.Key()), Silent.alone())
             results = lockstep([self.mean.stages(values, s, key=qcomp.Key()) for s in two])
@@ -241,6 +238,14 @@ class TestAlone:
             assert library.numpy(own.server[place]).tobytes() == library.numpy(momentum).tobytes()
             assert not library.numpy(residual).any()
             assert not library.numpy(own.server[len(SHAPES) + place]).any()
+
+    def test_empty_tensors_stay_empty(self):
+        values = [np.zeros((0, 3)), np.ones((2, 4)), np.zeros((3, 0))]
+        for some in (values, values[:1]):
+            (state,) = self.states(some, 1)
+            updates, state = drive(self.mean.stages(some, state, key=qcomp.Key()), LocalCommunicator.alone())
+            assert [x.shape for x in updates] == [x.shape for x in some]
+            assert all((x == 3).all() for x in updates)
 
     def test_what_an_exchange_refuses_is_refused_and_changes_nothing(self):
         values = vectors(0, 0)

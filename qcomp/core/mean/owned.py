@@ -168,7 +168,7 @@ class _Owners(TwoPhase):
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each tensor to its owner, and its update to all; keep a part of what workers still owe."""
         ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
-        if call.layout.world == 1 and all(c.traits.lossless for c in ways):
+        if call.layout.world == 1 and call.layout.own.chunk and all(c.traits.lossless for c in ways):
             return (yield from self._alone(call))
         averaged = yield from super().stages(call)
         if self._repaid == 1:
@@ -181,12 +181,15 @@ class _Owners(TwoPhase):
 
     def _alone(self, call: Call) -> Stages[Averaged]:
         """Return what the exchanges of the only rank with itself would, if they lose nothing."""
-        operands, count = call.layout.operands, len(call.values)
+        operands, owned = call.layout.operands, [segment.tensor for segment in call.layout.own.chunk]
+        momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
         of_rank = yield from alone(call.values, operands.compressors[0].spec)
-        updates, momenta = self._rule.updates(of_rank.means, call.server[:count], operands.shapes)
+        means, shapes = [of_rank.means[i] for i in owned], [operands.shapes[i] for i in owned]
+        updates, momenta = self._rule.updates(means, momenta, shapes)
         sent = yield from alone(updates, self._compressor.spec)
-        server = (*momenta, *call.server[count:])
-        return Averaged(sent.means, (), server, (*of_rank.verdicts, *sent.verdicts))
+        decoded = dict(zip(owned, sent.means, strict=True))
+        values = [decoded.get(i, x) for i, x in enumerate(of_rank.means)]  # empty tensors have no owner
+        return Averaged(values, (), (*momenta, *owed), (*of_rank.verdicts, *sent.verdicts))
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
         """Give every tensor to an owner; workers keep no residuals of what loses nothing."""
