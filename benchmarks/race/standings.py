@@ -298,7 +298,9 @@ def picture(races: Sequence[Race], seconds: plan.Rows, link: str | None) -> Figu
         panel.grid(alpha=0.3, which="both")
     figure.axes[0].set_ylabel("validation loss, nats a byte")
     longest = max(figure.axes, key=lambda panel: len(panel.lines))
-    figure.legend(*longest.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *longest.get_legend_handles_labels(), loc="outside lower center", ncols=len(chosen) + 1, fontsize=8
+    )
     return figure
 
 
