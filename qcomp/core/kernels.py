@@ -303,6 +303,10 @@ class KernelSet(Protocol):
         """
         ...
 
+    def descend(self, p: Array, d: Array, rate: float, decay: float, *, out: Array | None) -> Array | None:
+        """Return ``p - rate * (d + decay * p)``, in ``out`` if that is given, which may be p."""
+        ...
+
     def compensate(
         self, x: Array, residual: Array | None, *, out: Array | None
     ) -> tuple[Array, float] | None:
@@ -417,6 +421,18 @@ class Partial:
         *,
         donate: bool,  # noqa: ARG002
     ) -> list[tuple[Array, Array, Array]] | None:
+        """Return None."""
+        return None
+
+    def descend(
+        self,
+        p: Array,  # noqa: ARG002
+        d: Array,  # noqa: ARG002
+        rate: float,  # noqa: ARG002
+        decay: float,  # noqa: ARG002
+        *,
+        out: Array | None,  # noqa: ARG002
+    ) -> Array | None:
         """Return None."""
         return None
 

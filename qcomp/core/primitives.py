@@ -1,8 +1,9 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
 `encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
-these and of `finish_mean`, `momentum`, `adam_steps`, `frozen_steps` of the frozen-variance optimizers, and `compensate`
-and `take_low_rank` of PowerSGD. All else in the core is made of these, or runs once a step on small arrays.
+these and of `finish_mean`, `momentum`, `descend`, `adam_steps`, `frozen_steps` of the frozen-variance optimizers, and
+`compensate` and `take_low_rank` of PowerSGD. All else in the core is made of these, or runs once a step on small
+arrays.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from qcomp.core.numeric.arrays import (
     truncate_last_bit,
     write_into,
 )
+from qcomp.core.numeric.cache_blocks import in_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +50,7 @@ __all__ = [
     "compensate",
     "compress_mean",
     "decode",
+    "descend",
     "empty_like",
     "empty_likes",
     "encode",
@@ -353,6 +356,37 @@ def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
         if mixed is not None:
             return mixed
     return beta1 * m + ((1 - beta1) * scale) * gradient
+
+
+def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None = None) -> Array:
+    """Return ``p - rate * (d + decay * p)``, each operation rounded to the dtype of d, in the dtype of p.
+
+    Parameters
+    ----------
+    p : array
+        Parameters.
+    d : array
+        A direction, of the shape of p and the dtype in which p is computed.
+    rate : float
+        Learning rate.
+    decay : float
+        Weight decay coefficient; with 0 the direction stays as it is.
+    out : array, optional
+        A buffer for the result, which may be p.
+    """
+    kernels = chosen(d)
+    if kernels is not None and p.dtype == d.dtype:
+        moved = kernels.descend(p, d, rate, decay, out=out)
+        if moved is not None:
+            return moved
+
+    def move(p: Array, d: Array) -> tuple[Array]:
+        own = to_compute_dtype(p)
+        change = rate * (d + decay * own if decay else d)
+        return (array_namespace(p).astype(own - change, p.dtype, copy=False),)
+
+    (moved,) = in_blocks(move, (p, d), (out,))
+    return moved
 
 
 def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:

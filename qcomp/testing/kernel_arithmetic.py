@@ -69,6 +69,9 @@ def check_updates(kernels: KernelSet, xp: Namespace) -> None:
     for count in _COUNTS:
         for size in (9, 1000):
             _compare_ends(kernels, xp, size, count)
+    for size, layout in product((1, 9, 1000, 70_001), ("dense", "strided", "offset")):
+        for decay in (0.0, 1e-50, 0.1):
+            _compare_descents(kernels, xp, size, layout, decay)
 
 
 _SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
@@ -194,6 +197,27 @@ def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> N
                     to_numpy(primitives.finish_mean(to_library(xp, vector(family, size, count)), count))
                 )
         assert results[0].tobytes() == results[1].tobytes(), f"mean over {count} ranks of {size} elements"
+
+
+def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str, decay: float) -> None:
+    """Compare steps along a direction: in new arrays, in a given buffer, and in that of the parameters."""
+    values, direction = vector("wide", size, 1), vector("gaussian", size, 2)
+    for place in ("new", "given", "own"):
+        results = []
+        for chosen in (None, kernels):
+            untouched = Untouched()
+            (p, p_memory), (d, d_memory) = (laid_out(xp, x, layout) for x in (values, direction))
+            untouched.keep("the direction", d_memory)
+            if place != "own":
+                untouched.keep("the parameters", p_memory)
+            outs = {"new": None, "given": laid_out(xp, np.zeros_like(values), layout)[0], "own": p}
+            out = outs[place] if is_mutable(p) else None
+            with use_kernels(chosen):
+                moved = primitives.descend(p, d, 0.3, decay, out=out)
+            untouched.check()
+            results.append(to_numpy(moved).tobytes())
+        what = f"of {size} elements, {layout}, with a decay of {decay}, into memory that is {place}"
+        assert results[0] == results[1], f"step along a direction {what}"
 
 
 _MATRICES = ((1, 1, 1), (1, 3, 5), (2, 7, 64), (3, 33, 129), (4, 5, 5000), (2, 5000, 3), (5, 300, 301))

@@ -332,6 +332,20 @@ def test_momentum(m, data):
     same(m, expected)
 
 
+@given(vectors((0, 1, 9, 4095, 4097)), st.data())
+@checked
+def test_descend(p, data):
+    d = data.draw(vectors((p.size,)))
+    rate, decay = data.draw(st.sampled_from([1e-3, 0.3])), data.draw(st.sampled_from([0.0, 1e-50, 0.01]))
+    with np.errstate(all="ignore"):
+        expected = p - rate * (d + decay * p if decay else d)
+    out = np.empty_like(p)
+    kernels.descend(p, d, rate, decay, out)
+    same(out, expected)
+    kernels.descend(p, d, rate, decay, p)
+    same(p, expected)
+
+
 @given(vectors((1, 9, 4095, 4097)), st.data())
 @checked
 def test_frozen_adam_step(p, data):

@@ -101,6 +101,10 @@ class Whole:
         with use_kernels(None):
             return primitives.momentum(m, g, beta1, scale)
 
+    def descend(self, p, d, rate, decay, *, out):
+        with use_kernels(None):
+            return primitives.descend(p, d, rate, decay, out=out)
+
     def frozen_step(self, p, m, v, numbers):
         with use_kernels(None):
             return primitives.frozen_step(p, m, v, numbers)
@@ -392,6 +396,19 @@ broken("never clips", momentum=lambda self, whole, m, g, beta1, scale: whole(m, 
 broken(
     "writes to the momentum",
     momentum=lambda self, whole, m, g, beta1, scale: write_into(m, whole(m, g, beta1, scale)),
+)
+broken("descends: never decays", descend=lambda self, whole, p, d, rate, decay: whole(p, d, rate, 0.0))
+broken(
+    "descends: decays before the rate",
+    descend=lambda self, whole, p, d, rate, decay: whole(p - np.float32(decay) * p, d, rate, 0.0),
+)
+broken(
+    "descends: writes to the parameters",
+    descend=lambda self, whole, p, d, rate, decay: write_into(p, whole(p, d, rate, decay)),
+)
+broken(
+    "descends: writes to the direction",
+    descend=lambda self, whole, p, d, rate, decay: (whole(p, d, rate, decay), d.fill(0))[0],
 )
 broken("always eps of 1e-8", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(eps=1e-8)))
 broken(

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import qcomp
+from qcomp.core.numeric import cache_blocks
 from qcomp.core.numeric.arrays import is_mutable, is_on_host
-from qcomp.core.optimizers import blocks
-from qcomp.core.optimizers.blocks import in_blocks
+from qcomp.core.numeric.cache_blocks import in_blocks
 
 SHAPES = [(7, 33), (1, 300), (300,), (), (0, 5), (40, 3, 2)]
 OPTIMIZERS = {
@@ -32,7 +32,7 @@ def arrays(library, number):
 
 @pytest.mark.parametrize("own", [False, True], ids=["into other buffers", "into the arrays"])
 def test_results_are_those_of_the_whole(monkeypatch, float64_library, own):
-    monkeypatch.setattr(blocks, "_BLOCK", 16)
+    monkeypatch.setattr(cache_blocks, "_BLOCK", 16)
     library = float64_library
     for p, m in zip(arrays(library, 1), arrays(library, 2), strict=True):
         if p.ndim == 2:  # as in the format channels_last
@@ -59,7 +59,7 @@ def test_a_library_without_writing_computes_the_whole(libraries):
 def test_steps_do_not_depend_on_the_parts(monkeypatch, libraries, lockstep, name, donate):
     results = []
     for elements in (1 << 15, 16):
-        monkeypatch.setattr(blocks, "_BLOCK", elements)
+        monkeypatch.setattr(cache_blocks, "_BLOCK", elements)
         results.append(trained(libraries["torch"], lockstep, OPTIMIZERS[name](), donate=donate))
     assert results[0] == results[1]
 

@@ -12,11 +12,12 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.threads import default_threads, get_num_threads, set_num_threads
-from qcomp.backends.numba_cpu.vectors import finish_mean, largest_sum, momentum
+from qcomp.backends.numba_cpu.vectors import descend, finish_mean, largest_sum, momentum
 
 __all__ = [
     "decode",
     "default_threads",
+    "descend",
     "encode",
     "finish_mean",
     "frozen_adam_step",

@@ -40,7 +40,7 @@ from qcomp.backends.numba_cpu.tables import (
     decoded_vectors,
     encoded_vectors,
 )
-from qcomp.backends.numba_cpu.vectors import finish_mean, momentum
+from qcomp.backends.numba_cpu.vectors import descend, finish_mean, momentum
 from qcomp.core.kernels import AdamNumbers, AnyFrame, Blend, Encoded, EncodedFrame, StepNumbers
 from qcomp.core.numeric.arrays import (
     array_namespace,
@@ -303,6 +303,16 @@ class NumbaKernels:
         mixed = empty(old.shape)
         momentum(old, gradient, beta1, scale, mixed)
         return _as_array_of(m, mixed.reshape(m.shape))
+
+    def descend(self, p: Array, d: Array, rate: float, decay: float, *, out: Array | None) -> Array | None:
+        """Return the parameters after a step, in ``out`` if that is given."""
+        values, direction, room = _values(p), _values(d), _room(p, out)
+        if values is None or direction is None or room is None:
+            return None
+        target, new = room
+        descend(values, direction, rate, decay, new)
+        _tell_torch([target])
+        return target
 
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters in a new array, and the masked momentum in the buffer of m."""

@@ -1,6 +1,6 @@
-"""Passes over whole vectors: the largest magnitude of a sum, the end of a mean over ranks, the momentum.
+"""Passes over whole vectors: the largest magnitude of a sum, the end of a mean over ranks, the momentum, a step.
 
-Bytes read and written per element: `largest_sum` 8 and 0, `finish_mean` 4 and 4, `momentum` 8 and 4.
+Bytes read and written per element: `largest_sum` 8 and 0, `finish_mean` 4 and 4, `momentum` and `descend` 8 and 4.
 All of them are bound by the memory.
 """
 
@@ -14,7 +14,7 @@ from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
 from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, mix
 
-__all__ = ["finish_mean", "largest_sum", "momentum"]
+__all__ = ["descend", "finish_mean", "largest_sum", "momentum"]
 
 _RUN = 1 << 12
 """Elements that a thread's share is a multiple of."""
@@ -71,6 +71,26 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> N
     threads.run(work, -(-m.size // _RUN), _RUN)
 
 
+def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> None:
+    """Let out = p - rate * (d + decay * p), with the roundings of NumPy's expression; a decay of 0 adds nothing.
+
+    Parameters
+    ----------
+    p, d : array of float32, shape (n,)
+        Parameters and their direction.
+    rate, decay : float
+        Learning rate and weight decay coefficient.
+    out : array of float32, shape (n,)
+        May be p.
+    """
+    in_place = p.ctypes.data == out.ctypes.data
+
+    def work(a: int, b: int) -> None:
+        _descend(p, d, F(rate), F(decay), decay != 0, out, in_place, a * _RUN, b * _RUN)
+
+    threads.run(work, -(-p.size // _RUN), _RUN)
+
+
 def _maximum(parts: Sequence[float]) -> float:
     """Return the largest, NaN if there is one: `max` alone would let the order decide."""
     return max(parts) if all(part == part for part in parts) else float("nan")  # noqa: PLR0124
@@ -116,3 +136,51 @@ def _momentum(
         _mix_into(part, g[first:last], keep, new)
     else:
         mix(m[first:last], g[first:last], keep, new, part)
+
+
+@inline
+def _descend_over(p: Floats, d: Floats, rate: np.float32, decay: np.float32) -> None:
+    for i in range(p.size):
+        p[i] = p[i] - rate * (d[i] + decay * p[i])
+
+
+@inline
+def _descend_into(p: Floats, d: Floats, rate: np.float32, decay: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = p[i] - rate * (d[i] + decay * p[i])
+
+
+@inline
+def _subtract_over(p: Floats, d: Floats, rate: np.float32) -> None:
+    for i in range(p.size):
+        p[i] = p[i] - rate * d[i]
+
+
+@inline
+def _subtract_into(p: Floats, d: Floats, rate: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = p[i] - rate * d[i]
+
+
+@kernel("void(f32_in, f32_in, float32, float32, boolean, f32, boolean, int64, int64)")
+def _descend(
+    p: Floats,
+    d: Floats,
+    rate: np.float32,
+    decay: np.float32,
+    decays: bool,
+    out: Floats,
+    in_place: bool,
+    first: int,
+    last: int,
+) -> None:
+    part, direction = out[first:last], d[first:last]
+    if not decays:
+        if in_place:
+            _subtract_over(part, direction, rate)
+        else:
+            _subtract_into(p[first:last], direction, rate, part)
+    elif in_place:
+        _descend_over(part, direction, rate, decay)
+    else:
+        _descend_into(p[first:last], direction, rate, decay, part)

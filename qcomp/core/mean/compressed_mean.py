@@ -36,6 +36,7 @@ from qcomp.core.numeric.arrays import (
     flush,
     to_compute_dtype,
 )
+from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.rehearsal import rehearse
 
@@ -73,7 +74,14 @@ class MeanState(NamedTuple):
 
     def rescaled(self, factor: float) -> "MeanState":
         """Return the state with all residuals multiplied by a factor."""
-        worker, server = (tuple(flush(factor * e) for e in owed) for owed in (self.worker, self.server))
+
+        def decayed(e: Array) -> tuple[Array]:
+            return (flush(factor * e),)
+
+        worker, server = (
+            tuple(in_blocks(decayed, (e,), (primitives.empty_like(e),))[0] for e in owed)
+            for owed in (self.worker, self.server)
+        )
         return self._replace(worker=worker, server=server)
 
 

@@ -72,41 +72,52 @@ def orthogonalize(x: Array, *, iterations: int = ITERATIONS, dtype: str = "float
     tall = x.shape[-2] > x.shape[-1]
     y = xp.matrix_transpose(x) if tall else x
     # Scaled by the largest element first, since squares of float32 overflow from 2^64 on.
-    largest = xp.max(xp.abs(y), axis=(-2, -1), keepdims=True)
-    y = y / xp.where(largest > 0, largest, xp.ones_like(largest))
-    norm = xp.sqrt(xp.sum(y * y, axis=(-2, -1), keepdims=True))
-    least = EPS / xp.where(largest > 0, largest, xp.ones_like(largest))
-    y = y / xp.where(norm > least, norm, least)
+    axes = (-2, -1)
+    largest = xp.maximum(xp.max(y, axis=axes, keepdims=True), -xp.min(y, axis=axes, keepdims=True))
+    largest = xp.where(largest > 0, largest, xp.ones_like(largest))
+    y = y / largest
     if dtype != "float32":
         y = xp.astype(y, getattr(xp, dtype))
-    y = _iterate_on_gram(xp, y, iterations) if _on_gram(*y.shape[-2:]) else _iterate(xp, y, iterations)
-    y = xp.astype(y, x.dtype, copy=False)
+    gram = xp.matmul(y, xp.matrix_transpose(y))
+    squares = xp.astype(xp.linalg.diagonal(gram), x.dtype, copy=False)
+    norm = xp.sqrt(xp.sum(squares, axis=-1))[..., None, None]
+    norm = xp.astype(xp.maximum(norm, EPS / largest), y.dtype, copy=False)
+    iterate = _iterate_on_gram if _on_gram(*y.shape[-2:]) else _iterate
+    y = xp.astype(iterate(xp, y, norm, gram / norm / norm, iterations), x.dtype, copy=False)
     return xp.matrix_transpose(y) if tall else y
 
 
-def _iterate(xp: Any, y: Array, iterations: int) -> Array:
-    """Return y after iterations on the matrix itself."""
+def _iterate(xp: Any, y: Array, norm: Array, gram: Array, iterations: int) -> Array:
+    """Return y / norm, whose Gram matrix is given, after iterations on the matrix itself."""
     a, b, c = COEFFICIENTS
-    for _ in range(iterations):
-        gram = xp.matmul(y, xp.matrix_transpose(y))
+    y = y / norm
+    for number in range(iterations):
+        if number:
+            gram = xp.matmul(y, xp.matrix_transpose(y))
         y = a * y + xp.matmul(b * gram + c * xp.matmul(gram, gram), y)
     return y
 
 
-def _iterate_on_gram(xp: Any, y: Array, iterations: int) -> Array:
+def _iterate_on_gram(xp: Any, y: Array, norm: Array, gram: Array, iterations: int) -> Array:
     """Return the same as `_iterate`, up to rounding: an iteration makes P y of y, and P G P of G = y y^T."""
-    a, b, c = COEFFICIENTS
     identity = xp.eye(y.shape[-2], dtype=y.dtype, device=y.device)
-    for part in _parts(iterations):
-        gram = xp.matmul(y, xp.matrix_transpose(y))
-        product = identity
-        for number in range(part):
-            step = a * identity + b * gram + c * xp.matmul(gram, gram)
-            product = xp.matmul(step, product) if number else step
-            if number < part - 1:
-                gram = xp.matmul(step, xp.matmul(gram, step))
-        y = xp.matmul(product, y)
+    first, *others = _parts(iterations)
+    y = xp.matmul(_product(xp, identity, gram, first) / norm, y)
+    for part in others:
+        y = xp.matmul(_product(xp, identity, xp.matmul(y, xp.matrix_transpose(y)), part), y)
     return y
+
+
+def _product(xp: Any, identity: Array, gram: Array, iterations: int) -> Array:
+    """Return the product of the matrices P of some iterations."""
+    a, b, c = COEFFICIENTS
+    product = identity
+    for number in range(iterations):
+        step = a * identity + b * gram + c * xp.matmul(gram, gram)
+        product = xp.matmul(step, product) if number else step
+        if number < iterations - 1:
+            gram = xp.matmul(step, xp.matmul(gram, step))
+    return product
 
 
 def _on_gram(less: int, more: int) -> bool:

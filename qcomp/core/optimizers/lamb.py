@@ -9,11 +9,11 @@ from typing import Any
 from qcomp.core import primitives
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, sqrt, to_compute_dtype
+from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.blocks import in_blocks
 from qcomp.core.optimizers.compression import Means
-from qcomp.core.optimizers.tensors import as_tensors, update
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Lamb", "direction", "require_bounds", "trust_key"]
@@ -95,7 +95,7 @@ class Lamb(Adam):
             new_m, new_v, d = in_blocks(partial(self._folded, numbers, correction), (g, p, m, v), rooms)
             c = self._trust(p, d)
             room = p if means.donate else primitives.empty_like(p)
-            moved.append(*in_blocks(partial(_moved, rate * c), (p, d), [room]))
+            moved.append(primitives.descend(p, d, rate * c, 0.0, out=room))
             trust.append(c)
             moments.append((new_m, new_v))
         momentum, variance = zip(*moments, strict=True)
@@ -118,10 +118,6 @@ class Lamb(Adam):
         own, length = (math.sqrt(sum_of_squares(to_compute_dtype(x))) for x in (param, step))
         low, high = self.trust_bounds
         return min(max(own / length, low), high) if own > 0 and length > 0 else 1.0
-
-
-def _moved(rate: float, p: Array, d: Array) -> tuple[Array]:
-    return (update(p, rate * d),)
 
 
 def direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:

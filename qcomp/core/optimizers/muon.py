@@ -2,9 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from qcomp.core import primitives
@@ -17,9 +17,9 @@ from qcomp.core.numeric.arrays import Array, array_namespace, concat, to_compute
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.blocks import each_in_blocks, in_blocks
+from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Average, Compression, Means
-from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
+from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies.patterns import require_matches
 from qcomp.core.reporting import warn_caller
@@ -229,7 +229,10 @@ class Muon(Optimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the updates of the matrices, and for the exact mean gradients of the other tensors."""
-        scaled = each_in_blocks(lambda g: g * scale, [*map(to_compute_dtype, as_tensors(grads, "grads"))])
+        given = [*map(to_compute_dtype, as_tensors(grads, "grads"))]
+        if scale == 1:  # the gradients themselves, which nothing may use up
+            return self.compression.average(given, state, self.key(state))._replace(own=tuple(given))
+        scaled = each_in_blocks(lambda g: g * scale, given)
         return self.compression.average(scaled, state, self.key(state))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
@@ -240,7 +243,7 @@ class Muon(Optimizer):
         for i, (p, q, rate, decay) in enumerate(zip(tensors, means.values, rates, decays, strict=True)):
             if not state.exact[i]:
                 out = p if means.donate else primitives.empty_like(p)
-                (moved[i],) = in_blocks(partial(_moved, rate, decay), (p, q), (out,))
+                moved[i] = primitives.descend(p, q, rate, decay, out=out)
         momentum, variance = list(state.momentum), list(state.variance)
         by_adam = [i for i, is_exact in enumerate(state.exact) if is_exact]
         if by_adam:
@@ -288,14 +291,15 @@ class Muon(Optimizer):
         return tuple(bool(c) or len(t.shape) < 2 or not t.size for c, t in zip(chosen, tensors, strict=True))
 
 
-class _Block(NamedTuple):
-    """Rows of a matrix that are orthogonalised together."""
+class _Blocks(NamedTuple):
+    """Blocks of a matrix that follow one another."""
 
     matrix: int
     """The number of the matrix."""
     first: int
-    """Its first row in the matrix."""
+    """The first row of the first block in the matrix."""
     values: Array
+    """Of shape (blocks, rows, columns)."""
 
 
 @dataclass(frozen=True)
@@ -312,14 +316,20 @@ class _Rule:
     def cost(self, shape: Shape) -> int:
         """Return the multiplications in `orthogonalize`."""
         rows, columns = _matrix(shape)
-        return sum(multiplications(part, columns, self.iterations) for _, part in self._parts(rows))
+        return sum(
+            count * multiplications(of_block, columns, self.iterations)
+            for _, count, of_block in self._parts(rows)
+        )
 
     def updates(
         self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
     ) -> tuple[list[Array], list[Array]]:
         """Return the update and the new momentum of each matrix."""
-        blended = [self._blend(m, d) for m, d in zip(momenta, means, strict=True)]
-        ahead = [self._blend(m, d) for m, d in zip(blended, means, strict=True)] if self.nesterov else blended
+        blended, ahead = [], []
+        for m, d in zip(momenta, means, strict=True):
+            new = self._blend(m, d)
+            blended.append(new)
+            ahead.append(self._blend(new, d) if self.nesterov else new)
         return self._orthogonalized(ahead, [_matrix(shape) for shape in shapes]), blended
 
     def _blend(self, m: Array, d: Array) -> Array:
@@ -327,28 +337,35 @@ class _Rule:
 
     def _orthogonalized(self, flat: Sequence[Array], matrices: Sequence[Shape]) -> list[Array]:
         """Return flat matrices with each block orthogonalised, times its factor; some of one shape at a time."""
-        alike: dict[Shape, list[_Block]] = defaultdict(list)
+        alike: dict[Shape, list[_Blocks]] = defaultdict(list)
         for number, (x, (rows, columns)) in enumerate(zip(flat, matrices, strict=True)):
-            for first, count in self._parts(rows):
-                own = x[first * columns : (first + count) * columns]
-                values = array_namespace(x).reshape(own, (count, columns))
-                alike[count, columns].append(_Block(number, first, values))
+            for first, count, of_block in self._parts(rows):
+                own = x[first * columns : (first + count * of_block) * columns]
+                values = array_namespace(x).reshape(own, (count, of_block, columns))
+                most = _most((of_block, columns))
+                alike[of_block, columns] += [
+                    _Blocks(number, first + start * of_block, values[start : start + most, ...])
+                    for start in range(0, count, most)
+                ]
         made: list[dict[int, Array]] = [{} for _ in matrices]
-        for shape, blocks in alike.items():
-            xp, most = array_namespace(blocks[0].values), max(1, _AT_ONCE // math.prod(shape))
-            for start in range(0, len(blocks), most):
-                some = blocks[start : start + most]
-                stacked = xp.stack([block.values for block in some])
-                together = orthogonalize(stacked, iterations=self.iterations, dtype=self.dtype)
-                together = self._factor(shape) * together
-                for place, block in enumerate(some):
-                    made[block.matrix][block.first] = xp.reshape(together[place, ...], (-1,))
+        for shape, every in alike.items():
+            for some in _together(every, _most(shape)):
+                stacked = _stack([blocks.values for blocks in some])
+                done = orthogonalize(stacked, iterations=self.iterations, dtype=self.dtype)
+                done *= self._factor(shape)
+                start = 0
+                for matrix, first, values in some:
+                    stop = start + values.shape[0]
+                    made[matrix][first] = array_namespace(done).reshape(done[start:stop, ...], (-1,))
+                    start = stop
         return [concat([of_matrix[first] for first in sorted(of_matrix)]) for of_matrix in made]
 
-    def _parts(self, rows: int) -> list[tuple[int, int]]:
-        """Return the first row of each block of a matrix, and the number of its rows."""
+    def _parts(self, rows: int) -> list[tuple[int, int, int]]:
+        """Return the first row, the number of blocks and the rows of each, of the whole blocks and of the rest."""
         most = min(rows, self.block_rows or rows)
-        return [(first, min(most, rows - first)) for first in range(0, rows, most)]
+        whole = rows // most
+        rest = rows - whole * most
+        return [(0, whole, most)] + [(whole * most, 1, rest)] * (rest > 0)
 
     def _factor(self, matrix: Shape) -> float:
         rows, columns = matrix
@@ -357,9 +374,25 @@ class _Rule:
         return 0.2 * math.sqrt(max(rows, columns))
 
 
-def _moved(rate: float, decay: float, p: Array, q: Array) -> tuple[Array]:
-    """Return the parameters of a matrix after a step."""
-    return (update(p, rate * (q + decay * to_compute_dtype(p) if decay else q)),)
+def _most(shape: Shape) -> int:
+    """Return how many blocks of a shape are orthogonalised at a time."""
+    return max(1, _AT_ONCE // math.prod(shape))
+
+
+def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
+    """Yield runs of at most so many blocks."""
+    some: list[_Blocks] = []
+    for blocks in every:
+        if sum(one.values.shape[0] for one in [*some, blocks]) > most:
+            yield some
+            some = []
+        some.append(blocks)
+    yield some
+
+
+def _stack(parts: Sequence[Array]) -> Array:
+    """Return blocks in one array; those of a single matrix as they are."""
+    return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(list(parts))
 
 
 def _matrix(shape: Shape) -> Shape:

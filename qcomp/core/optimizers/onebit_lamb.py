@@ -11,8 +11,8 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import Blend, StepNumbers
 from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
+from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.sums import sum_of_squares
-from qcomp.core.optimizers.blocks import in_blocks
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam

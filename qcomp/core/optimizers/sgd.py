@@ -10,8 +10,9 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
+from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.blocks import each_in_blocks, in_blocks
+from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -95,20 +96,22 @@ class SGD(Optimizer):
         moved, momentum = [], []
         arrays = zip(tensors, means.values, *([state.momentum] if self.momentum else []), strict=True)
         for of_tensor, decay, rate in zip(arrays, self.weight_decays(state), self.rates(state), strict=True):
-            p, _, *m = of_tensor
+            p, d, *m = of_tensor
+            if not m:
+                out = p if means.donate else primitives.empty_like(p)
+                moved.append(primitives.descend(p, d, rate, decay, out=out))
+                continue
             outs = [p, *m] if means.donate else [*map(primitives.empty_like, (p, *m))]
             p, *m = in_blocks(partial(self._moved, decay, rate), of_tensor, outs)
             moved.append(p)
             momentum.extend(m)
         return moved, state._replace(step=state.step + 1, momentum=tuple(momentum), exchange=means.exchange)
 
-    def _moved(self, decay: float, rate: float, p: Array, d: Array, *m: Array) -> tuple[Array, ...]:
-        """Return the parameters after a step, and their momentum if there is one."""
+    def _moved(self, decay: float, rate: float, p: Array, d: Array, m: Array) -> tuple[Array, Array]:
+        """Return the parameters after a step, and their momentum."""
         if decay:
             d = d + decay * to_compute_dtype(p)
-        if not m:
-            return (update(p, rate * d),)
-        new = self.momentum * m[0] + d
+        new = self.momentum * m + d
         return update(p, rate * (d + self.momentum * new if self.nesterov else new)), new
 
 

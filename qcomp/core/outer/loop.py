@@ -515,7 +515,8 @@ class OuterLoop(OuterSettings):
         sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
             # From where the round began: the shared parameters in the parameter's own precision.
-            start = to_compute_dtype(_in_dtype_of(tensors[i], anchor[i]))
+            xp = array_namespace(anchor[i])
+            start = to_compute_dtype(xp.astype(anchor[i], tensors[i].dtype, copy=False))
             sent[i] = start - to_compute_dtype(tensors[i])
         stage = stage_of({**under_way(state.stage), fragment: state.step})
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})

@@ -1,0 +1,42 @@
+"""Elementwise computations on large arrays, a part that fits into the caches at a time."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from qcomp.core.numeric.arrays import Array, is_mutable, is_on_host
+
+__all__ = ["in_blocks"]
+
+_BLOCK = 1 << 15
+"""Elements of a part."""
+
+
+def in_blocks(
+    function: Callable[..., tuple[Array, ...]], arrays: Sequence[Array], outs: Sequence[Array | None]
+) -> tuple[Array, ...]:
+    """Return ``function(*arrays)``, where every element of a result depends on the same element of the arrays only.
+
+    On a CPU a function of ten operations moves ten large arrays through the memory, and fetches new pages for each.
+    Here it works on some rows at a time, and only its results are written to the memory.
+
+    Parameters
+    ----------
+    function : callable
+        Takes arrays of one shape and returns several of that shape, the same for the whole and for its rows.
+    arrays : sequence of arrays
+        Of one shape, library and device.
+    outs : sequence of arrays or None
+        A buffer for each result, with its shape and dtype, which may be one of the arrays. The results are in them,
+        unless one is None or immutable, or the arrays are small or on another device.
+    """
+    shape = arrays[0].shape
+    rows = shape[0] if shape else 0
+    step = max(1, rows * _BLOCK // max(1, math.prod(shape)))
+    buffers = [out for out in outs if out is not None and is_mutable(out)]
+    if step >= rows or len(buffers) < len(outs) or not is_on_host(arrays[0]):
+        return function(*arrays)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        for buffer, result in zip(buffers, function(*(x[part] for x in arrays)), strict=True):
+            buffer[part] = result
+    return tuple(buffers)
