@@ -106,8 +106,8 @@ class TestReference:
         for dtype in ("float32", "bfloat16"):
             opt = qcomp.Muon(learning_rate=1.0, **EXACT, newton_schulz_dtype=dtype)
             moved[dtype], _ = opt.step(p, g, opt.init(p, comm), comm)
-        apart = (moved["float32"] - moved["bfloat16"]).abs().max()
-        assert 0 < apart < 0.05 * (moved["float32"] - p).abs().max()
+        apart = (moved["float32"] - moved["bfloat16"]).norm() / (moved["float32"] - p).norm()
+        assert 0 < apart < 0.05  # of 32 x 48 matrices a fiftieth, whatever is drawn
 
     def test_bfloat16_is_refused_where_the_library_has_none(self):
         with pytest.raises(

@@ -344,7 +344,7 @@ class _Rule:
                 values = array_namespace(x).reshape(own, (count, of_block, columns))
                 most = _most((of_block, columns))
                 alike[of_block, columns] += [
-                    _Blocks(number, first + start * of_block, values[start : start + most, ...])
+                    _Blocks(number, first + start * of_block, values[start : min(start + most, count), ...])
                     for start in range(0, count, most)
                 ]
         made: list[dict[int, Array]] = [{} for _ in matrices]
