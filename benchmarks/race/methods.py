@@ -246,6 +246,7 @@ METHODS = {
     ),
     "torchft_adamw": Method("torchft DiLoCo, AdamW", peers.torchft(adamw), outer, True),
     "torchft_muon": Method("torchft DiLoCo, Muon", peers.torchft(muon), outer, True),
+    "torchft_muon3": Method("torchft DiLoCo, Muon of 3 iterations", peers.torchft(short_muon), outer, True),
     "onebit_adam": Method("1-bit Adam", overlapped(qcomp.OneBitAdam, freeze=_freeze), warmed),
     "qadam": Method(
         "QAdam, 8 bits",
