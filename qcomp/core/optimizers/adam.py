@@ -8,9 +8,8 @@ from qcomp.core import primitives
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.tensors import as_tensors, zeros_like
+from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Adam", "corrected", "rate_rises"]

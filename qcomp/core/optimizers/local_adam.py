@@ -14,9 +14,9 @@ from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
 from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.groups import group_of_each
+from qcomp.core.optimizers.tensors import each_in_blocks
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState

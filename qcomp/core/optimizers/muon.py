@@ -17,9 +17,8 @@ from qcomp.core.numeric.arrays import Array, array_namespace, concat, to_compute
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Average, Compression, Means
-from qcomp.core.optimizers.tensors import as_tensors, zeros_like
+from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies.patterns import require_matches
 from qcomp.core.reporting import warn_caller

@@ -12,9 +12,8 @@ from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.blocks import each_in_blocks
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
+from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState

@@ -1,6 +1,6 @@
 """What all optimizers do with the tensors that they are given."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qcomp.core.numeric.arrays import (
@@ -15,8 +15,10 @@ from qcomp.core.numeric.arrays import (
     require_dense,
     to_compute_dtype,
 )
+from qcomp.core.numeric.cache_blocks import in_blocks
+from qcomp.core.primitives import empty_like
 
-__all__ = ["as_given", "as_gradients", "as_tensors", "update", "zeros_like"]
+__all__ = ["as_given", "as_gradients", "as_tensors", "each_in_blocks", "update", "zeros_like"]
 
 
 class _Checked(list[Array]):
@@ -127,3 +129,20 @@ def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
 def update(param: Array, change: Array) -> Array:
     """Return ``param - change``, computed in the dtype of the change, in the dtype of the parameter."""
     return array_namespace(param).astype(to_compute_dtype(param) - change, param.dtype, copy=False)
+
+
+def each_in_blocks(function: Callable[..., Array], *tensors: Sequence[Array]) -> list[Array]:
+    """Return ``function(*arrays)`` for the arrays of each of several tensors; see `in_blocks`.
+
+    Parameters
+    ----------
+    function : callable
+        Its result has the dtype of its first argument.
+    *tensors : sequences of arrays
+        The arrays of all tensors that are the first argument, those that are the second, and so on.
+    """
+
+    def results(*parts: Array) -> tuple[Array, ...]:
+        return (function(*parts),)
+
+    return [in_blocks(results, arrays, [empty_like(arrays[0])])[0] for arrays in zip(*tensors, strict=True)]
