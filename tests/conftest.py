@@ -55,7 +55,10 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked ``gpu`` where there is none: these tests are for machines that have one."""
+    """Skip what is marked ``gpu`` where there is none: no emulation runs compiled kernels, so only a GPU can tell.
+
+    `make test` and `make test-all` leave these tests out, so they are skipped only where somebody asks for them.
+    """
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
         pytest.skip(reason="only a CUDA device can run this, and there is none; see `make test-gpu`")
 

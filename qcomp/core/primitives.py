@@ -372,7 +372,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
     decay : float
         Weight decay coefficient; with 0 the direction stays as it is.
     out : array, optional
-        A buffer for the result, which may be p.
+        A buffer that the result may take, which may be p; of small arrays it can be a new array all the same.
     """
     kernels = chosen(d)
     if kernels is not None and p.dtype == d.dtype:

@@ -51,7 +51,10 @@ emulator = _load_emulator()
 
 @pytest.fixture(scope="session")
 def compiler():
-    """The C++ compiler of the emulation, which no Python package brings along."""
+    """The C++ compiler of the emulation, which no Python package brings along.
+
+    The tests skip without one, since `make test` promises to need nothing but Python and make.
+    """
     if emulator.COMPILER is None:
         pytest.skip(reason="the emulation of CUDA needs g++, which Python and make do not bring along")
 
@@ -105,6 +108,7 @@ class Device:
         self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
     def array(self, values, shift=0):
+        # pyproject.toml allows such releases, and there is no array to call the kernels with.
         if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
             pytest.skip(reason="CuPy before 14 has no arrays of bfloat16, so there is nothing to compress")
         whole = self.cupy.empty(values.size + shift, dtype=values.dtype)

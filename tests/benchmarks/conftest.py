@@ -25,7 +25,10 @@ def run_program(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def allowed():
-    """Containers often give root, and yet refuse to make network namespaces: only a trial tells."""
+    """Containers often give root, and yet refuse to make network namespaces: only a trial tells.
+
+    Without the right nothing can stand in for the kernel's queues. Tests without root check all else of the benchmark.
+    """
     from network import shaped
 
     try:

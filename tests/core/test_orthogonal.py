@@ -126,9 +126,11 @@ def test_zero_stays_zero(library):
     assert not library.numpy(orthogonalize(library.array(np.zeros((24, 64), np.float32)))).any()
 
 
-def test_any_scale_from_eps_on_gives_the_same():
+@pytest.mark.parametrize("signs", ["both", "positive", "negative"])
+def test_any_scale_from_eps_on_gives_the_same(signs):
     """Powers of two change no rounding; squares of these would overflow, or vanish."""
     x = matrix((24, 64), "random").astype(np.float32)
+    x = {"both": x, "positive": np.abs(x), "negative": -np.abs(x)}[signs]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for power in (-18, 30, 70, 99):

@@ -255,7 +255,7 @@ def from_host_bytes(data: bytes | bytearray | memoryview, like: Array) -> Array:
 
 
 def concat(parts: list[Array]) -> Array:
-    """Concatenate one-dimensional arrays; a single array is returned unchanged."""
+    """Concatenate arrays along their first axis; a single array is returned unchanged."""
     return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts)
 
 

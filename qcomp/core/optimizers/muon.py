@@ -349,7 +349,7 @@ class _Rule:
         made: list[dict[int, Array]] = [{} for _ in matrices]
         for shape, every in alike.items():
             for some in _together(every, _most(shape)):
-                stacked = _stack([blocks.values for blocks in some])
+                stacked = concat([blocks.values for blocks in some])
                 done = orthogonalize(stacked, iterations=self.iterations, dtype=self.dtype)
                 done *= self._factor(shape)
                 start = 0
@@ -381,17 +381,15 @@ def _most(shape: Shape) -> int:
 def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
     """Yield runs of at most so many blocks."""
     some: list[_Blocks] = []
+    room = most
     for blocks in every:
-        if sum(one.values.shape[0] for one in [*some, blocks]) > most:
+        count = blocks.values.shape[0]
+        if count > room:
             yield some
-            some = []
+            some, room = [], most
         some.append(blocks)
+        room -= count
     yield some
-
-
-def _stack(parts: Sequence[Array]) -> Array:
-    """Return blocks in one array; those of a single matrix as they are."""
-    return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(list(parts))
 
 
 def _matrix(shape: Shape) -> Shape:

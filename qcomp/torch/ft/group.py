@@ -15,7 +15,7 @@ except ImportError as error:
 __all__ = ["ProcessGroup"]
 
 
-class ProcessGroup(process_group.ProcessGroup):  # type: ignore[misc]  # torchft has no types
+class ProcessGroup(process_group.ProcessGroup):
     """The process group of a ``torchft.Manager``: it connects the replicas of each quorum by gloo.
 
     It has no collectives of its own, so ``manager.allreduce`` and torchft's DistributedDataParallel do not work on it.
