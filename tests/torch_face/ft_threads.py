@@ -50,6 +50,7 @@ class Lighthouse:
         self._rounds = 0
         self._members: tuple[int, ...] = ()
         self._is_broken = True
+        self._back: tuple[int, int] | None = None
         self.quorum = -1
         self.board = _Board(self)
         self._threads: list[threading.Thread] = []
@@ -91,6 +92,16 @@ class Lighthouse:
             self._try_quorum()
             self.changed.notify_all()
 
+    def sleep(self, replica: int, rounds: int) -> None:
+        """Let a replica, which calls this, miss so many quorums, as one whose process is stopped."""
+        with self.changed:
+            self._live.discard(replica)
+            self.board.gone.add(replica)
+            self._back = self._rounds + rounds, replica
+            self._try_quorum()
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: replica in self._live, TIMEOUT)
+
     def ask(self, replica: int, *, failed: bool) -> tuple[int, tuple[int, ...], "_Board"]:
         """Wait for the next quorum; return its number, who is in it, and where they exchange."""
         with self.changed:
@@ -102,6 +113,10 @@ class Lighthouse:
             return self.quorum, self._members, self.board
 
     def _try_quorum(self) -> None:
+        if self._back is not None and self._rounds >= self._back[0]:
+            self._live.add(self._back[1])
+            self._back = None
+            self.changed.notify_all()
         if not self._live or self._asking < self._live:
             return
         members = tuple(sorted(self._live))
@@ -206,6 +221,10 @@ class Manager:
 
     def register_state_dict_fn(self, *_: Any) -> None:
         """Nothing else heals."""
+
+    def sleep(self, rounds: int) -> None:
+        """Miss so many quorums."""
+        self._lighthouse.sleep(self.replica, rounds)
 
     def start_quorum(self) -> None:
         """Ask for one, and connect if it is new."""

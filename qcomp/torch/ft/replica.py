@@ -42,7 +42,8 @@ class Replica(ABC):
         self._elastic()  # raises if the settings are wrong
         self._comm: TorchCommunicator | None = None
         self._held: elastic.ElasticState | None = None
-        self._last_quorum = -1
+        self._reached = self._known = -1
+        """The last quorum that has agreed on what this replica has; the last one in which it counted as up to date."""
         self._is_ready = False
         self._has_quorum = False
         self._is_stepping = False
@@ -72,8 +73,7 @@ class Replica(ABC):
         while not self._has_quorum:
             self._manager.start_quorum()
             self._manager.wait_quorum()
-            before, self._last_quorum = self._last_quorum, self._group.quorum
-            self._has_quorum = self._manager.errored() is None and self._meet(before)
+            self._has_quorum = self._manager.errored() is None and self._meet()
             if self._has_quorum:
                 return
             self._group.abort()
@@ -114,23 +114,18 @@ class Replica(ABC):
                 "given; expected on that"
             )
 
-    def _meet(self, before: int) -> bool:
-        """Go on with the replicas of the quorum; return whether that was possible.
-
-        Parameters
-        ----------
-        before : int
-            The quorum in which this replica was last.
-        """
+    def _meet(self) -> bool:
+        """Go on with the replicas of the quorum; return whether that was possible."""
         comm = self._group.comm
         if comm is None or comm is self._comm:
             return comm is not None
         try:
-            held, report = self._agree(comm, before)
+            held, report = self._agree(comm)
         except CommunicatorError as error:
             self._manager.report_error(error)
             return False
         self._comm, self.report = comm, report
+        self._reached = self._known = self._group.quorum
         self._take(held)
         self._count(held.state.step)
         return True
@@ -140,19 +135,25 @@ class Replica(ABC):
         counts = {"step": step, "batches_committed": self._manager.batches_committed()}
         self._manager.load_state_dict(counts)
 
-    def _agree(self, comm: TorchCommunicator, before: int) -> tuple[elastic.ElasticState, dict[str, float]]:
-        """Return what all go on from, and the report."""
+    def _agree(self, comm: TorchCommunicator) -> tuple[elastic.ElasticState, dict[str, float]]:
+        """Return what all go on from, and the report.
+
+        Others may have gone on without a replica that has not reached the last quorum that any has reached. It is up
+        to date all the same if it was so in that quorum: then that has failed for it, and all go back to before.
+        """
         values, names = self._named_values()
         here, report = self._elastic(), dict[str, float]()
-        own = None if self._held is None else before
+        own = None if self._held is None else [self._reached, self._known]
         told = [*map(json.loads, drive(gather_texts(json.dumps(own), comm.size, values[0]), comm))]
-        last = max([quorum for quorum in told if quorum is not None], default=None)
+        last = max([quorums[0] for quorums in told if quorums is not None], default=None)
+        members = [quorums is not None and quorums[1] >= last for quorums in told]
         if last is None:
             values = drive(broadcast_stages(values, root=0, rank=comm.rank, size=comm.size), comm)
             held = here.begin(values, here.optimizer.init(values, comm, names))
         else:
-            # Others have gone on without whoever was not in their last quorum.
-            with_us = self._held if own == last else None
+            with_us = None
+            if members[comm.rank]:
+                with_us, self._known = self._held, self._group.quorum
             held, report = here.resume(with_us, comm, params=values, names=names)
-        self._hand_over(held, [quorum is not None and quorum == last for quorum in told], comm)
+        self._hand_over(held, members, comm)
         return held, report

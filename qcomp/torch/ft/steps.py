@@ -145,9 +145,9 @@ class Elastic(Replica):
     def _named_values(self) -> tuple[list[Any], tuple[str, ...]]:
         return self.optimizer._values(), self.optimizer._names
 
-    def _agree(self, comm: TorchCommunicator, before: int) -> tuple[elastic.ElasticState, dict[str, float]]:
+    def _agree(self, comm: TorchCommunicator) -> tuple[elastic.ElasticState, dict[str, float]]:
         self.optimizer._move(comm)
-        return super()._agree(comm, before)
+        return super()._agree(comm)
 
     def _hand_over(self, *_: Any) -> None:
         """Nothing: parameters and state are all there is."""
