@@ -307,6 +307,10 @@ class KernelSet(Protocol):
         """Return ``p - rate * (d + decay * p)``, in ``out`` if that is given, which may be p."""
         ...
 
+    def scale(self, x: Array, factor: float) -> Array | None:
+        """Return ``factor * x`` in a new array, magnitudes below 2^-126 replaced by +0."""
+        ...
+
     def compensate(
         self, x: Array, residual: Array | None, *, out: Array | None
     ) -> tuple[Array, float] | None:
@@ -433,6 +437,10 @@ class Partial:
         *,
         out: Array | None,  # noqa: ARG002
     ) -> Array | None:
+        """Return None."""
+        return None
+
+    def scale(self, x: Array, factor: float) -> Array | None:  # noqa: ARG002
         """Return None."""
         return None
 

@@ -1,9 +1,9 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
 `encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
-these and of `finish_mean`, `momentum`, `descend`, `adam_steps`, `frozen_steps` of the frozen-variance optimizers, and
-`compensate` and `take_low_rank` of PowerSGD. All else in the core is made of these, or runs once a step on small
-arrays.
+these and of `finish_mean`, `momentum`, `descend`, `scale`, `adam_steps`, `frozen_steps` of the frozen-variance
+optimizers, and `compensate` and `take_low_rank` of PowerSGD. All else in the core is made of these, or runs once a
+step on small arrays.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ __all__ = [
     "momentum",
     "refusal",
     "require_accepted",
+    "scale",
     "take_low_rank",
 ]
 
@@ -387,6 +388,17 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
 
     (moved,) = in_blocks(move, (p, d), (out,))
     return moved
+
+
+def scale(x: Array, factor: float) -> Array:
+    """Return ``flush(factor * x)`` in a new array, the product rounded to the dtype of x."""
+    kernels = chosen(x)
+    if kernels is not None:
+        scaled = kernels.scale(x, factor)
+        if scaled is not None:
+            return scaled
+    (scaled,) = in_blocks(lambda part: (flush(factor * part),), (x,), (empty_like(x),))
+    return scaled
 
 
 def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:

@@ -85,5 +85,6 @@ def _step(x: Array) -> None:
     m, v, g = (array_namespace(values).zeros_like(values) for _ in range(3))
     primitives.momentum(m, g, 0.5, 1.0)
     primitives.descend(x, g, 0.0, 0.0)
+    primitives.scale(m, 0.0)
     primitives.adam_steps([x], [m], [v], [g], [AdamNumbers((0.5, 0.5), 1.0, 0.0, _STEP)])
     primitives.frozen_steps([x], [m], [v], [_STEP])

@@ -72,6 +72,7 @@ def check_updates(kernels: KernelSet, xp: Namespace) -> None:
     for size, layout in product((1, 9, 1000, 70_001), ("dense", "strided", "offset")):
         for decay in (0.0, 1e-50, 0.1):
             _compare_descents(kernels, xp, size, layout, decay)
+        _compare_multiples(kernels, xp, size, layout)
 
 
 _SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
@@ -197,6 +198,22 @@ def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> N
                     to_numpy(primitives.finish_mean(to_library(xp, vector(family, size, count)), count))
                 )
         assert results[0].tobytes() == results[1].tobytes(), f"mean over {count} ranks of {size} elements"
+
+
+def _compare_multiples(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
+    """Compare multiples of values, among them some whose products are subnormal."""
+    values = vector("wide", size, 1)
+    for factor in (0.95, 2.0**-120, 3.0):
+        results = []
+        for chosen in (None, kernels):
+            untouched = Untouched()
+            x, memory = laid_out(xp, values, layout)
+            untouched.keep("the values", memory)
+            with use_kernels(chosen):
+                scaled = primitives.scale(x, factor)
+            untouched.check()
+            results.append(to_numpy(scaled).tobytes())
+        assert results[0] == results[1], f"{factor} times {size} elements, {layout}"
 
 
 def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str, decay: float) -> None:

@@ -346,6 +346,15 @@ def test_descend(p, data):
     same(p, expected)
 
 
+@given(vectors((0, 1, 9, 4095, 4097)), st.sampled_from([0.95, 0.0, 2.0**-120]))
+@checked
+def test_scale(x, factor):
+    scaled = np.float32(factor) * x
+    out = np.empty_like(x)
+    kernels.scale(x, factor, out)
+    same(out, np.where(np.abs(scaled) < 2.0**-126, np.float32(0), scaled))
+
+
 @given(vectors((1, 9, 4095, 4097)), st.data())
 @checked
 def test_frozen_adam_step(p, data):

@@ -54,8 +54,10 @@ def test_in_bfloat16_it_does_almost_the_same(library, shape):
             require_dtype("bfloat16", x)
         return
     require_dtype("bfloat16", x)
-    exact, found = (library.numpy(orthogonalize(x, dtype=dtype)) for dtype in ("float32", "bfloat16"))
-    assert found.dtype == np.float32
+    xp = library.xp
+    rough = orthogonalize(x, dtype="bfloat16")
+    assert rough.dtype == xp.bfloat16
+    exact, found = (library.numpy(xp.astype(y, xp.float32)) for y in (orthogonalize(x), rough))
     # Roundings of 2^-9, times coefficients whose sizes add up to 10, in each of the three products of two iterations.
     assert 0 < np.linalg.norm(exact - found, 2) < 6 * 10 * 2**-9 * 2
 
@@ -87,6 +89,14 @@ def test_any_number_of_iterations(shape, iterations):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2**-53 * COEFFICIENTS[0] ** max(5, iterations))
 
 
+@pytest.mark.parametrize("iterations", [1, 3, 5])
+@pytest.mark.parametrize("shape", [(16, 16), (64, 24), (24, 64)])
+def test_a_factor_multiplies_the_result(shape, iterations):
+    x = matrix(shape, "random").astype(np.float32)
+    whole, half = (orthogonalize(x, iterations=iterations, factor=factor) for factor in (1.0, 0.5))
+    assert (whole / 2).tobytes() == half.tobytes()
+
+
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])
 @pytest.mark.parametrize("shape", [(24, 200), (68, 408), (300, 24)])
 @pytest.mark.parametrize("iterations", [3, 5])
@@ -94,7 +104,7 @@ def test_errors_of_a_gram_matrix_in_bfloat16_do_not_grow(shape, kind, iterations
     """Rounding makes some of its smallest eigenvalues negative, and each iteration multiplies them by up to 12."""
     torch = pytest.importorskip("torch")
     x = matrix(shape, kind).astype(np.float32)
-    found = orthogonalize(torch.from_numpy(x), iterations=iterations, dtype="bfloat16").numpy()
+    found = orthogonalize(torch.from_numpy(x), iterations=iterations, dtype="bfloat16").float().numpy()
     assert np.linalg.svd(found, compute_uv=False).max() < 1.3
 
 

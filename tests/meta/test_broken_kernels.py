@@ -105,6 +105,10 @@ class Whole:
         with use_kernels(None):
             return primitives.descend(p, d, rate, decay, out=out)
 
+    def scale(self, x, factor):
+        with use_kernels(None):
+            return primitives.scale(x, factor)
+
     def frozen_step(self, p, m, v, numbers):
         with use_kernels(None):
             return primitives.frozen_step(p, m, v, numbers)
@@ -410,6 +414,9 @@ broken(
     "descends: writes to the direction",
     descend=lambda self, whole, p, d, rate, decay: (whole(p, d, rate, decay), d.fill(0))[0],
 )
+broken("scales by another factor", scale=lambda self, whole, x, factor: whole(x, factor * 1.001))
+broken("scales and keeps subnormals", scale=lambda self, whole, x, factor: np.float32(factor) * x)
+broken("scales in place", scale=lambda self, whole, x, factor: write_into(x, whole(x, factor)))
 broken("always eps of 1e-8", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(eps=1e-8)))
 broken(
     "never decays", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(weight_decay=0.0))

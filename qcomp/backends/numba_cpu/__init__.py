@@ -12,7 +12,7 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.threads import default_threads, get_num_threads, set_num_threads
-from qcomp.backends.numba_cpu.vectors import descend, finish_mean, largest_sum, momentum
+from qcomp.backends.numba_cpu.vectors import descend, finish_mean, largest_sum, momentum, scale
 
 __all__ = [
     "decode",
@@ -29,6 +29,7 @@ __all__ = [
     "qsgd_decoder",
     "qsgd_encoder",
     "release_memory",
+    "scale",
     "set_num_threads",
     "sign_decoder",
     "sign_encoder",

@@ -40,7 +40,7 @@ from qcomp.backends.numba_cpu.tables import (
     decoded_vectors,
     encoded_vectors,
 )
-from qcomp.backends.numba_cpu.vectors import descend, finish_mean, momentum
+from qcomp.backends.numba_cpu.vectors import descend, finish_mean, momentum, scale
 from qcomp.core.kernels import AdamNumbers, AnyFrame, Blend, Encoded, EncodedFrame, StepNumbers
 from qcomp.core.numeric.arrays import (
     array_namespace,
@@ -313,6 +313,15 @@ class NumbaKernels:
         descend(values, direction, rate, decay, new)
         _tell_torch([target])
         return target
+
+    def scale(self, x: Array, factor: float) -> Array | None:
+        """Return a multiple in a new array."""
+        values = _values(x)
+        if values is None:
+            return None
+        scaled = empty(values.shape)
+        scale(values, factor, scaled)
+        return _as_array_of(x, scaled.reshape(x.shape))
 
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters in a new array, and the masked momentum in the buffer of m."""

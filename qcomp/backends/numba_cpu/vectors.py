@@ -1,7 +1,7 @@
-"""Passes over whole vectors: the largest magnitude of a sum, the end of a mean over ranks, the momentum, a step.
+"""Passes over whole vectors: the largest of a sum, the end of a mean over ranks, the momentum, a step, a multiple.
 
-Bytes read and written per element: `largest_sum` 8 and 0, `finish_mean` 4 and 4, `momentum` and `descend` 8 and 4.
-All of them are bound by the memory.
+Bytes read and written per element: `largest_sum` 8 and 0, `finish_mean` and `scale` 4 and 4, `momentum` and
+`descend` 8 and 4. All of them are bound by the memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
-from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, mix
+from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, flush, mix
 
-__all__ = ["descend", "finish_mean", "largest_sum", "momentum"]
+__all__ = ["descend", "finish_mean", "largest_sum", "momentum", "scale"]
 
 _RUN = 1 << 12
 """Elements that a thread's share is a multiple of."""
@@ -91,6 +91,19 @@ def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> Non
     threads.run(work, -(-p.size // _RUN), _RUN)
 
 
+def scale(x: Floats, factor: float, out: Floats) -> None:
+    """Let out = factor * x, rounded once, and +0 below 2**-126.
+
+    Parameters
+    ----------
+    x : array of float32, shape (n,)
+    factor : float
+    out : array of float32, shape (n,)
+        Other memory than that of x.
+    """
+    threads.run(lambda a, b: _scale(x, F(factor), out, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
+
+
 def _maximum(parts: Sequence[float]) -> float:
     """Return the largest, NaN if there is one: `max` alone would let the order decide."""
     return max(parts) if all(part == part for part in parts) else float("nan")  # noqa: PLR0124
@@ -136,6 +149,17 @@ def _momentum(
         _mix_into(part, g[first:last], keep, new)
     else:
         mix(m[first:last], g[first:last], keep, new, part)
+
+
+@inline
+def _multiply(x: Floats, factor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = flush(factor * x[i])
+
+
+@kernel("void(f32_in, float32, f32, int64, int64)")
+def _scale(x: Floats, factor: np.float32, out: Floats, first: int, last: int) -> None:
+    _multiply(x[first:last], factor, out[first:last])
 
 
 @inline

@@ -8,13 +8,13 @@ from qcomp.core.kernels import chosen
 from qcomp.core.mean.codec import Verdicts, refused_by
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged
-from qcomp.core.numeric.arrays import Array, concat, cut_like
+from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 
 __all__ = ["alone"]
 
 
-def alone(values: Sequence[Array], what: str) -> Stages[Averaged]:
-    """Return what an exchange with oneself would: the values, in new arrays, and zero for those below 2^-126.
+def alone(values: Sequence[Array], what: str, *, donate: bool = False) -> Stages[Averaged]:
+    """Return what an exchange with oneself would: the values, and zero for those below 2^-126.
 
     Parameters
     ----------
@@ -22,6 +22,8 @@ def alone(values: Sequence[Array], what: str) -> Stages[Averaged]:
         Flat, of one dtype.
     what : str
         What refuses values, in errors.
+    donate : bool
+        Whether the result may take the memory of the values; otherwise it is in new arrays.
 
     Raises
     ------
@@ -34,7 +36,9 @@ def alone(values: Sequence[Array], what: str) -> Stages[Averaged]:
     means = []
     for x in vectors:
         try:
-            mean, refused = primitives.compensate(x, None, what=what)
+            mean, refused = primitives.compensate(
+                x, None, what=what, out=x if donate and is_mutable(x) else None
+            )
         except NonFiniteError as found:
             raise refused_by([0]) from found
         means.append(mean)

@@ -33,10 +33,8 @@ from qcomp.core.numeric.arrays import (
     device,
     dtype_name,
     flat,
-    flush,
     to_compute_dtype,
 )
-from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.rehearsal import rehearse
 
@@ -74,13 +72,8 @@ class MeanState(NamedTuple):
 
     def rescaled(self, factor: float) -> "MeanState":
         """Return the state with all residuals multiplied by a factor."""
-
-        def decayed(e: Array) -> tuple[Array]:
-            return (flush(factor * e),)
-
         worker, server = (
-            tuple(in_blocks(decayed, (e,), (primitives.empty_like(e),))[0] for e in owed)
-            for owed in (self.worker, self.server)
+            tuple([primitives.scale(e, factor) for e in owed]) for owed in (self.worker, self.server)
         )
         return self._replace(worker=worker, server=server)
 

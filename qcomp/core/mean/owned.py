@@ -186,7 +186,7 @@ class _Owners(TwoPhase):
         of_rank = yield from alone(call.values, operands.compressors[0].spec)
         means, shapes = [of_rank.means[i] for i in owned], [operands.shapes[i] for i in owned]
         updates, momenta = self._rule.updates(means, momenta, shapes)
-        sent = yield from alone(updates, self._compressor.spec)
+        sent = yield from alone(updates, self._compressor.spec, donate=True)
         decoded = dict(zip(owned, sent.means, strict=True))
         values = [decoded.get(i, x) for i, x in enumerate(of_rank.means)]  # empty tensors have no owner
         return Averaged(values, (), (*momenta, *owed), (*of_rank.verdicts, *sent.verdicts))

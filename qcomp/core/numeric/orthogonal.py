@@ -1,8 +1,7 @@
 """The nearest matrix with orthonormal rows or columns, roughly and fast: Newton-Schulz iterations."""
 
-from typing import Any
-
 from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.sums import power_of_two_below
 
 __all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_dtype"]
 
@@ -34,25 +33,29 @@ def multiplications(rows: int, columns: int, iterations: int = ITERATIONS) -> in
     return less * less * sum(2 * more + (4 * part - 3) * less for part in parts)
 
 
-def orthogonalize(x: Array, *, iterations: int = ITERATIONS, dtype: str = "float32") -> Array:
-    """Return matrices with the singular vectors of x, and singular values near 1.
+def orthogonalize(
+    x: Array, *, iterations: int = ITERATIONS, dtype: str = "float32", factor: float = 1.0
+) -> Array:
+    """Return matrices with the singular vectors of x, and singular values near 1, or near a factor.
 
     Parameters
     ----------
     x : array of float32 or float64, shape (..., rows, columns)
-        Any finite matrices with at least one element each.
+        Matrices with at least one element each, of magnitudes below 2^127.
     iterations : int
         Newton-Schulz iterations, at least 1.
     dtype : {"float32", "bfloat16"}
         Of the matrix products; "float32" is the dtype of ``x``. In "bfloat16" they are several times
         as fast on GPUs and on CPUs that have it, and singular values are off by about a tenth.
+    factor : float
+        Multiplies the result.
 
     Returns
     -------
-    array, shape (..., rows, columns)
-        U p(...p(S / max(|x|_F, eps))) V^T for x = U S V^T, with p as in `COEFFICIENTS`, applied ``iterations`` times.
-        After five, singular values from .0018 |x|_F on lie between .68 and 1.21; smaller ones are below, and zero
-        stays zero.
+    array of the dtype of the matrix products, shape (..., rows, columns)
+        factor U p(...p(S / max(|x|_F, eps))) V^T for x = U S V^T, with p as in `COEFFICIENTS`, applied ``iterations``
+        times. After five, singular values from .0018 |x|_F on lie between .68 and 1.21 times the factor; smaller ones
+        are below, and zero stays zero.
 
     Notes
     -----
@@ -70,50 +73,60 @@ def orthogonalize(x: Array, *, iterations: int = ITERATIONS, dtype: str = "float
     """
     xp = array_namespace(x)
     tall = x.shape[-2] > x.shape[-1]
-    y = xp.matrix_transpose(x) if tall else x
-    # Scaled by the largest element first, since squares of float32 overflow from 2^64 on.
+    # Scaled by a power of two first, since squares of float32 overflow from 2^64 on.
     axes = (-2, -1)
-    largest = xp.maximum(xp.max(y, axis=axes, keepdims=True), -xp.min(y, axis=axes, keepdims=True))
-    largest = xp.where(largest > 0, largest, xp.ones_like(largest))
-    y = y / largest
+    largest = xp.maximum(xp.max(x, axis=axes, keepdims=True), -xp.min(x, axis=axes, keepdims=True))
+    power = power_of_two_below(largest)
+    y = xp.matrix_transpose(x) if tall else x
     if dtype != "float32":
         y = xp.astype(y, getattr(xp, dtype))
+    y = y / xp.astype(power, y.dtype, copy=False)
     gram = xp.matmul(y, xp.matrix_transpose(y))
     squares = xp.astype(xp.linalg.diagonal(gram), x.dtype, copy=False)
     norm = xp.sqrt(xp.sum(squares, axis=-1))[..., None, None]
-    norm = xp.astype(xp.maximum(norm, EPS / largest), y.dtype, copy=False)
+    norm = xp.astype(xp.maximum(norm, EPS / power), y.dtype, copy=False)
     iterate = _iterate_on_gram if _on_gram(*y.shape[-2:]) else _iterate
-    y = xp.astype(iterate(xp, y, norm, gram / norm / norm, iterations), x.dtype, copy=False)
+    y = iterate(y, norm, gram / norm / norm, iterations, factor)
     return xp.matrix_transpose(y) if tall else y
 
 
-def _iterate(xp: Any, y: Array, norm: Array, gram: Array, iterations: int) -> Array:
-    """Return y / norm, whose Gram matrix is given, after iterations on the matrix itself."""
+def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:
+    """Return y / norm, whose Gram matrix is given, after iterations on the matrix itself, times a factor."""
+    xp = array_namespace(y)
     a, b, c = COEFFICIENTS
     y = y / norm
     for number in range(iterations):
         if number:
             gram = xp.matmul(y, xp.matrix_transpose(y))
         y = a * y + xp.matmul(b * gram + c * xp.matmul(gram, gram), y)
-    return y
+    return y * factor
 
 
-def _iterate_on_gram(xp: Any, y: Array, norm: Array, gram: Array, iterations: int) -> Array:
+def _iterate_on_gram(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:
     """Return the same as `_iterate`, up to rounding: an iteration makes P y of y, and P G P of G = y y^T."""
+    xp = array_namespace(y)
     identity = xp.eye(y.shape[-2], dtype=y.dtype, device=y.device)
-    first, *others = _parts(iterations)
-    y = xp.matmul(_product(xp, identity, gram, first) / norm, y)
-    for part in others:
-        y = xp.matmul(_product(xp, identity, xp.matmul(y, xp.matrix_transpose(y)), part), y)
+    parts = _parts(iterations)
+    for number, part in enumerate(parts):
+        if number:
+            gram = xp.matmul(y, xp.matrix_transpose(y))
+        product = _product(identity, gram, part)
+        if number == 0:
+            product = product / norm
+        if number == len(parts) - 1:
+            product = product * factor
+        y = xp.matmul(product, y)
     return y
 
 
-def _product(xp: Any, identity: Array, gram: Array, iterations: int) -> Array:
+def _product(identity: Array, gram: Array, iterations: int) -> Array:
     """Return the product of the matrices P of some iterations."""
+    xp = array_namespace(gram)
     a, b, c = COEFFICIENTS
+    first, second = a * identity, b * identity
     product = identity
     for number in range(iterations):
-        step = a * identity + b * gram + c * xp.matmul(gram, gram)
+        step = first + xp.matmul(gram, second + c * gram)
         product = xp.matmul(step, product) if number else step
         if number < iterations - 1:
             gram = xp.matmul(step, xp.matmul(gram, step))

@@ -16,7 +16,7 @@ from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.groups import group_of_each
-from qcomp.core.optimizers.tensors import each_in_blocks
+from qcomp.core.optimizers.tensors import copy, each_in_blocks
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
@@ -141,11 +141,6 @@ class LocalAdam(Optimizer):
         first = int(state.numbers["synced"]) + 1
         steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
         return NonFiniteError(f"{error}, in {steps}")
-
-
-def copy(x: Array) -> Array:
-    """Return an array of the same values in memory of its own."""
-    return array_namespace(x).astype(x, x.dtype)
 
 
 def _in_range(tensors: Sequence[Array]) -> bool:

@@ -2,9 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from qcomp.core import primitives
@@ -13,7 +13,7 @@ from qcomp.core.compressors.lloyd_max import LloydMax
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
-from qcomp.core.numeric.arrays import Array, array_namespace, concat, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable, to_compute_dtype
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_dtype
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
@@ -297,8 +297,8 @@ class _Blocks(NamedTuple):
     """The number of the matrix."""
     first: int
     """The first row of the first block in the matrix."""
-    values: Array
-    """Of shape (blocks, rows, columns)."""
+    number: int
+    """How many."""
 
 
 @dataclass(frozen=True)
@@ -324,40 +324,49 @@ class _Rule:
         self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
     ) -> tuple[list[Array], list[Array]]:
         """Return the update and the new momentum of each matrix."""
-        blended, ahead = [], []
-        for m, d in zip(momenta, means, strict=True):
-            new = self._blend(m, d)
-            blended.append(new)
-            ahead.append(self._blend(new, d) if self.nesterov else new)
+        blended = list(momenta)
+
+        @cache
+        def ahead(matrix: int) -> Array:
+            """Blend when the result is needed, which is then still in the caches."""
+            new = blended[matrix] = self._blend(momenta[matrix], means[matrix])
+            return self._blend(new, means[matrix]) if self.nesterov else new
+
         return self._orthogonalized(ahead, [_matrix(shape) for shape in shapes]), blended
 
     def _blend(self, m: Array, d: Array) -> Array:
         return primitives.momentum(m, d, self.momentum, 1.0)
 
-    def _orthogonalized(self, flat: Sequence[Array], matrices: Sequence[Shape]) -> list[Array]:
+    def _orthogonalized(self, flat: Callable[[int], Array], matrices: Sequence[Shape]) -> list[Array]:
         """Return flat matrices with each block orthogonalised, times its factor; some of one shape at a time."""
         alike: dict[Shape, list[_Blocks]] = defaultdict(list)
-        for number, (x, (rows, columns)) in enumerate(zip(flat, matrices, strict=True)):
+        for matrix, (rows, columns) in enumerate(matrices):
             for first, count, of_block in self._parts(rows):
-                own = x[first * columns : (first + count * of_block) * columns]
-                values = array_namespace(x).reshape(own, (count, of_block, columns))
                 most = _most((of_block, columns))
                 alike[of_block, columns] += [
-                    _Blocks(number, first + start * of_block, values[start : min(start + most, count), ...])
+                    _Blocks(matrix, first + start * of_block, min(most, count - start))
                     for start in range(0, count, most)
                 ]
         made: list[dict[int, Array]] = [{} for _ in matrices]
         for shape, every in alike.items():
             for some in _together(every, _most(shape)):
-                stacked = concat([blocks.values for blocks in some])
-                done = orthogonalize(stacked, iterations=self.iterations, dtype=self.dtype)
-                done *= self._factor(shape)
+                stacked = concat([_cut(flat(blocks.matrix), blocks, shape) for blocks in some])
+                done = orthogonalize(
+                    stacked, iterations=self.iterations, dtype=self.dtype, factor=self._factor(shape)
+                )
                 start = 0
-                for matrix, first, values in some:
-                    stop = start + values.shape[0]
-                    made[matrix][first] = array_namespace(done).reshape(done[start:stop, ...], (-1,))
+                for blocks in some:
+                    stop = start + blocks.number
+                    own, part = (
+                        flat(blocks.matrix),
+                        array_namespace(done).reshape(done[start:stop, ...], (-1,)),
+                    )
+                    if self.nesterov and is_mutable(own):  # what was blended ahead is not needed any more
+                        own[_range(blocks, shape)] = part
+                    else:
+                        made[blocks.matrix][blocks.first] = part
                     start = stop
-        return [concat([of_matrix[first] for first in sorted(of_matrix)]) for of_matrix in made]
+        return [_joined(parts, flat(matrix)) if parts else flat(matrix) for matrix, parts in enumerate(made)]
 
     def _parts(self, rows: int) -> list[tuple[int, int, int]]:
         """Return the first row, the number of blocks and the rows of each, of the whole blocks and of the rest."""
@@ -383,13 +392,29 @@ def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
     some: list[_Blocks] = []
     room = most
     for blocks in every:
-        count = blocks.values.shape[0]
-        if count > room:
+        if blocks.number > room:
             yield some
             some, room = [], most
         some.append(blocks)
-        room -= count
+        room -= blocks.number
     yield some
+
+
+def _cut(flat: Array, blocks: _Blocks, shape: Shape) -> Array:
+    """Return blocks of a flat matrix, of shape (blocks, rows, columns)."""
+    return array_namespace(flat).reshape(flat[_range(blocks, shape)], (blocks.number, *shape))
+
+
+def _range(blocks: _Blocks, shape: Shape) -> slice:
+    """Return where blocks lie in their flat matrix."""
+    start = blocks.first * shape[1]
+    return slice(start, start + blocks.number * math.prod(shape))
+
+
+def _joined(parts: dict[int, Array], like: Array) -> Array:
+    """Return blocks in the order of their numbers as a vector, in the dtype of another."""
+    xp = array_namespace(like)
+    return xp.astype(concat([parts[number] for number in sorted(parts)]), like.dtype, copy=False)
 
 
 def _matrix(shape: Shape) -> Shape:

@@ -14,11 +14,12 @@ from qcomp.core.numeric.arrays import (
     one_of_each_kind,
     require_dense,
     to_compute_dtype,
+    write_into,
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.primitives import empty_like
 
-__all__ = ["as_given", "as_gradients", "as_tensors", "each_in_blocks", "update", "zeros_like"]
+__all__ = ["as_given", "as_gradients", "as_tensors", "copy", "each_in_blocks", "update", "zeros_like"]
 
 
 class _Checked(list[Array]):
@@ -129,6 +130,12 @@ def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
 def update(param: Array, change: Array) -> Array:
     """Return ``param - change``, computed in the dtype of the change, in the dtype of the parameter."""
     return array_namespace(param).astype(to_compute_dtype(param) - change, param.dtype, copy=False)
+
+
+def copy(x: Array) -> Array:
+    """Return an array of the same values in memory of its own."""
+    room = empty_like(x)
+    return array_namespace(x).astype(x, x.dtype) if room is None else write_into(room, x)
 
 
 def each_in_blocks(function: Callable[..., Array], *tensors: Sequence[Array]) -> list[Array]:

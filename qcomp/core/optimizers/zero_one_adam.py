@@ -16,10 +16,10 @@ from qcomp.core.optimizers.adam import rate_rises
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
-from qcomp.core.optimizers.local_adam import LocalAdam, copy
+from qcomp.core.optimizers.local_adam import LocalAdam
 from qcomp.core.optimizers.remeasure import measured, step_on_codes
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
-from qcomp.core.optimizers.tensors import as_given, as_tensors
+from qcomp.core.optimizers.tensors import as_given, as_tensors, copy
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
 from qcomp.core.state import OptimizerState
 

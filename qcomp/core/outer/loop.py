@@ -16,11 +16,10 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import digests, explain_values
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.local_adam import copy
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.starting import Place, begin, names_of, resume
-from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
+from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, copy
 from qcomp.core.outer.fragments import LOCAL, due, stage_of, under_way
 from qcomp.core.outer.parts import put, take
 from qcomp.core.outer.same_step import beside, same_step
@@ -517,7 +516,7 @@ class OuterLoop(OuterSettings):
             # From where the round began: the shared parameters in the parameter's own precision.
             xp = array_namespace(anchor[i])
             start = to_compute_dtype(xp.astype(anchor[i], tensors[i].dtype, copy=False))
-            sent[i] = start - to_compute_dtype(tensors[i])
+            sent[i] = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
         stage = stage_of({**under_way(state.stage), fragment: state.step})
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 
@@ -547,4 +546,4 @@ class OuterLoop(OuterSettings):
 
 def _in_dtype_of(p: Array, x: Array) -> Array:
     """Return a copy of an array in the dtype of a parameter."""
-    return array_namespace(x).astype(x, p.dtype)
+    return copy(x) if x.dtype == p.dtype else array_namespace(x).astype(x, p.dtype)

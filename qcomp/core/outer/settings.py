@@ -15,8 +15,8 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import EXACT, Compression
 from qcomp.core.optimizers.groups import Group
-from qcomp.core.optimizers.local_adam import copy
 from qcomp.core.optimizers.sgd import SGD
+from qcomp.core.optimizers.tensors import copy
 from qcomp.core.outer.fragments import LOCAL, assign, stage_of, under_way
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
