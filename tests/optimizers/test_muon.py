@@ -213,7 +213,8 @@ class TestBlocks:
 
         monkeypatch.setattr("qcomp.core.optimizers.muon.orthogonalize", counted)
         for elements in (1, 100, 10**6):
-            monkeypatch.setattr("qcomp.core.optimizers.muon._AT_ONCE", elements)
+            for name in ("_AT_ONCE", "_JOINED"):
+                monkeypatch.setattr(f"qcomp.core.optimizers.muon.{name}", elements)
             sizes.clear()
             (params,), _ = run(muon(block_rows=4), grads, lockstep, 1, steps=3)
             finals.add(b"".join(p.tobytes() for p in params))

@@ -28,6 +28,8 @@ __all__ = ["Muon"]
 
 _AT_ONCE = 1 << 20
 """Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
+_JOINED = 1 << 17
+"""As `_AT_ONCE`, of several matrices: copies of larger ones take longer than they save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,14 +344,14 @@ class _Rule:
         alike: dict[Shape, list[_Blocks]] = defaultdict(list)
         for matrix, (rows, columns) in enumerate(matrices):
             for first, count, of_block in self._parts(rows):
-                most = _most((of_block, columns))
+                most = _most((of_block, columns), _AT_ONCE)
                 alike[of_block, columns] += [
                     _Blocks(matrix, first + start * of_block, min(most, count - start))
                     for start in range(0, count, most)
                 ]
         made: list[dict[int, Array]] = [{} for _ in matrices]
         for shape, every in alike.items():
-            for some in _together(every, _most(shape)):
+            for some in _together(every, _most(shape, _JOINED)):
                 stacked = concat([_cut(flat(blocks.matrix), blocks, shape) for blocks in some])
                 done = orthogonalize(
                     stacked, iterations=self.iterations, dtype=self.dtype, factor=self._factor(shape)
@@ -382,17 +384,17 @@ class _Rule:
         return 0.2 * math.sqrt(max(rows, columns))
 
 
-def _most(shape: Shape) -> int:
-    """Return how many blocks of a shape are orthogonalised at a time."""
-    return max(1, _AT_ONCE // math.prod(shape))
+def _most(shape: Shape, elements: int) -> int:
+    """Return how many blocks of a shape have so many elements, at least 1."""
+    return max(1, elements // math.prod(shape))
 
 
 def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
-    """Yield runs of at most so many blocks."""
+    """Yield runs of at most so many blocks, or of those of one matrix."""
     some: list[_Blocks] = []
     room = most
     for blocks in every:
-        if blocks.number > room:
+        if some and blocks.number > room:
             yield some
             some, room = [], most
         some.append(blocks)
