@@ -15,7 +15,7 @@ from qcomp.integrations import ddp
 from race import peers
 from race.settings import BETAS, DECAY, OTHERS, Optimizers, Settings, Trainer, adamw, muon, short_muon
 
-__all__ = ["EXACT", "EXCHANGE", "LOCAL", "METHODS", "REFERENCE", "STEP", "Method"]
+__all__ = ["EXACT", "EXCHANGE", "LOCAL", "MAIN", "METHODS", "REFERENCE", "STEP", "Method"]
 
 STEP, EXACT, LOCAL, EXCHANGE = "step", "exact", "local", "exchange"
 """The phases of a step: always alike; before compression or local steps begin; without messages; with them."""
@@ -302,3 +302,17 @@ METHODS = {
     ),
 }
 """By name, in the order of the tables. Rows are found by the name: a method whose settings change gets another one."""
+
+MAIN = (
+    *("ddp_adamw", "ddp_muon", "bf16_adamw", "bf16_muon", "powersgd1_adamw", "powersgd1_muon"),
+    *(
+        "powersgd2_adamw",
+        "powersgd2_muon",
+        "postlocal_adamw",
+        "postlocal_muon",
+        "torchft_adamw",
+        "torchft_muon",
+    ),
+    *("onebit_adam", "lowrank2_muon", "muon_4_1", "muon_2_1", "sparse_muon", "sparse_often_blocks"),
+)
+"""Those that come first: every hook of torch and torchft, with AdamW and with Muon, and one of qcomp of each kind."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from race.methods import METHODS, REFERENCE
+from race.methods import MAIN, METHODS, REFERENCE
 from race.tasks import TASKS
 
 __all__ = [
@@ -109,15 +109,15 @@ def best_rate(rows: Rows, task: str, method: str, *, all_tried: bool = True) -> 
 
 
 def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curve]:
-    """Yield all trainings of the race in their order."""
-    for task, ranks, seeds in ORDER:
+    """Yield all trainings of the race in their order: those of the main methods, then those of the others."""
+    main = [method for method in methods if method in MAIN]
+    others = [method for method in methods if method not in MAIN]
+    for some, (task, ranks, seeds) in product((main, others), ORDER):
         if TUNED_AS[task] == task and ranks == 2 and 0 in seeds:
-            pairs = sorted(
-                product(RATES, methods), key=lambda pair: pair[1] != REFERENCE
-            )  # it has the target
+            pairs = sorted(product(RATES, some), key=lambda pair: pair[1] != REFERENCE)  # it has the target
             yield from (Curve(task, ranks, method, rate, 0) for rate, method in pairs)
         else:
-            for seed, method in product(seeds, methods):
+            for seed, method in product(seeds, some):
                 yield Curve(task, ranks, method, best_rate(rows, task, method), seed)
 
 

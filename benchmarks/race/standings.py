@@ -15,7 +15,7 @@ from network.journeys import seconds_to
 from network.tables import NAMES, NOTHING
 
 from race import plan
-from race.methods import METHODS, REFERENCE
+from race.methods import MAIN, METHODS, REFERENCE
 from race.rank import WARMUP
 from race.settings import Settings
 from race.tasks import TASKS
@@ -257,15 +257,19 @@ def left_out(curves: plan.Rows, seconds: plan.Rows) -> str:
     rows = []
     for task in TASKS:
         for ranks in (2, 4):
-            wanted = [curve for curve in plan.curves(curves) if (curve.task, curve.ranks) == (task, ranks)]
-            there = sum(bool(plan.of(curves, **curve.which)) for curve in wanted)
+            cells = []
+            for methods in (MAIN, [method for method in METHODS if method not in MAIN]):
+                wanted = [c for c in plan.curves(curves, methods) if (c.task, c.ranks) == (task, ranks)]
+                there = sum(bool(plan.of(curves, **curve.which)) for curve in wanted)
+                cells.append(f"{there} of {len(wanted)}")
             timed = [
                 NAMES[link]
                 for link in GOALS
-                if set(METHODS) <= {name for name, _ in times_of(seconds, task, ranks, link)}
+                if set(MAIN) <= {name for name, _ in times_of(seconds, task, ranks, link)}
             ]
-            rows.append([task, str(ranks), f"{there} of {len(wanted)}", ", ".join(timed) or "none"])
-    return page.table(["task", "ranks", "trainings done", "links on which all steps are timed"], rows)
+            rows.append([task, str(ranks), *cells, ", ".join(timed) or "none"])
+    head = ["task", "ranks", f"trainings of the {len(MAIN)} main methods", "of the others"]
+    return page.table([*head, "links on which all main methods are timed"], rows)
 
 
 def picture(races: Sequence[Race], seconds: plan.Rows, link: str | None) -> Figure | None:

@@ -10,7 +10,7 @@ import page
 import pytest
 import torch.distributed as dist
 from race import plan, rank, standings
-from race.methods import EXACT, EXCHANGE, LOCAL, METHODS, REFERENCE, STEP
+from race.methods import EXACT, EXCHANGE, LOCAL, MAIN, METHODS, REFERENCE, STEP
 from race.settings import Settings
 from race.standings import Race
 from race.tasks import TASKS, Task
@@ -53,12 +53,19 @@ SECONDS = [
 
 class TestPlan:
     def test_the_reference_comes_first_and_then_one_rate_of_each(self):
-        first = plan.missing([])[: len(METHODS) + 2]
+        first = plan.missing([])[: len(MAIN) + 2]
         assert [(c.method, c.rate) for c in first[:3]] == [(REFERENCE, rate) for rate in plan.RATES]
-        assert [(c.method, c.rate) for c in first[3:]] == [
-            (m, plan.RATES[0]) for m in METHODS if m != REFERENCE
-        ]
+        assert [(c.method, c.rate) for c in first[3:]] == [(m, plan.RATES[0]) for m in MAIN if m != REFERENCE]
         assert {(c.task, c.ranks, c.seed) for c in first} == {("demo", 2, 0)}
+
+    def test_the_main_methods_come_first(self):
+        methods = [c.method in MAIN for c in plan.curves([])]
+        assert methods == sorted(methods, reverse=True)
+        peers = {name for name in MAIN if METHODS[name].peer}
+        assert {name for name in peers if name.endswith("adamw")} == {
+            name.replace("muon", "adamw") for name in peers
+        }
+        assert len(MAIN) >= 14
 
     def test_nothing_comes_twice_and_every_cell_is_there(self):
         found = list(plan.curves(ROWS))
@@ -206,7 +213,10 @@ class TestStandings:
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
         best = "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 | 5 | DDP, float32, Muon | 4.00 | 1.3 |"
         assert best in made["goals"]
-        assert f"| demo | 2 | 6 of {5 * len(METHODS)} | none |" in made["missing"]
+        assert (
+            f"| demo | 2 | 6 of {5 * len(MAIN)} | 0 of {5 * (len(METHODS) - len(MAIN))} | none |"
+            in made["missing"]
+        )
 
     def test_the_clock_is_compared_with_the_product(self):
         check = row_of(REFERENCE, 1e-3, [(0, 5.0), (60, 3.0)], link="1gbit", seconds=100.0)
