@@ -439,8 +439,8 @@ def _orthonormal_at_the_end(left, right, matrix, *, out=None, plain=primitives.t
 
 def _orthonormal_product(rows, matrix, plain=powersgd._product):
     found = plain(rows, matrix)
-    left = matrix.shape[1] == 12
-    return low_rank.orthonormal(found) if left else found
+    left = rows.shape[0] == 12
+    return low_rank.orthonormal(found.T).T if left else found
 
 
 @pytest.mark.parametrize("broken", [None, *BROKEN])

@@ -37,6 +37,23 @@ say("ok")
     assert said(3, body) == [["ok"]] * 3
 
 
+def test_a_bucket_is_not_exchanged_in_parts(said):
+    body = f"""{HOOK}
+from qcomp.integrations.ddp.conveyor import Conveyor
+parts, put = [], Conveyor.put
+def counted(self, jobs, *, last):
+    parts.append(len(jobs))
+    put(self, jobs, last=last)
+Conveyor.put = counted
+for how in ({{}}, {{"averaging": qcomp.Averaging()}}):
+    model, _ = hooked(10**6, exact_iterations=0, **how)
+    loss(model, 0).backward()
+    say(*parts)
+    parts.clear()
+"""
+    assert said(2, body) == [["1", "2"]] * 2
+
+
 def test_is_what_the_hook_of_torch_computes(said):
     """torch's own hook, over gloo, with one bucket; its first Q is another, which five steps forget."""
     body = f"""{HOOK}

@@ -117,7 +117,9 @@ class BucketedStep:
                 "call step() after each backward pass, and accumulate gradients in model.no_sync()"
             )
         running = self.running
-        record = Bucket(tuple(map(self._part_of, _cut(gradients))), bucket.buffer(), self._stream.future())
+        # Thin factors travel fast: what an exchange takes counts, not what is compressed beside it.
+        parts = [gradients] if self._mean_of(self.state).low_rank else _cut(gradients)
+        record = Bucket(tuple(map(self._part_of, parts)), bucket.buffer(), self._stream.future())
         running.add(record)
         end = partial(self._end, running)
         try:

@@ -243,10 +243,11 @@ def hook(
     Notes
     -----
     A bucket sends as much as `qcomp.CompressedMean` for its tensors. Its exchange starts when the bucket is full, in
-    parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. Residuals are
-    kept by parameter name and do not depend on the buckets, which DistributedDataParallel changes after its first
-    iteration, and back after a restart. The means equal those of a `qcomp.CompressedMean` of the whole model, bit for
-    bit. Source: Seide et al., Interspeech 2014 (feedback); Li et al., VLDB 2020 (buckets).
+    parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. With
+    PowerSGD, whose messages are short, a bucket is one part. Residuals are kept by parameter name and do not depend on
+    the buckets, which DistributedDataParallel changes after its first iteration, and back after a restart. The means
+    equal those of a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech 2014
+    (feedback); Li et al., VLDB 2020 (buckets).
 
     Examples
     --------
