@@ -18,15 +18,21 @@ from qcomp.planning.network import Clock, agreed
 __all__ = ["Autotune", "TunedState", "Tuning"]
 
 
+_CLOSE = 0.5
+"""How much longer than the fastest method those take, as a fraction of it, that are timed again."""
+
+
 class Tuning(NamedTuple):
     """How far the choice is, on this rank."""
 
     times: tuple[float, ...] = ()
-    """The seconds of each step so far, all of one method and then all of the next."""
+    """The seconds of each step of this round so far, all of one method and then all of the next."""
     seconds: tuple[float, ...] = ()
-    """Seconds of a step of each method, the same on all ranks; empty before the choice."""
+    """Seconds of a step of each method, the same on all ranks; empty before the end of the first round."""
     chosen: int | None = None
     """The number of the chosen method, the same on all ranks."""
+    again: tuple[int, ...] = ()
+    """The numbers of the methods of the second round, in their order; empty before it, and if there is none."""
 
 
 class TunedState(NamedTuple):
@@ -55,7 +61,7 @@ class Autotune:
         The methods that may be chosen, by name, in the order of preference: first those that lose the least, such as
         ``CompressedMean(Identity())``. Each needs a residual that says what it has lost, or none.
     steps : int, default 5
-        Timed steps of each method, at least 1, after one that is not timed. The median counts.
+        Timed steps of each method in a round, at least 1, after one that is not timed. The median counts.
     margin : float, default 0.05
         A method is chosen over an earlier one only if that takes longer by more than this fraction, >= 0.
     clock : callable, default time.perf_counter
@@ -68,9 +74,11 @@ class Autotune:
 
     Notes
     -----
-    A method's time is that of the slowest rank, the largest of the ranks' medians. All ranks compute the choice from
-    the same numbers, of which every rank sends 8 bytes a method to each other rank, once. Chosen is the first method
-    whose time is at most (1 + margin) times that of the fastest. It stays chosen.
+    A method's time is that of the slowest rank, the largest of the ranks' medians. Methods that take at most 1.5 times
+    as long as the fastest have a second round, in the reverse order, and the lower of their two times counts: what else
+    a machine does can only make steps slower. All ranks compute the choice from the same numbers, of which every rank
+    sends 8 bytes a method to each other rank, once a round. Chosen is the first method whose time is at most
+    (1 + margin) times that of the fastest. It stays chosen.
 
     Sum identity: after any step, the means add up to those of the exact means, minus what the current method and
     ``TunedState.owed`` still owe, up to rounding.
@@ -122,7 +130,10 @@ class Autotune:
         tuning : Tuning
             After the last step.
         """
-        return len(tuning.times) // (self.steps + 1) if tuning.chosen is None else tuning.chosen
+        if tuning.chosen is not None:
+            return tuning.chosen
+        number = len(tuning.times) // (self.steps + 1)
+        return tuning.again[number] if tuning.again else number
 
     def chosen(self, tuning: Tuning) -> str | None:
         """Return the name of the chosen method; None before the choice.
@@ -135,7 +146,7 @@ class Autotune:
         return None if tuning.chosen is None else self.names[tuning.chosen]
 
     def noted(self, tuning: Tuning, seconds: float, comm: Transport, like: Array) -> Tuning:
-        """Return the tuning after one more step; collective after the last step of the last method.
+        """Return the tuning after one more step; collective after the last step of a round.
 
         Parameters
         ----------
@@ -148,12 +159,24 @@ class Autotune:
             Gives the library and device of what is sent.
         """
         times, each = (*tuning.times, seconds), self.steps + 1
-        if len(times) < each * len(self.methods):
-            return Tuning(times)
+        if len(times) < each * (len(tuning.again) or len(self.methods)):
+            return tuning._replace(times=times)
         medians = [statistics.median(times[start + 1 : start + each]) for start in range(0, len(times), each)]
-        slowest = tuple(max(of_ranks) for of_ranks in zip(*agreed(comm, medians, like), strict=True))
-        most = (1 + self.margin) * min(slowest)
-        return Tuning(times, slowest, next(i for i, found in enumerate(slowest) if found <= most))
+        found = [max(of_ranks) for of_ranks in zip(*agreed(comm, medians, like), strict=True)]
+        if tuning.again:
+            lowest = list(tuning.seconds)
+            for number, again in zip(tuning.again, found, strict=True):
+                lowest[number] = min(lowest[number], again)
+            return tuning._replace(times=times, seconds=tuple(lowest), chosen=self._first_within(lowest))
+        close = [i for i, one in enumerate(found) if one <= (1 + _CLOSE) * min(found)]
+        if len(close) > 1:
+            return Tuning((), tuple(found), again=tuple(reversed(close)))
+        return Tuning(times, tuple(found), self._first_within(found))
+
+    def _first_within(self, seconds: Sequence[float]) -> int:
+        """Return the number of the first method that takes as long as the fastest, within the margin."""
+        most = (1 + self.margin) * min(seconds)
+        return next(i for i, one in enumerate(seconds) if one <= most)
 
     def agree(self, comm: Transport, like: Array, **others: object) -> None:
         """Raise MismatchError on every rank unless all have the same methods and settings.

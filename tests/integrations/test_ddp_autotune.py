@@ -46,7 +46,7 @@ model.register_comm_hook(state, averaged)
 alone = network()
 total, delivered = [0.0] * 5, [0.0] * 5
 largest = 0.0
-for step in range(14):
+for step in range(24):
     loss(model, step).backward()
     delivered = [d + g.double() for d, g in zip(delivered, gradients(model), strict=True)]
     total = [t + mean_of(g.double()) for t, g in zip(total, own_gradients(alone, step), strict=True)]
@@ -66,7 +66,7 @@ for step in range(14):
     model.zero_grad()
 say(state.chosen, largest > 0.1, len(state.seconds), state.iterations)
 """
-    assert said(n, body) == [["sign True 5 14"]] * n
+    assert said(n, body) == [["sign True 5 24"]] * n
 
 
 def test_the_exact_method_is_what_happens_without_a_hook(said):
@@ -90,7 +90,7 @@ say(*map(int, alike))
 
 def test_the_slowest_rank_counts_and_all_choose_alike(said):
     body = f"""{TUNER}
-times = [0, 0, 2, 2, 0, 1, 1] if me == 0 else [0, 0, 2, 2, 0, 3, 3]
+times = [0, 0, 2, 2, 0, 1, 1] if me == 0 else [0, 0, 2, 2, 0, 4, 4]
 model = wrapped()
 tuner = Autotune({{"exact": exact, "sign": sign}}, steps=2, margin=0.0, clock=Told(*times))
 state, averaged = ddp.autotune(tuner, model, exact=None, exact_iterations=0)
@@ -100,7 +100,7 @@ for step in range(8):
     model.zero_grad()
 say(state.chosen, state.seconds)
 """
-    assert said(2, body) == [["exact {'exact': 2.0, 'sign': 3.0}"]] * 2
+    assert said(2, body) == [["exact {'exact': 2.0, 'sign': 4.0}"]] * 2
 
 
 @pytest.mark.parametrize("after", ["sign", "exact"])

@@ -61,7 +61,7 @@ class TunedHookState:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of a step of each method, the same on all ranks; empty before the choice."""
+        """Seconds of a step of each method, the same on all ranks; empty before each has had its turn."""
         return dict(zip(self._tuner.names, self.tuning.seconds, strict=False))
 
     @property
