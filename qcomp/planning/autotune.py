@@ -91,7 +91,7 @@ class Autotune:
     >>> def rank_main(comm):
     ...     x = np.full(64, float(comm.rank), dtype=np.float32)
     ...     state = tuner.init(x, comm)
-    ...     for step in range(5):
+    ...     for step in range(8):
     ...         mean, state = tuner(x, state, comm)
     ...     return tuner.chosen(state.tuning) in tuner.methods
     >>> qcomp.comm.run_local(2, rank_main)
