@@ -231,6 +231,17 @@ class TestBlocks:
         assert 3 * blocks.work(long, 1)[0] < whole.work(long, 1)[0]
 
 
+def test_a_lone_rank_leaves_subnormal_gradients_as_they_are():
+    """Its mean has zeros for them, and must not take their memory."""
+    exact = qcomp.Identity()
+    opt = muon(compressor=exact, update_compressor=exact, others=())
+    comm = qcomp.comm.LocalCommunicator.alone()
+    params, gradient = [np.ones((24, 16), np.float32)], np.full((24, 16), 1e-40, np.float32)
+    before = gradient.copy()
+    opt.step(params, [gradient], opt.init(params, comm), comm)
+    assert gradient.tobytes() == before.tobytes()
+
+
 class TestOwners:
     def test_only_the_owner_has_a_momentum(self, grads, lockstep):
         opt = muon()

@@ -359,10 +359,8 @@ class _Rule:
                 start = 0
                 for blocks in some:
                     stop = start + blocks.number
-                    own, part = (
-                        flat(blocks.matrix),
-                        array_namespace(done).reshape(done[start:stop, ...], (-1,)),
-                    )
+                    own = flat(blocks.matrix)
+                    part = array_namespace(done).reshape(done[start:stop, ...], (-1,))
                     if self.nesterov and is_mutable(own):  # what was blended ahead is not needed any more
                         own[_range(blocks, shape)] = part
                     else:
