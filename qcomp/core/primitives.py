@@ -30,10 +30,10 @@ from qcomp.core.numeric.arrays import (
     require_below,
     sqrt,
     to_compute_dtype,
-    truncate_last_bit,
     write_into,
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
+from qcomp.core.numeric.low_rank import outer_product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -585,22 +585,12 @@ def take_low_rank(
     product = empty_like(matrix) if out is None else out
     rows, columns = left.shape[1], right.shape[1]
     if product is None or not is_mutable(matrix):
-        whole = _outer(left, right)
+        whole = outer_product(left, right)
         return whole, flush(matrix - whole)
     step = max(1, _BLOCK // max(1, columns)) if is_on_host(matrix) else max(1, rows)
     for first in range(0, rows, step):
         part = slice(first * columns, min(rows, first + step) * columns)
-        block = _outer(left[:, first : first + step], right)
+        block = outer_product(left[:, first : first + step], right)
         product[part] = block
         matrix[part] = flush(matrix[part] - block)
     return xp.reshape(product, (-1,)), matrix
-
-
-def _outer(left: Array, right: Array) -> Array:
-    """Return the sum of the outer products of the rows of two factors, flat; see `take_low_rank`."""
-    total = None
-    for index in range(left.shape[0]):
-        product = truncate_last_bit(left[index, :, None] * right[index, None, :])
-        total = product if total is None else total + product
-    assert total is not None
-    return array_namespace(left).reshape(total, (-1,))

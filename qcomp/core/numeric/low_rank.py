@@ -1,11 +1,19 @@
 """Factors of matrices of low rank: where they start, what makes them orthonormal, and what keeps products exact."""
 
-from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush, sqrt
+from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush, sqrt, truncate_last_bit
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import SHARED_RANK, Key, draws16
 from qcomp.core.numeric.sums import pad_to_power_of_two, power_of_two_below, tree_sum
 
-__all__ = ["LEAST_LEFT", "LEAST_RIGHT", "first_factor", "next_factor", "orthonormal", "without_small"]
+__all__ = [
+    "LEAST_LEFT",
+    "LEAST_RIGHT",
+    "first_factor",
+    "next_factor",
+    "orthonormal",
+    "outer_product",
+    "without_small",
+]
 
 LEAST_LEFT, LEAST_RIGHT = 2.0**-30, 2.0**-72
 """Smaller magnitudes in the left factor, whose rows have norm 1, and in the right one count as zero.
@@ -35,6 +43,16 @@ def next_factor(new: Array, old: Array) -> Array:
     xp = array_namespace(new)
     largest = xp.max(xp.abs(new), axis=-1, keepdims=True)
     return xp.where(largest > 0, flush(divide(new, power_of_two_below(largest))), old)
+
+
+def outer_product(left: Array, right: Array) -> Array:
+    """Return the sum of the outer products of the rows of two factors, flat; see `primitives.take_low_rank`."""
+    total = None
+    for index in range(left.shape[0]):
+        product = truncate_last_bit(left[index, :, None] * right[index, None, :])
+        total = product if total is None else total + product
+    assert total is not None
+    return array_namespace(left).reshape(total, (-1,))
 
 
 def without_small(x: Array, least: float) -> Array:
