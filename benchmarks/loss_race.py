@@ -44,6 +44,7 @@ def main() -> int:
     add("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help=default)
     add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK", help=default)
     add("--rates", nargs="+", type=float, choices=plan.RATES, default=list(plan.RATES), metavar="RATE")
+    add("--seeds", nargs="+", type=int, choices=range(plan.SEEDS), default=range(plan.SEEDS), metavar="SEED")
     add("--rounds", type=int, help="of every measurement, at least 2 (default: what each link needs)")
     add("--steps", type=int, help="of every training, for a trial (default: those of the task)")
     add("--hours", type=float, default=float("inf"), help="begin no run that ends later (default: no limit)")
@@ -101,6 +102,7 @@ def train(options: argparse.Namespace) -> bool:
             for curve in plan.missing(rows, options.methods)
             if curve.task in options.tasks
             and curve.ranks in options.ranks
+            and curve.seed in options.seeds
             and curve not in failed
             and curve.rate in (None, *options.rates)
         ]

@@ -14,7 +14,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.traits import Coder, Traits
 
-__all__ = ["Compressor"]
+__all__ = ["Compressor", "require_compressor"]
 
 
 @dataclass(frozen=True)
@@ -223,3 +223,10 @@ class Compressor(ABC):
         if payload.size != size:
             raise PayloadError(f"the payload has {payload.size} elements; {argument} has {size}")
         self.payload_spec(size, payload.dtype).check(payload.data)
+
+
+def require_compressor(argument: str, value: Any) -> None:
+    """Raise a TypeError that names an argument, unless its value is a compressor."""
+    if not isinstance(value, Compressor):
+        cure = f"; qcomp.compressor({value!r}) makes one from a spec string" if isinstance(value, str) else ""
+        raise TypeError(f"{argument} is {value!r}; expected a qcomp.Compressor{cure}")

@@ -142,7 +142,7 @@ except qcomp.MismatchError as error:
     ("call", "message"),
     [
         ("ddp.autotune({'exact': exact}, wrapped())", "tuner is {'exact'"),
-        ("ddp.autotune(Autotune(methods), wrapped())", "GradientMean compresses nothing"),
+        ("ddp.autotune(Autotune(methods), wrapped())", "the hook compresses nothing"),
         ("ddp.autotune(Autotune(methods), wrapped(), exact=qcomp.ExactBelow(9, 'no*'))", "no*"),
         ("ddp.autotune(Autotune(methods), network())", "model is a Sequential; expected a torch.nn"),
         ("ddp.autotune(Autotune(methods), wrapped(), nonfinite='skip')", "nonfinite is 'skip'"),

@@ -197,6 +197,10 @@ try:
 except ValueError as error:
     assert "factors of PowerSGD" in str(error)
 try:
+    ddp.hook(qcomp.PowerSGD(), model)
+except TypeError as error:
+    assert "and this as averaging=" in str(error)
+try:
     ddp.hook(qcomp.Identity(), model, averaging=qcomp.PowerSGD(rank=1 + me))
 except qcomp.MismatchError as error:
     say("rank" in str(error))

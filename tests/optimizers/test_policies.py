@@ -1,6 +1,7 @@
 """A compressor for each tensor, by name or by shape: what is sent, what is fed back, and what is checked."""
 
 import math
+import re
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp import QSGD, ByName, Key, MismatchError, ScaledSign, Tensor, TopK, WholeFields
+from qcomp import QSGD, ByName, Key, MismatchError, Scaled, ScaledSign, Tensor, TopK, WholeFields
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.mean.chunks import cut
 
@@ -206,6 +207,24 @@ class TestChecks:
             sgd(compressors=ByName({"*": None})).init(np.ones(4), LocalCommunicator.alone())
         assert len(caught) == 1
         assert caught[0].filename == __file__
+
+    @pytest.mark.parametrize(
+        ("exact", "words"),
+        [
+            (None, "stay exact by PowerSGD (the largest has 64 elements); give PowerSGD a smaller rank"),
+            (
+                qcomp.ExactBelow(2),
+                "stay exact by exact=ExactBelow(size=2, names=()) and PowerSGD (the largest has 64 elements); pass "
+                "exact=None to compress all; give PowerSGD",
+            ),
+        ],
+    )
+    def test_nothing_compressed_by_powersgd(self, exact, words):
+        tall = sgd(
+            compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=4), compressors=None, exact=exact
+        )
+        with pytest.warns(UserWarning, match=re.escape(words)):
+            tall.init(np.ones((8, 8)), LocalCommunicator.alone())
 
     def start(self, make) -> list[str]:
         def rank_main(comm):
@@ -415,3 +434,19 @@ class TestMeans:
             TypeError, match=r"compressor is \(\); expected a qcomp.Compressor, or a sequence"
         ):
             qcomp.CompressedMean([])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            qcomp.CompressedMean,
+            lambda c: qcomp.CompressedMean([QSGD(), c]),
+            Scaled,
+            lambda c: qcomp.Muon(learning_rate=0.1, compressor=c),
+        ],
+    )
+    def test_a_spec_string_is_no_compressor(self, make):
+        with pytest.raises(
+            TypeError,
+            match=r"compressor is 'sign'; expected a qcomp.Compressor; qcomp.compressor\('sign'\) makes",
+        ):
+            make("sign")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from qcomp.core.compressor import Compressor
+from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.numeric.arrays import Array, flush, truncate_last_bit
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import PayloadSpec
@@ -43,6 +43,7 @@ class Scaled(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
+        require_compressor("compressor", self.compressor)
         traits = self.compressor.traits
         if not traits.unbiased or traits.omega is None:
             raise ValueError(f"compressor is {self.compressor.spec}; expected an unbiased one of known omega")

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from qcomp.core import feedback, primitives
-from qcomp.core.compressor import Compressor
+from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.kernels import Blend
@@ -169,10 +169,10 @@ class CompressedMean:
     def __post_init__(self) -> None:
         if isinstance(self.compressor, list):
             object.__setattr__(self, "compressor", tuple(self.compressor))
-        if not self.compressors or not all(isinstance(c, Compressor) for c in self.compressors):
-            raise TypeError(
-                f"compressor is {self.compressor!r}; expected a qcomp.Compressor, or a sequence of them"
-            )
+        if not self.compressors:
+            raise TypeError("compressor is (); expected a qcomp.Compressor, or a sequence of them")
+        for compressor in self.compressors:
+            require_compressor("compressor", compressor)
         require_name(self.topology)
         if self.feedback:
             for compressor in self.compressors:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
 from qcomp.core import feedback, primitives
-from qcomp.core.compressor import Compressor
+from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.alone import alone
 from qcomp.core.mean.chunks import Chunks, deal
@@ -82,8 +82,7 @@ class OwnedMean(CompressedMean):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.updates, Compressor):
-            raise TypeError(f"updates is {self.updates!r}; expected a qcomp.Compressor")
+        require_compressor("updates", self.updates)
         feedback.require_contraction(self.updates)
         if not 0 < self.repaid <= 1:
             raise ValueError(f"repaid is {self.repaid!r}; expected a number above 0 and at most 1")

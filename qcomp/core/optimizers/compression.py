@@ -171,14 +171,19 @@ class Compression:
             compressors = tuple(c for is_exact, c in zip(exact, chosen, strict=True) if c and not is_exact)
             self._require_suitable(compressors)
         if all(exact):
-            policies = f"exact={self.exact!r}" + (
-                f", compressors={self.compressors!r}" if self.compressors else ""
-            )
-            more = "" if policy_keeps_all else ", and give PowerSGD a smaller rank or min_compression"
+            policies = [
+                f"{name}={policy!r}"
+                for name in ("exact", "compressors")
+                if (policy := getattr(self, name)) is not None
+            ]
+            cures = ["pass exact=None to compress all"] if self.exact is not None else []
+            if not policy_keeps_all:
+                policies.append("PowerSGD")
+                cures.append("give PowerSGD a smaller rank or min_compression")
             warn_caller(
-                f"{optimizer} compresses nothing: {policies} keeps all {len(params)} tensors "
-                f"exact (the largest has {max(t.size for t in tensors)} elements); "
-                f"pass exact=None to compress all{more}"
+                f"{optimizer} compresses nothing: all {len(params)} tensors stay exact by {' and '.join(policies)} "
+                f"(the largest has {max(t.size for t in tensors)} elements)"
+                + "".join(f"; {cure}" for cure in cures)
             )
         return state._replace(exact=exact, compressors=compressors)
 

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from qcomp.core import primitives
-from qcomp.core.compressor import Compressor
+from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.compressors.lloyd_max import LloydMax
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
@@ -146,8 +146,7 @@ class Muon(Optimizer):
 
     def __post_init__(self) -> None:
         for name in ("compressor", "update_compressor"):
-            if not isinstance(getattr(self, name), Compressor):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; expected a qcomp.Compressor")
+            require_compressor(name, getattr(self, name))
         super().__post_init__()
         Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
         if not 0 <= self.momentum < 1:
@@ -203,7 +202,7 @@ class Muon(Optimizer):
         if all(exact):
             warn_caller(
                 f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they have fewer than two "
-                f"dimensions or are among others={self.others!r}"
+                f"dimensions or are chosen by others={self.others!r}"
             )
         kept = [
             p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]

@@ -48,7 +48,7 @@ class GradientMean(Optimizer):
     ) -> OptimizerState:
         """Return residuals of zero."""
         first = OptimizerState.first("compressed", names, rank, size)
-        return self.compression.begin(first, params, type(self).__name__)
+        return self.compression.begin(first, params, "the hook")
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
         """Request the mean of the gradients, which may overwrite them; ``scale`` is 1, since nothing is clipped."""

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from qcomp.comm.verbs import Verbs
-from qcomp.core.compressor import Compressor
+from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.owed import owed
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -237,6 +237,8 @@ def hook(
     ------
     MismatchError
         On every rank, if the ranks differ in these settings or in the model.
+    TypeError
+        If ``compressor`` is not one, for instance a `PowerSGD`, which belongs into ``averaging``.
     ValueError
         If ``averaging`` is given together with ``feedback`` or ``topology``.
 
@@ -262,6 +264,9 @@ def hook(
     1
     >>> dist.destroy_process_group()
     """
+    if isinstance(compressor, Averaging):
+        raise TypeError(f"compressor is {compressor!r}; expected a qcomp.Compressor, and this as averaging=")
+    require_compressor("compressor", compressor)
     if averaging is None:
         feedback = not compressor.traits.unbiased if feedback is None else feedback
         averaging = Averaging(topology=topology, feedback=feedback)
