@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
@@ -17,9 +20,12 @@ from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
-from qcomp.torch.optimizer import communicator
+from qcomp.torch.optimizer import AveragingOptimizer, communicator
 
 __all__ = ["OuterLoop", "Trained"]
+
+_LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The optimizers whose steps are the inner steps of a loop."""
 
 
 class OuterLoop:
@@ -49,7 +55,8 @@ class OuterLoop:
     Raises
     ------
     ValueError
-        If an optimizer has parameters that ``model`` has not, or the model averages over all ranks itself.
+        If an optimizer has parameters that ``model`` has not, or has a loop already; or on every rank, if the model or
+        an optimizer of qcomp averages over all these ranks in every step.
     MismatchError
         On every rank, if the ranks differ in settings or parameters.
 
@@ -86,21 +93,23 @@ class OuterLoop:
             raise TypeError(f"loop is {loop!r}; expected a qcomp.OuterLoop, such as qcomp.outer.diloco(100)")
         self._trained = Trained(model, optimizer, buffers=buffers)
         self._comm: Any = comm or communicator()
-        if isinstance(model, DistributedDataParallel) and model.process_group.size() == self._comm.size > 1:
-            raise ValueError(
-                f"model is a DistributedDataParallel over all {self._comm.size} ranks, which averages in every step; "
-                "expected model.module, or one over the ranks of a worker"
-            )
+        optimizers = self._trained.optimizers
+        for number, one in enumerate(optimizers):
+            if one in _LOOPED:
+                raise ValueError(
+                    f"optimizer {number} has an OuterLoop already; expected one loop: call remove() of the other first"
+                )
+        _require_workers(model, optimizers, self._comm)
         self._loop = loop
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
         self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
-        optimizers = self._trained.optimizers
         self._hooks = [
             one.register_step_pre_hook(partial(self._before, is_first=not number))
             for number, one in enumerate(optimizers)
         ]
         self._hooks.append(optimizers[-1].register_step_post_hook(self._after))
+        _LOOPED.update(optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied or pickled: a copy would have the same communicator, or none."""
@@ -123,6 +132,7 @@ class OuterLoop:
         """Take the hooks off the optimizers, which then train this rank alone."""
         for hook in self._hooks:
             hook.remove()
+        _LOOPED.difference_update(self._trained.optimizers)
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the shared parameters by name, the same on all ranks in every step.
@@ -296,3 +306,42 @@ def _require_all(optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[
                         f"optimizer {number} has a parameter of shape {tuple(p.shape)} that model has not; expected "
                         "only parameters of the model, since others would differ between the ranks"
                     )
+
+
+def _require_workers(model: Any, optimizers: Sequence[torch.optim.Optimizer], comm: Communicator) -> None:
+    """Raise ValueError on every rank of a loop if one group averages over all of them in every step; collective.
+
+    A rank's group is known by bytes that its first rank has drawn: among the ranks of a loop, those of a worker may
+    share a group, but not all.
+    """
+    groups = [
+        (
+            f"optimizer {number}",
+            "one with comm=qcomp.comm.LocalCommunicator.alone()",
+            _drawn_by_first(one.comm),
+        )
+        for number, one in enumerate(optimizers)
+        if isinstance(one, AveragingOptimizer)
+    ]
+    if isinstance(model, DistributedDataParallel):
+        drawn = _drawing().to(next(model.parameters()).device)
+        dist.broadcast(drawn, group=model.process_group, group_src=0)
+        groups.append(("model", "model.module", drawn.cpu()))
+    for what, cure, drawn in groups:
+        found = {bytes(x.tolist()) for x in comm.all_gather(drawn, [len(drawn)] * comm.size)}
+        if len(found) < min(2, comm.size):
+            raise ValueError(
+                f"{what} averages over all {comm.size} ranks of the loop in every step; expected {cure}, or over the "
+                "ranks of a worker"
+            )
+
+
+def _drawn_by_first(comm: Communicator) -> torch.Tensor:
+    """Return what the first rank of a communicator has drawn."""
+    drawn = _drawing()
+    return torch.as_tensor(comm.all_gather(drawn, [len(drawn)] * comm.size)[0])
+
+
+def _drawing() -> torch.Tensor:
+    """Return 16 random bytes, without torch's generator, whose draws belong to the script."""
+    return torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)

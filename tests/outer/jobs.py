@@ -116,3 +116,22 @@ class Job:
             }
             for d in self.saved()
         ]
+
+
+class Group:
+    """Some ranks of a communicator as one of their own; all groups of it make the same calls."""
+
+    def __init__(self, comm, ranks):
+        self.whole, self.ranks = comm, list(ranks)
+        self.rank, self.size, self.host = self.ranks.index(comm.rank), len(self.ranks), comm.host
+
+    def all_to_all(self, send, receive):
+        empty = send[0][:0]
+        sends, sizes = [empty] * self.whole.size, [0] * self.whole.size
+        for rank, buffer, size in zip(self.ranks, send, receive, strict=True):
+            sends[rank], sizes[rank] = buffer, size
+        arrived = self.whole.all_to_all(sends, sizes)
+        return [arrived[rank] for rank in self.ranks]
+
+    def all_gather(self, send, receive):
+        return self.all_to_all([send] * self.size, receive)

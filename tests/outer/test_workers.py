@@ -4,7 +4,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import run_local
-from tests.outer.jobs import begun, loop_of, moves
+from tests.outer.jobs import Group, begun, loop_of, moves
 
 START = """
 import os, torch, torch.distributed as dist, qcomp.torch
@@ -12,25 +12,6 @@ host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], dist.TCPStore(host, port, is_master=False))
 dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 """
-
-
-class Group:
-    """Some ranks of a communicator as one of their own; all groups of it make the same calls."""
-
-    def __init__(self, comm, ranks):
-        self.whole, self.ranks = comm, list(ranks)
-        self.rank, self.size, self.host = self.ranks.index(comm.rank), len(self.ranks), comm.host
-
-    def all_to_all(self, send, receive):
-        empty = send[0][:0]
-        sends, sizes = [empty] * self.whole.size, [0] * self.whole.size
-        for rank, buffer, size in zip(self.ranks, send, receive, strict=True):
-            sends[rank], sizes[rank] = buffer, size
-        arrived = self.whole.all_to_all(sends, sizes)
-        return [arrived[rank] for rank in self.ranks]
-
-    def all_gather(self, send, receive):
-        return self.all_to_all([send] * self.size, receive)
 
 
 def train(comm, inner, outer, loop, steps=9):
@@ -187,6 +168,49 @@ for step in range(8):
     apart.append([not torch.equal(of_all[0], other) for other in of_all[1:]])
 assert all(not a[0] for a in apart)  # the ranks of a worker have one model
 assert [a[1] for a in apart] == [False, False, True, True, False, True, True, False]
+dist.destroy_process_group()
+""",
+        timeout=150,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_workers_under_ddp(torch_ranks):
+    """Two workers of two ranks, each with a DistributedDataParallel, and one over all four, which is refused."""
+    pytest.importorskip("torch")
+    torch_ranks(
+        4,
+        START
+        + """
+from torch.nn.parallel import DistributedDataParallel
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
+torch.manual_seed(0)
+network = torch.nn.Linear(30, 40)
+model = DistributedDataParallel(network, process_group=mesh["place"].get_group())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loop = qcomp.OuterLoop(every=3)
+try:
+    qcomp.torch.OuterLoop(DistributedDataParallel(network), optimizer, loop)
+    raise AssertionError("not refused")
+except ValueError as error:
+    assert "model averages over all 4 ranks of the loop in every step" in str(error), error
+try:
+    qcomp.torch.OuterLoop(model, optimizer, loop, comm=qcomp.comm.TorchCommunicator(mesh["place"].get_group()))
+    raise AssertionError("not refused")
+except ValueError as error:
+    assert "model averages over all 2 ranks of the loop in every step" in str(error), error
+outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=qcomp.comm.TorchCommunicator(mesh["workers"].get_group()))
+torch.manual_seed(1 + dist.get_rank())
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 30)).square().mean().backward()
+    optimizer.step()
+    own = network.weight.detach()
+    of_all = [torch.empty_like(own) for _ in range(4)]
+    dist.all_gather(of_all, own)
+    assert torch.equal(of_all[0], of_all[1])
+    assert torch.equal(of_all[0], of_all[2]) == (step % 3 == 2)
 dist.destroy_process_group()
 """,
         timeout=150,

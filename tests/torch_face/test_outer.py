@@ -6,6 +6,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import run_local
+from tests.outer.jobs import Group
 
 torch = pytest.importorskip("torch")
 import qcomp.torch  # noqa: E402
@@ -237,6 +238,58 @@ def test_what_does_not_fit_is_refused():
         qcomp.torch.OuterLoop(model[0], optimizer, LOOP, comm=comm)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         qcomp.torch.OuterLoop([], optimizer, LOOP, comm=comm)
+
+
+class TestAveragedTwice:
+    """What averages over all ranks of a loop in every step leaves it nothing to do; among some it makes a worker."""
+
+    @staticmethod
+    def muon(comm):
+        return lambda model: qcomp.torch.Muon(model.named_parameters(), lr=0.05, comm=comm)
+
+    def test_over_all_ranks(self):
+        def rank_main(comm):
+            with pytest.raises(
+                ValueError, match="optimizer 1 averages over all 2 ranks of the loop in every step"
+            ):
+                train(
+                    comm,
+                    PLAIN,
+                    optimizers=lambda model: [
+                        torch.optim.SGD(model[0].parameters()),
+                        qcomp.torch.Muon(model[3].named_parameters(), comm=comm),
+                    ],
+                )
+            return True
+
+        assert run_local(2, rank_main, timeout=20) == [True, True]
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_alone(self, size):
+        def rank_main(comm):
+            inner = qcomp.comm.LocalCommunicator.alone() if size > 1 else comm
+            return [p.tolist() for p in train(comm, PLAIN, 4, optimizers=self.muon(inner))[0].parameters()]
+
+        found = run_local(size, rank_main, timeout=20)
+        assert found == found[:1] * size
+
+    def test_among_the_ranks_of_a_worker(self):
+        def rank_main(comm):
+            machine = comm.rank // 2
+            inner = Group(comm, [2 * machine, 2 * machine + 1])
+            return [p.tolist() for p in train(comm, PLAIN, 4, optimizers=self.muon(inner))[0].parameters()]
+
+        found = run_local(4, rank_main, timeout=20)
+        assert found == found[:1] * 4
+
+
+def test_an_optimizer_has_one_loop():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    model, optimizer, outer = train(comm, PLAIN, 1)
+    with pytest.raises(ValueError, match=r"optimizer 0 has an OuterLoop already; .* call remove\(\)"):
+        qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
+    outer.remove()
+    qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
 
 
 def test_it_is_not_copied():
