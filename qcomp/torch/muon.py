@@ -44,6 +44,8 @@ class Muon(AveragingOptimizer):
         The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
         none. Each group may have its own, fixed from the first step on. Tensors with fewer than two dimensions are
         always among them.
+    output_axis : {0, -1}, default 0
+        The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional
         The most rows of a matrix that are orthogonalised together. None, the default, orthogonalises whole matrices.
         Blocks of 64 to 128 rows take a fraction of the time, see `qcomp.Muon`.
@@ -100,6 +102,7 @@ class Muon(AveragingOptimizer):
         nesterov: bool = True,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
         others: Sequence[str] | ExactPolicy | bool = (),
+        output_axis: int = 0,
         block_rows: int | None = None,
         newton_schulz_steps: int = 5,
         newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32",
@@ -124,6 +127,7 @@ class Muon(AveragingOptimizer):
         settings: dict[str, Any] = {
             "nesterov": nesterov,
             "adjust_lr_fn": adjust_lr_fn,
+            "output_axis": output_axis,
             "block_rows": block_rows,
             "newton_schulz_steps": newton_schulz_steps,
             "newton_schulz_dtype": newton_schulz_dtype,

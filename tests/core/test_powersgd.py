@@ -310,6 +310,23 @@ class TestDegenerate:
         for tensor in (1, 3, 4, 5):
             np.testing.assert_allclose(means[tensor], mean_of(vectors, tensor), atol=1e-5)
 
+    @pytest.mark.parametrize(
+        ("shape", "matrix"),
+        [
+            ((64, 32, 3, 3), (64, 288)),  # a convolution of torch
+            ((3, 3, 32, 64), (288, 64)),  # the same of Flax
+            ((8, 64, 64), (512, 64)),  # a stack of matrices
+            ((6, 1, 6), (6, 6)),
+        ],
+    )
+    def test_a_tensor_is_the_matrix_with_the_fewest_rows_and_columns(self, lockstep, shape, matrix):
+        mean, x = PowerSGDMean(rank=2, min_compression=0), draw(21, 2, [shape])
+        means, states = average(lockstep, mean, x, begin(mean, x[0], 2))
+        seen = [[own[0].reshape(matrix)] for own in x]
+        expected, others = average(lockstep, mean, seen, begin(mean, seen[0], 2))
+        assert means[0].tobytes() == expected[0].tobytes()
+        assert states[0].server[0].shape == others[0].server[0].shape == (2 * matrix[1],)
+
     def test_strided_read_only_and_half_precision(self, lockstep):
         x = draw(16, 2, [(20, 12)])
         mean = PowerSGDMean(rank=2)

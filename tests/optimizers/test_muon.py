@@ -1,5 +1,6 @@
 """Muon: that of torch where nothing is lost, one owner for every matrix, and checkpoints that follow the owners."""
 
+import re
 import warnings
 from math import prod
 
@@ -145,6 +146,7 @@ class TestReference:
         different, _ = run(opt, grads, lockstep, size, dtype=np.float64)
         assert np.abs(different[0][0] - alone[0]).max() > 1e-3
 
+    @pytest.mark.filterwarnings("ignore:output_axis is -1")
     def test_other_settings_make_other_steps(self, grads, lockstep):
         finals = set()
         for changes in (
@@ -153,6 +155,7 @@ class TestReference:
             {"nesterov": False},
             {"adjust_lr_fn": "match_rms_adamw"},
             {"block_rows": 5},
+            {"output_axis": -1},
             {"newton_schulz_steps": 3},
             {"weight_decay": 0.1},
             {"groups": (qcomp.Group("tall", learning_rate_factor=0.5),)},
@@ -160,7 +163,60 @@ class TestReference:
         ):
             (params,), _ = run(muon(**EXACT | changes), grads, lockstep, 1, steps=2)
             finals.add(params[0].tobytes())
-        assert len(finals) == 9
+        assert len(finals) == 10
+
+
+class TestOutputAxis:
+    """A tensor whose outputs are last moves as its transpose with outputs first."""
+
+    @pytest.mark.parametrize(
+        "changes", [{"nesterov": False}, {"block_rows": 5}, {"adjust_lr_fn": "match_rms_adamw"}]
+    )
+    @pytest.mark.parametrize("xp", ["numpy", "torch", "jax"])
+    def test_it_is_the_step_of_the_transpose(self, grads, libraries, xp, changes):
+        settings = {**EXACT, **changes}
+        lib, comm = libraries[xp], LocalCommunicator.alone()
+        found = {}
+        for axis in (0, -1):
+            opt = qcomp.Muon(learning_rate=0.05, weight_decay=0.1, output_axis=axis, **settings)
+            steps = [grads([(12, 7), (6, 2, 3, 5), (4,)], 0, step) for step in range(4)]
+            params, *of_steps = ([lib.array(turned(x, axis), x.dtype) for x in step] for step in steps)
+            state = opt.init(params, comm)
+            for own in of_steps:
+                params, state = opt.step(params, own, state, comm)
+            found[axis] = [turned(np.asarray(p), axis, back=True) for p in params]
+        for first, last in zip(found[0], found[-1], strict=True):
+            assert first.tobytes() == last.tobytes()
+
+    @pytest.mark.filterwarnings("ignore:output_axis is -1")
+    def test_compressed_ranks_stay_alike(self, grads, lockstep):
+        params, _ = run(muon(output_axis=-1, block_rows=5), grads, lockstep, 3)
+        assert all(
+            a.tobytes() == b.tobytes() for own in params[1:] for a, b in zip(own, params[0], strict=True)
+        )
+        other, _ = run(muon(block_rows=5), grads, lockstep, 3)
+        assert any(a.tobytes() != b.tobytes() for a, b in zip(params[0], other[0], strict=True))
+
+    @pytest.mark.parametrize(
+        ("axis", "shape", "words"),
+        [
+            (0, (3, 3, 4, 8), r"'conv' of shape \(3, 3, 4, 8\): .* as in Flax, pass output_axis=-1"),
+            (-1, (8, 4, 3, 3), r"'conv' of shape \(8, 4, 3, 3\): .* as in torch, pass output_axis=0"),
+        ],
+    )
+    def test_outputs_on_the_other_end_warn(self, axis, shape, words):
+        for given, expected in ((shape, True), (shape[::-1], False), ((2, 5), False)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                opt = qcomp.Muon(learning_rate=0.1, output_axis=axis)
+                opt.init([np.ones(given)], LocalCommunicator.alone(), ["conv"])
+            assert [bool(re.search(words, str(one.message))) for one in caught] == [True] * expected
+
+
+def turned(x, axis, *, back=False):
+    """Move the first axis to the end, if outputs are to be last; or back."""
+    ends = (-1, 0) if back else (0, -1)
+    return x if axis == 0 else np.ascontiguousarray(np.moveaxis(x, *ends))
 
 
 class TestBlocks:
@@ -175,7 +231,11 @@ class TestBlocks:
             found = {}
             for name, x in zip(NAMES, tensors, strict=True):
                 starts = range(0, len(x), block_rows) if name != "bias" else [0]
-                found |= {f"{name}{i}": x[i : i + block_rows] for i in starts if name != "bias"}
+                found |= {
+                    f"{name}{i}": x[i : i + block_rows].reshape(-1, x[0].size)
+                    for i in starts
+                    if name != "bias"
+                }
                 found |= {name: x} if name == "bias" else {}
             return found
 
@@ -413,6 +473,7 @@ class TestWhatAdamWMoves:
             ({"adjust_lr_fn": None}, ValueError, "adjust_lr_fn is None"),
             ({"block_rows": 0}, ValueError, "block_rows is 0; expected an integer, at least 1"),
             ({"block_rows": 64.0}, TypeError, "block_rows is 64.0; expected an integer, at least 1"),
+            ({"output_axis": 1}, ValueError, "output_axis is 1; expected 0"),
             ({"newton_schulz_steps": 0}, ValueError, "newton_schulz_steps is 0; expected an integer"),
             ({"newton_schulz_steps": None}, TypeError, "newton_schulz_steps is None; expected an integer"),
             ({"newton_schulz_dtype": "float16"}, ValueError, "newton_schulz_dtype is 'float16'"),

@@ -72,8 +72,8 @@ class PowerSGD(Averaging):
     rank : int, default 1
         Columns of a factor, at least 1. 1, 2 and 4 are usual; what is sent grows in proportion.
     min_compression : float, default 2
-        A tensor of shape (n, ...) with n m elements is averaged exactly unless ``rank * (n + m) * min_compression < n *
-        m``, >= 0. So are vectors, and what the optimizer's policy ``exact`` selects.
+        A tensor that is an n x m matrix is averaged exactly unless ``rank * (n + m) * min_compression < n * m``, >= 0.
+        So are vectors, and what the optimizer's policy ``exact`` selects.
 
     Notes
     -----

@@ -5,6 +5,8 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 from qcomp.core.compressor import Compressor
@@ -70,11 +72,17 @@ def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression:
         size = math.prod(shape)
         if len(shape) < 2 or not size:
             continue
-        rows, columns = shape[0], size // shape[0]
+        rows, columns = _rows_and_columns(shape)
         most = min(rank, rows, columns)
         if most * (rows + columns) * min_compression < size:
             found.append(Matrix(tensor, rows, columns, most))
     return tuple(found)
+
+
+def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the matrix that a tensor is with its first axes as rows, of all cuts the one with the fewest of both."""
+    size = math.prod(shape)
+    return min(((rows, size // rows) for rows in accumulate(shape[:-1], mul)), key=sum)
 
 
 def make_plan(

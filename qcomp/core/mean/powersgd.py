@@ -86,13 +86,15 @@ class PowerSGDMean(TensorwiseMean):
 
     Notes
     -----
-    A tensor of shape (n, ...) is an n x m matrix of all that follows. With N ranks, a rank sends on average 2 (N - 1) /
-    N * 4 rank (n + m) bytes of a matrix as float32, in four exchanges, and 2 (N - 1) / N * 4 bytes per element of what
-    stays exact, in the first two of them. Each factor has an owner among the ranks, who averages it, makes P
-    orthonormal, and sends it to all: so ranks may have different hardware and libraries, and hold the same mean bit for
-    bit. Factors are shared out by size. M_i Q and M_i^T P are the contributions of one rank, by the matrix product of
-    its library. A column of Q that would be zero, as for a gradient of zero, stays as it was. Elements of Q' below
-    2^-72 count as zero and stay in the residuals, so gradients should be larger.
+    The first axes of a tensor are the n rows of its matrix, all others the m columns, cut where n + m is smallest:
+    after the first axis of a convolution kernel of torch, before the last of one of Flax. With N ranks, a rank
+    sends on average 2 (N - 1) / N * 4 rank (n + m) bytes of a matrix as float32, in four exchanges, and 2 (N - 1) /
+    N * 4 bytes per element of what stays exact, in the first two of them. Each factor has an owner among the ranks,
+    who averages it, makes P orthonormal, and sends it to all: so ranks may have different hardware and libraries,
+    and hold the same mean bit for bit. Factors are shared out by size. M_i Q and M_i^T P are the contributions of
+    one rank, by the matrix product of its library. A column of Q that would be zero, as for a gradient of zero,
+    stays as it was. Elements of Q' below 2^-72 count as zero and stay in the residuals, so gradients should be
+    larger.
 
     Sum identity: the means of T steps add up to those of the exact means minus mean_i e_i after the last step, whatever
     was lost on the way, by compressed factors too. Feedback is stable because P P^T is a projection, and with

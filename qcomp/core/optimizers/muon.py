@@ -32,6 +32,9 @@ _JOINED = 1 << 17
 """As `_AT_ONCE`, of several matrices: copies of larger ones take longer than they save."""
 
 
+WHERE = {0: "in torch", -1: "in Flax"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
     """Muon for matrices, with compressed gradients and compressed updates, and AdamW for all other tensors.
@@ -75,6 +78,9 @@ class Muon(Optimizer):
         The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
         which updates are as large as those of AdamW. A block has the factor of its own shape. The names are those of
         ``torch.optim.Muon``.
+    output_axis : {0, -1}, default 0
+        The axis of a tensor whose indices are the outputs of its layer, and so the rows of the matrix: the first, as in
+        torch, or the last, as in Flax, Haiku and Keras.
     block_rows : int, optional
         The most rows that are orthogonalised together, at least 1: a matrix is cut into blocks of so many rows, and a
         last one of the rest. None, the default, orthogonalises whole matrices. Blocks of 64 to 128 rows take a
@@ -95,8 +101,9 @@ class Muon(Optimizer):
 
     Notes
     -----
-    A matrix is a tensor of two or more dimensions: its first one is the rows, all others together are the columns, so
-    that convolution kernels are matrices of (out, rest). Its owner computes, with D the compressed mean gradient,
+    A matrix is a tensor of two or more dimensions: ``output_axis`` is the rows, all other axes together are the
+    columns, so that convolution kernels are matrices of (out, rest). Its owner computes, with D the compressed mean
+    gradient,
 
         m' = momentum m + (1 - momentum) D,  u = momentum m' + (1 - momentum) D  (u = m' without Nesterov),
         O = orthogonalize(u),  q = C(factor O + e),  e' = factor O + e - q,
@@ -137,6 +144,7 @@ class Muon(Optimizer):
     momentum: float = 0.95
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    output_axis: int = 0
     block_rows: int | None = None
     newton_schulz_steps: int = ITERATIONS
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -154,6 +162,10 @@ class Muon(Optimizer):
         if self.adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(
                 f"adjust_lr_fn is {self.adjust_lr_fn!r}; expected 'original' or 'match_rms_adamw'"
+            )
+        if type(self.output_axis) is not int or self.output_axis not in (0, -1):
+            raise ValueError(
+                f"output_axis is {self.output_axis!r}; expected 0, the first axis, or -1, the last"
             )
         for name in ("block_rows", "newton_schulz_steps"):
             value = getattr(self, name)
@@ -185,6 +197,7 @@ class Muon(Optimizer):
             self.momentum,
             self.nesterov,
             self.adjust_lr_fn,
+            self.output_axis,
             self.block_rows,
             self.newton_schulz_steps,
             self.newton_schulz_dtype,
@@ -204,6 +217,9 @@ class Muon(Optimizer):
                 f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they have fewer than two "
                 f"dimensions or are chosen by others={self.others!r}"
             )
+        self._warn_of_flat(
+            [(name, p) for name, p, is_exact in zip(names, params, exact, strict=True) if not is_exact]
+        )
         kept = [
             p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]
             for p, is_exact in zip(params, exact, strict=True)
@@ -275,6 +291,20 @@ class Muon(Optimizer):
             exchange=means.exchange,
         )
 
+    def _warn_of_flat(self, matrices: Sequence[tuple[str, Array]]) -> None:
+        """Warn of tensors of three and more dimensions that look as if their outputs were on their other end."""
+        other = -1 if self.output_axis == 0 else 0
+        flat = [
+            f"{name!r} of shape {tuple(x.shape)}"
+            for name, x in matrices
+            if len(x.shape) > 2 and x.shape[self.output_axis] < x.shape[other]
+        ]
+        if flat:
+            warn_caller(
+                f"output_axis is {self.output_axis}, so Muon orthogonalises few rows of {', '.join(flat)}: if outputs "
+                f"are on the other end, as {WHERE[other]}, pass output_axis={other}; name a stack of matrices in others"
+            )
+
     def _moved_by_adam(self, names: Sequence[str], params: Sequence[Array]) -> tuple[bool, ...]:
         """Return for each tensor whether AdamW moves it."""
         tensors = [
@@ -309,13 +339,14 @@ class _Rule:
     momentum: float
     nesterov: bool
     adjust_lr_fn: str
+    output_axis: int
     block_rows: int | None
     iterations: int
     dtype: str
 
     def cost(self, shape: Shape) -> int:
         """Return the multiplications in `orthogonalize`."""
-        rows, columns = _matrix(shape)
+        rows, columns = self._matrix(shape)
         return sum(
             count * multiplications(of_block, columns, self.iterations)
             for _, count, of_block in self._parts(rows)
@@ -327,13 +358,24 @@ class _Rule:
         """Return the update and the new momentum of each matrix."""
         blended = list(momenta)
 
+        matrices = [self._matrix(shape) for shape in shapes]
+
         @cache
         def ahead(matrix: int) -> Array:
             """Blend when the result is needed, which is then still in the caches."""
             new = blended[matrix] = self._blend(momenta[matrix], means[matrix])
-            return self._blend(new, means[matrix]) if self.nesterov else new
+            found = self._blend(new, means[matrix]) if self.nesterov else new
+            return found if self.output_axis == 0 else _transposed(found, matrices[matrix][::-1])
 
-        return self._orthogonalized(ahead, [_matrix(shape) for shape in shapes]), blended
+        made = self._orthogonalized(ahead, matrices)
+        if self.output_axis != 0:
+            made = [_transposed(x, matrix) for x, matrix in zip(made, matrices, strict=True)]
+        return made, blended
+
+    def _matrix(self, shape: Shape) -> Shape:
+        """Return the rows and columns of a tensor."""
+        rows = shape[self.output_axis]
+        return rows, math.prod(shape) // rows
 
     def _blend(self, m: Array, d: Array) -> Array:
         return primitives.momentum(m, d, self.momentum, 1.0)
@@ -416,6 +458,7 @@ def _joined(parts: dict[int, Array], like: Array) -> Array:
     return xp.astype(concat([parts[number] for number in sorted(parts)]), like.dtype, copy=False)
 
 
-def _matrix(shape: Shape) -> Shape:
-    """Return the rows and columns of a tensor."""
-    return shape[0], math.prod(shape[1:])
+def _transposed(flat: Array, shape: Shape) -> Array:
+    """Return the transpose of a flat matrix, flat too."""
+    xp = array_namespace(flat)
+    return xp.reshape(xp.permute_dims(xp.reshape(flat, shape), (1, 0)), (-1,))
