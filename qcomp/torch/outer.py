@@ -99,7 +99,7 @@ class OuterLoop:
                 raise ValueError(
                     f"optimizer {number} has an OuterLoop already; expected one loop: call remove() of the other first"
                 )
-        _require_workers(model, optimizers, self._comm)
+        _require_workers(model, self._trained, self._comm)
         self._loop = loop
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
@@ -237,13 +237,13 @@ class Trained:
         self.optimizers = optimizers
         self.names = tuple(name for name, _ in named)
         self.buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-        self._tensors = [p for _, p in named]
-        _require_all(optimizers, self._tensors)
+        self.tensors = [p for _, p in named]
+        _require_all(optimizers, self.tensors)
         self._averaged = [b for b in self.buffers if buffers and b.is_floating_point() and b.numel()]
 
     def values(self) -> list[Any]:
         """Return the parameters of this rank, in the model's memory."""
-        return [_own_part(p) for p in self._tensors]
+        return [_own_part(p) for p in self.tensors]
 
     def write(self, params: Sequence[Any]) -> None:
         """Write what has changed into the model."""
@@ -253,14 +253,14 @@ class Trained:
 
     def average_stages(self, loop: CoreLoop, state: OptimizerState) -> Stages[None]:
         """Replace the gradients by their means, in the warm-up; where no rank has one, none remains."""
-        values, used = self.values(), [p.grad is not None for p in self._tensors]
+        values, used = self.values(), [p.grad is not None for p in self.tensors]
         anywhere = yield from used_anywhere(used, state, values[0])
         grads = [
             _own_part(p.grad) if is_used else torch.zeros_like(value)
-            for p, value, is_used in zip(self._tensors, values, used, strict=True)
+            for p, value, is_used in zip(self.tensors, values, used, strict=True)
         ]
         means = yield from loop.average_stages(grads, state)
-        for p, mean, is_used in zip(self._tensors, means, anywhere, strict=True):
+        for p, mean, is_used in zip(self.tensors, means, anywhere, strict=True):
             if is_used:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
@@ -308,32 +308,43 @@ def _require_all(optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[
                     )
 
 
-def _require_workers(model: Any, optimizers: Sequence[torch.optim.Optimizer], comm: Communicator) -> None:
+def _require_workers(model: Any, trained: Trained, comm: Communicator) -> None:
     """Raise ValueError on every rank of a loop if one group averages over all of them in every step; collective.
 
     A rank's group is known by bytes that its first rank has drawn: among the ranks of a loop, those of a worker may
     share a group, but not all.
     """
-    groups = [
+    drawn = [
         (
             f"optimizer {number}",
             "one with comm=qcomp.comm.LocalCommunicator.alone()",
             _drawn_by_first(one.comm),
         )
-        for number, one in enumerate(optimizers)
+        for number, one in enumerate(trained.optimizers)
         if isinstance(one, AveragingOptimizer)
     ]
+    first = trained.tensors[0]
     if isinstance(model, DistributedDataParallel):
-        drawn = _drawing().to(next(model.parameters()).device)
-        dist.broadcast(drawn, group=model.process_group, group_src=0)
-        groups.append(("model", "model.module", drawn.cpu()))
-    for what, cure, drawn in groups:
-        found = {bytes(x.tolist()) for x in comm.all_gather(drawn, [len(drawn)] * comm.size)}
+        drawn.append(("model", "model.module", _broadcast(first.device, model.process_group)))
+    elif hasattr(first, "device_mesh"):
+        groups = first.device_mesh.get_all_groups()
+        drawn += [
+            ("model, being sharded,", "a whole one", _broadcast(first.device, group)) for group in groups
+        ]
+    for what, cure, own in drawn:
+        found = {bytes(x.tolist()) for x in comm.all_gather(own, [len(own)] * comm.size)}
         if len(found) < min(2, comm.size):
             raise ValueError(
                 f"{what} averages over all {comm.size} ranks of the loop in every step; expected {cure}, or over the "
                 "ranks of a worker"
             )
+
+
+def _broadcast(on: torch.device, group: Any) -> torch.Tensor:
+    """Return what the first rank of a process group has drawn."""
+    drawn = _drawing().to(on)
+    dist.broadcast(drawn, group=group, group_src=0)
+    return drawn.cpu()
 
 
 def _drawn_by_first(comm: Communicator) -> torch.Tensor:

@@ -55,6 +55,8 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
 def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
     """Raise ValueError unless every parameter has memory that no other writes to.
 
+    Sparse and sharded ones are refused elsewhere.
+
     Parameters
     ----------
     named : iterable of pairs
@@ -67,7 +69,7 @@ def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
                 f"the parameter {name!r} is on the meta device; expected one with values: call model.to_empty and "
                 "initialise it before the optimizer is made"
             )
-        if p.layout is not torch.strided or not p.numel():
+        if p.layout is not torch.strided or hasattr(p, "device_mesh") or not p.numel():
             continue
         steps = [(stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
         if any(stride == 0 for stride, _ in steps):

@@ -154,6 +154,12 @@ model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 6))
 fully_shard(model, mesh=mesh["place"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 comm = qcomp.comm.TorchCommunicator(mesh["workers"].get_group())
+try:
+    inside = qcomp.comm.TorchCommunicator(mesh["place"].get_group())
+    qcomp.torch.OuterLoop(model, optimizer, qcomp.OuterLoop(every=3), comm=inside)
+    raise AssertionError("not refused")
+except ValueError as error:
+    assert "model, being sharded, averages over all 2 ranks of the loop" in str(error), error
 loop = qcomp.OuterLoop(every=3, compressor=qcomp.ScaledSign(16), exact=None, warmup=2)
 outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm)
 torch.manual_seed(1 + dist.get_rank())

@@ -311,6 +311,8 @@ def test_parameters_alone_have_numbers_for_names():
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     outer = qcomp.torch.OuterLoop(params, torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
     assert outer.core_state.names == ("0", "1")
+    outer = qcomp.torch.OuterLoop(iter(params), torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
+    assert outer.core_state.names == ("0", "1")
     named = [("a", params[0]), ("b", params[1])]
     outer = qcomp.torch.OuterLoop(named, torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
     assert outer.core_state.names == ("a", "b")

@@ -134,8 +134,8 @@ def _why_not(kind: Any) -> str | None:
     """Return why arrays of a class are refused, or None."""
     if hasattr(kind, "device_mesh") and hasattr(kind, "placements"):
         return (
-            "of which each rank holds a shard; expected whole arrays: average sharded models with their own framework, "
-            "or wrap them in DistributedDataParallel and use qcomp.integrations.ddp"
+            "of which each rank holds a shard; expected whole arrays: compress what FSDP2 exchanges with "
+            "qcomp.torch.fsdp.compress and keep its optimizer, or use DistributedDataParallel"
         )
     if kind.__module__.startswith("numpy") and kind.__name__ in ("MaskedArray", "matrix"):
         return (
