@@ -80,7 +80,7 @@ def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression:
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the matrix that a tensor is with its first axes as rows, of all cuts the one with the fewest of both."""
+    """Return the rows and columns of a tensor: its first axes and the others, cut where their sum is smallest."""
     size = math.prod(shape)
     return min(((rows, size // rows) for rows in accumulate(shape[:-1], mul)), key=sum)
 

@@ -32,7 +32,8 @@ _JOINED = 1 << 17
 """As `_AT_ONCE`, of several matrices: copies of larger ones take longer than they save."""
 
 
-WHERE = {0: "in torch", -1: "in Flax"}
+_FOUND = {0: "in torch", -1: "in Flax"}
+"""Where the outputs of a layer are on an axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,9 +301,11 @@ class Muon(Optimizer):
             if len(x.shape) > 2 and x.shape[self.output_axis] < x.shape[other]
         ]
         if flat:
+            more = f" and {len(flat) - 3} more" if len(flat) > 3 else ""
             warn_caller(
-                f"output_axis is {self.output_axis}, so Muon orthogonalises few rows of {', '.join(flat)}: if outputs "
-                f"are on the other end, as {WHERE[other]}, pass output_axis={other}; name a stack of matrices in others"
+                f"output_axis is {self.output_axis}, so Muon orthogonalises few rows of {', '.join(flat[:3])}{more}: "
+                f"if outputs are on the other end, as {_FOUND[other]}, pass output_axis={other}; name a stack of "
+                "matrices in others"
             )
 
     def _moved_by_adam(self, names: Sequence[str], params: Sequence[Array]) -> tuple[bool, ...]:
@@ -357,7 +360,6 @@ class _Rule:
     ) -> tuple[list[Array], list[Array]]:
         """Return the update and the new momentum of each matrix."""
         blended = list(momenta)
-
         matrices = [self._matrix(shape) for shape in shapes]
 
         @cache
