@@ -56,7 +56,8 @@ class OuterLoop:
     ------
     ValueError
         If an optimizer has parameters that ``model`` has not, or has a loop already; or on every rank, if the model or
-        an optimizer of qcomp averages over all these ranks in every step.
+        an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves anything,
+        if an optimizer has got other parameters since, or one requires a gradient that required none.
     MismatchError
         On every rank, if the ranks differ in settings or parameters.
 
@@ -178,6 +179,8 @@ class OuterLoop:
         self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
+        if is_first:
+            self._trained.require_all()
         if self._state.stage != "warmup":
             return None
         (of_step, *given), named = args, dict(kwargs)
@@ -238,8 +241,21 @@ class Trained:
         self.names = tuple(name for name, _ in named)
         self.buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
         self.tensors = [p for _, p in named]
-        _require_all(optimizers, self.tensors)
+        self._known = {id(p) for p in self.tensors}
+        self.require_all()
         self._averaged = [b for b in self.buffers if buffers and b.is_floating_point() and b.numel()]
+
+    def require_all(self) -> None:
+        """Raise ValueError if an optimizer moves a parameter that the loop would leave apart on every rank."""
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.requires_grad and id(p) not in self._known:
+                        raise ValueError(
+                            f"optimizer {number} has a parameter of shape {tuple(p.shape)} that the model had not when "
+                            "the loop was made, or that required no gradient then; expected no others, since they "
+                            "would differ between the ranks: make the loop again"
+                        )
 
     def values(self) -> list[Any]:
         """Return the parameters of this rank, in the model's memory."""
@@ -293,19 +309,6 @@ def _own_part(x: Any) -> Any:
     """Return what this rank holds of a tensor, in the same memory: all of it, or its shard of a DTensor."""
     own = x.detach()
     return own.to_local() if hasattr(own, "to_local") else own
-
-
-def _require_all(optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[Any]) -> None:
-    """Raise ValueError if an optimizer moves a parameter that the loop would leave apart on every rank."""
-    known = {id(p) for p in tensors}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and id(p) not in known:
-                    raise ValueError(
-                        f"optimizer {number} has a parameter of shape {tuple(p.shape)} that model has not; expected "
-                        "only parameters of the model, since others would differ between the ranks"
-                    )
 
 
 def _require_workers(model: Any, trained: Trained, comm: Communicator) -> None:

@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused():
         qcomp.torch.OuterLoop(model, optimizer, 100, comm=comm)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
         qcomp.torch.OuterLoop(model, [], LOOP, comm=comm)
-    with pytest.raises(ValueError, match=r"a parameter of shape .* that model has not"):
+    with pytest.raises(ValueError, match=r"a parameter of shape .* that the model had not"):
         qcomp.torch.OuterLoop(model[0], optimizer, LOOP, comm=comm)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         qcomp.torch.OuterLoop([], optimizer, LOOP, comm=comm)
@@ -290,6 +290,26 @@ def test_an_optimizer_has_one_loop():
         qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
     outer.remove()
     qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
+
+
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_a_parameter_that_the_loop_does_not_know_is_refused_before_a_step(how):
+    """The ranks would each train it alone."""
+    comm = qcomp.comm.LocalCommunicator.alone()
+    model, extra = network(), torch.nn.Parameter(torch.ones(3))
+    model[0].weight.requires_grad_(False)
+    _, optimizer, outer = train(comm, LOOP, 2, model=model)
+    if how == "thawed":
+        model[0].weight.requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": [extra]})
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"the model had not when the loop was made, or that required no gradient then"
+    ):
+        one_step(model, optimizer, 0, 2)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert outer.core_state.step == 2
 
 
 def test_it_is_not_copied():

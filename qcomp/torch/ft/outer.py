@@ -172,6 +172,7 @@ class ElasticOuterLoop(Replica):
             are those after the inner step.
         """
         held, before = self._require_ready(), self._state
+        self._trained.require_all()
         if before.stage == WARMUP:
             done = False
             try:
