@@ -317,6 +317,7 @@ OTHER = {
     "sync_steps": qcomp.LocalSteps(5, 3),
     "adjust_lr_fn": "match_rms_adamw",
     "others": ("3",),
+    "output_axis": -1,
     "block_rows": 12,
     "newton_schulz_steps": 3,
     "newton_schulz_dtype": "bfloat16",
