@@ -9,6 +9,7 @@ import loss_race
 import page
 import pytest
 import torch.distributed as dist
+from network.tables import NAMES
 from race import plan, rank, standings
 from race.methods import EXACT, EXCHANGE, LOCAL, MAIN, METHODS, REFERENCE, STEP
 from race.settings import Settings
@@ -247,6 +248,23 @@ class TestStandings:
     def test_the_committed_page_shows_the_committed_files(self):
         text = (PAGE / page.PAGE).read_text()
         assert page.replaced(text, standings.tables(**standings.read(PAGE))) == text
+
+    def test_the_readme_has_the_times_of_the_transformer(self):
+        files = standings.read(PAGE)
+        race = Race(*standings.JUDGED, files["curves"])
+        for link in standings.GOALS:
+            times = standings.times_of(files["seconds"], race.task, race.ranks, link)
+            after = {name: race.reached(name, times) for name in race.timed(times)}
+            best = {
+                peer: min(s for name, s in after.items() if s is not None and METHODS[name].peer is peer)
+                for peer in (True, False)
+            }
+            cells = [NAMES[link], *map(spoken, (after[REFERENCE], best[True], best[False]))]
+            assert f"| {' | '.join(cells)} |" in (PAGE.parents[2] / "README.md").read_text()
+
+
+def spoken(seconds):
+    return f"{seconds / 3600:.2g} hours" if seconds >= 3600 else f"{seconds / 60:.2g} minutes"
 
 
 QUICK = {"zero_one_adam", "muon_2_1", "sparse_lowrank_muon"}

@@ -14,6 +14,16 @@ dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world
 """
 
 
+TWO_BY_TWO = (
+    START
+    + """
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
+torch.manual_seed(0)
+"""
+)
+"""Four ranks: two workers with two places each."""
+
+
 def train(comm, inner, outer, loop, steps=9):
     """Data-parallel SGD with momentum over ``inner``, and the loop over ``outer``."""
     opt = qcomp.SGD(learning_rate=0.25, momentum=0.5)
@@ -145,11 +155,9 @@ def test_workers_that_shard_their_model(torch_ranks):
     pytest.importorskip("torch")
     torch_ranks(
         4,
-        START
+        TWO_BY_TWO
         + """
 from torch.distributed.fsdp import fully_shard
-mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
-torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 6))
 fully_shard(model, mesh=mesh["place"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -187,11 +195,9 @@ def test_workers_under_ddp(torch_ranks):
     pytest.importorskip("torch")
     torch_ranks(
         4,
-        START
+        TWO_BY_TWO
         + """
 from torch.nn.parallel import DistributedDataParallel
-mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
-torch.manual_seed(0)
 network = torch.nn.Linear(30, 40)
 model = DistributedDataParallel(network, process_group=mesh["place"].get_group())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -217,6 +217,18 @@ class TestMistakes:
             self.alone(use)
         )
 
+    def test_a_parameter_that_the_loop_does_not_know(self):
+        def use(outer: Any, model: Any, inner: Any) -> bool:
+            outer.zero_grad()
+            backward(model, 0)
+            inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+            before = digest(model.parameters())
+            with pytest.raises(ValueError, match="that the model had not when the loop was made"):
+                outer.step()
+            return digest(model.parameters()) == before
+
+        assert self.alone(use) is True
+
     def test_a_gradient_that_is_not_finite(self):
         def use(outer: Any, model: Any, _: Any) -> bool:
             before = digest(model.parameters())

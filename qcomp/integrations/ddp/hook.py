@@ -238,7 +238,7 @@ def hook(
     MismatchError
         On every rank, if the ranks differ in these settings or in the model.
     TypeError
-        If ``compressor`` is not one, for instance a `PowerSGD`, which belongs into ``averaging``.
+        If ``compressor`` is not one, for instance a `PowerSGD`, which is passed as ``averaging``.
     ValueError
         If ``averaging`` is given together with ``feedback`` or ``topology``.
 
