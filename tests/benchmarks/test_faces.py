@@ -24,6 +24,7 @@ def assert_the_same(result):
         assert found["padding"] == 0 or face == "mesh"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_numpy_and_the_mesh():
     assert_the_same(faces.measure(2, ("core", "mesh")))

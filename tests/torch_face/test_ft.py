@@ -291,9 +291,8 @@ def test_one_is_killed_and_another_joins(diaries, tmp_path, settings, in_exchang
     assert ends[2]["loaded"][-1] in ("of 0", "of 2")  # what else is registered with the manager heals too
 
 
-@pytest.mark.parametrize(
-    "in_exchange", [None, *(pytest.param(exchange, marks=pytest.mark.slow) for exchange in (1, 2, 3, 4, 5))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("in_exchange", [None, 1, 2, 3, 4, 5])
 def test_one_of_an_outer_loop_is_killed_and_another_joins(diaries, in_exchange):
     """Inner states and buffers are those of the step on all, and the shared parameters are the same."""
     found = diaries(4, in_exchange=in_exchange, script=ROUNDS)
