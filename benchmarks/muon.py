@@ -34,6 +34,7 @@ BLOCKS: dict[str, Any] = {"block_rows": 32, "newton_schulz_steps": 3}
 """A block has the rows of one head of attention."""
 FOUR = {"compressor": qcomp.LloydMax(4, coding="range"), "update_compressor": SIGN}
 TWO = {"compressor": qcomp.LloydMax(2, 256, coding="range"), "update_compressor": SIGN}
+WHITENED: dict[str, Any] = {"update_compressor": SIGN, "whiten_steps": qcomp.DoublingIntervals(4)}
 
 METHODS: dict[str, dict[str, Any]] = {
     "AdamW, exact": {},
@@ -41,6 +42,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "Muon, 4 + 1 bits": FOUR,
     "Muon, 2 + 1 bits": TWO,
     "Muon, 1 + 1 bits": {"compressor": SIGN, "update_compressor": SIGN},
+    "Muon, 4 + 1 bits, whitened": WHITENED | {"compressor": qcomp.LloydMax(4, 4096, coding="range")},
+    "Muon, 2 + 1 bits, whitened": WHITENED | {"compressor": qcomp.LloydMax(2, 4096, coding="range")},
     "Muon, 4 + 1 bits at random": {"compressor": qcomp.QSGD(7, 128), "update_compressor": SIGN},
     "Muon in blocks, exact": BLOCKS | {"compressor": EXACT, "update_compressor": EXACT},
     "Muon in blocks, 4 + 1 bits": BLOCKS | FOUR,

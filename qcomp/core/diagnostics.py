@@ -224,7 +224,8 @@ class Notes:
 
     def before(self, average: Average) -> None:
         """Record the values before compression, which may overwrite their buffers."""
-        chosen = [p for p in average.parts if p.values and not (p.mean.lossless or p.mean.owned_kinds)]
+        compressed = [p for p in average.parts if p.values and p.state is average.exchange]
+        chosen = [p for p in compressed if not (p.mean.lossless or p.mean.owned_kinds)]
         if self.of_exact:
             chosen = chosen or list(average.parts)
         if not chosen:

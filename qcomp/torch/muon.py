@@ -10,6 +10,7 @@ from qcomp.comm.base import Communicator
 from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import LloydMax, ScaledSign
+from qcomp.core.optimizers.schedules import Schedule
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.torch.live import exact_of
 from qcomp.torch.optimizer import AveragingOptimizer
@@ -65,6 +66,9 @@ class Muon(AveragingOptimizer):
         Compresses the gradients of the matrices.
     update_compressor : Compressor, default ScaledSign(scale="rms")
         Compresses the updates of the matrices.
+    whiten_steps : callable, optional
+        Returns whether a step, counted from 1, makes new whiteners, such as ``qcomp.DoublingIntervals(each=1)``: they
+        cost memory, and save bits, see `qcomp.Muon`. None, the default, never whitens.
     clip_norm : float, optional
         Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
     seed : int, default 0
@@ -111,6 +115,7 @@ class Muon(AveragingOptimizer):
         eps: float = 1e-8,
         compressor: Compressor = LloydMax(bits=4),
         update_compressor: Compressor = ScaledSign(scale="rms"),
+        whiten_steps: Schedule | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
@@ -134,6 +139,7 @@ class Muon(AveragingOptimizer):
             "adam_learning_rate_factor": adam_learning_rate_factor,
             "compressor": compressor,
             "update_compressor": update_compressor,
+            "whiten_steps": whiten_steps,
             "clip_norm": clip_norm,
             "seed": seed,
             "nonfinite": nonfinite,

@@ -242,7 +242,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
         stages = self._stages(self._values(), self.core_state, donate=True)
         if not self.core_state.step:
             self._warn_if_averaged([p.grad for p in self._tensors])
-        self._adopt(*drive(stages, self._comm))
+        # Products are those of the optimizer's dtypes, also in a step under autocast.
+        with torch.autocast(self._tensors[0].device.type, enabled=False):
+            self._adopt(*drive(stages, self._comm))
         return loss
 
     def _stages(self, params: Sequence[Any], state: OptimizerState, *, donate: bool = False) -> Stages[Any]:

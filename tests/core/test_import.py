@@ -53,7 +53,7 @@ class TestLoads:
             "urllib.parse",
         }
         assert not loaded & slow
-        assert 50 < sum(name.startswith("qcomp") for name in loaded) <= 133
+        assert 50 < sum(name.startswith("qcomp") for name in loaded) <= 135
 
     def test_nor_does_choosing_an_optimizer(self):
         code = (

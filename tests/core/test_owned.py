@@ -9,8 +9,10 @@ import pytest
 import qcomp
 from qcomp.comm import LocalCommunicator
 from qcomp.core.mean.chunks import cut, deal
+from qcomp.core.mean.compressed_mean import Terms
 from qcomp.core.mean.owned import OwnedMean
-from qcomp.core.mean.stages import drive
+from qcomp.core.mean.stages import drive, pipeline
+from qcomp.core.numeric.whitening import whitened
 from qcomp.testing.inputs import vector
 from qcomp.testing.means import draws_of
 
@@ -24,6 +26,9 @@ class Tripled:
 
     def cost(self, shape):
         return prod(shape)
+
+    def sides(self, shape):
+        return shape[0], prod(shape[1:])
 
     def updates(self, means, momenta, shapes):
         assert [m.shape for m in means] == [m.shape for m in momenta] == [(prod(s),) for s in shapes]
@@ -99,6 +104,33 @@ def test_feedback_loses_nothing_on_either_way(lockstep, size, pair, repaid):
         assert np.any(owed) == lossy
         assert np.any(residual) != pair[1].traits.lossless
     assert all(bool(s.worker) == lossy for s in states)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
+def test_feedback_loses_nothing_of_what_is_whitened(lockstep, size, pair):
+    """Of W x: sum of W means = sum of the exact means of W x - mean_i e_i."""
+    mean = mean_of(*pair)
+    rng = np.random.default_rng(0)
+    rows = [min(shape[0], prod(shape[1:])) for shape in SHAPES]
+    whiteners = tuple(np.eye(n) + 0.2 * rng.standard_normal((n, n)) for n in rows)
+    states = lockstep([mean.init_stages(vectors(0, 0), rank=rank, size=size) for rank in range(size)])
+    exact = [np.zeros(shape) for shape in SHAPES]
+    for step in range(STEPS):
+        values = [vectors(rank, step) for rank in range(size)]
+        terms = Terms(qcomp.Key(seed=3, step=step), whiteners=whiteners)
+        begun = [mean.begin(v, s, terms) for v, s in zip(values, states, strict=True)]
+        results = lockstep([pipeline(one.rounds) for one in begun])
+        states = [one.finish(found)[1] for one, found in zip(begun, results, strict=True)]
+        for i in range(len(SHAPES)):
+            exact[i] += sum(v[i] for v in values) / size
+    lossy = not pair[0].traits.lossless
+    for i, (total, _) in owned(mean, states).items():
+        sides = Tripled().sides(SHAPES[i])
+        owed = sum(s.worker[i] for s in states) / size if lossy else np.zeros_like(total)
+        expected = whitened(exact[i].ravel(), whiteners[i], sides) - owed
+        np.testing.assert_allclose(whitened(total, whiteners[i], sides), expected, rtol=0, atol=1e-11)
+        assert np.any(owed) == lossy
 
 
 def test_every_draw_is_made_once(lockstep):

@@ -141,6 +141,15 @@ EVERY = {
         qcomp.Muon(learning_rate=0.05, compressor=QSGD, update_compressor=qcomp.ScaledSign(16, "rms")),
         "compressed",
     ),
+    "Muon, whitened": _entry(
+        qcomp.Muon(
+            learning_rate=0.05,
+            compressor=QSGD,
+            update_compressor=qcomp.ScaledSign(16, "rms"),
+            whiten_steps=qcomp.DoublingIntervals(1),
+        ),
+        "compressed",
+    ),
     "Muon, clipped": _entry(
         qcomp.Muon(
             learning_rate=lambda step: 0.05 / (step + 1),

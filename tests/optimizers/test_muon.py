@@ -10,6 +10,7 @@ import pytest
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.numeric.orthogonal import orthogonalize
+from qcomp.core.numeric.whitening import unwhitened
 
 SHAPES = [(24, 10), (10, 24), (16, 3, 2), (7,), (12, 12), (20, 6)]
 NAMES = ["tall", "wide", "kernel", "bias", "square", "head"]
@@ -300,6 +301,140 @@ def test_a_lone_rank_leaves_subnormal_gradients_as_they_are():
     before = gradient.copy()
     opt.step(params, [gradient], opt.init(params, comm), comm)
     assert gradient.tobytes() == before.tobytes()
+
+
+WHITENED = {"whiten_steps": qcomp.DoublingIntervals(1)}  # in steps 1, 2, 4, 8, ...
+
+
+class TestWhitening:
+    @staticmethod
+    def skewed(rank, step, shape, smallest=1e-2):
+        """A gradient whose singular values fall to the smallest, in directions that stay the same."""
+        fixed, rng = np.random.default_rng(5), np.random.default_rng([rank, step])
+        u, _, v = np.linalg.svd(fixed.standard_normal(shape), full_matrices=False)
+        values = np.geomspace(1, smallest, min(shape)) * rng.uniform(0.9, 1.1, min(shape))
+        return ((u * values) @ v).astype(np.float32)
+
+    def test_all_ranks_hold_what_the_owners_made(self, grads, lockstep):
+        _, states = run(muon(**WHITENED), grads, lockstep, 3, steps=4)
+        first = states[0].arrays["whitener"]
+        assert [w.shape for w in first] == [(10, 10), (10, 10), (6, 6), (0, 0), (12, 12), (0, 0)]
+        for state in states:
+            assert [w.tobytes() for w in state.arrays["whitener"]] == [w.tobytes() for w in first]
+        for w in (first[0], first[1], first[2], first[4]):
+            assert np.linalg.norm(w / np.linalg.norm(w) - np.eye(len(w)) / len(w) ** 0.5) > 0.05
+
+    @pytest.mark.parametrize("output_axis", [0, -1])
+    def test_nothing_is_lost_when_whiteners_change(self, grads, lockstep, output_axis):
+        """An owner's momentum without momentum is the mean; the means add up to exact ones but for what is owed."""
+        opt = muon(momentum=0.0, nesterov=False, output_axis=output_axis, others=(), **WHITENED)
+        shapes = [(6, 9), (9, 6), (3, 2, 8) if output_axis else (8, 3, 2)]
+        size = 3
+        params = [grads(shapes, 99, 0) for _ in range(size)]
+        states = lockstep([opt.init_stages(p, rank=r, size=size) for r, p in enumerate(params)])
+        exact, found = [np.zeros(prod(s)) for s in shapes], [np.zeros(prod(s)) for s in shapes]
+        for step in range(9):
+            given = [grads(shapes, rank, step) for rank in range(size)]
+            results = lockstep([opt.stages(p, g, s) for p, g, s in zip(params, given, states, strict=True)])
+            params, states = [p for p, _ in results], [s for _, s in results]
+            for i in range(len(shapes)):
+                exact[i] += sum(g[i].ravel().astype(np.float64) for g in given) / size
+            for state in states:
+                owned_here = opt.mean.layout(
+                    state.exchange.shapes, rank=state.rank, size=size
+                ).residuals.server
+                for segment, mean in zip(owned_here, state.exchange.server, strict=False):
+                    found[segment.tensor] += mean
+        for i, shape in enumerate(shapes):
+            sides = (shape[0], prod(shape[1:])) if output_axis == 0 else (prod(shape[:-1]), shape[-1])
+            owed = sum(s.exchange.worker[i] for s in states) / size
+            owed = unwhitened(
+                owed.astype(np.float64), states[0].arrays["whitener"][i].astype(np.float64), sides
+            )
+            assert np.linalg.norm(owed) > 0.01 * np.linalg.norm(exact[i])
+            np.testing.assert_allclose(found[i], exact[i] - owed, rtol=0, atol=1e-5 * np.abs(exact[i]).max())
+
+    @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
+    def test_updates_come_closer_to_the_exact_ones(self, lockstep, shape):
+        """Where singular values differ by a hundred: less than half as far away."""
+
+        def updates(**changes):
+            settings = {"compressor": qcomp.LloydMax(2, 64), "update_compressor": qcomp.Identity(), **changes}
+            opt = qcomp.Muon(learning_rate=1.0, adjust_lr_fn="match_rms_adamw", **settings)
+            params = [[np.zeros(shape, np.float32)]] * 2
+            states = lockstep([opt.init_stages(p, rank=r, size=2) for r, p in enumerate(params)])
+            moved = []
+            for step in range(40):
+                results = lockstep(
+                    [
+                        opt.stages(p, [self.skewed(r, step, shape)], s)
+                        for r, (p, s) in enumerate(zip(params, states, strict=True))
+                    ]
+                )
+                moved.append(results[0][0][0] - params[0][0])
+                params, states = [p for p, _ in results], [s for _, s in results]
+            return np.stack(moved[20:])
+
+        exact = updates(compressor=qcomp.Identity())
+        plain, whitened = (
+            np.linalg.norm(updates(**s) - exact) for s in ({}, {"whiten_steps": qcomp.DoublingIntervals(8)})
+        )
+        assert whitened < plain / 2
+
+    def test_without_loss_nothing_is_whitened(self, grads, lockstep):
+        plain, _ = run(muon(**EXACT), grads, lockstep, 2)
+        same, states = run(muon(**EXACT, **WHITENED), grads, lockstep, 2)
+        assert [p.tobytes() for p in same[0]] == [p.tobytes() for p in plain[0]]
+        assert "whitener" not in states[0].arrays
+
+    def test_only_some_steps_send_whiteners(self, grads, lockstep):
+        asked = []
+
+        def schedule(step):
+            asked.append(step)
+            return step == 3
+
+        _, states = run(muon(whiten_steps=schedule), grads, lockstep, 2, steps=2)
+        before = [w.tobytes() for w in states[0].arrays["whitener"]]
+        assert before[0] == np.eye(10, dtype=np.float32).tobytes()
+        _, states = run(muon(whiten_steps=schedule), grads, lockstep, 2, steps=4)
+        assert states[0].arrays["whitener"][0].tobytes() != before[0]
+        assert set(asked) == {1, 2, 3, 4}
+
+    @pytest.mark.parametrize("library", ["torch", "strict"])
+    def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
+        own, other = libraries[library], libraries["numpy"]
+        opt = muon(others=(), **WHITENED)
+
+        def rank_main(comm):
+            lib = own if comm.rank == 1 else other
+            params = [lib.array(p) for p in grads(SHAPES, 99, 0)]
+            state = opt.init(params, comm, NAMES)
+            for step in range(5):
+                given = [lib.array(g) for g in grads(SHAPES, comm.rank, step)]
+                params, state = opt.step(params, given, state, comm)
+            return [lib.numpy(x).tobytes() for x in (*params, *state.arrays["whitener"])]
+
+        first, *rest = run_local(3, rank_main, timeout=300)
+        assert all(held == first for held in rest)
+
+    @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1)])
+    def test_another_number_of_ranks_goes_on_with_them(self, grads, lockstep, old, new):
+        opt = muon(**WHITENED)
+        params, states = run(opt, grads, lockstep, old, steps=4)
+        dicts = [opt.state_dict(s) for s in states]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a state of . ranks resumes")
+            loaded = lockstep(
+                [opt.load_stages(dicts, params[0], rank=r, size=new, names=NAMES) for r in range(new)]
+            )
+        for state in loaded:
+            pairs = zip(state.arrays["whitener"], states[0].arrays["whitener"], strict=True)
+            assert all(one.tobytes() == other.tobytes() for one, other in pairs)
+        for i in range(len(MATRICES)):
+            means = [sum(s.exchange.worker[i] for s in world) / len(world) for world in (states, loaded)]
+            np.testing.assert_allclose(*means, rtol=0, atol=1e-5)
+        run(opt, grads, lockstep, new, states=loaded, params=[params[0]] * new, first=4, steps=5)
 
 
 class TestOwners:

@@ -238,7 +238,14 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+QUICK = ("LambdaLR", "CyclicLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau")
+"""One of each kind: of a rate, of betas too, of chained ones, of the loss."""
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SCHEDULERS],
+)
 @pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("CompressedSGD", marks=pytest.mark.slow)])
 def test_every_scheduler_changes_what_the_steps_use(name, scheduler):
     """Each step is that of an optimizer made with the values of that moment, from the same state."""
@@ -319,6 +326,7 @@ OTHER = {
     "others": ("3",),
     "output_axis": -1,
     "block_rows": 12,
+    "whiten_steps": qcomp.DoublingIntervals(2),
     "newton_schulz_steps": 3,
     "newton_schulz_dtype": "bfloat16",
     "adam_learning_rate_factor": 0.5,
@@ -971,3 +979,18 @@ def test_a_scaler_skips_on_all_ranks_alike(unscales):
         return scaler.get_scale()
 
     assert len(set(run_local(2, main))) == 2  # scales may differ: each rank divides by its own
+
+
+@pytest.mark.parametrize("whiten_steps", [None, qcomp.DoublingIntervals(1)])
+def test_a_step_under_autocast_is_the_one_outside(whiten_steps):
+    """Autocast would orthogonalise, and whiten, in bfloat16."""
+    found = []
+    for enabled in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 96).reshape(8, 12).clone())
+        optimizer = qcomp.torch.Muon([weight], lr=0.1, whiten_steps=whiten_steps)
+        for step in range(4):
+            weight.grad = torch.sin(torch.arange(96.0) * (step + 1)).reshape(8, 12)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        found.append(weight.detach().clone())
+    assert torch.equal(*found)

@@ -87,6 +87,8 @@ class Terms(NamedTuple):
     overwrite: bool = False
     at_once: bool = False
     """Whether there is only one round; set by callers that already group tensors."""
+    whiteners: Sequence[Array] = ()
+    """The whitener of each array of x, or empty; only an `OwnedMean` takes them."""
 
 
 class Computation(NamedTuple):
@@ -497,6 +499,7 @@ class CompressedMean:
             donate=donate and not blends,
             blends=blends,
             overwrite=terms.overwrite and not donate,
+            whiteners=terms.whiteners,
         )
         join: Callable[[Sequence[Averaged]], Averaged] = _only
         if sends_nothing:

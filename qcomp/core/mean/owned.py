@@ -19,6 +19,7 @@ from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.whitening import unwhitened, whitened
 
 __all__ = ["OwnedMean", "Rule"]
 
@@ -30,6 +31,10 @@ class Rule(Protocol):
 
     def cost(self, shape: Shape) -> int:
         """Return what the work on a tensor costs, in any unit: ranks get tensors of about equal costs."""
+        ...
+
+    def sides(self, shape: Shape) -> tuple[int, int]:
+        """Return the shape of the matrix as which a tensor lies in memory."""
         ...
 
     def updates(
@@ -63,6 +68,10 @@ class OwnedMean(CompressedMean):
     With feedback on both ways: the means of T steps add up to those of the exact means minus mean_i e_i, and the
     decoded updates to those of the rule minus e_s. A worker keeps r_i = repaid * e_i, and sends q_i = C(x_i + r_i);
     then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
+
+    With a whitener W for each tensor (`Terms`), a worker sends q_i = C(W x_i + r_i), and the owner makes its update of
+    W^-1 mean_i q_i: where the singular values of x_i differ, errors of q_i get smaller in the directions of the small
+    ones, see `qcomp.core.numeric.whitening`. All of the above holds for W x_i then, and r_i is in its units.
 
     With b bytes in the payload of all tensors, c in that of all updates and tensors shared equally, each of N ranks
     sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al.
@@ -169,6 +178,10 @@ class _Owners(TwoPhase):
         ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
         if call.layout.world == 1 and call.layout.own.chunk and all(c.traits.lossless for c in ways):
             return (yield from self._alone(call))
+        if call.whiteners:
+            sides = map(self._rule.sides, call.layout.operands.shapes)
+            values = [whitened(*each) for each in zip(call.values, call.whiteners, sides, strict=True)]
+            call = call._replace(values=values, donate=True, overwrite=False)
         averaged = yield from super().stages(call)
         if self._repaid == 1:
             return averaged
@@ -219,7 +232,11 @@ class _Owners(TwoPhase):
         opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
         shapes = [layout.operands.shapes[segment.tensor] for segment in layout.own.chunk]
         momenta, owed = call.server[: len(shapes)], call.server[len(shapes) :]
-        updates, momenta = self._rule.updates(codec.average(opened), momenta, shapes)
+        means = codec.average(opened)
+        if call.whiteners:
+            whiteners = [call.whiteners[segment.tensor] for segment in layout.own.chunk]
+            means = list(map(unwhitened, means, whiteners, map(self._rule.sides, shapes)))
+        updates, momenta = self._rule.updates(means, momenta, shapes)
         frame = self.answers(layout).own
         sent = Codec(updates, codec.like).encode(
             [frame.as_tensors], updates, owed, call.key.at(hop=1), donate=False

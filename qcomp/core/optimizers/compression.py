@@ -38,6 +38,8 @@ class Part(NamedTuple):
     state: MeanState
     key: Key
     blends: tuple[Blend, ...] = ()
+    whiteners: tuple[Array, ...] = ()
+    """See `qcomp.core.mean.owned.OwnedMean`."""
 
 
 class Means(NamedTuple):
@@ -86,6 +88,7 @@ class Average(NamedTuple):
                     p.blends,
                     self.overwrite,
                     self.at_once,
+                    p.whiteners,
                 ),
             )
             for p in self.parts
@@ -220,11 +223,16 @@ class Compression:
         return state
 
     def average(
-        self, values: Sequence[Array], state: OptimizerState, key: Key, blends: Sequence[Blend] = ()
+        self,
+        values: Sequence[Array],
+        state: OptimizerState,
+        key: Key,
+        blends: Sequence[Blend] = (),
+        whiteners: tuple[Array, ...] = (),
     ) -> Average:
         """Ask for the mean of some values, or of the momenta that they are blended into.
 
-        Exact for the exact tensors and compressed for the others.
+        Exact for the exact tensors and compressed for the others, of which each may have a whitener.
         """
         exact = [i for i, is_exact in enumerate(state.exact) if is_exact]
         compressed = [i for i, is_exact in enumerate(state.exact) if not is_exact]
@@ -241,7 +249,15 @@ class Compression:
             chosen = tuple([values[i] for i in compressed])
             chosen_blends = tuple([blends[i] for i in compressed]) if blends else ()
             parts.append(
-                Part(self.mean_of(state), tuple(compressed), chosen, state.exchange, key, chosen_blends)
+                Part(
+                    self.mean_of(state),
+                    tuple(compressed),
+                    chosen,
+                    state.exchange,
+                    key,
+                    chosen_blends,
+                    whiteners,
+                )
             )
         return Average(tuple(parts), state.exchange)
 

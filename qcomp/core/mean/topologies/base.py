@@ -49,6 +49,8 @@ class Call(NamedTuple):
     overwrite: bool = False
     """Whether the means may take the buffers of ``values``, once nothing can be refused any more."""
     into: Into = Into()
+    whiteners: Sequence[Array] = ()
+    """A matrix for each tensor, by which the owners of an `OwnedMean` get it multiplied; empty where nothing is."""
 
     @property
     def places(self) -> list[Array] | None:

@@ -1,0 +1,110 @@
+"""Matrices that make the singular values of others about equal, before these are rounded."""
+
+import math
+
+from qcomp.core.numeric.arrays import LIMIT, Array, all_below, array_namespace, dtype_name, flat
+
+__all__ = ["half_of", "unwhitened", "whitened", "whitener", "whole_of"]
+
+NEW = 0.4
+"""The weight of a matrix in the average of all so far."""
+LEAST = 0.02
+"""The least singular value that counts, in roots of the mean square: a whitener must survive rounding."""
+
+
+def whitener(x: Array, before: Array) -> Array:
+    """Return a square matrix whose product with matrices like x has singular values near each other.
+
+    Parameters
+    ----------
+    x : array of float32 or float64, shape (rows, columns)
+        Finite.
+    before : array of the dtype of x, shape (n, n) for the shorter side n of x
+        The whitener that this was called with last, or the identity.
+
+    Returns
+    -------
+    array of the dtype of x, shape (n, n)
+        Symmetric: the inverse root of C = 0.6 C0 + 0.4 y y^T / |y|^2, where y is x with the shorter side as its rows,
+        and C0 of trace 1 is that of the whitener before. Eigenvalues of C below .0004 times their mean count as that
+        much.
+    """
+    xp = array_namespace(x)
+    y = x if x.shape[0] <= x.shape[1] else xp.matrix_transpose(x)
+    y = y / xp.maximum(
+        xp.max(xp.abs(y)), xp.asarray(2.0**-100, dtype=y.dtype)
+    )  # squares neither overflow nor vanish
+    root = xp.linalg.inv(before)
+    average = (1 - NEW) * _of_trace_1(xp.matmul(root, xp.matrix_transpose(root)))
+    average = average + NEW * _of_trace_1(xp.matmul(y, xp.matrix_transpose(y)))
+    values, vectors = xp.linalg.eigh((average + xp.matrix_transpose(average)) / 2)
+    mean = xp.mean(values)
+    scales = xp.sqrt(xp.maximum(values / mean, xp.asarray(LEAST**2, dtype=values.dtype)))
+    return xp.matmul(vectors / scales, xp.matrix_transpose(vectors))
+
+
+def _of_trace_1(gram: Array) -> Array:
+    """Return a Gram matrix divided by its trace; zeros stay zeros."""
+    xp = array_namespace(gram)
+    trace = xp.sum(xp.linalg.diagonal(gram))
+    return gram / xp.where(trace > 0, trace, xp.ones_like(trace))
+
+
+def whitened(x: Array, by: Array, shape: tuple[int, int]) -> Array:
+    """Return the product of a whitener and a flat matrix of this shape, on its shorter side, flat.
+
+    All of it is NaN if x holds what compressors refuse, an infinity, a NaN or a magnitude of 2^100 or more.
+    """
+    xp = array_namespace(x)
+    fits = all_below(x, LIMIT)
+    matrix = xp.reshape(xp.where(fits, x, xp.zeros_like(x)), shape)
+    product = xp.matmul(by, matrix) if shape[0] <= shape[1] else xp.matmul(matrix, by)
+    if product.dtype != x.dtype:
+        raise TypeError(
+            f"a matrix product of {dtype_name(x.dtype)} gave {dtype_name(product.dtype)}, too coarse to whiten "
+            "gradients; expected the same dtype: make the step outside torch.autocast"
+        )
+    return xp.where(fits, flat(product), xp.asarray(math.nan, dtype=x.dtype))
+
+
+def unwhitened(y: Array, by: Array, shape: tuple[int, int]) -> Array:
+    """Return the flat matrix of which `whitened` made y, up to rounding."""
+    xp = array_namespace(y)
+    matrix = xp.reshape(y, shape)
+    if shape[0] <= shape[1]:
+        solution = xp.linalg.solve(by, matrix)
+    else:
+        solution = xp.matrix_transpose(xp.linalg.solve(xp.matrix_transpose(by), xp.matrix_transpose(matrix)))
+    return flat(solution)
+
+
+def half_of(symmetric: Array) -> Array:
+    """Return the lower triangle of an n x n matrix as a rectangle of n / 2 x (n + 1), with one more row if n is odd.
+
+    Row j has row n / 2 + j of the triangle, and after it row n / 2 - 1 - j from its end to its start.
+    """
+    xp = array_namespace(symmetric)
+    rows = symmetric.shape[0]
+    triangle = xp.tril(_padded(symmetric, rows % 2))
+    half = triangle.shape[0] // 2
+    one = xp.zeros_like(triangle[:half, :1])
+    return xp.concat([triangle[half:, :], one], axis=1) + xp.concat(
+        [one, xp.flip(triangle[:half, :])], axis=1
+    )
+
+
+def whole_of(half: Array, rows: int) -> Array:
+    """Return the symmetric matrix of so many rows of which `half_of` made a rectangle."""
+    xp = array_namespace(half)
+    top, bottom = xp.flip(xp.triu(half[:, 1:], k=half.shape[0])), xp.tril(half[:, :-1], k=half.shape[0])
+    triangle = xp.concat([top, bottom])[:rows, :rows]
+    return triangle + xp.matrix_transpose(xp.tril(triangle, k=-1))
+
+
+def _padded(matrix: Array, more: int) -> Array:
+    """Return a square matrix with more rows and columns of zeros."""
+    if not more:
+        return matrix
+    xp = array_namespace(matrix)
+    wide = xp.concat([matrix, xp.zeros_like(matrix[:, :more])], axis=1)
+    return xp.concat([wide, xp.zeros_like(wide[:more, :])])

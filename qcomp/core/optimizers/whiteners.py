@@ -1,0 +1,116 @@
+"""The whiteners of Muon's matrices: their owners make them, all ranks hold the same, and residuals follow them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qcomp.core.compressors.cast import Cast
+from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
+from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.mean.topologies.base import Averaged
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    bytes_of,
+    compute_dtype_name,
+    device,
+    dtype_name,
+    flat,
+)
+from qcomp.core.numeric.random import Key
+from qcomp.core.numeric.whitening import half_of, unwhitened, whitened, whitener, whole_of
+from qcomp.core.optimizers.compression import Part
+from qcomp.core.state import OptimizerState
+
+__all__ = ["WHITENER", "first_whiteners", "followed", "new_whiteners", "of_matrices"]
+
+WHITENER = "whitener"
+"""The kind of these arrays in ``state.arrays``: one for each matrix, and one without elements for each other tensor."""
+
+_SENT = Cast("bfloat16")
+"""What it loses makes another whitener, which is no error: all ranks hold the same."""
+
+Sides = Callable[[tuple[int, ...]], tuple[int, int]]
+"""Returns the shape of the matrix as which a tensor lies in memory."""
+
+
+def first_whiteners(params: Sequence[Array], exact: Sequence[bool], sides: Sides) -> tuple[Array, ...]:
+    """Return the identity for each matrix."""
+    found = []
+    for p, is_exact in zip(params, exact, strict=True):
+        xp, rows = array_namespace(p), 0 if is_exact else min(sides(tuple(p.shape)))
+        dtype = getattr(xp, compute_dtype_name(dtype_name(p.dtype)))
+        found.append(xp.eye(rows, dtype=dtype, device=device(p)))
+    return tuple(found)
+
+
+def of_matrices(state: OptimizerState) -> tuple[Array, ...]:
+    """Return the whiteners of the matrices; empty if the state has none."""
+    kept = state.arrays.get(WHITENER, ())
+    return tuple([w for w, is_exact in zip(kept, state.exact, strict=False) if not is_exact])
+
+
+def new_whiteners(state: OptimizerState, mean: CompressedMean, sides: Sides) -> Part:
+    """Return what asks for new whiteners: the owner of a matrix makes it of its momentum, and sends it to all."""
+    exchange, values = state.exchange, list(of_matrices(state))
+    owners = [0] * len(values)
+    layout = mean.layout(exchange.shapes, rank=state.rank, size=state.size)
+    for rank, chunk in enumerate(layout.chunks):
+        for segment in chunk:
+            owners[segment.tensor] = rank
+    for segment, momentum in zip(layout.residuals.server, exchange.server, strict=False):
+        shape = sides(exchange.shapes[segment.tensor])
+        matrix = array_namespace(momentum).reshape(momentum, shape)
+        values[segment.tensor] = whitener(matrix, values[segment.tensor])
+    numbers = range(len(state.names), len(state.names) + len(values))
+    nothing = MeanState(state.rank, state.size, (), ())
+    return Part(_FromOwners(owners=tuple(owners)), tuple(numbers), tuple(values), nothing, Key())
+
+
+def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], sides: Sides) -> MeanState:
+    """Return the state with what workers owe in the units of new whiteners."""
+    shapes = map(sides, exchange.shapes)
+    worker = [
+        whitened(unwhitened(owed, before, shape), after, shape)
+        for owed, before, after, shape in zip(exchange.worker, old, new, shapes, strict=True)
+    ]
+    return exchange._replace(worker=tuple(worker))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FromOwners(CompressedMean):
+    """What one rank has of each tensor, a symmetric matrix, in place of a mean; all ranks decode the same."""
+
+    compressor: Cast = _SENT
+    feedback: bool = False
+    owners: tuple[int, ...]
+
+    def begin(self, x: Sequence[Array], state: MeanState, terms: Terms) -> Computation:  # noqa: ARG002
+        """Return the one round of a call; see `CompressedMean.begin`."""
+
+        def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
+            (sent,) = results
+            return sent.means, state
+
+        return Computation([self._stages(x, state)], finish)
+
+    def _stages(self, x: Sequence[Array], state: MeanState) -> Stages[Averaged]:
+        """Send what this rank owns to all, in one message."""
+        numbers = [[i for i, owner in enumerate(self.owners) if owner == r] for r in range(state.size)]
+        halves = [half_of(w) for w in x]
+        sizes = [[self._nbytes(halves[i]) for i in of_rank] for of_rank in numbers]
+        own = [self.compressor.compress(halves[i]).data for i in numbers[state.rank]]
+        message = join(own) if own else bytes_of(flat(x[0]))[:0]
+        arrived = yield AllGather(message, tuple(map(joined_size, sizes)))
+        decoded = {}
+        for of_rank, buffer, lengths in zip(numbers, arrived, sizes, strict=True):
+            for i, data in zip(of_rank, split(buffer, lengths), strict=True):
+                payload = self.compressor.payload(halves[i], data)
+                half = self.compressor.decompress(payload, like=halves[i])
+                decoded[i] = whole_of(half, x[i].shape[0])
+        return Averaged([decoded[i] for i in range(len(x))], (), ())
+
+    def _nbytes(self, x: Array) -> int:
+        return self.compressor.payload_spec(math.prod(x.shape)).nbytes
