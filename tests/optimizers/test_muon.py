@@ -418,6 +418,30 @@ class TestWhitening:
         first, *rest = run_local(3, rank_main, timeout=300)
         assert all(held == first for held in rest)
 
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_a_state_without_them_begins_with_the_first(self, grads, lockstep, size):
+        """What is owed stays as it is; the other way it would have to be undone, and is refused."""
+        params, states = run(muon(), grads, lockstep, 2, steps=3)
+        dicts, opt = [muon().state_dict(s) for s in states], muon(**WHITENED)
+        saved = [dicts] * size if size != 2 else dicts
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "a state of . ranks resumes|the state was saved by Muon with whiten_steps=None"
+            )
+            loaded = lockstep(
+                [opt.load_stages(saved[r], params[0], rank=r, size=size, names=NAMES) for r in range(size)]
+            )
+        for i in range(len(MATRICES)):
+            means = [sum(s.exchange.worker[i] for s in world) / len(world) for world in (states, loaded)]
+            np.testing.assert_allclose(*means, rtol=0, atol=1e-6)
+        assert loaded[0].arrays["whitener"][0].tobytes() == np.eye(10, dtype=np.float32).tobytes()
+        _, later = run(opt, grads, lockstep, size, states=loaded, params=[params[0]] * size, first=3, steps=2)
+        back = [
+            muon().load_stages(opt.state_dict(s), params[0], rank=r, size=size, names=NAMES, strict=False)
+            for r, s in enumerate(later)
+        ]
+        assert all("whitener.tall" in str(error) for error in lockstep(back, catch=ValueError))
+
     @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1)])
     def test_another_number_of_ranks_goes_on_with_them(self, grads, lockstep, old, new):
         opt = muon(**WHITENED)

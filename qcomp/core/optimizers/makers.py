@@ -13,7 +13,7 @@ __all__ = ["maker", "require_maker"]
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # where residuals lie shows in the keys of a state
-_ADDED = ("variance_floor", "variance_steps")
+_ADDED = ("variance_floor", "variance_steps", "whiten_steps")
 """Settings that states of earlier releases do not name; what they govern is in the arrays of a state."""
 _DROPPED = {"rescale_feedback": "False", "feedback": "False"}
 """Settings that all optimizers once had, with what they are for those that no longer have them."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
@@ -259,6 +259,13 @@ class Muon(Optimizer):
             whiteners = first_whiteners(params, exact, self._rule.sides)
             state = state._replace(arrays={WHITENER: whiteners})
         return state._replace(exchange=self.compression.zero_residuals(params, state))
+
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
+        """Return a saved state with the first whiteners, if it was saved without any."""
+        keys = [f"{WHITENER}.{name}" for name in fresh.names]
+        if WHITENER not in fresh.arrays or not saved.keys().isdisjoint(keys):
+            return saved
+        return {**saved, **dict(zip(keys, fresh.arrays[WHITENER], strict=True))}
 
     def rates(self, state: OptimizerState) -> tuple[float, ...]:
         """Return the learning rate of each tensor in the next step, without the factor of a matrix's shape.
