@@ -90,6 +90,16 @@ def test_a_value_that_no_product_can_hold_makes_all_nan(bad):
     assert np.isnan(whitened(x, np.eye(3, dtype=np.float32), (3, 4))).all()
 
 
+@pytest.mark.slow
+def test_compiled_it_is_the_same():
+    jax = pytest.importorskip("jax")
+    compiled = jax.jit(lambda x, w: whitened(x, w, (3, 4)))
+    x, w = np.arange(12, dtype=np.float32), np.arange(9, dtype=np.float32).reshape(3, 3)
+    np.testing.assert_allclose(compiled(x, w), whitened(x, w, (3, 4)), rtol=1e-6)
+    x[5] = np.inf
+    assert np.isnan(compiled(x, w)).all()
+
+
 def test_products_that_a_context_makes_coarse_are_refused():
     torch = pytest.importorskip("torch")
     x, w = torch.ones(12), torch.eye(3)

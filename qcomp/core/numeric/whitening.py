@@ -2,7 +2,16 @@
 
 import math
 
-from qcomp.core.numeric.arrays import LIMIT, Array, all_below, array_namespace, dtype_name, flat
+from qcomp.core.numeric.arrays import (
+    LIMIT,
+    Array,
+    all_below,
+    array_namespace,
+    dtype_name,
+    flat,
+    is_on_host,
+    is_traced,
+)
 
 __all__ = ["half_of", "unwhitened", "whitened", "whitener", "whole_of"]
 
@@ -57,25 +66,28 @@ def whitened(x: Array, by: Array, shape: tuple[int, int]) -> Array:
     """
     xp = array_namespace(x)
     fits = all_below(x, LIMIT)
-    matrix = xp.reshape(xp.where(fits, x, xp.zeros_like(x)), shape)
+    if is_traced(x) or not is_on_host(x):  # where there is no value, or reading it would wait for the device
+        y = _product(by, xp.where(fits, x, xp.zeros_like(x)), shape)
+        return xp.where(fits, y, xp.full_like(y, math.nan))
+    return _product(by, x, shape) if fits else xp.full_like(x, math.nan)
+
+
+def unwhitened(y: Array, by: Array, shape: tuple[int, int]) -> Array:
+    """Return the flat matrix of which `whitened` made y, up to rounding."""
+    return _product(array_namespace(by).linalg.inv(by), y, shape)
+
+
+def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
+    """Return the product of a square matrix and a flat one of this shape, on its shorter side, flat."""
+    xp = array_namespace(x)
+    matrix = xp.reshape(x, shape)
     product = xp.matmul(by, matrix) if shape[0] <= shape[1] else xp.matmul(matrix, by)
     if product.dtype != x.dtype:
         raise TypeError(
             f"a matrix product of {dtype_name(x.dtype)} gave {dtype_name(product.dtype)}, too coarse to whiten "
             "gradients; expected the same dtype: make the step outside torch.autocast"
         )
-    return xp.where(fits, flat(product), xp.asarray(math.nan, dtype=x.dtype))
-
-
-def unwhitened(y: Array, by: Array, shape: tuple[int, int]) -> Array:
-    """Return the flat matrix of which `whitened` made y, up to rounding."""
-    xp = array_namespace(y)
-    matrix = xp.reshape(y, shape)
-    if shape[0] <= shape[1]:
-        solution = xp.linalg.solve(by, matrix)
-    else:
-        solution = xp.matrix_transpose(xp.linalg.solve(xp.matrix_transpose(by), xp.matrix_transpose(matrix)))
-    return flat(solution)
+    return flat(product)
 
 
 def half_of(symmetric: Array) -> Array:
