@@ -40,9 +40,8 @@ def whitener(x: Array, before: Array) -> Array:
     """
     xp = array_namespace(x)
     y = x if x.shape[0] <= x.shape[1] else xp.matrix_transpose(x)
-    y = y / xp.maximum(
-        xp.max(xp.abs(y)), xp.asarray(2.0**-100, dtype=y.dtype)
-    )  # squares neither overflow nor vanish
+    # Squares neither overflow nor vanish then.
+    y = y / xp.maximum(xp.max(xp.abs(y)), xp.asarray(2.0**-100, dtype=y.dtype))
     root = xp.linalg.inv(before)
     average = (1 - NEW) * _of_trace_1(xp.matmul(root, xp.matrix_transpose(root)))
     average = average + NEW * _of_trace_1(xp.matmul(y, xp.matrix_transpose(y)))
@@ -99,10 +98,9 @@ def half_of(symmetric: Array) -> Array:
     rows = symmetric.shape[0]
     triangle = xp.tril(_padded(symmetric, rows % 2))
     half = triangle.shape[0] // 2
-    one = xp.zeros_like(triangle[:half, :1])
-    return xp.concat([triangle[half:, :], one], axis=1) + xp.concat(
-        [one, xp.flip(triangle[:half, :])], axis=1
-    )
+    column = xp.zeros_like(triangle[:half, :1])
+    bottom = xp.concat([triangle[half:, :], column], axis=1)
+    return bottom + xp.concat([column, xp.flip(triangle[:half, :])], axis=1)
 
 
 def whole_of(half: Array, rows: int) -> Array:

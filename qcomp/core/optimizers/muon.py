@@ -131,7 +131,7 @@ class Muon(Optimizer):
     C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small where they are
     lifted most: with 2 bits for gradients more was learned than with 4 without W. The owner makes W of its momentum in
     some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, that is a state of n^2 numbers, n^2 m
-    multiplications in every step, and 2 (N - 1) / N * 16 n^2 bits from each rank in those steps.
+    multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in those steps. No paper describes it.
 
     Only the owner has m and e, and only it orthogonalises. Matrices are shared among the ranks by these costs, so a
     matrix that is larger than a rank's share keeps one rank busy while others wait. All ranks decode the same q, so
