@@ -131,7 +131,7 @@ class Muon(Optimizer):
     C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small where they are
     lifted most: with 2 bits for gradients more was learned than with 4 without W. The owner makes W of its momentum in
     some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, that is a state of n^2 numbers, n^2 m
-    multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in those steps. No paper describes it.
+    multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in those steps.
 
     Only the owner has m and e, and only it orthogonalises. Matrices are shared among the ranks by these costs, so a
     matrix that is larger than a rank's share keeps one rank busy while others wait. All ranks decode the same q, so
@@ -142,7 +142,7 @@ class Muon(Optimizer):
     element of a matrix, and 2 (N - 1) / N * 32 bits per element of the others. A checkpoint loads on any number of
     ranks: momenta and residuals of updates go to the new owners. Source: Jordan et al., 2024 (Muon);
     Liu et al., arXiv:2502.16982 ("match_rms_adamw"); Gruntkowska et al., arXiv:2510.00643 (compression both ways);
-    Khaled et al., arXiv:2510.16981 (blocks).
+    Khaled et al., arXiv:2510.16981 (blocks). Whitening is this project's own.
 
     Examples
     --------
