@@ -25,6 +25,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
+from qcomp.torch.products import plain_products
 from qcomp.torch.saved import flattened, nested
 
 __all__ = ["AveragingOptimizer", "communicator"]
@@ -242,8 +243,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         stages = self._stages(self._values(), self.core_state, donate=True)
         if not self.core_state.step:
             self._warn_if_averaged([p.grad for p in self._tensors])
-        # Products are those of the optimizer's dtypes, also in a step under autocast.
-        with torch.autocast(self._tensors[0].device.type, enabled=False):
+        with plain_products(self._tensors[0]):
             self._adopt(*drive(stages, self._comm))
         return loss
 

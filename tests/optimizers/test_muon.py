@@ -9,6 +9,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.diagnostics import counted
 from qcomp.core.numeric.orthogonal import orthogonalize
 from qcomp.core.numeric.whitening import unwhitened
 
@@ -400,6 +401,21 @@ class TestWhitening:
         _, states = run(muon(whiten_steps=schedule), grads, lockstep, 2, steps=4)
         assert states[0].arrays["whitener"][0].tobytes() != before[0]
         assert set(asked) == {1, 2, 3, 4}
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_what_whiteners_add_to_the_messages(self, grads, lockstep, size):
+        """Half of each in 16 bits to every other rank, and at most 8 bytes of padding for each and each message."""
+
+        def sent(**changes):
+            opt, params = muon(**changes), grads(SHAPES, 99, 0)
+            states = lockstep([opt.init_stages(params, rank=r, size=size, names=NAMES) for r in range(size)])
+            steps = [counted(opt.stages(params, grads(SHAPES, r, 0), s), r) for r, s in enumerate(states)]
+            return sum(total for _, total in lockstep(steps))
+
+        rows = [10, 10, 6, 12]
+        least = (size - 1) * sum(n * (n + 1) for n in rows)
+        assert least <= sent(**WHITENED) - sent() <= least + (size - 1) * 8 * (len(rows) + size)
+        assert sent(whiten_steps=lambda step: False) == sent()
 
     @pytest.mark.parametrize("library", ["torch", "strict"])
     def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):

@@ -126,12 +126,13 @@ class Muon(Optimizer):
     a worker adds half of what it owes to its next gradient, instead of all of it, which leaves less noise in u; nothing
     is lost, as the other half stays owed. Without Nesterov momentum it adds all.
 
-    Orthogonalising lifts small singular values of u to the size of large ones, and errors of codes in their directions
-    as well. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner computes D = W^-1 mean_i
-    C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small where they are
-    lifted most: with 2 bits for gradients more was learned than with 4 without W. The owner makes W of its momentum in
-    some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, that is a state of n^2 numbers, n^2 m
-    multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in those steps.
+    Orthogonalising lifts small singular values of u to the size of large ones, and errors of codes in their
+    directions as well. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner computes
+    D = W^-1 mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small
+    where they are lifted most: with 2 bits for gradients about as much was learned as with 4 without W. The owner
+    makes W of its momentum in some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, that
+    is a state of n^2 numbers, n^2 m multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in
+    those steps.
 
     Only the owner has m and e, and only it orthogonalises. Matrices are shared among the ranks by these costs, so a
     matrix that is larger than a rank's share keeps one rank busy while others wait. All ranks decode the same q, so

@@ -15,6 +15,7 @@ from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
+from qcomp.torch.products import plain_products
 
 __all__ = ["Replica"]
 
@@ -96,7 +97,8 @@ class Replica(ABC):
         assert self._comm is not None
         if self._manager.errored() is None:
             try:
-                new = drive(self._elastic().run_stages(computation, held), self._comm)
+                with plain_products(held.params[0]):
+                    new = drive(self._elastic().run_stages(computation, held), self._comm)
             except CommunicatorError as error:
                 self._manager.report_error(error)
         else:
