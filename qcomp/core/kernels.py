@@ -268,6 +268,10 @@ class KernelSet(Protocol):
         """Return ``beta1 * m + (1 - beta1) * scale * g`` in a new array."""
         ...
 
+    def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:
+        """Return ``momentum(m, g, beta1, 1)``, and that of the result and g, in new arrays."""
+        ...
+
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters after a step with a frozen variance, in a new array, and the masked momentum.
 
@@ -309,6 +313,10 @@ class KernelSet(Protocol):
 
     def scale(self, x: Array, factor: float) -> Array | None:
         """Return ``factor * x`` in a new array, magnitudes below 2^-126 replaced by +0."""
+        ...
+
+    def in_range(self, x: Array) -> bool:
+        """Return whether every value is known to be +0, or of a magnitude from 2^-126 to below 2^100."""
         ...
 
     def compensate(
@@ -403,6 +411,10 @@ class Partial:
         """Return None."""
         return None
 
+    def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
     def frozen_steps(
         self,
         params: Sequence[Array],  # noqa: ARG002
@@ -443,6 +455,10 @@ class Partial:
     def scale(self, x: Array, factor: float) -> Array | None:  # noqa: ARG002
         """Return None."""
         return None
+
+    def in_range(self, x: Array) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
 
     def compensate(
         self,

@@ -1,9 +1,9 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
 `encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
-these and of `finish_mean`, `momentum`, `descend`, `scale`, `adam_steps`, `frozen_steps` of the frozen-variance
-optimizers, and `compensate` and `take_low_rank` of PowerSGD. All else in the core is made of these, or runs once a
-step on small arrays.
+these and of `finish_mean`, `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, `frozen_steps` of the
+frozen-variance optimizers, `compensate` and `take_low_rank` of PowerSGD, and `in_range` of a rank that is alone. All
+else in the core is made of these, or runs once a step on small arrays.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ __all__ = [
     "finish_mean",
     "frozen_step",
     "frozen_steps",
+    "in_range",
     "momentum",
+    "nesterov",
     "refusal",
     "require_accepted",
     "scale",
@@ -359,6 +361,17 @@ def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
     return beta1 * m + ((1 - beta1) * scale) * gradient
 
 
+def nesterov(m: Array, g: Array, beta1: float) -> tuple[Array, Array]:
+    """Return the new `momentum` of m and g, and the momentum of that and g: Nesterov's."""
+    kernels = chosen(m)
+    if kernels is not None:
+        both = kernels.nesterov(m, to_compute_dtype(g), beta1)
+        if both is not None:
+            return both
+    new = momentum(m, g, beta1, 1.0)
+    return new, momentum(new, g, beta1, 1.0)
+
+
 def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None = None) -> Array:
     """Return ``p - rate * (d + decay * p)``, each operation rounded to the dtype of d, in the dtype of p.
 
@@ -509,6 +522,15 @@ def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
     if weight_decay:
         direction = direction + weight_decay * values
     return array_namespace(p).astype(values - rate * direction, p.dtype, copy=False)
+
+
+def in_range(x: Array) -> bool:
+    """Return whether a kernel finds every value +0, or of a magnitude from 2^-126 to below 2^100.
+
+    `compensate` leaves such values as they are.
+    """
+    kernels = chosen(x)
+    return kernels is not None and kernels.in_range(x)
 
 
 def compensate(

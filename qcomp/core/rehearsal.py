@@ -77,6 +77,7 @@ def _exchange(compressor: Compressor, x: Array) -> None:
     primitives.compress_mean(compressor, payloads, values, residual, key)
     primitives.average(compressor, payloads, values)
     if compressor.traits.lossless:  # a rank that is alone only checks its values
+        primitives.in_range(values)
         primitives.compensate(values, None, what="a rehearsal")
 
 
@@ -84,6 +85,7 @@ def _step(x: Array) -> None:
     values = to_compute_dtype(x)
     m, v, g = (array_namespace(values).zeros_like(values) for _ in range(3))
     primitives.momentum(m, g, 0.5, 1.0)
+    primitives.nesterov(m, g, 0.5)
     primitives.descend(x, g, 0.0, 0.0)
     primitives.scale(m, 0.0)
     primitives.adam_steps([x], [m], [v], [g], [AdamNumbers((0.5, 0.5), 1.0, 0.0, _STEP)])

@@ -1,5 +1,6 @@
 """Checks of arithmetic without compressors: momenta, sums over ranks, steps of Adam, and matrices of low rank."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -73,6 +74,8 @@ def check_updates(kernels: KernelSet, xp: Namespace) -> None:
         for decay in (0.0, 1e-50, 0.1):
             _compare_descents(kernels, xp, size, layout, decay)
         _compare_multiples(kernels, xp, size, layout)
+        _compare_nesterov(kernels, xp, size, layout)
+        _check_ranges(kernels, xp, size, layout)
 
 
 _SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
@@ -214,6 +217,40 @@ def _compare_multiples(kernels: KernelSet, xp: Namespace, size: int, layout: str
             untouched.check()
             results.append(to_numpy(scaled).tobytes())
         assert results[0] == results[1], f"{factor} times {size} elements, {layout}"
+
+
+def _compare_nesterov(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
+    """Compare a momentum, and that of it and the gradient."""
+    values, gradient = vector("wide", size, 1), vector("gaussian", size, 2)
+    for beta1 in (0.0, 0.95):
+        results = []
+        for chosen in (None, kernels):
+            untouched = Untouched()
+            (m, m_memory), (g, g_memory) = (laid_out(xp, x, layout) for x in (values, gradient))
+            untouched.keep("the old momentum", m_memory)
+            untouched.keep("the gradient", g_memory)
+            with use_kernels(chosen):
+                both = primitives.nesterov(m, g, beta1)
+            untouched.check()
+            results.append([to_numpy(x).tobytes() for x in both])
+        assert results[0] == results[1], f"Nesterov's momentum of {size} elements, {layout}, with {beta1}"
+
+
+def _check_ranges(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
+    """Check that nothing is said to be in range that `compensate` changes or refuses."""
+    for value in (0.0, -0.0, -(2.0**-126), 2.0**-127, -(2.0**-149), 2.0**99, -(2.0**100), math.inf, math.nan):
+        changes = (value != 0 and abs(value) < 2.0**-126) or math.copysign(1, value) < 0 == value
+        fits = not changes and abs(value) < 2.0**100
+        for place in {0, size // 2, size - 1}:
+            values = vector("gaussian", size, 1)
+            values[place] = value
+            untouched = Untouched()
+            x, memory = laid_out(xp, values, layout)
+            untouched.keep("the values", memory)
+            with use_kernels(kernels):
+                found = primitives.in_range(x)
+            untouched.check()
+            assert fits or not found, f"{value} is in range, as element {place} of {size}, {layout}"
 
 
 def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str, decay: float) -> None:

@@ -207,9 +207,9 @@ class OuterLoop:
         """Take an inner step."""
         before, values = self._state, self._trained.values()
         if self._running is None:
-            params, state = self._loop.step(values, before, self._comm)
+            params, state = self._loop.step(values, before, self._comm, shares=True)
         else:
-            params, state = self._running.step(values, before)
+            params, state = self._running.step(values, before, shares=True)
         drive(self._trained.buffer_stages(self._loop, before, state), self._comm)
         self._trained.write(params)
         self._state = state

@@ -332,6 +332,33 @@ def test_momentum(m, data):
     same(m, expected)
 
 
+@given(vectors((0, 1, 9, 2047, 2049, 4097)), st.data())
+@checked
+def test_nesterov(m, data):
+    g, beta1 = data.draw(vectors((m.size,))), data.draw(st.sampled_from([0.0, 0.9, 0.95]))
+    new, ahead = np.empty_like(m), np.empty_like(m)
+    kernels.nesterov(m, g, beta1, new, ahead)
+    same(new, beta1 * m + (1 - beta1) * g)
+    same(ahead, beta1 * new + (1 - beta1) * g)
+
+
+@pytest.mark.parametrize("size", [1, 9, 4095, 4097, 70_000])
+def test_in_range(size):
+    """Where `compensate` changes nothing and refuses nothing, and nowhere else."""
+    x = vector("gaussian", size, 0)
+    assert kernels.in_range(x)
+    assert kernels.in_range(np.zeros_like(x))
+    largest = np.nextafter(np.float32(2.0**100), np.float32(0))
+    for place in {0, size // 2, size - 1}:
+        for value in (2.0**-126, -(2.0**-126), largest, -largest):
+            x[place] = value
+            assert kernels.in_range(x)
+        for value in (-0.0, 2.0**-127, -(2.0**-149), 2.0**100, -(2.0**100), np.inf, -np.inf, np.nan):
+            x[place] = value
+            assert not kernels.in_range(x)
+        x[place] = 0.0
+
+
 @given(vectors((0, 1, 9, 4095, 4097)), st.data())
 @checked
 def test_descend(p, data):

@@ -148,6 +148,20 @@ def test_any_scale_from_eps_on_gives_the_same(signs):
             assert scaled.tobytes() == orthogonalize(x).tobytes()
 
 
+@pytest.mark.parametrize("shape", [(24, 64), (24, 24)])
+def test_any_scale_gives_the_same_in_bfloat16(shape):
+    """Also of a matrix beside others of any scale; few of them are scaled."""
+    torch = pytest.importorskip("torch")
+    x = torch.asarray(matrix(shape, "random").astype(np.float32))
+    expected = orthogonalize(x, dtype="bfloat16")
+    for power in (-18, -12, 25, 40, 70, 99):
+        scaled = x * 2.0**power
+        assert torch.equal(orthogonalize(scaled, dtype="bfloat16"), expected), power
+        several = torch.stack([x, scaled, torch.zeros_like(x)])
+        found = orthogonalize(several, dtype="bfloat16")
+        assert torch.equal(found, torch.stack([expected, expected, torch.zeros_like(expected)])), power
+
+
 def test_noise_below_eps_is_not_scaled_up():
     x = matrix((24, 64), "random")
     x *= EPS / np.linalg.norm(x)

@@ -271,6 +271,22 @@ class TestAlone:
             assert not library.numpy(residual).any()
             assert not library.numpy(own.server[len(SHAPES) + place]).any()
 
+    @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-127, -(2.0**-149)])
+    @pytest.mark.parametrize("kernels", ["pure", "numba"])
+    def test_gradients_stay_as_they_are_and_are_not_shared(self, kernels, value):
+        """Those in range are not copied, and a value that is flushed is flushed in a copy."""
+        values = [vector("gaussian", prod(shape), 3).reshape(shape) for shape in SHAPES]
+        for x in values:
+            x.flat[x.size // 2] = value
+        kept = [x.copy() for x in values]
+        with qcomp.backends.use(kernels):
+            (state,) = self.states(values, 1)
+            (_, after) = drive(self.mean.stages(values, state, key=qcomp.Key()), Silent.alone())
+            updates, after = drive(self.mean.stages(values, after, key=qcomp.Key()), Silent.alone())
+        for x, before in zip(values, kept, strict=True):
+            assert x.tobytes() == before.tobytes()
+            assert not any(np.shares_memory(x, made) for made in (*updates, *after.server))
+
     def test_empty_tensors_stay_empty(self):
         values = [np.zeros((0, 3)), np.ones((2, 4)), np.zeros((3, 0))]
         for some in (values, values[:1]):

@@ -101,6 +101,10 @@ class Whole:
         with use_kernels(None):
             return primitives.momentum(m, g, beta1, scale)
 
+    def nesterov(self, m, g, beta1):
+        with use_kernels(None):
+            return primitives.nesterov(m, g, beta1)
+
     def descend(self, p, d, rate, decay, *, out):
         with use_kernels(None):
             return primitives.descend(p, d, rate, decay, out=out)
@@ -127,6 +131,10 @@ class Whole:
             return moved
         old = zip(params, momenta, variances, strict=True)
         return [tuple(map(write_into, *each)) for each in zip(old, moved, strict=True)]
+
+    def in_range(self, x):
+        flushed = np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
+        return flushed.tobytes() == x.tobytes() and bool((np.abs(x) < 2.0**100).all())
 
     def compensate(self, x, residual, *, out):
         with use_kernels(None):
@@ -401,6 +409,30 @@ broken(
     "writes to the momentum",
     momentum=lambda self, whole, m, g, beta1, scale: write_into(m, whole(m, g, beta1, scale)),
 )
+broken("Nesterov: the momentum twice", nesterov=lambda self, whole, m, g, beta1: (whole(m, g, beta1)[0],) * 2)
+broken("Nesterov: blends the old one", nesterov=lambda self, whole, m, g, beta1: (whole(m, g, beta1)[0], m))
+broken("Nesterov: other weights", nesterov=lambda self, whole, m, g, beta1: whole(m, g, 0.9))
+broken(
+    "Nesterov: writes to the momentum",
+    nesterov=lambda self, whole, m, g, beta1: (
+        write_into(m, whole(m, g, beta1)[0]),
+        m * np.float32(beta1) + np.float32(1 - beta1) * g,
+    ),
+)
+broken("all is in range", in_range=lambda self, whole, x: True)
+broken("negative zeros are in range", in_range=lambda self, whole, x: whole(x + np.float32(0)))
+broken(
+    "subnormals are in range",
+    in_range=lambda self, whole, x: whole(np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x).astype("f4")),
+)
+broken(
+    "2^100 is in range",
+    in_range=lambda self, whole, x: whole(np.where(np.abs(x) == 2.0**100, 1, x).astype("f4")),
+)
+broken(
+    "NaN is in range", in_range=lambda self, whole, x: whole(np.nan_to_num(x, posinf=np.inf, neginf=-np.inf))
+)
+broken("the last value is in range", in_range=lambda self, whole, x: x.size < 2 or whole(x[:-1]))
 broken("descends: never decays", descend=lambda self, whole, p, d, rate, decay: whole(p, d, rate, 0.0))
 broken(
     "descends: decays before the rate",

@@ -47,6 +47,28 @@ def test_it_is_the_optimizer_itself_where_rounds_have_one_step():
         assert [x.tobytes() for x in job.anchor()] == [p.tobytes() for p in params]
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"fragments": 2}, {"delay": 2}, {"fragments": 3, "delay": 1, "mixing": 0.5}]
+)
+def test_what_a_step_returns_shares_memory_with_the_state_only_if_it_may(changes):
+    """The numbers are the same either way."""
+    loop = loop_of(**changes)
+    job = Job(loop, 2)
+    shared = 0
+    for _ in range(9):
+        job.inner()
+        pairs = list(zip(job.params, job.states, strict=True))
+        sharing = lockstep([loop.stages(p, s, shares=True) for p, s in pairs])
+        job.outer()
+        for own, state, (other, _) in zip(job.params, job.states, sharing, strict=True):
+            held = [x for xs in state.arrays.values() for x in xs]
+            assert not any(np.shares_memory(p, x) for p in own for x in held)
+            assert [p.tobytes() for p in own] == [p.tobytes() for p in other]
+        params, state = sharing[0]
+        shared += sum(any(p is x for x in state.arrays["anchor"]) for p in params)
+    assert bool(shared) == (not loop.mixing)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize("fragments", [1, 2])

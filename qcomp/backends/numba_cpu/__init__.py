@@ -12,7 +12,15 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_encoder
 from qcomp.backends.numba_cpu.qsgd_decoder import qsgd_decoder
 from qcomp.backends.numba_cpu.sign import sign_decoder, sign_encoder
 from qcomp.backends.numba_cpu.threads import default_threads, get_num_threads, set_num_threads
-from qcomp.backends.numba_cpu.vectors import descend, finish_mean, largest_sum, momentum, scale
+from qcomp.backends.numba_cpu.vectors import (
+    descend,
+    finish_mean,
+    in_range,
+    largest_sum,
+    momentum,
+    nesterov,
+    scale,
+)
 
 __all__ = [
     "decode",
@@ -22,10 +30,12 @@ __all__ = [
     "finish_mean",
     "frozen_adam_step",
     "get_num_threads",
+    "in_range",
     "largest_sum",
     "minmax_decoder",
     "minmax_encoder",
     "momentum",
+    "nesterov",
     "qsgd_decoder",
     "qsgd_encoder",
     "release_memory",

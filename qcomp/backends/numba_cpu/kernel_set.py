@@ -40,7 +40,7 @@ from qcomp.backends.numba_cpu.tables import (
     decoded_vectors,
     encoded_vectors,
 )
-from qcomp.backends.numba_cpu.vectors import descend, finish_mean, momentum, scale
+from qcomp.backends.numba_cpu.vectors import descend, finish_mean, in_range, momentum, nesterov, scale
 from qcomp.core.kernels import AdamNumbers, AnyFrame, Blend, Encoded, EncodedFrame, StepNumbers
 from qcomp.core.numeric.arrays import (
     array_namespace,
@@ -304,6 +304,15 @@ class NumbaKernels:
         momentum(old, gradient, beta1, scale, mixed)
         return _as_array_of(m, mixed.reshape(m.shape))
 
+    def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:
+        """Return the momentum and that of Nesterov in new arrays."""
+        old, gradient = _values(m), _values(g)
+        if old is None or gradient is None:
+            return None
+        new, ahead = empty(old.shape), empty(old.shape)
+        nesterov(old, gradient, beta1, new, ahead)
+        return _as_array_of(m, new.reshape(m.shape)), _as_array_of(m, ahead.reshape(m.shape))
+
     def descend(self, p: Array, d: Array, rate: float, decay: float, *, out: Array | None) -> Array | None:
         """Return the parameters after a step, in ``out`` if that is given."""
         values, direction, room = _values(p), _values(d), _room(p, out)
@@ -370,6 +379,11 @@ class NumbaKernels:
         if donate:
             _tell_torch([*params, *momenta, *variances])
         return moved
+
+    def in_range(self, x: Array) -> bool:
+        """Return whether every value is +0, or of a magnitude from 2^-126 to below 2^100."""
+        values = _values(x)
+        return values is not None and in_range(values)
 
     def compensate(
         self, x: Array, residual: Array | None, *, out: Array | None

@@ -19,7 +19,9 @@ __all__ = [
     "ROUND",
     "ROUND_BITS",
     "SIGN",
+    "SMALLEST",
     "TINY",
+    "TOO_LARGE",
     "ZERO",
     "F",
     "U",
@@ -44,6 +46,8 @@ TINY = F(2.0**-126)
 ZERO = F(0)
 NEGLIGIBLE = F(2.0**-63)
 """Values below this fraction of a bucket's maximum have subnormal squares, and count as zero in a norm."""
+SMALLEST = 0x00800000
+"""The bits of 2**-126, the smallest magnitude that is not flushed."""
 INFINITE = 0x7F800000
 """The bits of infinity."""
 TOO_LARGE = 0x71800000

@@ -1,7 +1,7 @@
 """Passes over whole vectors: the largest of a sum, the end of a mean over ranks, the momentum, a step, a multiple.
 
-Bytes read and written per element: `largest_sum` 8 and 0, `finish_mean` and `scale` 4 and 4, `momentum` and
-`descend` 8 and 4. All of them are bound by the memory.
+Bytes read and written per element: `largest_sum` 8 and 0, `in_range` 4 and 0, `finish_mean` and `scale` 4 and 4,
+`momentum` and `descend` 8 and 4, `nesterov` 8 and 8. All of them are bound by the memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
-from qcomp.backends.numba_cpu.primitives import F, as_bits, as_float, finish, flush, mix
+from qcomp.backends.numba_cpu.primitives import (
+    SMALLEST,
+    TOO_LARGE,
+    F,
+    U,
+    as_bits,
+    as_float,
+    finish,
+    flush,
+    mix,
+)
 
-__all__ = ["descend", "finish_mean", "largest_sum", "momentum", "scale"]
+__all__ = ["descend", "finish_mean", "in_range", "largest_sum", "momentum", "nesterov", "scale"]
 
 _RUN = 1 << 12
 """Elements that a thread's share is a multiple of."""
@@ -69,6 +79,33 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> N
         _momentum(m, g, keep, new, out, out is m, a * _RUN, b * _RUN)
 
     threads.run(work, -(-m.size // _RUN), _RUN)
+
+
+def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> None:
+    """Let new = beta1 * m + (1 - beta1) * g, and ahead = beta1 * new + (1 - beta1) * g, rounded as `momentum` does.
+
+    Parameters
+    ----------
+    m, g : array of float32, shape (n,)
+        The momentum and the gradient.
+    beta1 : float
+    new, ahead : array of float32, shape (n,)
+        Other memory than that of m and g.
+    """
+    weights = F(beta1), F(1 - beta1)
+    threads.run(
+        lambda a, b: _nesterov(m, g, *weights, new, ahead, a * _RUN, b * _RUN), -(-m.size // _RUN), _RUN
+    )
+
+
+def in_range(x: Floats) -> bool:
+    """Return whether every value is +0, or of a magnitude from 2^-126 to below 2^100.
+
+    Parameters
+    ----------
+    x : array of float32, shape (n,)
+    """
+    return all(threads.run(lambda a, b: _in_range(x, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN))
 
 
 def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> None:
@@ -149,6 +186,48 @@ def _momentum(
         _mix_into(part, g[first:last], keep, new)
     else:
         mix(m[first:last], g[first:last], keep, new, part)
+
+
+_CACHED = 1 << 11
+"""Elements of which four vectors stay in the first-level cache between two loops over them."""
+
+
+@kernel("void(f32_in, f32_in, float32, float32, f32, f32, int64, int64)")
+def _nesterov(
+    m: Floats,
+    g: Floats,
+    keep: np.float32,
+    weight: np.float32,
+    new: Floats,
+    ahead: Floats,
+    first: int,
+    last: int,
+) -> None:
+    last = min(last, m.size)
+    for start in range(first, last, _CACHED):
+        stop = min(last, start + _CACHED)
+        gradient, part = g[start:stop], new[start:stop]
+        mix(m[start:stop], gradient, keep, weight, part)
+        mix(part, gradient, keep, weight, ahead[start:stop])
+
+
+@inline
+def _all_in_range(x: Floats) -> bool:
+    least = most = np.int32(0)
+    for i in range(x.size):
+        bits = as_bits(x[i])
+        beyond = np.int32(0) if bits == U(0) else np.int32(np.int32(bits & _MAGNITUDE) - np.int32(SMALLEST))
+        least, most = min(least, beyond), max(most, beyond)
+    return bool(least == 0 and most < TOO_LARGE - SMALLEST)
+
+
+@kernel("boolean(f32_in, int64, int64)")
+def _in_range(x: Floats, first: int, last: int) -> bool:
+    last = min(last, x.size)
+    found = True
+    for start in range(first, last, _RUN):
+        found = found and _all_in_range(x[start : min(last, start + _RUN)])
+    return found
 
 
 @inline

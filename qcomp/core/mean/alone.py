@@ -13,7 +13,9 @@ from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 __all__ = ["alone"]
 
 
-def alone(values: Sequence[Array], what: str, *, donate: bool = False) -> Stages[Averaged]:
+def alone(
+    values: Sequence[Array], what: str, *, shares: bool = False, donate: bool = False
+) -> Stages[Averaged]:
     """Return what an exchange with oneself would: the values, and zero for those below 2^-126.
 
     Parameters
@@ -22,8 +24,10 @@ def alone(values: Sequence[Array], what: str, *, donate: bool = False) -> Stages
         Flat, of one dtype.
     what : str
         What refuses values, in errors.
+    shares : bool
+        Whether the result may be the values themselves, where nothing changes.
     donate : bool
-        Whether the result may take the memory of the values; otherwise it is in new arrays.
+        Whether the result may also overwrite them. With neither it is in new arrays.
 
     Raises
     ------
@@ -35,6 +39,9 @@ def alone(values: Sequence[Array], what: str, *, donate: bool = False) -> Stages
     verdicts = Verdicts(at_once=False)
     means = []
     for x in vectors:
+        if (shares or donate) and primitives.in_range(x):
+            means.append(x)
+            continue
         try:
             mean, refused = primitives.compensate(
                 x, None, what=what, out=x if donate and is_mutable(x) else None

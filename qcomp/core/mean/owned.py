@@ -195,7 +195,7 @@ class _Owners(TwoPhase):
         """Return what the exchanges of the only rank with itself would, if they lose nothing."""
         operands, owned = call.layout.operands, [segment.tensor for segment in call.layout.own.chunk]
         momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
-        of_rank = yield from alone(call.values, operands.compressors[0].spec)
+        of_rank = yield from alone(call.values, operands.compressors[0].spec, shares=True)
         means, shapes = [of_rank.means[i] for i in owned], [operands.shapes[i] for i in owned]
         updates, momenta = self._rule.updates(means, momenta, shapes)
         sent = yield from alone(updates, self._compressor.spec, donate=True)

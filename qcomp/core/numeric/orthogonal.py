@@ -1,6 +1,8 @@
 """The nearest matrix with orthonormal rows or columns, roughly and fast: Newton-Schulz iterations."""
 
-from qcomp.core.numeric.arrays import Array, array_namespace
+from typing import Any
+
+from qcomp.core.numeric.arrays import Array, array_namespace, is_on_host, is_traced
 from qcomp.core.numeric.sums import power_of_two_below
 
 __all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_dtype"]
@@ -12,6 +14,8 @@ MOST_ON_GRAM = 3
 """Iterations on one Gram matrix: rounding errors of its smallest eigenvalues grow 12-fold in each."""
 EPS = 1e-7
 """The norm below which a matrix is not scaled up to norm 1, so that rounding errors do not become updates."""
+SAFE = 2.0**-40, 2.0**60
+"""Squares of norms between which squares of elements neither overflow nor vanish where that matters."""
 
 
 def require_dtype(dtype: str, x: Array) -> None:
@@ -73,21 +77,34 @@ def orthogonalize(
     """
     xp = array_namespace(x)
     tall = x.shape[-2] > x.shape[-1]
-    # Scaled by a power of two first, since squares of float32 overflow from 2^64 on.
-    axes = (-2, -1)
-    largest = xp.maximum(xp.max(x, axis=axes, keepdims=True), -xp.min(x, axis=axes, keepdims=True))
-    power = power_of_two_below(largest)
     y = xp.matrix_transpose(x) if tall else x
+    squares = power = None
     if dtype != "float32":
         y = xp.astype(y, getattr(xp, dtype))
-    y = y / xp.astype(power, y.dtype, copy=False)
-    gram = xp.matmul(y, xp.matrix_transpose(y))
-    squares = xp.astype(xp.linalg.diagonal(gram), x.dtype, copy=False)
-    norm = xp.sqrt(xp.sum(squares, axis=-1))[..., None, None]
-    norm = xp.astype(xp.maximum(norm, EPS / power), y.dtype, copy=False)
+        if is_on_host(x) and not is_traced(x):  # few matrices need scaling, and values are at hand
+            gram, squares = _squared(y, x.dtype)
+            if not xp.all((squares > SAFE[0]) & (squares < SAFE[1])):
+                squares = None
+    if squares is None:
+        # Scaled by a power of two first, since squares of float32 overflow from 2^64 on.
+        axes = (-2, -1)
+        largest = xp.maximum(xp.max(x, axis=axes, keepdims=True), -xp.min(x, axis=axes, keepdims=True))
+        power = power_of_two_below(largest)
+        y = y / xp.astype(power, y.dtype, copy=False)
+        gram, squares = _squared(y, x.dtype)
+    least = xp.full_like(squares, EPS) if power is None else EPS / power
+    norm = xp.astype(xp.maximum(xp.sqrt(squares), least), y.dtype, copy=False)
     iterate = _iterate_on_gram if _on_gram(*y.shape[-2:]) else _iterate
     y = iterate(y, norm, gram / norm / norm, iterations, factor)
     return xp.matrix_transpose(y) if tall else y
+
+
+def _squared(y: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return Gram matrices, and the squares of the norms in a dtype, of shape (..., 1, 1)."""
+    xp = array_namespace(y)
+    gram = xp.matmul(y, xp.matrix_transpose(y))
+    diagonal = xp.astype(xp.linalg.diagonal(gram), dtype, copy=False)
+    return gram, xp.sum(diagonal, axis=-1)[..., None, None]
 
 
 def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:

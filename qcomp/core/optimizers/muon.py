@@ -423,8 +423,11 @@ class _Rule:
         @cache
         def ahead(matrix: int) -> Array:
             """Blend when the result is needed, which is then still in the caches."""
-            new = blended[matrix] = self._blend(momenta[matrix], means[matrix])
-            found = self._blend(new, means[matrix]) if self.nesterov else new
+            m, mean = momenta[matrix], means[matrix]
+            if self.nesterov:
+                blended[matrix], found = primitives.nesterov(m, mean, self.momentum)
+            else:
+                found = blended[matrix] = primitives.momentum(m, mean, self.momentum, 1.0)
             return found if self.output_axis == 0 else _transposed(found, matrices[matrix][::-1])
 
         made = self._orthogonalized(ahead, matrices)
@@ -441,9 +444,6 @@ class _Rule:
         """Return the rows and columns of a tensor."""
         rows = shape[self.output_axis]
         return rows, math.prod(shape) // rows
-
-    def _blend(self, m: Array, d: Array) -> Array:
-        return primitives.momentum(m, d, self.momentum, 1.0)
 
     def _orthogonalized(self, flat: Callable[[int], Array], matrices: Sequence[Shape]) -> list[Array]:
         """Return flat matrices with each block orthogonalised, times its factor; some of one shape at a time."""

@@ -195,7 +195,9 @@ class OuterLoop(OuterSettings):
             raise (yield from name_gradients(error, gradients, state.names, state)) from error
         return as_given(means.values, grads)
 
-    def step(self, params: Any, state: OptimizerState, comm: Transport) -> tuple[Any, OptimizerState]:
+    def step(
+        self, params: Any, state: OptimizerState, comm: Transport, *, shares: bool = False
+    ) -> tuple[Any, OptimizerState]:
         """Take what an inner step has made; exchange and apply where an outer round ends.
 
         Call it after each inner step. Most calls only count, and return the parameters that they were given.
@@ -208,12 +210,14 @@ class OuterLoop(OuterSettings):
             From `init` or the last step.
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
+        shares : bool, default False
+            Whether the parameters that are returned may share memory with the state, for callers that copy them.
 
         Returns
         -------
         params : array or list of arrays
             What the next inner step begins from. With ``mixing=0``, what was applied is the same on all ranks bit for
-            bit, and shares no memory with the state.
+            bit.
         state : OptimizerState
 
         Raises
@@ -227,10 +231,15 @@ class OuterLoop(OuterSettings):
             If the exchange failed. Whatever is raised, the parameters and the state passed in are still valid.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, state), comm)
+        return drive(self.stages(params, state, shares=shares), comm)
 
     def stages(
-        self, params: Any, state: OptimizerState, landed: Mapping[int, Means] = MappingProxyType({})
+        self,
+        params: Any,
+        state: OptimizerState,
+        landed: Mapping[int, Means] = MappingProxyType({}),
+        *,
+        shares: bool = False,
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Do what `step` does as a generator of pure stages, for callers that move the buffers themselves.
 
@@ -242,6 +251,8 @@ class OuterLoop(OuterSettings):
             As for `step`.
         landed : mapping of int to Means
             What `exchange` has returned for fragments of `landing`; the others are exchanged now.
+        shares : bool
+            As for `step`.
         """
         tensors = self._fitting(params, state)
         after = state._replace(step=state.step + 1)
@@ -258,6 +269,9 @@ class OuterLoop(OuterSettings):
             if not self.delay:
                 means = yield from self.exchange(after, departing)
                 tensors, after = self._land(departing, means, tensors, after)
+        if not shares:
+            pairs = zip(tensors, after.arrays[ANCHOR], strict=True)
+            tensors = [copy(p) if p is x else p for p, x in pairs]
         return as_given(tensors, params), after
 
     def shared(self, params: Any, state: OptimizerState) -> Any:
@@ -523,7 +537,7 @@ class OuterLoop(OuterSettings):
     def _land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Move the shared parameters of a fragment, and this rank's towards them."""
+        """Move the shared parameters of a fragment, and this rank's towards them, which may then be the same arrays."""
         members = self.members(state, fragment)
         part = take(state, members, self.compression)
         rounds = state.numbers[rounds_key(fragment)]
@@ -540,7 +554,7 @@ class OuterLoop(OuterSettings):
         new = list(tensors)
         for i, x in zip(members, anchor, strict=True):
             mixed = primitives.momentum(to_compute_dtype(new[i]), x, self.mixing, 1.0) if self.mixing else x
-            new[i] = _in_dtype_of(new[i], mixed)
+            new[i] = array_namespace(x).astype(mixed, new[i].dtype, copy=False)
         return new, after._replace(stage=stage_of(still), arrays=kept, numbers=numbers)
 
 

@@ -72,7 +72,7 @@ class Overlapped:
         self.comm: Any = comm
         self._flights: dict[int, _Flight] = {}
 
-    def step(self, params: Any, state: OptimizerState) -> tuple[Any, OptimizerState]:
+    def step(self, params: Any, state: OptimizerState, *, shares: bool = False) -> tuple[Any, OptimizerState]:
         """Do what `OuterLoop.step` does.
 
         Parameters
@@ -81,6 +81,8 @@ class Overlapped:
             This rank's parameters after an inner step.
         state : OptimizerState
             From ``loop.init`` or the last step.
+        shares : bool, default False
+            As for `OuterLoop.step`.
         """
         require_rank(state, self.comm)
         self._discard(state)
@@ -92,7 +94,7 @@ class Overlapped:
                     landed[fragment] = self._flights[fragment].finish()
                 else:
                     self._flights[fragment].advance()
-            result, after = drive(self.loop.stages(params, state, landed), self.comm)
+            result, after = drive(self.loop.stages(params, state, landed, shares=shares), self.comm)
         except Exception:
             self._discard(None)
             raise
