@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -112,11 +113,18 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Extensions of x86-64 on which the time of a matrix product depends."""
+
+
 def machine() -> dict[str, Any]:
     """Describe the machine in general terms."""
+    about = Path("/proc/cpuinfo")
+    known = set(about.read_text().split()) if about.exists() else set()
     return {
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
+        "extensions": [name for name in EXTENSIONS if name in known],
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
