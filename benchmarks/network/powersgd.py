@@ -16,11 +16,11 @@ from network.models import MODELS
 from network.trainees import Trainee, run, timed
 from qcomp.integrations import ddp
 
-EXACT, TORCH, QCOMP, HALF, SEVERAL = "exact", "torch", "qcomp", "qcomp, bfloat16", "qcomp, several buckets"
+EXACT, TORCH, QCOMP, HALF = "exact", "torch", "qcomp", "qcomp, bfloat16"
 RANKS = (1, 2, 4)
 """Ranks of the approximation."""
 VARIANTS = {EXACT: (EXACT, 0)} | {
-    f"{kind}, rank {rank}": (kind, rank) for rank in RANKS for kind in (TORCH, QCOMP, HALF, SEVERAL)
+    f"{kind}, rank {rank}": (kind, rank) for rank in RANKS for kind in (TORCH, QCOMP, HALF)
 }
 START = 2
 """Exact steps before the first compressed one; torch demands two for its warm start."""
@@ -31,11 +31,11 @@ def make(model: str, variant: str) -> Trainee:
     kind, rank = VARIANTS[variant]
     group = dist.new_group(backend="gloo")
     torch.manual_seed(0)
-    # Over gloo torch's hook needs one bucket: with several the job aborts. The default is 25 MB.
+    # Over gloo torch's hook needs one bucket: with several the job aborts.
     module = DistributedDataParallel(
         MODELS[model].make(),
         process_group=group,
-        bucket_cap_mb=25 if kind in (EXACT, SEVERAL) else 1000,
+        bucket_cap_mb=1000 if kind == TORCH else 25,
         gradient_as_bucket_view=True,
     )
     if kind == TORCH:
