@@ -45,6 +45,35 @@ def test_it_is_the_loop_of_the_core():
     assert run_local(2, of_trees, timeout=20) == run_local(2, of_lists, timeout=20)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"delay": 1},
+        {"warmup": 2, "fragments": 2, "delay": 1, "mixing": 0.5},
+        {"exact": None, "outer": qcomp.Adam(learning_rate=0.1)},
+    ],
+)
+def test_inner_steps_may_donate_their_parameters(changes):
+    """As compiled steps do: no array that a step takes or returns is one that the state keeps."""
+    loop = qcomp.OuterLoop(**{"every": 2, "compressor": qcomp.ScaledSign(8), "exact": LOOP.exact, **changes})
+    outer, comm = qcomp.jax.PytreeOuterLoop(loop), qcomp.comm.LocalCommunicator.alone()
+
+    def train(inner, array):
+        params = jax.tree.map(array, params_of())
+        state, seen = outer.init(params, comm), []
+        for _ in range(7):
+            params, state = outer.step(inner(params), state, comm)
+            seen += [bits(params), bits(outer.shared(params, state))]
+            outer.state_dict(params, state)
+        return seen
+
+    def inner(params):
+        return jax.tree.map(lambda p: p - 0.125, params)
+
+    assert train(jax.jit(inner, donate_argnums=0), jax.numpy.asarray) == train(inner, np.array)
+
+
 def test_other_structures_are_refused():
     outer, comm = qcomp.jax.PytreeOuterLoop(LOOP), qcomp.comm.LocalCommunicator.alone()
     state = outer.init(params_of(), comm)

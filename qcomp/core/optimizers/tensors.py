@@ -135,7 +135,8 @@ def update(param: Array, change: Array) -> Array:
 def copy(x: Array) -> Array:
     """Return an array of the same values in memory of its own."""
     room = empty_like(x)
-    return array_namespace(x).astype(x, x.dtype) if room is None else write_into(room, x)
+    # JAX copies only if it is told to; callers may give away the memory of their arrays.
+    return array_namespace(x).astype(x, x.dtype, copy=True) if room is None else write_into(room, x)
 
 
 def each_in_blocks(function: Callable[..., Array], *tensors: Sequence[Array]) -> list[Array]:
