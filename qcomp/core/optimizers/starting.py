@@ -24,6 +24,7 @@ from qcomp.core.optimizers.agreement import choices, digests, explain_values, fa
 from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.groups import patterns_of
 from qcomp.core.optimizers.makers import require_maker
+from qcomp.core.optimizers.tensors import require_whole
 from qcomp.core.policies.patterns import require_matches
 from qcomp.core.rehearsal import rehearse
 from qcomp.core.state import OptimizerState
@@ -59,6 +60,7 @@ def begin(
 
     With ``compare`` the ranks also compare the values of their parameters.
     """
+    require_whole(tensors, "params")
     require_rank_in(place.rank, place.size)
     state, problem = None, None
     try:

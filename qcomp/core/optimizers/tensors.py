@@ -10,6 +10,7 @@ from qcomp.core.numeric.arrays import (
     detached,
     device,
     dtype_name,
+    is_traced,
     kind_of_array,
     one_of_each_kind,
     require_dense,
@@ -19,7 +20,16 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.primitives import empty_like
 
-__all__ = ["as_given", "as_gradients", "as_tensors", "copy", "each_in_blocks", "update", "zeros_like"]
+__all__ = [
+    "as_given",
+    "as_gradients",
+    "as_tensors",
+    "copy",
+    "each_in_blocks",
+    "require_whole",
+    "update",
+    "zeros_like",
+]
 
 
 class _Checked(list[Array]):
@@ -100,7 +110,21 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
         kinds.setdefault((type(g), g.dtype, type(p), p.dtype), index)
     for index in kinds.values():
         _require_alike(given[index], params[index], f"grads[{index}]", names[index])
+    require_whole(given, "grads")
     return _Checked(detached(given))
+
+
+def require_whole(tensors: Sequence[Array], argument: str) -> None:
+    """Raise TypeError if an array of JAX is cut over several devices, outside a compiled program."""
+    if not hasattr(type(tensors[0]), "addressable_shards"):
+        return
+    for index, x in enumerate(tensors):
+        if not is_traced(x) and not x.sharding.is_fully_replicated:
+            raise TypeError(
+                f"{argument}[{index}] of shape {tuple(x.shape)} is cut over {len(x.sharding.device_set)} devices by "
+                f"{x.sharding}; expected an array on one device or replicated, such as jax.device_put(x, "
+                "NamedSharding(mesh, PartitionSpec())); inside compiled programs, average with qcomp.jax.MeshMean"
+            )
 
 
 def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qcomp
 import qcomp.jax.optax
@@ -30,6 +30,40 @@ def trace(function, mesh, specs, *args, **options):
     """Trace a program of a mesh, without compiling it."""
     options = {"check_vma": False, **options}
     jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL, **options)).trace(*args)
+
+
+@pytest.mark.parametrize("spec", [DATA, PartitionSpec(None, "data")])
+@pytest.mark.parametrize("argument", ["params", "grads"])
+@pytest.mark.parametrize(
+    "face",
+    [
+        qcomp.jax.PytreeOptimizer(qcomp.CompressedSGD(learning_rate=0.1, exact=None)),
+        qcomp.jax.PytreeOuterLoop(qcomp.OuterLoop(every=1, warmup=1, exact=None)),
+    ],
+)
+def test_arrays_that_are_cut_over_devices_outside_a_program(face, argument, spec):
+    """Each device would have another tensor; replicated arrays give the bits of those on one device, and stay so."""
+    mesh, comm = mesh_of(2), qcomp.comm.LocalCommunicator.alone()
+    plain = {"b": jnp.ones(7), "w": jnp.asarray(np.arange(80, dtype=np.float32).reshape(8, 10) / 8)}
+
+    def placed(how):
+        places = {"b": NamedSharding(mesh, ALL), "w": NamedSharding(mesh, how)}
+        return jax.tree.map(jax.device_put, plain, places)
+
+    def step(params, grads, state):
+        if isinstance(face, qcomp.jax.PytreeOptimizer):
+            return face.step(params, grads, state, comm)[0]
+        means = face.average(grads, state, comm)
+        return face.step(jax.tree.map(jnp.subtract, params, means), state, comm)[0]
+
+    with pytest.raises(
+        TypeError, match=rf"{argument}\[1\] of shape \(8, 10\) is cut over 2 devices by Named"
+    ):
+        step(plain, placed(spec), face.init(placed(spec) if argument == "params" else plain, comm))
+    whole = placed(ALL)
+    moved = step(whole, whole, face.init(whole, comm))
+    assert bits(moved) == bits(step(plain, plain, face.init(plain, comm)))
+    assert moved["w"].sharding == whole["w"].sharding
 
 
 @pytest.mark.parametrize("axes", [{"data"}, {"data", "model"}])
