@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qcomp.core.numeric.arrays import Array, array_namespace, is_on_host, is_traced
+from qcomp.core.numeric.arrays import Array, array_namespace, device, is_on_host, is_traced
 from qcomp.core.numeric.sums import power_of_two_below
 
 __all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_dtype"]
@@ -122,7 +122,7 @@ def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float)
 def _iterate_on_gram(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:
     """Return the same as `_iterate`, up to rounding: an iteration makes P y of y, and P G P of G = y y^T."""
     xp = array_namespace(y)
-    identity = xp.eye(y.shape[-2], dtype=y.dtype, device=y.device)
+    identity = xp.eye(y.shape[-2], dtype=y.dtype, device=device(y))
     parts = _parts(iterations)
     for number, part in enumerate(parts):
         if number:
