@@ -162,6 +162,15 @@ def test_any_scale_gives_the_same_in_bfloat16(shape):
         assert torch.equal(found, torch.stack([expected, expected, torch.zeros_like(expected)])), power
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_a_program_of_jax(dtype):
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.asarray(np.stack([matrix((24, 64), "random") * 2.0**power for power in (0, 50)]), "float32")
+    compiled = jax.jit(lambda x: orthogonalize(x, dtype=dtype))(x)
+    found, expected = (np.asarray(y, np.float64) for y in (compiled, orthogonalize(x, dtype=dtype)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if dtype == "float32" else 0.02)
+
+
 def test_noise_below_eps_is_not_scaled_up():
     x = matrix((24, 64), "random")
     x *= EPS / np.linalg.norm(x)
