@@ -83,6 +83,20 @@ def test_sparse_and_sharded_tensors():
         OPT.init([Sharded()], LocalCommunicator.alone())
 
 
+@pytest.mark.parametrize("argument", ["params", "grads"])
+def test_tensors_on_several_devices(argument):
+    xp = pytest.importorskip("array_api_strict")
+
+    def tensors(where):
+        return [xp.ones(3), xp.ones((2, 2), device=xp.Device(where))]
+
+    one, other = tensors("CPU_DEVICE"), tensors("device1")
+    with pytest.raises(
+        TypeError, match=rf"{argument}\[1\] of shape \(2, 2\) is on .*device1.*; expected it on .*CPU_DEVICE"
+    ):
+        step(other if argument == "grads" else one, other if argument == "params" else one, names=["b", "w"])
+
+
 @pytest.mark.parametrize(
     "opt", [OPT, qcomp.Adam(learning_rate=0.1), qcomp.CompressedSGD(learning_rate=0.1, exact=None)]
 )

@@ -60,7 +60,7 @@ def begin(
 
     With ``compare`` the ranks also compare the values of their parameters.
     """
-    require_whole(tensors, "params")
+    require_whole(tensors, "params", tensors[0])
     require_rank_in(place.rank, place.size)
     state, problem = None, None
     try:

@@ -110,21 +110,37 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
         kinds.setdefault((type(g), g.dtype, type(p), p.dtype), index)
     for index in kinds.values():
         _require_alike(given[index], params[index], f"grads[{index}]", names[index])
-    require_whole(given, "grads")
+    require_whole(given, "grads", params[0])
     return _Checked(detached(given))
 
 
-def require_whole(tensors: Sequence[Array], argument: str) -> None:
-    """Raise TypeError if an array of JAX is cut over several devices, outside a compiled program."""
-    if not hasattr(type(tensors[0]), "addressable_shards"):
+def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
+    """Raise TypeError unless arrays are where another is, and none is cut over devices, outside compiled programs."""
+    if is_traced(like):
         return
+    there = _devices(like)
     for index, x in enumerate(tensors):
-        if not is_traced(x) and not x.sharding.is_fully_replicated:
+        sharding = getattr(x, "sharding", None)  # of JAX
+        if sharding is not None and not sharding.is_fully_replicated:
             raise TypeError(
-                f"{argument}[{index}] of shape {tuple(x.shape)} is cut over {len(x.sharding.device_set)} devices by "
-                f"{x.sharding}; expected an array on one device or replicated, such as jax.device_put(x, "
+                f"{argument}[{index}] of shape {tuple(x.shape)} is cut over {len(sharding.device_set)} devices by "
+                f"{sharding}; expected an array on one device or replicated, such as jax.device_put(x, "
                 "NamedSharding(mesh, PartitionSpec())); inside compiled programs, average with qcomp.jax.MeshMean"
             )
+        here = _devices(x)
+        if here != there and there is not None and here is not None:
+            raise TypeError(
+                f"{argument}[{index}] of shape {tuple(x.shape)} is on {here}; expected it on {there}, as the first "
+                "parameter: move it there, or make an optimizer for the parameters of each device"
+            )
+
+
+def _devices(x: Array) -> Any:
+    """Return the device of an array, or the devices of one of JAX; None if JAX moves it where it is needed."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        return getattr(x, "device", None)
+    return sharding.device_set if getattr(x, "committed", True) else None
 
 
 def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:

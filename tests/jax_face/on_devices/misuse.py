@@ -66,6 +66,19 @@ def test_arrays_that_are_cut_over_devices_outside_a_program(face, argument, spec
     assert moved["w"].sharding == whole["w"].sharding
 
 
+def test_parameters_on_two_devices():
+    opt, comm = qcomp.jax.PytreeOptimizer(qcomp.Adam(learning_rate=0.1)), qcomp.comm.LocalCommunicator.alone()
+    params = {n: jax.device_put(jnp.ones(3), device) for n, device in zip("ab", jax.devices(), strict=False)}
+    with pytest.raises(
+        TypeError, match=r"params\[1\] of shape \(3,\) is on .*1.*; expected it on .*0.*, as the"
+    ):
+        opt.init(params, comm)
+    assert opt.init({"a": jnp.ones(3), "b": params["b"]}, comm).names == (
+        "a",
+        "b",
+    )  # JAX moves an array without a place
+
+
 @pytest.mark.parametrize("axes", [{"data"}, {"data", "model"}])
 def test_an_axis_that_is_left_to_the_compiler(axes):
     """There all devices would wait for each other."""
