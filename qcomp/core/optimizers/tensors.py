@@ -116,31 +116,28 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
 
 def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
     """Raise TypeError unless arrays are where another is, and none is cut over devices, outside compiled programs."""
-    if is_traced(like):
-        return
-    there = _devices(like)
+    is_of_jax = hasattr(like, "sharding")
+    there = _place(like, "the first parameter") if is_of_jax else getattr(like, "device", None)
     for index, x in enumerate(tensors):
-        sharding = getattr(x, "sharding", None)  # of JAX
-        if sharding is not None and not sharding.is_fully_replicated:
-            raise TypeError(
-                f"{argument}[{index}] of shape {tuple(x.shape)} is cut over {len(sharding.device_set)} devices by "
-                f"{sharding}; expected an array on one device or replicated, such as jax.device_put(x, "
-                "NamedSharding(mesh, PartitionSpec())); inside compiled programs, average with qcomp.jax.MeshMean"
-            )
-        here = _devices(x)
-        if here != there and there is not None and here is not None:
+        here = _place(x, f"{argument}[{index}]") if is_of_jax else getattr(x, "device", None)
+        if here != there and here is not None and there is not None:
             raise TypeError(
                 f"{argument}[{index}] of shape {tuple(x.shape)} is on {here}; expected it on {there}, as the first "
                 "parameter: move it there, or make an optimizer for the parameters of each device"
             )
 
 
-def _devices(x: Array) -> Any:
-    """Return the device of an array, or the devices of one of JAX; None if JAX moves it where it is needed."""
-    sharding = getattr(x, "sharding", None)
-    if sharding is None:
-        return getattr(x, "device", None)
-    return sharding.device_set if getattr(x, "committed", True) else None
+def _place(x: Array, what: str) -> Any:
+    """Return the devices of an array of JAX, each of which has all of it; None if JAX moves it where it is needed."""
+    if is_traced(x) or not getattr(x, "committed", True):
+        return None
+    if not x.sharding.is_fully_replicated:
+        raise TypeError(
+            f"{what} of shape {tuple(x.shape)} is cut over {len(x.sharding.device_set)} devices by {x.sharding}; "
+            "expected an array on one device or replicated, such as jax.device_put(x, NamedSharding(mesh, "
+            "PartitionSpec())); inside compiled programs, average with qcomp.jax.MeshMean"
+        )
+    return x.sharding.device_set
 
 
 def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:
