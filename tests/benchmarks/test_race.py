@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from itertools import product
 from pathlib import Path
 
 import loss_race
@@ -261,6 +262,28 @@ class TestStandings:
             }
             cells = [NAMES[link], *map(spoken, (after[REFERENCE], best[True], best[False]))]
             assert f"| {' | '.join(cells)} |" in (PAGE.parents[2] / "README.md").read_text()
+
+    def test_the_readme_says_how_much_longer_it_took_on_other_cores(self):
+        files = standings.read(PAGE)
+        race = Race(*standings.JUDGED, files["curves"])
+        longer = {True: [], False: []}
+        for link, peer in product(standings.GOALS, longer):
+            times = [
+                standings.times_of(rows, *standings.JUDGED, link)
+                for rows in (plan.read(PAGE / "earlier.jsonl"), files["seconds"])
+            ]
+            before, now = (
+                min(
+                    s
+                    for n in race.timed(t)
+                    if METHODS[n].peer is peer and (s := race.reached(n, t)) is not None
+                )
+                for t in times
+            )
+            longer[peer].append(before / now)
+        of_others, own = (f"{min(found):.1f} to {max(found):.1f}" for found in longer.values())
+        text = " ".join((PAGE.parents[2] / "README.md").read_text().split())
+        assert f"took {of_others} times as long, and qcomp {own} times" in text
 
 
 def spoken(seconds):

@@ -160,6 +160,9 @@ def test_any_scale_gives_the_same_in_bfloat16(shape):
         several = torch.stack([x, scaled, torch.zeros_like(x)])
         found = orthogonalize(several, dtype="bfloat16")
         assert torch.equal(found, torch.stack([expected, expected, torch.zeros_like(expected)])), power
+    small = orthogonalize(x * 2.0**-60, dtype="bfloat16")  # far below EPS, where the map is linear
+    assert small.any()
+    assert torch.equal(orthogonalize(x * 2.0**-70, dtype="bfloat16"), small * 2.0**-10)  # squares vanish
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
