@@ -105,11 +105,6 @@ def _first(curve: Curve, loss: float) -> float | None:
     return None
 
 
-def mean(curves: Sequence[Curve]) -> Curve:
-    """Return the mean of curves with the same steps."""
-    return [(points[0][0], fmean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
-
-
 def _convergence(studies: Path) -> list[dict[str, Any]]:
     runs: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     for path in sorted((studies / "convergence" / "runs").glob("*.json")):
@@ -192,7 +187,7 @@ def _race(studies: Path) -> list[dict[str, Any]]:
 
 def _compared(curves: Sequence[Curve], exact: Sequence[Curve]) -> dict[str, Any]:
     """Return the entries of a record that compare curves, one for each seed."""
-    own, other = mean(curves), mean(exact)
+    own, other = plan.mean(curves), plan.mean(exact)
     return {"ratio": ratio(own, other), "gap": round(own[-1][1] - other[-1][1], 4), "seeds": len(curves)}
 
 

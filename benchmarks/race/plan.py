@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from race.methods import MAIN, METHODS, REFERENCE
@@ -19,6 +19,7 @@ __all__ = [
     "best_rate",
     "curves",
     "final",
+    "mean",
     "missing",
     "of",
     "read",
@@ -97,6 +98,17 @@ def final(row: Mapping[str, Any]) -> float:
     losses: list[tuple[int, float | None]] = row["losses"]
     step, loss = losses[-1]
     return float("inf") if loss is None or step < row["steps"] else loss
+
+
+def mean(curves: Sequence[Sequence[tuple[int, float | None]]]) -> list[tuple[int, float]]:
+    """Return the mean of curves that are judged at the same steps, as far as none of them has failed."""
+    found = []
+    for points in zip(*curves, strict=False):  # one that fails is shorter
+        (step,), losses = {step for step, _ in points}, [loss for _, loss in points if loss is not None]
+        if len(losses) < len(curves):
+            break
+        found.append((step, fmean(losses)))
+    return found
 
 
 def best_rate(rows: Rows, task: str, method: str, *, all_tried: bool = True) -> float | None:

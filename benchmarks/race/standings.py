@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import page
@@ -70,19 +69,17 @@ class Race:
 
     @cached_property
     def target(self) -> float:
-        """The loss to reach: the mean over seeds of the reference's loss at its end."""
-        own = self.runs.get(REFERENCE, [])
-        return sum(map(plan.final, own)) / len(own) if own else math.nan
+        """The loss to reach: the mean over seeds of the reference's loss at its end; not a number without one."""
+        own = self.losses(REFERENCE) if REFERENCE in self.runs else []
+        return own[-1][1] if own and own[-1][0] == self.runs[REFERENCE][0]["steps"] else math.nan
+
+    def losses(self, name: str) -> list[tuple[int, float]]:
+        """Return the mean over seeds of a method's losses after some numbers of steps."""
+        return plan.mean([row["losses"] for row in self.runs[name]])
 
     def reached(self, name: str, times: Times | None = None) -> float | None:
-        """Return the median over seeds of the seconds to the target, or without times of the steps; None if never."""
-        found = []
-        for row in self.runs[name]:
-            losses = [(step, loss) for step, loss in row["losses"] if loss is not None]
-            after = seconds_to(self.target, losses, clock(row, times))
-            found.append(math.inf if after is None else after)
-        middle = median(found)
-        return middle if math.isfinite(middle) else None
+        """Return the seconds until a method's mean loss is the target, or without times the steps; None if never."""
+        return seconds_to(self.target, self.losses(name), clock(self.runs[name][0], times))
 
     def timed(self, times: Times) -> list[str]:
         """Return the methods of which all phases are timed."""
@@ -292,9 +289,8 @@ def picture(races: Sequence[Race], seconds: plan.Rows, link: str | None) -> Figu
         colours = {name: f"C{number % 10}" for number, name in enumerate(METHODS)}
         lowest = race.target
         for name in names:
-            row = race.runs[name][0]
-            after = clock(row, times)
-            points = [(after[step], loss) for step, loss in row["losses"] if step and loss is not None]
+            after = clock(race.runs[name][0], times)
+            points = [(after[step], loss) for step, loss in race.losses(name) if step]
             lowest = min([lowest, *(loss for _, loss in points)])
             style = ":" if METHODS[name].peer else ("-", "--")[list(METHODS).index(name) // 10 % 2]
             panel.plot(*zip(*points, strict=True), style, color=colours[name], label=label(name))

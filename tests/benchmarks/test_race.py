@@ -193,10 +193,30 @@ class TestStandings:
         assert race.reached(FAST) == 150
         assert race.reached("onebit_adam") is None
 
-    def test_a_seed_that_never_arrives_counts_as_infinite(self):
-        seeds = [row_of(FAST, 3e-3, [(0, 5.0), (300, 4.0)], seed=seed) for seed in (1, 2)]
-        assert Race("demo", 2, [*ROWS, seeds[0]]).reached(FAST) is None
-        assert Race("demo", 2, [*ROWS, *seeds]).reached(FAST) is None
+    def test_the_mean_over_seeds_is_what_arrives(self):
+        seeds = [row_of(FAST, 3e-3, [(0, 5.0), (150, end), (300, end)], seed=1) for end in (3.0, 2.5)]
+        assert Race("demo", 2, [*ROWS, seeds[0]]).reached(FAST) is None  # ends at 2.3 in the mean
+        at_all = Race("demo", 2, [*ROWS, seeds[1] | {"losses": [(0, 5.0), (150, 2.4), (300, 2.2)]}])
+        assert at_all.losses(FAST) == [(0, 5.0), (150, pytest.approx(2.2)), (300, pytest.approx(1.9))]
+        assert at_all.reached(FAST) == pytest.approx(250)
+
+    def test_the_reference_takes_all_its_steps_though_one_seed_ends_above_its_mean(self):
+        worse = row_of(REFERENCE, 1e-3, [(0, 5.0), (150, 3.2), (300, 2.3)], seed=1)
+        race = Race("demo", 2, [*ROWS, worse])
+        assert race.target == pytest.approx(2.15)
+        assert race.reached(REFERENCE) == pytest.approx(300)
+
+    def test_a_seed_that_failed_ends_the_mean(self):
+        failed = row_of(FAST, 3e-3, [(0, 5.0), (150, None)], seed=1) | {"steps": 300}
+        race = Race("demo", 2, [*ROWS, failed])
+        assert race.losses(FAST) == [(0, 5.0)]
+        assert race.reached(FAST) is None
+        of_reference = row_of(REFERENCE, 1e-3, [(0, 5.0), (150, None)], seed=1) | {"steps": 300}
+        assert math.isnan(Race("demo", 2, [*ROWS, of_reference]).target)
+
+    def test_means_are_of_the_same_steps(self):
+        with pytest.raises(ValueError, match="unpack"):
+            plan.mean([[(0, 5.0), (10, 3.0)], [(0, 5.0), (20, 3.0)]])
 
     def test_seconds_are_the_sum_over_phases(self, race):
         times = {("onebit_adam", EXACT): 2.0, ("onebit_adam", STEP): 0.5}
