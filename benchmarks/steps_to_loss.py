@@ -20,7 +20,7 @@ from race import plan
 from race.methods import METHODS, OFTEN
 from race.tasks import TASKS as RACED
 
-Curve = list[tuple[float, float]]
+Curve = Sequence[tuple[int, float]]
 
 STUDIES = Path("docs/benchmarks")
 TASKS = {
