@@ -2,7 +2,8 @@
 
 Start it with ``torchrun --nproc-per-node 2 examples/with_transformers.py``. The Trainer wraps the model in
 DistributedDataParallel once training begins, so compression takes its place there, in a callback: by default 1-bit
-Adam, with ``--hook`` any optimizer behind compressed gradients.
+Adam, with ``--hook`` any optimizer behind compressed gradients, with ``--outer`` any optimizer in an outer loop, for
+which the wrapper must average nothing.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -20,6 +22,7 @@ import qcomp.torch
 from qcomp.integrations import ddp
 
 EPOCHS, BATCH, FREEZE, TRAINED = 12, 32, 60, 1500
+WARMUP, EVERY = 48, 15
 EXACT = qcomp.ExactBelow(2000)
 
 
@@ -70,29 +73,38 @@ class Compress(TrainerCallback):
 
     trainer: Any
 
-    def __init__(self, *, with_hook: bool) -> None:
-        self.with_hook = with_hook
+    def __init__(self, how: str) -> None:
+        self.how = how
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Register the hook, or let the optimizer do it."""
-        model = self.trainer.model_wrapped
-        if self.with_hook:
+        """Register the hook, or let the optimizer or an outer loop do it."""
+        model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer.optimizer
+        if self.how == "hook":
             state, hook = ddp.hook(qcomp.QSGD(levels=7), model, exact=EXACT)
             model.register_comm_hook(state, hook)
+        elif self.how == "outer":
+            model.register_comm_hook(None, noop_hook)  # each rank keeps its own gradients
+            # A network this small needs more than the published 64 of 4,096 elements.
+            loop = qcomp.outer.sparse_loco(
+                EVERY, warmup=WARMUP, compressor=qcomp.TopK(k=51, bucket_size=256), exact=EXACT
+            )
+            qcomp.torch.OuterLoop(model.module, optimizer, loop)
         else:
-            self.trainer.optimizer.optimizer.attach(model)
+            optimizer.attach(model)
 
 
 def main() -> None:
     """Train, each process on its share of the batches."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hook", action="store_true", help="compress gradients, and use AdamW")
-    with_hook = parser.parse_args().hook
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--hook", dest="how", action="store_const", const="hook", help="compress gradients, and use AdamW")
+    add("--outer", dest="how", action="store_const", const="outer", help="AdamW in an outer loop")
+    how = parser.parse_args().how or "optimizer"
     torch.manual_seed(0)
     # With these betas the variance averages over 20 steps, so that it can be frozen in this short training.
     settings = {"lr": 2e-3, "betas": (0.9, 0.95), "freeze": FREEZE, "exact": EXACT}
     model = Reader()
-    compress = Compress(with_hook=with_hook)
+    compress = Compress(how)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model,
@@ -104,9 +116,8 @@ def main() -> None:
                 use_cpu=True,
                 ddp_backend="gloo",
                 ddp_find_unused_parameters=False,
-                max_grad_norm=1.0
-                if with_hook
-                else 0.0,  # momenta are averaged before gradients could be clipped
+                # Momenta are averaged before gradients could be clipped.
+                max_grad_norm=0.0 if how == "optimizer" else 1.0,
                 report_to=[],
                 save_strategy="no",
                 logging_strategy="no",
@@ -115,7 +126,7 @@ def main() -> None:
             ),
             train_dataset=Digits(0, TRAINED),
             callbacks=[compress],
-            optimizer_cls_and_kwargs=None if with_hook else (qcomp.torch.OneBitAdam, settings),
+            optimizer_cls_and_kwargs=(qcomp.torch.OneBitAdam, settings) if how == "optimizer" else None,
         )
         compress.trainer = trainer
         trainer.train()

@@ -17,10 +17,9 @@ from qcomp.core.checkpoint.format import read_scalars
 from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import Stages, drive
-from qcomp.core.numeric.arrays import digest
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.same_data import compare_gradients
 from qcomp.core.optimizers.unused import stages_of_used
-from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
 from qcomp.torch.overlapped import LiveOverlapped
@@ -242,7 +241,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
             return loss
         stages = self._stages(self._values(), self.core_state, donate=True)
         if not self.core_state.step:
-            self._warn_if_averaged([p.grad for p in self._tensors])
+            gradients = [None if p.grad is None else p.grad.detach() for p in self._tensors]
+            name = type(self).__name__
+            drive(compare_gradients(gradients, self._comm.size, self._tensors[0], name), self._comm)
         with plain_products(self._tensors[0]):
             self._adopt(*drive(stages, self._comm))
         return loss
@@ -428,17 +429,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "a parameter requires a gradient now that did not when the optimizer was made, which therefore never "
                 "averages it: make the optimizer again"
-            )
-
-    def _warn_if_averaged(self, gradients: Sequence[Any]) -> None:
-        """Warn before the first step if all ranks have the same gradients, which they would average in vain."""
-        own = next((digest(g.detach()) for g in gradients if g is not None and g.any()), "")
-        texts = drive(gather_texts(own, self._comm.size, self._tensors[0]), self._comm)
-        if own and len(texts) > 1 and set(texts) == {own}:
-            warn_caller(
-                f"all {len(texts)} ranks have the same gradients before {type(self).__name__} averages them: if a "
-                "DistributedDataParallel has averaged them, pass it as model=, or do not wrap the model; if not, the "
-                "ranks train on the same data"
             )
 
     def _require_no_scaler(self) -> None:

@@ -16,6 +16,7 @@ from qcomp.comm.base import Communicator
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.compression import EXACT
+from qcomp.core.optimizers.same_data import compare_gradients
 from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
@@ -60,6 +61,12 @@ class OuterLoop:
         if an optimizer has got other parameters since, or one requires a gradient that required none.
     MismatchError
         On every rank, if the ranks differ in settings or parameters.
+
+    Warns
+    -----
+    UserWarning
+        On every rank, if all ranks have the same gradients in the first step, which sends 4 bytes to all others for
+        that.
 
     Notes
     -----
@@ -181,6 +188,8 @@ class OuterLoop:
         """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
         if is_first:
             self._trained.require_all()
+            if not self._state.step:
+                drive(self._trained.compare_stages(self._comm.size), self._comm)
         if self._state.stage != "warmup":
             return None
         (of_step, *given), named = args, dict(kwargs)
@@ -267,6 +276,11 @@ class Trained:
             if new.data_ptr() != value.data_ptr():
                 value.copy_(new)
 
+    def compare_stages(self, size: int) -> Stages[None]:
+        """Warn on every rank if all have the same gradients."""
+        grads = [None if p.grad is None else _own_part(p.grad) for p in self.tensors]
+        yield from compare_gradients(grads, size, self.values()[0], "an outer loop")
+
     def average_stages(self, loop: CoreLoop, state: OptimizerState) -> Stages[None]:
         """Replace the gradients by their means, in the warm-up; where no rank has one, none remains."""
         values, used = self.values(), [p.grad is not None for p in self.tensors]
@@ -328,7 +342,8 @@ def _require_workers(model: Any, trained: Trained, comm: Communicator) -> None:
     ]
     first = trained.tensors[0]
     if isinstance(model, DistributedDataParallel):
-        drawn.append(("model", "model.module", _broadcast(first.device, model.process_group)))
+        cure = "model.module, in steps without the wrapper,"
+        drawn.append(("model", cure, _broadcast(first.device, model.process_group)))
     elif hasattr(first, "device_mesh"):
         groups = first.device_mesh.get_all_groups()
         drawn += [

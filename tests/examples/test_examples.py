@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -322,8 +323,13 @@ def test_a_sharded_script(mesh, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--hook",)], ids=["optimizer", "hook"])
-@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize(
+    ("framework", "arguments"),
+    [
+        *product(["accelerate", "lightning", "transformers"], [(), ("--hook",)]),
+        ("transformers", ("--outer",)),
+    ],
+)
 def test_frameworks_that_wrap_the_model(framework, arguments):
     pytest.importorskip(framework)
     script = f"with_{framework}.py"

@@ -250,7 +250,7 @@ class TestClipping:
                 x = np.ones(100, dtype=np.float32)
                 state = opt.init(x, comm)
                 before = comm.bytes_sent
-                opt.step(x, x, state, comm)
+                opt.step(x, x * (comm.rank + 1), state, comm)
                 return comm.bytes_sent - before
 
             return run_local(3, rank_main)

@@ -293,8 +293,9 @@ class TestCheckpoint:
         opt, x = qadam(freeze=1), [np.ones(64), np.ones(5)]
 
         def rank_main(comm):
-            params, state = opt.step(x, x, opt.init(x, comm, ["w", "b"]), comm)
-            saved = opt.state_dict(opt.step(params, x, state, comm)[1])
+            grads = [g * (comm.rank + 1) for g in x]
+            params, state = opt.step(x, grads, opt.init(x, comm, ["w", "b"]), comm)
+            saved = opt.state_dict(opt.step(params, grads, state, comm)[1])
             return {key: value.shape for key, value in saved.items() if "residual" in key}
 
         names = run_local(5, rank_main, hosts="aaabb")
@@ -317,7 +318,8 @@ class TestCheckpoint:
 
         def save(comm):
             params = grads(SHAPES, 99, 0)
-            return opt.state_dict(opt.step(params, params, opt.init(params, comm), comm)[1])
+            own = grads(SHAPES, 99, comm.rank)
+            return opt.state_dict(opt.step(params, own, opt.init(params, comm), comm)[1])
 
         saved = run_local(4, save, hosts="aabb")
 

@@ -122,11 +122,12 @@ class TestCompressed:
             state, params, sent = opt.init(x, comm), x, []
             for _ in range(2):
                 before = comm.bytes_sent
-                params, state = opt.step(params, x, state, comm)
+                params, state = opt.step(params, x * (comm.rank + 1), state, comm)
                 sent.append(comm.bytes_sent - before)
             return sent
 
-        assert run_local(2, rank_main) == [[4096 // 2 + 32 * 4 + 2 * 8] * 2] * 2
+        of_step = 4096 // 2 + 32 * 4 + 2 * 8
+        assert run_local(2, rank_main) == [[of_step + 4, of_step]] * 2  # the first compares gradients
 
 
 class TestArguments:

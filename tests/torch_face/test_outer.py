@@ -1,6 +1,7 @@
 """The outer loop around optimizers of torch: hooks alone, on ranks in threads."""
 
 import copy
+import warnings
 
 import pytest
 
@@ -214,12 +215,10 @@ def test_a_checkpoint_resumes_bit_for_bit(loop, stop):
 
 def test_ranks_that_are_at_other_steps_are_told():
     def rank_main(comm):
-        model, optimizer, outer = train(comm, LOOP, 0)
-        if comm.rank:
-            outer._state = outer._state._replace(
-                step=3
-            )  # as after a checkpoint that the others have not loaded
-        for step in range(3):
+        model, optimizer, outer = train(comm, LOOP, 1)
+        if comm.rank:  # as after a checkpoint that the others have not loaded
+            outer._state = outer._state._replace(step=4)
+        for step in range(2):
             one_step(model, optimizer, comm.rank, step)
 
     with pytest.raises(qcomp.MismatchError, match="rank 0 after step 3, rank 1 after step 6"):
@@ -336,3 +335,49 @@ def test_parameters_alone_have_numbers_for_names():
     named = [("a", params[0]), ("b", params[1])]
     outer = qcomp.torch.OuterLoop(named, torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
     assert outer.core_state.names == ("a", "b")
+
+
+class TestSameData:
+    """The mistake of a script that was made for one rank: every rank draws the same batches."""
+
+    SAME = "have the same gradients in the first step, so an outer loop averages in vain"
+
+    def told(self, main):
+        """How often ranks are told."""
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run_local(2, main, timeout=20)
+        return sum(self.SAME in str(one.message) for one in found)
+
+    @pytest.mark.parametrize("loop", [LOOP, STREAMING, qcomp.OuterLoop(every=2, warmup=2)])
+    def test_every_rank_is_told_in_the_first_step_alone(self, loop):
+        def rank_main(comm):
+            model, optimizer, _ = train(comm, loop, 0)
+            for step in range(4):
+                one_step(model, optimizer, 0, step)
+
+        assert self.told(rank_main) == 2
+
+    def test_it_costs_four_bytes_of_a_step_that_sends_nothing(self):
+        def rank_main(comm):
+            model, optimizer, _ = train(comm, LOOP, 0)
+            before = comm.bytes_sent
+            one_step(model, optimizer, comm.rank, 0)
+            of_first = comm.bytes_sent
+            one_step(model, optimizer, comm.rank, 1)
+            return of_first - before, comm.bytes_sent - of_first
+
+        assert run_local(2, rank_main, timeout=20) == [(4, 0)] * 2
+
+    def test_nobody_is_told_of_gradients_that_a_closure_computes(self):
+        def rank_main(comm):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
+            for _ in range(4):
+                optimizer.step(lambda: (optimizer.zero_grad(), backward(model, 0, 0))[1])
+
+        assert self.told(rank_main) == 0
+
+    def test_nor_of_ranks_with_data_of_their_own(self):
+        assert self.told(lambda comm: train(comm, PLAIN) and None) == 0

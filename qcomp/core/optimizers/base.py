@@ -22,6 +22,7 @@ from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.optimizers.same_data import compare_gradients
 from qcomp.core.optimizers.starting import Place, begin, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.state import OptimizerState
@@ -288,9 +289,31 @@ class Optimizer(TakesAveraging, ABC):
             On every rank, if a gradient on any rank is not finite (with ``nonfinite="raise"``).
         CommunicatorError
             If the exchange failed. The parameters and the state passed in are still valid.
+
+        Warns
+        -----
+        UserWarning
+            On every rank, if all ranks have the same gradients in the first step, which sends 4 bytes to all others for
+            that.
         """
         require_rank(state, comm)
+        if not state.step and state.size > 1:
+            tensors = as_tensors(params, "params")
+            gradients = self.gradients_of(tensors, grads, state)
+            drive(compare_gradients(gradients, state.size, tensors[0], type(self).__name__), comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
+
+    def gradients_of(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
+        """Return the gradients among what `step` is given, as a list.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters.
+        grads, state
+            As for `step`.
+        """
+        return as_gradients(grads, params, state.names)
 
     def stages(
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False

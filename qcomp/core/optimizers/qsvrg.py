@@ -197,6 +197,10 @@ class QSVRG(Optimizer):
         """
         return super().step(params, grads, state, comm, donate=donate)
 
+    def gradients_of(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
+        """Return the gradients at x; the corrected vectors of a first step are equal on all ranks."""
+        return _pair(params, grads, state)[0]
+
     def stages(
         self,
         params: Any,
@@ -221,16 +225,7 @@ class QSVRG(Optimizer):
         state : OptimizerState
             The state of the last step.
         """
-        if state.stage != "epoch":
-            raise ValueError(f"state is of stage {state.stage!r}; expected 'epoch': call begin_epoch first")
-        if not isinstance(grads, tuple) or len(grads) != 2:
-            raise TypeError(
-                f"grads is a {type(grads).__name__}; expected the tuple (gradients at params, at the snapshot)"
-            )
-        at_params, at_snapshot = (
-            [to_compute_dtype(g) for g in _like_params(each, params, f"grads[{index}]")]
-            for index, each in enumerate(grads)
-        )
+        at_params, at_snapshot = _pair(params, grads, state)
         return [x - y + g for x, y, g in zip(at_params, at_snapshot, state.arrays[_GRADIENT], strict=True)]
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
@@ -281,6 +276,21 @@ class QSVRG(Optimizer):
             for s, p in zip(state.arrays[_ITERATES], as_tensors(params, "params"), strict=True)
         ]
         return as_given(means, params)
+
+
+def _pair(params: Sequence[Array], grads: Any, state: OptimizerState) -> tuple[list[Array], list[Array]]:
+    """Return the gradients at the parameters and at the snapshot, in the dtype in which they are computed."""
+    if state.stage != "epoch":
+        raise ValueError(f"state is of stage {state.stage!r}; expected 'epoch': call begin_epoch first")
+    if not isinstance(grads, tuple) or len(grads) != 2:
+        raise TypeError(
+            f"grads is a {type(grads).__name__}; expected the tuple (gradients at params, at the snapshot)"
+        )
+    at_params, at_snapshot = (
+        [to_compute_dtype(g) for g in _like_params(each, params, f"grads[{index}]")]
+        for index, each in enumerate(grads)
+    )
+    return at_params, at_snapshot
 
 
 def _like_params(grads: Any, params: Sequence[Array], argument: str) -> list[Array]:
