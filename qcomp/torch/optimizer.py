@@ -18,7 +18,6 @@ from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.same_data import compare_gradients
 from qcomp.core.optimizers.unused import stages_of_used
 from qcomp.core.state import OptimizerState
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
@@ -240,10 +239,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self._take(self._overlapped.state)
             return loss
         stages = self._stages(self._values(), self.core_state, donate=True)
-        if not self.core_state.step:
-            gradients = [None if p.grad is None else p.grad.detach() for p in self._tensors]
-            name = type(self).__name__
-            drive(compare_gradients(gradients, self._comm.size, self._tensors[0], name), self._comm)
         with plain_products(self._tensors[0]):
             self._adopt(*drive(stages, self._comm))
         return loss

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from qcomp.comm.base import Communicator
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.optimizers.agreement import compare_gradients
 from qcomp.core.optimizers.compression import EXACT
-from qcomp.core.optimizers.same_data import compare_gradients
 from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped

@@ -288,9 +288,8 @@ class TestOptimizers:
         qcomp.comm.run_local(2, rank_main)
 
     def test_resumes_from_a_checkpoint(self, half, optimizer):
-        grads = half.array(halves_of("gaussian", 96, 1, half.dtype))
-
         def rank_main(comm):
+            grads = half.array(halves_of("gaussian", 96, 1 + comm.rank, half.dtype))
             params = half.array(halves_of("gaussian", 96, 0, half.dtype))
             state = optimizer.init(params, comm)
             for _ in range(3):

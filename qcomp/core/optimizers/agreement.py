@@ -1,5 +1,6 @@
-"""What the ranks of an optimizer must agree on before the first step, in words that are equal where it is."""
+"""What the ranks of an optimizer must agree on before the first step, and what should differ in it: their gradients."""
 
+import hashlib
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,12 +9,23 @@ from typing import Any
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.averaging import Averaging
-from qcomp.core.numeric.arrays import Array, digest, dtype_name
-from qcomp.core.reporting import name_ranks
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    digest,
+    dtype_name,
+    from_host_bytes,
+    host_bytes,
+)
+from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["choices", "digests", "explain_values", "facts", "settings_of", "stream_of"]
+__all__ = ["choices", "compare_gradients", "digests", "explain_values", "facts", "settings_of", "stream_of"]
 
+_BYTES = 4
+"""Of a fingerprint. Of four billion runs with different data one is warned in vain."""
+_NOTHING = bytes(_BYTES)
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
@@ -72,12 +84,45 @@ def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
     return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 
 
+def compare_gradients(gradients: Sequence[Array | None], size: int, like: Array, who: str) -> Stages[None]:
+    """Warn on every rank if all have the same gradients; sends 4 bytes to all others.
+
+    Parameters
+    ----------
+    gradients : sequence of arrays or None
+        This rank's; None where there is none.
+    size : int
+        Number of ranks.
+    like : array
+        Gives the library and the device of the buffers.
+    who : str
+        Who averages over the ranks.
+    """
+    arrived = yield AllGather(from_host_bytes(_fingerprint(gradients), like), (_BYTES,) * size)
+    found = {bytes(host_bytes(part)) for part in arrived}
+    if size > 1 and len(found) == 1 and found != {_NOTHING}:
+        warn_caller(
+            f"all {size} ranks have the same gradients in the first step, so {who} averages in vain: either they train "
+            "on the same data, or something averages before, such as DistributedDataParallel. Give each rank data of "
+            "its own, for instance by a DistributedSampler or a seed that depends on the rank. Do not wrap the model, "
+            "or pass it as model= to an optimizer that takes it"
+        )
+
+
 def choices(state: OptimizerState) -> list[object]:
     """Return what policies have chosen for each tensor: whether it is compressed, or the compressor that it has."""
     if not state.compressors:
         return [not is_exact for is_exact in state.exact]
     compressors = iter(state.compressors)
     return [None if is_exact else next(compressors).spec for is_exact in state.exact]
+
+
+def _fingerprint(gradients: Sequence[Array | None]) -> bytes:
+    """Return bytes that are equal where all elements are; zeros if all elements are."""
+    held = [x for x in gradients if x is not None]
+    if not any(bool(array_namespace(x).any(x != 0)) for x in held):
+        return _NOTHING
+    return hashlib.sha256("".join(map(digest, held)).encode()).digest()[:_BYTES]
 
 
 def _rates(learning_rate: Any) -> list[str]:

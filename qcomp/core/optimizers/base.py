@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.checkpoint.schema import Number, shown
@@ -17,12 +17,12 @@ from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
+from qcomp.core.optimizers.agreement import compare_gradients
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.same_data import compare_gradients
 from qcomp.core.optimizers.starting import Place, begin, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.state import OptimizerState
@@ -53,6 +53,9 @@ class Optimizer(TakesAveraging, ABC):
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     """
+
+    compares_gradients: ClassVar[bool] = True
+    """Whether a first step warns if all ranks have the same gradients."""
 
     learning_rate: float | Callable[[int], float]
     weight_decay: float = 0.0
@@ -297,23 +300,7 @@ class Optimizer(TakesAveraging, ABC):
             that.
         """
         require_rank(state, comm)
-        if not state.step and state.size > 1:
-            tensors = as_tensors(params, "params")
-            gradients = self.gradients_of(tensors, grads, state)
-            drive(compare_gradients(gradients, state.size, tensors[0], type(self).__name__), comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
-
-    def gradients_of(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
-        """Return the gradients among what `step` is given, as a list.
-
-        Parameters
-        ----------
-        params : sequence of arrays
-            The parameters.
-        grads, state
-            As for `step`.
-        """
-        return as_gradients(grads, params, state.names)
 
     def stages(
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False
@@ -331,6 +318,8 @@ class Optimizer(TakesAveraging, ABC):
         """
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
+        if self.compares_gradients and not state.step and state.size > 1:
+            yield from compare_gradients(gradients, state.size, tensors[0], type(self).__name__)
         try:
             scale = 1.0 if self.clip_norm is None else (yield from self.clip_scale(gradients, state))
             means = yield from self.prepare(gradients, state, scale=scale).stages()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
@@ -92,6 +92,8 @@ class QSVRG(Optimizer):
     >>> bool(abs(y - [1, 3]).max() < 0.05)
     True
     """
+
+    compares_gradients: ClassVar[bool] = False  # in the first step of an epoch all ranks have the same vector
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
     averaging: Averaging = Averaging(topology="all_gather", feedback=False)
@@ -197,10 +199,6 @@ class QSVRG(Optimizer):
         """
         return super().step(params, grads, state, comm, donate=donate)
 
-    def gradients_of(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
-        """Return the gradients at x; the corrected vectors of a first step are equal on all ranks."""
-        return _pair(params, grads, state)[0]
-
     def stages(
         self,
         params: Any,
@@ -225,7 +223,16 @@ class QSVRG(Optimizer):
         state : OptimizerState
             The state of the last step.
         """
-        at_params, at_snapshot = _pair(params, grads, state)
+        if state.stage != "epoch":
+            raise ValueError(f"state is of stage {state.stage!r}; expected 'epoch': call begin_epoch first")
+        if not isinstance(grads, tuple) or len(grads) != 2:
+            raise TypeError(
+                f"grads is a {type(grads).__name__}; expected the tuple (gradients at params, at the snapshot)"
+            )
+        at_params, at_snapshot = (
+            [to_compute_dtype(g) for g in _like_params(each, params, f"grads[{index}]")]
+            for index, each in enumerate(grads)
+        )
         return [x - y + g for x, y, g in zip(at_params, at_snapshot, state.arrays[_GRADIENT], strict=True)]
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
@@ -276,21 +283,6 @@ class QSVRG(Optimizer):
             for s, p in zip(state.arrays[_ITERATES], as_tensors(params, "params"), strict=True)
         ]
         return as_given(means, params)
-
-
-def _pair(params: Sequence[Array], grads: Any, state: OptimizerState) -> tuple[list[Array], list[Array]]:
-    """Return the gradients at the parameters and at the snapshot, in the dtype in which they are computed."""
-    if state.stage != "epoch":
-        raise ValueError(f"state is of stage {state.stage!r}; expected 'epoch': call begin_epoch first")
-    if not isinstance(grads, tuple) or len(grads) != 2:
-        raise TypeError(
-            f"grads is a {type(grads).__name__}; expected the tuple (gradients at params, at the snapshot)"
-        )
-    at_params, at_snapshot = (
-        [to_compute_dtype(g) for g in _like_params(each, params, f"grads[{index}]")]
-        for index, each in enumerate(grads)
-    )
-    return at_params, at_snapshot
 
 
 def _like_params(grads: Any, params: Sequence[Array], argument: str) -> list[Array]:
