@@ -14,14 +14,14 @@ from qcomp.core.numeric.orthogonal import orthogonalize
 from qcomp.core.numeric.whitening import unwhitened
 
 SHAPES = [(24, 10), (10, 24), (16, 3, 2), (7,), (12, 12), (20, 6)]
-NAMES = ["tall", "wide", "kernel", "bias", "square", "head"]
+NAMES = ["tall", "wide", "kernel", "bias", "square", "last"]
 MATRICES = ["tall", "wide", "kernel", "square"]
 EXACT = {"compressor": qcomp.Identity(), "update_compressor": qcomp.Identity()}
 COARSE = {"compressor": qcomp.QSGD(7, 16), "update_compressor": qcomp.ScaledSign(16, "rms")}
 
 
 def muon(**changes) -> qcomp.Muon:
-    return qcomp.Muon(**{"learning_rate": 0.05, "others": ("head",), **COARSE, **changes})
+    return qcomp.Muon(**{"learning_rate": 0.05, "others": ("last",), **COARSE, **changes})
 
 
 def run(
@@ -611,9 +611,30 @@ class TestWhatAdamWMoves:
 
     def test_by_patterns_or_by_a_policy(self):
         assert self.chosen(()) == ["bias"]
-        assert self.chosen(["w*", "head"]) == ["wide", "bias", "head"]
-        assert self.chosen(qcomp.ExactBelow(200)) == ["kernel", "bias", "square", "head"]
+        assert self.chosen(["w*", "last"]) == ["wide", "bias", "last"]
+        assert self.chosen(qcomp.ExactBelow(200)) == ["kernel", "bias", "square", "last"]
         assert self.chosen(lambda tensors: [t.name == "tall" for t in tensors]) == ["tall", "bias"]
+
+    @pytest.mark.parametrize(
+        "name",
+        ["transformer.wte.weight", "model.embed_tokens.weight", "params/Embed_0/embedding", "lm_head.weight"],
+    )
+    def test_what_has_the_name_of_an_embedding_or_a_head_is_warned_of(self, name):
+        def begin(others):
+            opt = qcomp.Muon(learning_rate=0.1, others=others)
+            return opt.init([np.ones((4, 4))] * 2, LocalCommunicator.alone(), ["between", name])
+
+        with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', by their names embeddings"):
+            assert begin(()).exact == (False, False)
+        with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', by their names embeddings"):
+            begin(["betw*"])
+        # Not if it is named, or if a function has chosen.
+        assert begin([name]).exact == (False, True)
+        assert begin(lambda tensors: [False] * len(tensors)).exact == (False, False)
+
+    @pytest.mark.parametrize("name", ["heads.0.key", "attention.overhead", "ahead.weight", "membrane", "wtext"])
+    def test_what_only_contains_such_a_word_is_not(self, name):
+        qcomp.Muon(learning_rate=0.1).init([np.ones((4, 4))], LocalCommunicator.alone(), [name])
 
     def test_a_model_without_matrices_is_warned_of(self):
         with pytest.warns(UserWarning, match="Muon orthogonalises nothing: AdamW moves all 1 tensors"):
@@ -635,14 +656,14 @@ class TestWhatAdamWMoves:
                     "kernel": 0.05,
                     "bias": 0.1 * factor,
                     "square": 0.05,
-                    "head": 0.05 * factor,
+                    "last": 0.05 * factor,
                 }
             )
 
     @pytest.mark.parametrize(
         ("changes", "error", "text"),
         [
-            ({"others": "head"}, TypeError, "others is 'head'; expected a sequence of patterns"),
+            ({"others": "last"}, TypeError, "others is 'last'; expected a sequence of patterns"),
             ({"others": None}, TypeError, "others is None"),
             ({"momentum": 1.0}, ValueError, "momentum is 1.0"),
             ({"adjust_lr_fn": None}, ValueError, "adjust_lr_fn is None"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.checkpoint.schema import Number, shown
@@ -54,7 +54,7 @@ class Optimizer(TakesAveraging, ABC):
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     """
 
-    compares_gradients: ClassVar[bool] = True
+    compares_gradients = True
     """Whether a first step warns if all ranks have the same gradients."""
 
     learning_rate: float | Callable[[int], float]

@@ -1,6 +1,7 @@
 """Muon: updates with the singular vectors of the momentum, made by the rank that owns a matrix."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ _JOINED = 1 << 17
 """As `_AT_ONCE`, of several matrices: copies of larger ones take longer than they save."""
 
 
+_OUTSIDE = re.compile(r"embed|(^|[./])(emb|wte|wpe|(lm_)?head|classifier)([./]|$)", re.IGNORECASE)
+"""Names of what is not between hidden layers, in the models of most libraries."""
 _FOUND = {0: "in torch", -1: "in Flax"}
 """Where the outputs of a layer are on an axis."""
 
@@ -246,9 +249,9 @@ class Muon(Optimizer):
                 f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they have fewer than two "
                 f"dimensions or are chosen by others={self.others!r}"
             )
-        self._warn_of_flat(
-            [(name, p) for name, p, is_exact in zip(names, params, exact, strict=True) if not is_exact]
-        )
+        matrices = [(name, p) for name, p, is_exact in zip(names, params, exact, strict=True) if not is_exact]
+        self._warn_of_flat(matrices)
+        self._warn_of_outside(matrices)
         kept = [
             p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]
             for p, is_exact in zip(params, exact, strict=True)
@@ -350,6 +353,16 @@ class Muon(Optimizer):
             arrays=arrays,
         )
 
+    def _warn_of_outside(self, matrices: Sequence[tuple[str, Array]]) -> None:
+        """Warn of matrices with the name of an embedding or a head, unless a function has chosen."""
+        outside = [repr(name) for name, _ in matrices if _OUTSIDE.search(name)]
+        if outside and not callable(self.others):
+            warn_caller(
+                f"Muon orthogonalises {_first_three(outside)}, by their names embeddings or heads: Muon suits matrices "
+                "between hidden layers. Name them in others, so that AdamW moves them; if it is meant, pass a function "
+                "as others"
+            )
+
     def _warn_of_flat(self, matrices: Sequence[tuple[str, Array]]) -> None:
         """Warn of tensors of three and more dimensions that look as if their outputs were on their other end."""
         other = -1 if self.output_axis == 0 else 0
@@ -359,9 +372,8 @@ class Muon(Optimizer):
             if len(x.shape) > 2 and x.shape[self.output_axis] < x.shape[other]
         ]
         if flat:
-            more = f" and {len(flat) - 3} more" if len(flat) > 3 else ""
             warn_caller(
-                f"output_axis is {self.output_axis}, so Muon orthogonalises few rows of {', '.join(flat[:3])}{more}: "
+                f"output_axis is {self.output_axis}, so Muon orthogonalises few rows of {_first_three(flat)}: "
                 f"if outputs are on the other end, as {_FOUND[other]}, pass output_axis={other}; name a stack of "
                 "matrices in others"
             )
@@ -486,6 +498,11 @@ class _Rule:
         if self.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _first_three(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 def _most(shape: Shape, elements: int) -> int:

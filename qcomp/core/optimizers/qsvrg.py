@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
@@ -93,7 +93,7 @@ class QSVRG(Optimizer):
     True
     """
 
-    compares_gradients: ClassVar[bool] = False  # in the first step of an epoch all ranks have the same vector
+    compares_gradients = False  # in the first step of an epoch all ranks have the same vector
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
     averaging: Averaging = Averaging(topology="all_gather", feedback=False)
