@@ -632,7 +632,9 @@ class TestWhatAdamWMoves:
         assert begin([name]).exact == (False, True)
         assert begin(lambda tensors: [False] * len(tensors)).exact == (False, False)
 
-    @pytest.mark.parametrize("name", ["heads.0.key", "attention.overhead", "ahead.weight", "membrane", "wtext"])
+    @pytest.mark.parametrize(
+        "name", ["heads.0.key", "attention.overhead", "ahead.weight", "membrane", "wtext"]
+    )
     def test_what_only_contains_such_a_word_is_not(self, name):
         qcomp.Muon(learning_rate=0.1).init([np.ones((4, 4))], LocalCommunicator.alone(), [name])
 

@@ -64,7 +64,8 @@ def train_by_the_core(n, optimizer, shapes=SHAPES):
             grads = jax.tree.leaves(gradient(structure.unflatten(params), *problem))
             recorder.sent = []
             params, state = optimizer.step(params, grads, state, recorder)
-            of_steps.append(recorder.sent[step == 0 :])  # without the comparison of gradients in the first step
+            # Without the comparison of gradients in the first step.
+            of_steps.append(recorder.sent[step == 0 :])
         return params, of_steps
 
     return qcomp.comm.run_local(n, rank_main)
