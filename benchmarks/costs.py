@@ -27,11 +27,11 @@ SIZE = SHAPE[0] * SHAPE[1]
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and the number of steps before the one that is measured."""
+    """An optimizer, and the number of steps before the one that is measured: the first one also compares gradients."""
 
     label: str
     optimizer: qcomp.Optimizer
-    steps: int = 0
+    steps: int = 1
     hosts: tuple[str, ...] = ()
     """The node of each rank; by default each rank is a node of its own."""
 

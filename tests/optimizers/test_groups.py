@@ -11,14 +11,14 @@ from qcomp import Group
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.optimizers import groups as module
 
-SHAPES = {"head.weight": (5, 8), "head.bias": (7,), "body.weight": (33,), "body.bias": (3,)}
+SHAPES = {"last.weight": (5, 8), "last.bias": (7,), "body.weight": (33,), "body.bias": (3,)}
 NAMES = tuple(SHAPES)
 GROUPS = (
     Group("*.bias", weight_decay=0.0),
-    Group("head.*", learning_rate_factor=0.125),
-    Group("head.bias", learning_rate_factor=99.0),
+    Group("last.*", learning_rate_factor=0.125),
+    Group("last.bias", learning_rate_factor=99.0),
 )
-OF_EACH = {"head.weight": (0.125, 0.2), "head.bias": (1, 0.0), "body.weight": (1, 0.2), "body.bias": (1, 0.0)}
+OF_EACH = {"last.weight": (0.125, 0.2), "last.bias": (1, 0.0), "body.weight": (1, 0.2), "body.bias": (1, 0.0)}
 """Factor and decay of each name: the first group that matches counts."""
 SIGN = qcomp.ScaledSign(bucket_size=16)
 OPTIMIZERS = {
@@ -103,7 +103,7 @@ def test_no_optimizer_forgets_them(kind, grads):
     opt = kind(
         learning_rate=0.01,
         weight_decay=0.1,
-        groups=[Group("head.*", learning_rate_factor=0.0)],
+        groups=[Group("last.*", learning_rate_factor=0.0)],
         **{key: value for key, value in {"freeze": 2, "exact": None}.items() if key in known},
     )
     comm, start = LocalCommunicator.alone(), draw(grads, 99, 0)
@@ -114,7 +114,7 @@ def test_no_optimizer_forgets_them(kind, grads):
         g = draw(grads, 0, step)
         params, state = opt.step(params, (g, start) if kind is qcomp.QSVRG else g, state, comm)
     for name, before, after in zip(NAMES, start, params, strict=True):
-        assert (before.tobytes() == after.tobytes()) == name.startswith("head.")
+        assert (before.tobytes() == after.tobytes()) == name.startswith("last.")
 
 
 class TestPatterns:
@@ -136,7 +136,7 @@ class TestPatterns:
             opt.init([np.zeros(1)] * 50, LocalCommunicator.alone(), names)
 
     def test_a_group_behind_another_is_no_error(self):
-        opt = replace(OPTIMIZERS["adam"], groups=[Group("*"), Group("head.bias")])
+        opt = replace(OPTIMIZERS["adam"], groups=[Group("*"), Group("last.bias")])
         opt.init([np.zeros(s) for s in SHAPES.values()], LocalCommunicator.alone(), NAMES)
 
     def test_numbers_are_names_too(self, job):
@@ -164,7 +164,7 @@ class TestArguments:
         with pytest.raises((ValueError, TypeError), match=message):
             Group(**{"pattern": "*", **arguments})
 
-    @pytest.mark.parametrize("bad", [Group("*"), "head.*", [("head.*", 0.1)]])
+    @pytest.mark.parametrize("bad", [Group("*"), "last.*", [("last.*", 0.1)]])
     def test_no_groups(self, bad):
         with pytest.raises(TypeError, match=r"groups is .*; expected a sequence of qcomp\.Group"):
             qcomp.Adam(learning_rate=0.1, groups=bad)
@@ -213,9 +213,9 @@ class TestExactNames:
         run_local(2, rank_main, timeout=20)
 
     def test_in_an_optimizer(self, job, grads):
-        policy = qcomp.ExactBelow(4, names=("head.*",))
+        policy = qcomp.ExactBelow(4, names=("last.*",))
         run = job(
-            replace(OPTIMIZERS["1-bit"], exact=policy), grads([(5, 8), (6, 7)], 99, 0), 2, ("head.w", "w")
+            replace(OPTIMIZERS["1-bit"], exact=policy), grads([(5, 8), (6, 7)], 99, 0), 2, ("last.w", "w")
         )
         assert run.state.exact == (True, False)
 
