@@ -42,7 +42,8 @@ class OuterLoop:
         What is trained. Parameters that require no gradient stay as they are. A module is not wrapped in
         DistributedDataParallel, unless among the ranks of one worker.
     optimizer : torch.optim.Optimizer, or sequence of them
-        The inner optimizers, in the order in which they step. Their states stay on their ranks.
+        The inner optimizers, in the order in which they step, or what a framework has wrapped them in. Their states
+        stay on their ranks.
     loop : qcomp.OuterLoop
         The settings, for instance ``qcomp.outer.diloco(100)``.
     comm : communicator, optional
@@ -242,7 +243,8 @@ class Trained:
         *,
         buffers: bool,
     ) -> None:
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        several = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers = [_inside(one) for one in several]
         if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
             raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
         named = _named(model)
@@ -304,6 +306,12 @@ class Trained:
             means, _ = yield from EXACT.stages(self._averaged, nothing)
             for buffer, mean in zip(self._averaged, means, strict=True):
                 buffer.copy_(mean)
+
+
+def _inside(optimizer: Any) -> Any:
+    """Return the optimizer of torch in that of a framework, such as Accelerate or Lightning, which calls its step."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _named(model: Any) -> list[tuple[str, Any]]:

@@ -381,3 +381,25 @@ class TestSameData:
 
     def test_nor_of_ranks_with_data_of_their_own(self):
         assert self.told(lambda comm: train(comm, PLAIN) and None) == 0
+
+
+def test_the_optimizer_in_the_wrapper_of_a_framework():
+    """As Accelerate and Lightning have one, the first a subclass that torch's hooks do not know."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    def rank_main(comm, *, wrapped):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        qcomp.torch.OuterLoop(model, Wrapper(optimizer) if wrapped else [optimizer], PLAIN, comm=comm)
+        for step in range(4):
+            one_step(model, optimizer, comm.rank, step)
+        return bits(model.parameters())
+
+    with_it, without = (
+        run_local(2, lambda comm, how=how: rank_main(comm, wrapped=how), timeout=20) for how in (True, False)
+    )
+    assert with_it == without
+    assert with_it[0] == with_it[1]
