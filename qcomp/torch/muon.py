@@ -12,6 +12,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import LloydMax, ScaledSign
 from qcomp.core.optimizers.schedules import Schedule
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.reporting import warn_caller
 from qcomp.torch.live import exact_of
 from qcomp.torch.optimizer import AveragingOptimizer
 
@@ -151,6 +152,8 @@ class Muon(AveragingOptimizer):
     ) -> dict[str, Any]:
         """Return what all groups have, or a policy of the groups."""
         first, *rest = [group["others"] for group in groups]
+        if first == () and not any(rest) and not any(group.get("param_names") for group in groups):
+            self._warn_without_names(groups)
         if not isinstance(first, bool) and all(others == first for others in rest):
             return {"others": first}
         policies = [
@@ -158,3 +161,13 @@ class Muon(AveragingOptimizer):
             for others in (first, *rest)
         ]
         return {"others": exact_of([{"exact": policy} for policy in policies], names)}
+
+    def _warn_without_names(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn that nothing tells embeddings and heads from other matrices."""
+        matrices = [p for group in groups for p in group["params"] if p.requires_grad and p.ndim > 1]
+        if len(matrices) > 1:
+            warn_caller(
+                f"Muon orthogonalises all {len(matrices)} matrices, since no parameter has a name: if embeddings or a "
+                "head are among them, pass named_parameters() and others=, or put them into a group with others=True; "
+                "if not, pass others=False"
+            )

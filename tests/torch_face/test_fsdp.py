@@ -523,7 +523,7 @@ REFUSALS = {
         "ValueError: feedback is True, but some parameters of the module '1' have no gradient",
     ),
     "optimizer": (
-        "qcomp.torch.Muon(sharded().parameters())",
+        "qcomp.torch.Muon(sharded().named_parameters())",
         "TypeError: params[0] is a torch.DTensor, of which each rank holds a shard; expected whole arrays: compress",
     ),
     "factor": (

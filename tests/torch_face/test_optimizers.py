@@ -994,3 +994,31 @@ def test_a_step_under_autocast_is_the_one_outside(whiten_steps):
                 optimizer.step()
         found.append(weight.detach().clone())
     assert torch.equal(*found)
+
+
+class TestMuonWithoutNames:
+    """Nothing tells embeddings from other matrices then."""
+
+    WARNING = "Muon orthogonalises all 2 matrices, since no parameter has a name"
+
+    def made(self, params, **settings):
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6))
+        return qcomp.torch.Muon(params(model), comm=LocalCommunicator.alone(), **settings)
+
+    def test_a_warning(self):
+        with pytest.warns(UserWarning, match=self.WARNING):
+            self.made(lambda model: model.parameters())
+        with pytest.warns(UserWarning, match=self.WARNING):
+            self.made(lambda model: [{"params": layer.parameters()} for layer in model])
+
+    def test_none_of_what_the_caller_has_decided(self):
+        assert self.made(lambda model: model.parameters(), others=False).core_state.exact.count(False) == 2
+        assert self.made(lambda model: model.parameters(), others=lambda every: [True, False, True])
+        assert self.made(
+            lambda model: [
+                {"params": model[0].parameters(), "others": True},
+                {"params": model[1].parameters()},
+            ]
+        ).core_state.exact == (True, False, True)
+        assert self.made(lambda model: model.named_parameters(), others=["0.*"])
+        assert self.made(lambda model: [model[1].weight])  # nothing to tell it from
