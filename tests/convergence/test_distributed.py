@@ -63,6 +63,7 @@ class TestEveryOptimizer:
     def test_a_replay_is_the_same(self, name):
         assert train(OPTIMIZERS[name], 2) == train(OPTIMIZERS[name], 2)
 
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_two_ranks_with_the_same_data_are_one(self, name):
         """(x + x) / 2 is x, and what they send is the same; but for draws, which every rank has of its own."""
         opt = OPTIMIZERS[name]

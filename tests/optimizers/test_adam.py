@@ -167,6 +167,7 @@ class TestLibraries:
             assert np.abs(one - other).max() < 1e-5
 
     @pytest.mark.parametrize("name", ["float16", "bfloat16"])
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_half_precision_parameters_have_moments_in_float32(self, job, name):
         torch = pytest.importorskip("torch")
         dtype = getattr(torch, name)

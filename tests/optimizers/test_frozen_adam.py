@@ -229,6 +229,7 @@ class TestCompressedStage:
             assert bits(run.params[0]) == bits(params)
             assert bits(run.state.momentum) == bits(m)
 
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_a_world_of_two_with_the_same_data_is_the_world_of_one(self, job, grads):
         """Exact for a power of two, once nothing is lost."""
         opt = one_bit(compressor=qcomp.Identity())
@@ -404,6 +405,7 @@ class TestFreeze:
         assert run.state.variance[0] == pytest.approx(corrected[-1], rel=1e-9)
 
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb])
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_not_while_the_learning_rate_rises(self, job, make):
         """A window to compare with, and one in which nothing changes, after the last step of the rise."""
         delay, rise = 10, 60

@@ -136,6 +136,7 @@ class TestReference:
             )
 
     @pytest.mark.parametrize(("size", "block_rows"), [(2, None), (3, 7), (5, None)])
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_without_compression_ranks_make_the_steps_of_one_with_the_mean_gradient(
         self, grads, lockstep, size, block_rows
     ):
@@ -563,6 +564,7 @@ class TestCheckpoints:
             assert means[0].any()
         run(opt, grads, lockstep, new, states=loaded, params=[params[0]] * new, steps=2)
 
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_without_compression_another_number_of_ranks_changes_nothing(self, grads, lockstep):
         opt = muon(**EXACT)
         params, states = run(opt, grads, lockstep, 2, same=True)

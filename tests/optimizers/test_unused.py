@@ -49,6 +49,7 @@ def test_what_no_rank_uses_stays_as_it_is(lockstep, library, opt):
         assert state.step == filled.step == 1
 
 
+@pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
 def test_a_trust_ratio_stays_of_the_tensor_that_nobody_uses(lockstep):
     """And not of one whose name ends like its name."""
     opt = qcomp.OneBitLamb(learning_rate=0.1, weight_decay=0.1, exact=None)

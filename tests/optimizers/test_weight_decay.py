@@ -58,6 +58,7 @@ class TestReference:
     @pytest.mark.parametrize("coupled", [False, True])
     @pytest.mark.parametrize("freeze", [4, 99])
     @pytest.mark.parametrize(("size", "dtype"), [(1, np.float32), (1, np.float64), (2, np.float64)])
+    @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_bit_equal(self, job, grads, *, coupled, freeze, size, dtype):
         """With two ranks the gradients are equal, so that averaging momenta instead of gradients rounds alike."""
         params = grads(SHAPES, 99, 0, dtype)

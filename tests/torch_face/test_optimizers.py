@@ -1022,3 +1022,20 @@ class TestMuonWithoutNames:
         ).core_state.exact == (True, False, True)
         assert self.made(lambda model: model.named_parameters(), others=["0.*"])
         assert self.made(lambda model: [model[1].weight])  # nothing to tell it from
+
+
+@pytest.mark.parametrize(("same", "told"), [(True, 2), (False, 0)])
+def test_ranks_with_the_same_gradients_are_told(same, told):
+    def rank_main(comm):
+        model = model_of(0)
+        optimizer = face("CompressedSGD", model.named_parameters(), comm)
+        for step in range(2):
+            backward(model, 0 if same else comm.rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run_local(2, rank_main)
+    texts = [str(one.message) for one in found]
+    assert sum("all 2 ranks have the same gradients in the first step" in text for text in texts) == told
