@@ -106,10 +106,11 @@ class TestVolume:
 
         def rank_main(comm):
             params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
+            grads = [param + comm.rank for param in params]
             optimizer = qcomp.CompressedSGD(learning_rate=0.1, compressor=qcomp.ScaledSign())
             state = optimizer.init(params, comm)
             before = comm.bytes_sent
-            optimizer.step(params, params, state, comm)
+            optimizer.step(params, grads, state, comm)
             return comm.bytes_sent - before
 
         sent = qcomp.comm.run_local(2, rank_main)
