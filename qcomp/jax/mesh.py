@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
@@ -114,7 +115,7 @@ class MeshMean:
         """Return a state with residuals of zero.
 
         Call it inside `jax.shard_map`, or where `jax.set_mesh` tells the size of the axis: the arrays are those of one
-        device, or of all. `partition_specs` says how they are cut.
+        device, or of all, each device holding its own row. `partition_specs` says how they are cut.
 
         Parameters
         ----------
@@ -137,13 +138,13 @@ class MeshMean:
             As for `init`.
         """
         size, inside = self._size()
-        rows = 1 if inside else size
         taken = Tree.of(tree, "tree")
         tensors = _tensors(taken)
         state = self._state(taken.names, tensors, size)
-        zeros = self._compression.zero_residuals(tensors, state)
+        zeros = jax.eval_shape(lambda: self._compression.zero_residuals(tensors, state)[2:4])
         worker, server = (
-            [jnp.zeros((rows, *e.shape), e.dtype) for e in owed] for owed in (zeros.worker, zeros.server)
+            [jnp.zeros((1, *e.shape), e.dtype) if inside else _rows(size, e, self.axis_name) for e in owed]
+            for owed in zeros
         )
         if inside and _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
             worker, server = jax.lax.pcast((worker, server), self.axis_name, to="varying")
@@ -324,6 +325,16 @@ class MeshMean:
 def _compressed(state: OptimizerState) -> list[str]:
     """Return the names of the compressed tensors."""
     return [name for name, exact in zip(state.names, state.exact, strict=True) if not exact]
+
+
+def _rows(size: int, like: Array, axis_name: str) -> Array:
+    """Return rows of zeros, of which each device of the mesh that is set makes its own, so that none holds all."""
+    shape, dtype = (size, *like.shape), like.dtype
+    mesh = jax.sharding.get_abstract_mesh()
+    rows = NamedSharding(mesh, PartitionSpec(axis_name))
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis_name] == AxisType.Explicit:
+        return jnp.zeros(shape, dtype, device=rows)
+    return jax.jit(lambda: jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), rows))()
 
 
 def _varies(x: Array, axis_name: str) -> bool:

@@ -173,6 +173,21 @@ class TestTheMean:
         assert float(found["s"]) == 2
         assert_array_equal(np.asarray(found["h"], np.float32), 3)
 
+    @pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
+    @pytest.mark.parametrize("how", [lambda f: f, jax.jit])
+    def test_each_device_makes_its_own_row_of_residuals(self, kind, how):
+        """No device holds those of all, and what JAX tracks in types fits `partition_specs`."""
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+        mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
+        with jax.set_mesh(mesh):
+            state = how(mean.init)({"w": jnp.ones((4, 16))})
+        specs = qcomp.jax.partition_specs(state, "data")
+        for row in jax.tree.leaves(state.residuals):
+            assert [shard.data.shape[0] for shard in row.addressable_shards] == [1] * 4
+        run = jax.shard_map(mean, mesh=mesh, in_specs=(ALL, specs), out_specs=(ALL, specs), check_vma=False)
+        found, state = jax.jit(run)({"w": jnp.ones((4, 16))}, state)
+        assert_array_equal(found["w"], 1)
+
     def test_nothing_is_compressed_without_a_warning(self):
         mean = qcomp.jax.MeshMean(SIGN, "data")
         with jax.set_mesh(mesh_of(2)), pytest.warns(UserWarning, match="compresses nothing"):
