@@ -1,19 +1,19 @@
 """A classifier of handwritten digits, trained with optax on a mesh whose devices send one bit per element.
 
-Run ``python examples/jax_mesh.py``. Without GPUs it makes eight devices of the CPU.
+Run ``python examples/jax_mesh.py``. Without GPUs it makes eight devices of the CPU. On several machines run a process
+on each, ``mpirun -n 2 python -m mpi4py examples/jax_mesh.py``: the mesh has the devices of all.
 """
 
-import os
 from typing import Any
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
 from sklearn.datasets import load_digits
 
 import qcomp.jax.optax
@@ -41,8 +41,18 @@ def loss(params: Params, images: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits(params, images), labels).mean()
 
 
+def tell(line: str) -> None:
+    """Print a line, once for all processes."""
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
 def main() -> None:
     """Train, check that all devices agree, and print the accuracy."""
+    if MPI.COMM_WORLD.size > 1:
+        jax.distributed.initialize(cluster_detection_method="mpi4py")
+    else:
+        jax.config.update("jax_num_cpu_devices", 8)
     images, labels = load_digits(return_X_y=True)
     images, labels = jnp.asarray(images, jnp.float32) / 16, jnp.asarray(labels)
 
@@ -85,15 +95,16 @@ def main() -> None:
         batch = rng.choice(TRAIN, BATCH, replace=False)
         params, state, value = step(params, state, *jax.device_put((images[batch], labels[batch]), cut))
         if (number + 1) % 50 == 0:
-            print(f"step {number + 1:3}  loss {float(value):.4f}", flush=True)
+            tell(f"step {number + 1:3}  loss {float(value):.4f}")
 
     for leaf in jax.tree.leaves(params):
         first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
         if any(other.tobytes() != first.tobytes() for other in others):
             raise SystemExit("the devices hold different parameters")
-    print(f"all {jax.device_count()} devices hold identical parameters")
+        multihost_utils.assert_equal(first, "the processes hold different parameters")
+    tell(f"all {jax.device_count()} devices hold identical parameters")
     right = jnp.argmax(logits(params, images[TRAIN:]), axis=1) == labels[TRAIN:]
-    print(f"accuracy {float(right.mean()):.3f} on digits not seen in training")
+    tell(f"accuracy {float(right.mean()):.3f} on digits not seen in training")
 
 
 if __name__ == "__main__":

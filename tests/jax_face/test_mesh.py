@@ -4,6 +4,7 @@ Those run in a process of their own with eight devices, which JAX counts only on
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,51 @@ def test_on_devices():
 @pytest.mark.parametrize("case", CASES)
 def test_more_on_devices(case):
     run_on_devices("slow", case)
+
+
+TRAINING = """
+import hashlib, sys
+import jax, jax.numpy as jnp, numpy as np, optax, qcomp, qcomp.jax.optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+if sys.argv[1] == "processes":
+    jax.distributed.initialize(cluster_detection_method="mpi4py")
+else:
+    jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("data",))
+tx = qcomp.jax.optax.onebit_adam(0.1, freeze=3, axis_name="data", exact=None)
+params = {"w": jnp.zeros((8, 40)), "b": jnp.zeros(5)}
+with jax.set_mesh(mesh):
+    state = tx.init(params)
+specs = qcomp.jax.partition_specs(state, "data")
+
+def step(params, state, x):
+    grads = jax.tree.map(lambda p: (p.sum() - x[0]) * jnp.arange(p.size).reshape(p.shape), params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+x = jax.device_put(np.float32([3, -1]), NamedSharding(mesh, P("data")))
+for _ in range(8):
+    params, state = step(params, state, x)
+held = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
+print(f"it is {hashlib.sha256(held).hexdigest()}")
+"""
+"""Some steps on two devices, which are those of two processes, or of one."""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_devices_of_two_processes_train_as_those_of_one(mpirun, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    of_two = mpirun(2, ["-m", "mpi4py", script, "processes"], timeout=200).stdout
+    of_one = mpirun(1, ["-m", "mpi4py", script, "devices"], timeout=200).stdout
+    (found,) = set(re.findall("it is ([0-9a-f]+)", of_two))
+    assert of_two.count(found) == 2
+    assert re.findall("it is ([0-9a-f]+)", of_one) == [found]
 
 
 @pytest.mark.parametrize(
