@@ -27,7 +27,7 @@ PARTS = ("curves", "seconds", "checks")
 ROUNDS = {"10mbit": 2, "100mbit": 5, "1gbit": 9, "10gbit": 15}
 AT_ONCE = 6
 """Methods that take turns in one process of a rank; more models need more memory."""
-CHECKED = (REFERENCE, "muon_4_1", "sparse_adamw")
+CHECKED = (REFERENCE, "muon_4_1", "torchft_muon", "sparse_often_blocks")
 CHECK_LINK, CHECK_STEPS, CHECK_RATE = "1gbit", 60, 1e-3
 LIMIT = 6 * 3600
 """Seconds after which a run counts as hanging."""
