@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from qcomp.comm.base import Communicator
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, drive
-from qcomp.core.optimizers.agreement import compare_gradients
 from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
@@ -66,8 +65,8 @@ class OuterLoop:
     Warns
     -----
     UserWarning
-        On every rank, if all ranks have the same gradients in the first step, which sends 4 bytes to all others for
-        that.
+        On every rank, if all ranks have the same outer gradients in the first round, or gradients in the first step of
+        a warm-up; see `qcomp.OuterLoop.step`.
 
     Notes
     -----
@@ -189,8 +188,6 @@ class OuterLoop:
         """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
         if is_first:
             self._trained.require_all()
-            if not self._state.step:
-                drive(self._trained.compare_stages(self._comm.size), self._comm)
         if self._state.stage != "warmup":
             return None
         (of_step, *given), named = args, dict(kwargs)
@@ -277,11 +274,6 @@ class Trained:
         for value, new in zip(self.values(), params, strict=True):
             if new.data_ptr() != value.data_ptr():
                 value.copy_(new)
-
-    def compare_stages(self, size: int) -> Stages[None]:
-        """Warn on every rank if all have the same gradients."""
-        grads = [None if p.grad is None else _own_part(p.grad) for p in self.tensors]
-        yield from compare_gradients(grads, size, self.values()[0], "an outer loop")
 
     def average_stages(self, loop: CoreLoop, state: OptimizerState) -> Stages[None]:
         """Replace the gradients by their means, in the warm-up; where no rank has one, none remains."""

@@ -107,7 +107,7 @@ def test_an_outer_loop_sends_what_is_counted(fragments, topology):
         state = loop.init(params, comm)
         before = comm.bytes_sent
         for step in range(loop.every):
-            params, state = loop.step([p + step for p in params], state, comm)
+            params, state = loop.step([p + (1 + comm.rank) * step for p in params], state, comm)
         return (comm.bytes_sent - before) / loop.every
 
     found = predicted(OuterMethod(loop=loop), 3).sent

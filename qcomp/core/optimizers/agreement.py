@@ -89,7 +89,13 @@ def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
     return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 
 
-def compare_gradients(gradients: Sequence[Array | None], size: int, like: Array, who: str) -> Stages[None]:
+def compare_gradients(
+    gradients: Sequence[Array | None],
+    size: int,
+    like: Array,
+    who: str,
+    what: str = "gradients in the first step",
+) -> Stages[None]:
     """Warn on every rank if all have the same gradients; sends 4 bytes to all others.
 
     Parameters
@@ -102,12 +108,16 @@ def compare_gradients(gradients: Sequence[Array | None], size: int, like: Array,
         Gives the library and the device of the buffers.
     who : str
         Who averages over the ranks.
+    what : str
+        What they are, and when.
     """
+    if size == 1:
+        return
     arrived = yield AllGather(from_host_bytes(_fingerprint(gradients), like), (_BYTES,) * size)
     found = {bytes(host_bytes(part)) for part in arrived}
-    if size > 1 and len(found) == 1 and found != {_NOTHING}:
+    if len(found) == 1 and found != {_NOTHING}:
         warn_caller(
-            f"all {size} ranks have the same gradients in the first step, so {who} averages in vain: either they train "
+            f"all {size} ranks have the same {what}, so {who} averages in vain: either they train "
             "on the same data, or something averages before, such as DistributedDataParallel. Give each rank data of "
             "its own, for instance by a DistributedSampler or a seed that depends on the rank. Do not wrap the model, "
             "or pass it as model= to an optimizer that takes it"

@@ -318,7 +318,7 @@ class Optimizer(TakesAveraging, ABC):
         """
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
-        if self.compares_gradients and not state.step and state.size > 1:
+        if self.compares_gradients and not state.step:
             yield from compare_gradients(gradients, state.size, tensors[0], type(self).__name__)
         try:
             scale = 1.0 if self.clip_norm is None else (yield from self.clip_scale(gradients, state))

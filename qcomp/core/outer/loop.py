@@ -13,7 +13,7 @@ from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
-from qcomp.core.optimizers.agreement import digests, explain_values
+from qcomp.core.optimizers.agreement import compare_gradients, digests, explain_values
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.makers import maker
@@ -27,6 +27,8 @@ from qcomp.core.outer.settings import ANCHOR, OWN, SENT, WARMUP, OuterSettings, 
 from qcomp.core.state import OptimizerState
 
 __all__ = ["OuterLoop"]
+
+_NAME = "an outer loop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,9 @@ class OuterLoop(OuterSettings):
     mean_i e_i + e_s at the end.
 
     A rank sends once in ``every`` steps 2 (N - 1) / N times the payload of the model in two phases, (N - 1) times by
-    all-gather, and for each fragment 8 bytes to every rank. A step of the warm-up sends 2 (N - 1) / N * 32 bits per
-    element. A state holds the shared parameters, residuals and outer moments; and what is under way, of the size of its
-    fragments. Shared parameters are kept in float32 for parameters of half precision.
+    all-gather, and for each fragment 8 bytes to every rank; 4 more once. A step of the warm-up sends 2 (N - 1) / N * 32
+    bits per element. A state holds the shared parameters, residuals and outer moments; and what is under way, of the
+    size of its fragments. Shared parameters are kept in float32 for parameters of half precision.
 
     The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model. Source: Stich,
     ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments, delay, mixing); Sarfi
@@ -188,6 +190,8 @@ class OuterLoop(OuterSettings):
         if state.stage != WARMUP:
             return grads
         gradients = as_gradients(grads, state.arrays[ANCHOR], state.names)
+        if not state.step:
+            yield from compare_gradients(gradients, state.size, gradients[0], _NAME)
         part = self.compression.exact_part(range(len(gradients)), [copy(g) for g in gradients], state)
         try:
             means = yield from Average((part,), state.exchange).stages()
@@ -229,9 +233,15 @@ class OuterLoop(OuterSettings):
             differ.
         CommunicatorError
             If the exchange failed. Whatever is raised, the parameters and the state passed in are still valid.
+
+        Warns
+        -----
+        UserWarning
+            On every rank, if all ranks have the same outer gradients in the first round, since they train on the same
+            data, or something averages before: 4 bytes to all others. With a warm-up `average` compares gradients.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, state, shares=shares), comm)
+        return drive(self.stages(params, state, shares=shares, compares=True), comm)
 
     def stages(
         self,
@@ -240,6 +250,7 @@ class OuterLoop(OuterSettings):
         landed: Mapping[int, Means] = MappingProxyType({}),
         *,
         shares: bool = False,
+        compares: bool = False,
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Do what `step` does as a generator of pure stages, for callers that move the buffers themselves.
 
@@ -253,6 +264,9 @@ class OuterLoop(OuterSettings):
             What `exchange` has returned for fragments of `landing`; the others are exchanged now.
         shares : bool
             As for `step`.
+        compares : bool
+            Whether to warn if all ranks have the same first outer gradients, as `step` does. Not where ranks may have
+            come and gone, since a new one begins with the parameters of another.
         """
         tensors = self._fitting(params, state)
         after = state._replace(step=state.step + 1)
@@ -262,12 +276,16 @@ class OuterLoop(OuterSettings):
             return as_given(tensors, params), after
         for fragment in self.landing(state):
             means = landed[fragment] if fragment in landed else (yield from self.exchange(after, fragment))
+            if compares:
+                yield from self._compare(fragment, after)
             tensors, after = self._land(fragment, means, tensors, after)
         departing = due(after.step - self.warmup, self.every, self.fragments)
         if departing is not None:
             after = self._depart(departing, tensors, after)
             if not self.delay:
                 means = yield from self.exchange(after, departing)
+                if compares:
+                    yield from self._compare(departing, after)
                 tensors, after = self._land(departing, means, tensors, after)
         if not shares:
             pairs = zip(tensors, after.arrays[ANCHOR], strict=True)
@@ -533,6 +551,14 @@ class OuterLoop(OuterSettings):
             sent[i] = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
         stage = stage_of({**under_way(state.stage), fragment: state.step})
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
+
+    def _compare(self, fragment: int, state: OptimizerState) -> Stages[None]:
+        """Warn on every rank if all have sent the same in the first outer round, unless a warm-up has compared."""
+        if fragment == 0 and not self.warmup and not state.numbers[rounds_key(0)]:
+            sent = state.arrays[SENT]
+            yield from compare_gradients(
+                sent, state.size, sent[0], _NAME, "outer gradients in the first round"
+            )
 
     def _land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState

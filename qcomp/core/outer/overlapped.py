@@ -94,7 +94,9 @@ class Overlapped:
                     landed[fragment] = self._flights[fragment].finish()
                 else:
                     self._flights[fragment].advance()
-            result, after = drive(self.loop.stages(params, state, landed, shares=shares), self.comm)
+            result, after = drive(
+                self.loop.stages(params, state, landed, shares=shares, compares=True), self.comm
+            )
         except Exception:
             self._discard(None)
             raise
