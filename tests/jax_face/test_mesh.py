@@ -73,8 +73,13 @@ for _ in range(8):
     params, state = step(params, state, x)
 held = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
 print(f"it is {hashlib.sha256(held).hexdigest()}")
+if sys.argv[1] == "processes":
+    try:
+        qcomp.jax.PytreeOptimizer(qcomp.Adam(learning_rate=0.1)).init(params, qcomp.comm.world())
+    except TypeError as error:
+        print(error)
 """
-"""Some steps on two devices, which are those of two processes, or of one."""
+"""Some steps on two devices, of two processes or of one; and what takes arrays of one process refuses those of two."""
 
 
 @pytest.mark.slow
@@ -89,6 +94,7 @@ def test_devices_of_two_processes_train_as_those_of_one(mpirun, tmp_path, monkey
     (found,) = set(re.findall("it is ([0-9a-f]+)", of_two))
     assert of_two.count(found) == 2
     assert re.findall("it is ([0-9a-f]+)", of_one) == [found]
+    assert of_two.count("the first parameter of shape (5,) is also on devices of other processes") == 2
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,12 @@ def _place(x: Array, what: str) -> Any:
             "expected an array on one device or replicated, such as jax.device_put(x, NamedSharding(mesh, "
             "PartitionSpec())); inside compiled programs, average with qcomp.jax.MeshMean"
         )
+    if not x.sharding.is_fully_addressable:
+        raise TypeError(
+            f"{what} of shape {tuple(x.shape)} is also on devices of other processes, by {x.sharding}; expected an "
+            "array of this process, such as x.addressable_data(0); inside compiled programs, average with "
+            "qcomp.jax.MeshMean"
+        )
     return x.sharding.device_set
 
 
