@@ -277,7 +277,7 @@ class OuterLoop(OuterSettings):
         for fragment in self.landing(state):
             means = landed[fragment] if fragment in landed else (yield from self.exchange(after, fragment))
             if compares:
-                yield from self._compare(fragment, after)
+                yield from self._compare(after)
             tensors, after = self._land(fragment, means, tensors, after)
         departing = due(after.step - self.warmup, self.every, self.fragments)
         if departing is not None:
@@ -285,7 +285,7 @@ class OuterLoop(OuterSettings):
             if not self.delay:
                 means = yield from self.exchange(after, departing)
                 if compares:
-                    yield from self._compare(departing, after)
+                    yield from self._compare(after)
                 tensors, after = self._land(departing, means, tensors, after)
         if not shares:
             pairs = zip(tensors, after.arrays[ANCHOR], strict=True)
@@ -552,9 +552,9 @@ class OuterLoop(OuterSettings):
         stage = stage_of({**under_way(state.stage), fragment: state.step})
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 
-    def _compare(self, fragment: int, state: OptimizerState) -> Stages[None]:
-        """Warn on every rank if all have sent the same in the first outer round, unless a warm-up has compared."""
-        if fragment == 0 and not self.warmup and not state.numbers[rounds_key(0)]:
+    def _compare(self, state: OptimizerState) -> Stages[None]:
+        """Warn on every rank if all have sent the same in the first exchange, unless a warm-up has compared."""
+        if not self.warmup and not state.numbers[rounds_key(0)]:
             sent = state.arrays[SENT]
             yield from compare_gradients(
                 sent, state.size, sent[0], _NAME, "outer gradients in the first round"
