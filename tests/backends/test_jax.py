@@ -235,6 +235,7 @@ class TestKeys:
                 with pytest.raises(error, match=said):
                     c.compress(x, key=key())
 
+    @pytest.mark.slow
     def test_replaced_draws(self):
         c, x = qcomp.QSGD(levels=7, bucket_size=64), vector("gaussian", SIZE, 0)
         for draw in (0, 65535):

@@ -107,6 +107,7 @@ def test_nothing_is_said_if_all_is_in_the_cache(compiled_late):
     assert "compiling" not in said
 
 
+@pytest.mark.slow
 def test_it_is_said_once_that_kernels_are_compiled(tmp_path):
     script = (
         "import numpy as np, qcomp\n"

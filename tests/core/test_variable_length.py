@@ -350,6 +350,7 @@ class TestOptimizer:
         run_local(2, rank_main)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_over_mpi(mpirun):
     """Processes of two libraries end where threads of NumPy end with fixed width."""

@@ -48,8 +48,8 @@ def test_it_is_the_loop_of_the_core():
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"delay": 1},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"delay": 1}, marks=pytest.mark.slow),
         {"warmup": 2, "fragments": 2, "delay": 1, "mixing": 0.5},
         {"exact": None, "outer": qcomp.Adam(learning_rate=0.1)},
     ],

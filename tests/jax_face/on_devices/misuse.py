@@ -32,37 +32,51 @@ def trace(function, mesh, specs, *args, **options):
     jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL, **options)).trace(*args)
 
 
-@pytest.mark.parametrize("spec", [DATA, PartitionSpec(None, "data")])
-@pytest.mark.parametrize("argument", ["params", "grads"])
-@pytest.mark.parametrize(
+FACES = pytest.mark.parametrize(
     "face",
     [
         qcomp.jax.PytreeOptimizer(qcomp.CompressedSGD(learning_rate=0.1, exact=None)),
         qcomp.jax.PytreeOuterLoop(qcomp.OuterLoop(every=1, warmup=1, exact=None)),
     ],
 )
+PLAIN = {"b": jnp.ones(7), "w": jnp.asarray(np.arange(80, dtype=np.float32).reshape(8, 10) / 8)}
+
+
+def placed(how):
+    """`PLAIN` on two devices: "b" on both, and "w" as said."""
+    mesh = mesh_of(2)
+    places = {"b": NamedSharding(mesh, ALL), "w": NamedSharding(mesh, how)}
+    return jax.tree.map(jax.device_put, PLAIN, places)
+
+
+def stepped(face, params, grads, start):
+    """The parameters after a first step outside a program."""
+    comm = qcomp.comm.LocalCommunicator.alone()
+    state = face.init(start, comm)
+    if isinstance(face, qcomp.jax.PytreeOptimizer):
+        return face.step(params, grads, state, comm)[0]
+    means = face.average(grads, state, comm)
+    return face.step(jax.tree.map(jnp.subtract, params, means), state, comm)[0]
+
+
+@pytest.mark.parametrize("spec", [DATA, PartitionSpec(None, "data")])
+@pytest.mark.parametrize("argument", ["params", "grads"])
+@FACES
 def test_arrays_that_are_cut_over_devices_outside_a_program(face, argument, spec):
-    """Each device would have another tensor; replicated arrays give the bits of those on one device, and stay so."""
-    mesh, comm = mesh_of(2), qcomp.comm.LocalCommunicator.alone()
-    plain = {"b": jnp.ones(7), "w": jnp.asarray(np.arange(80, dtype=np.float32).reshape(8, 10) / 8)}
-
-    def placed(how):
-        places = {"b": NamedSharding(mesh, ALL), "w": NamedSharding(mesh, how)}
-        return jax.tree.map(jax.device_put, plain, places)
-
-    def step(params, grads, state):
-        if isinstance(face, qcomp.jax.PytreeOptimizer):
-            return face.step(params, grads, state, comm)[0]
-        means = face.average(grads, state, comm)
-        return face.step(jax.tree.map(jnp.subtract, params, means), state, comm)[0]
-
+    """Each device would have another tensor."""
+    cut = placed(spec)
     with pytest.raises(
         TypeError, match=rf"{argument}\[1\] of shape \(8, 10\) is cut over 2 devices by Named"
     ):
-        step(plain, placed(spec), face.init(placed(spec) if argument == "params" else plain, comm))
+        stepped(face, PLAIN, cut, cut if argument == "params" else PLAIN)
+
+
+@FACES
+def test_replicated_arrays_outside_a_program(face):
+    """They give the bits of those on one device, and stay so."""
     whole = placed(ALL)
-    moved = step(whole, whole, face.init(whole, comm))
-    assert bits(moved) == bits(step(plain, plain, face.init(plain, comm)))
+    moved = stepped(face, whole, whole, whole)
+    assert bits(moved) == bits(stepped(face, PLAIN, PLAIN, PLAIN))
     assert moved["w"].sharding == whole["w"].sharding
 
 
