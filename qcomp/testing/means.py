@@ -166,9 +166,10 @@ def owed(
             continue
         workers = len(set(state.nodes)) if by_node and state.nodes else len(states)
         ranges = mean.layout(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes).residuals
-        for weight, of_kind, residuals in zip(
-            (workers, 1), ranges, (state.worker, state.server), strict=True
-        ):
+        kinds = [(workers, ranges.worker, state.worker)]
+        if mean.kinds[1] == "server_residual":
+            kinds.append((1, ranges.server, state.server))
+        for weight, of_kind, residuals in kinds:
             for part, residual in zip(of_kind, residuals, strict=True):
                 whole[part.tensor][part.start : part.stop] += residual / weight
     return [kept.reshape(t.shape) for kept, t in zip(whole, tensors, strict=True)]

@@ -359,7 +359,9 @@ class ReplicatedGradients:
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor."""
-        self._state = self._state._replace(exchange=self._state.exchange.rescaled(factor))
+        state = self._state
+        rescaled = self._mean.mean_of(state).rescaled(state.exchange, factor)
+        self._state = state._replace(exchange=rescaled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of this rank's shards."""

@@ -13,6 +13,7 @@ from tests.outer.jobs import LARGE, SHAPES, SIGN, Job, begun, loop_of, moves
 
 PLAIN = qcomp.OuterLoop(every=1)
 TOPOLOGIES = ["two_phase", "all_gather", "ring", "hierarchical"]
+LOW_RANK = {"averaging": qcomp.PowerSGD(rank=1), "compressor": qcomp.Identity()}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -69,12 +70,16 @@ def test_what_a_step_returns_shares_memory_with_the_state_only_if_it_may(changes
     assert bool(shared) == (not loop.mixing)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "how",
+    [*({"averaging": qcomp.Averaging(topology=name)} for name in TOPOLOGIES), LOW_RANK],
+    ids=[*TOPOLOGIES, "low rank"],
+)
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_what_is_sent_and_what_is_owed_add_up(topology, decay, fragments):
+def test_what_is_sent_and_what_is_owed_add_up(how, decay, fragments):
     """Per round of a fragment: D = mean_i d_i + decay * owed - owed'. With decay 1 it telescopes over all rounds."""
-    loop = loop_of(averaging=qcomp.Averaging(topology=topology), decay=decay, fragments=fragments)
+    loop = loop_of(**how, decay=decay, fragments=fragments)
     job = Job(loop, 3, params=begun(dtype=np.float64))
     before, sums, steps = job.anchor(), [np.zeros(s) for s in SHAPES], 0
     tensors = begun()[:2]
@@ -111,6 +116,7 @@ def test_what_is_sent_and_what_is_owed_add_up(topology, decay, fragments):
         loop_of(outer=qcomp.Lamb(learning_rate=0.1), compressor=qcomp.QSGD(7, 16), fragments=4, delay=1),
         loop_of(averaging=qcomp.Averaging(topology="auto"), compressor=qcomp.TopK(2, 16), delay=2),
         loop_of(compressors=qcomp.ByName({"0": SIGN, "*": qcomp.QSGD(7, 16)}), fragments=2),
+        loop_of(**LOW_RANK, fragments=2, delay=2, decay=0.9),
     ],
     ids=lambda loop: f"{type(loop.outer).__name__}-{loop.fragments}-{loop.delay}",
 )
@@ -323,3 +329,15 @@ def watched(stages, yielded):
             return stop.value
         yielded.append(request)
         arrived = yield request
+
+
+def test_a_matrix_that_rested_for_long_moves_again():
+    """PowerSGD begins from the factor that it had: a decay is of residuals alone."""
+    loop = loop_of(**LOW_RANK, every=1, decay=0.5)
+    params = begun()
+    alone = qcomp.comm.LocalCommunicator.alone()
+    state = loop.init(params, alone)
+    for _ in range(300):
+        params, state = loop.step(params, state, alone)
+    moved, state = loop.step([p - 1 for p in params], state, alone)
+    assert all(np.allclose(p - m, 1) for p, m in zip(params, moved, strict=True))

@@ -14,6 +14,9 @@ LOOPS = {
     "ring": loop_of(every=4, delay=3, averaging=qcomp.Averaging(topology="ring"), fragments=2),
     "coded": loop_of(every=4, delay=3, compressor=qcomp.QSGD(7, 16, coding="range"), fragments=2),
     "exact": qcomp.OuterLoop(every=4, delay=2, fragments=2),
+    "low rank": loop_of(
+        every=4, delay=3, averaging=qcomp.PowerSGD(rank=1), compressor=qcomp.Identity(), fragments=2
+    ),
 }
 
 

@@ -13,6 +13,7 @@ LOOPS = {
     "one": loop_of(outer=qcomp.SGD(learning_rate=0.5, momentum=0.5)),
     "streaming": STREAMING,
     "drawing": loop_of(compressor=qcomp.QSGD(7, 16), every=3, warmup=2, delay=1),
+    "low rank": loop_of(averaging=qcomp.PowerSGD(rank=1), compressor=qcomp.Identity(), fragments=2, delay=1),
     "chosen": loop_of(averaging=qcomp.Averaging(topology="auto"), every=2, delay=1),
 }
 

@@ -70,13 +70,6 @@ class MeanState(NamedTuple):
     topology: str = AUTO
     """The topology whose residuals these are; never "auto" after `CompressedMean.init`."""
 
-    def rescaled(self, factor: float) -> "MeanState":
-        """Return the state with all residuals multiplied by a factor."""
-        worker, server = (
-            tuple([primitives.scale(e, factor) for e in owed]) for owed in (self.worker, self.server)
-        )
-        return self._replace(worker=worker, server=server)
-
 
 class Terms(NamedTuple):
     """The options of one call; see `CompressedMean.stages`."""
@@ -332,6 +325,13 @@ class CompressedMean:
             for ranges in mean.layout(shapes, rank=rank, size=size, nodes=nodes).residuals
         )
         return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
+
+    def rescaled(self, state: MeanState, factor: float) -> MeanState:
+        """Return the state with all residuals multiplied by a factor."""
+        worker, server = (
+            tuple([primitives.scale(e, factor) for e in owed]) for owed in (state.worker, state.server)
+        )
+        return state._replace(worker=worker, server=server)
 
     def layout(
         self,

@@ -162,6 +162,10 @@ class PowerSGDMean(TensorwiseMean):
             return MeanState(rank, size, (), (), nodes=nodes, topology=self.topology)
         return MeanState(rank, size, tuple(worker), tuple(factors), shapes, nodes, self.topology)
 
+    def rescaled(self, state: MeanState, factor: float) -> MeanState:
+        """Return the state with all residuals multiplied by a factor, and the right factors as they are."""
+        return super().rescaled(state, factor)._replace(server=state.server)
+
     def layout(
         self,
         shapes: Sequence[tuple[int, ...]],

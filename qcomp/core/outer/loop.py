@@ -383,7 +383,8 @@ class OuterLoop(OuterSettings):
         """
         part = take(state, self.members(state, fragment), self.compression)
         if self.decay != 1 and not all(part.exact):
-            part = part._replace(exchange=part.exchange.rescaled(self.decay))
+            rescaled = self.mean_of(part).rescaled(part.exchange, self.decay)
+            part = part._replace(exchange=rescaled)
         values = part.arrays[SENT]
         step = under_way(state.stage)[fragment]
         key = Key(seed=self.seed, step=step, tensor=state.stream, rank=state.rank)

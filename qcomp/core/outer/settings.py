@@ -83,7 +83,9 @@ class OuterSettings(TakesAveraging):
     @cached_property
     def compression(self) -> Compression:
         """What the loop compresses, and how."""
-        averaging = replace(self.averaging, tensorwise=True)
+        averaging = self.averaging
+        if not averaging.tensorwise:
+            averaging = replace(averaging, tensorwise=True)
         return Compression(averaging.mean(self.compressor), self.exact, self.compressors)
 
     @property

@@ -188,6 +188,11 @@ class BucketedStep:
         self.discard()
         self.state = self.state._replace(skipped=self.state.skipped + 1)
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals by a factor."""
+        rescaled = self._mean_of(self.state).rescaled(self.state.exchange, factor)
+        self.state = self.state._replace(exchange=rescaled)
+
     def _new_pass(self) -> BackwardPass:
         return BackwardPass(len(self.params.tensors))
 

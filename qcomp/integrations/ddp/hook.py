@@ -125,8 +125,7 @@ class HookState:
                 f"factor is {factor!r}; expected a finite number above 0, the new scale over the old"
             )
         if factor != 1:
-            step = self._running
-            step.state = step.state._replace(exchange=step.state.exchange.rescaled(factor))
+            self._running.rescale(factor)
 
     @property
     def _running(self) -> BucketedStep:
