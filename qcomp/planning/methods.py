@@ -16,6 +16,7 @@ from qcomp.core.mean.owned import OwnedMean
 from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.topologies.registry import AUTO, names, topology
 from qcomp.core.optimizers.muon import Muon
+from qcomp.core.outer.fragments import assign
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.planning.cluster import Job
 from qcomp.planning.machine import Machine
@@ -172,10 +173,11 @@ class OuterMethod(Method):
     @property
     def label(self) -> str:
         """Its name in tables."""
-        loop = self.loop
+        loop, low_rank = self.loop, self._low_rank
+        sent = low_rank.label if low_rank else f"{loop.compressor.spec}, {loop.averaging.topology}"
         parts = f", {loop.fragments} fragments" if loop.fragments > 1 else ""
         delay = f", delay {loop.delay}" if loop.delay else ""
-        return f"every {loop.every} steps: {loop.compressor.spec}, {loop.averaging.topology}{parts}{delay}"
+        return f"every {loop.every} steps: {sent}{parts}{delay}"
 
     @property
     def kind(self) -> str:
@@ -184,20 +186,41 @@ class OuterMethod(Method):
 
     def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
         """Return the predicted time of a step; see `step_time`."""
-        loop, pieces = self.loop, self.loop.fragments
-        part = load(-(-job.params // pieces), job, loop.compressor, machine)
-        asked = loop.averaging.topology
-        suiting = [name for name in names() if topology(name).suits(cluster.nodes, cluster.ranks_per_node)]
-        tried = suiting if asked == AUTO else [asked]
-        costs: list[Cost] = [topology(name).cost(part, cluster) for name in tried]
-        one = min(costs, key=lambda cost: cost.seconds)
-        codec = (pieces * one.codec + job.tensors * machine.tensor) / loop.every
-        codec += _OUTER_COPIES * job.params * machine.copy / loop.every
-        wire, sent = pieces * one.wire / loop.every, pieces * one.sent / loop.every
+        loop = self.loop
+        fragments = self._fragments(job, cluster, machine)
+        codec = sum(cost.codec for cost in fragments) + job.tensors * machine.tensor
+        codec += _OUTER_COPIES * job.params * machine.copy
+        wire, sent = sum(cost.wire for cost in fragments), sum(cost.sent for cost in fragments)
         # A fragment travels while the steps of its delay compute; the link is busy with one after the other.
-        waiting = pieces * max(0.0, one.wire - loop.delay * job.compute) / loop.every
+        waiting = sum(max(0.0, cost.wire - loop.delay * job.compute) for cost in fragments)
+        codec, wire, sent, waiting = (total / loop.every for total in (codec, wire, sent, waiting))
         seconds = max(job.compute + codec + waiting, wire)
         return StepTime(self, seconds, job.compute, codec, wire, sent)
+
+    @property
+    def _low_rank(self) -> PowerSGDMethod | None:
+        """What an outer round does in one step, if it averages by PowerSGD."""
+        averaging = self.loop.averaging
+        if isinstance(averaging, PowerSGD):
+            return PowerSGDMethod(compressor=self.loop.compressor, averaging=averaging)
+        return None
+
+    def _fragments(self, job: Job, cluster: Cluster, machine: Machine) -> Sequence[Cost | StepTime]:
+        """Return what the exchange of each fragment costs."""
+        pieces, asked, low_rank = self.loop.fragments, self.loop.averaging.topology, self._low_rank
+        if low_rank:
+            shapes = _shapes(job, self.label)
+            of_each = [
+                tuple(shapes[i] for i in members)
+                for members in assign([math.prod(shape) for shape in shapes], pieces)
+            ]
+            jobs = [Job(sum(map(math.prod, own)), job.compute, shapes=own) for own in of_each]
+            return [low_rank.step(one, cluster, machine) for one in jobs]
+        part = load(-(-job.params // pieces), job, self.loop.compressor, machine)
+        suiting = [name for name in names() if topology(name).suits(cluster.nodes, cluster.ranks_per_node)]
+        tried = suiting if asked == AUTO else [asked]
+        costs = [topology(name).cost(part, cluster) for name in tried]
+        return [min(costs, key=lambda cost: cost.seconds)] * pieces
 
 
 def _shapes(job: Job, label: str) -> tuple[tuple[int, ...], ...]:

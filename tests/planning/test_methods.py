@@ -96,10 +96,19 @@ def test_muon_sends_what_is_counted(n, compressor):
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
-def test_an_outer_loop_sends_what_is_counted(fragments, topology):
+@pytest.mark.parametrize(
+    ("compressor", "averaging"),
+    [
+        (SIGN, qcomp.Averaging("two_phase")),
+        (SIGN, qcomp.Averaging("all_gather")),
+        (qcomp.Identity(), qcomp.PowerSGD(rank=2)),
+        (qcomp.Cast("bfloat16"), qcomp.PowerSGD(rank=1)),
+    ],
+    ids=["two_phase", "all_gather", "low rank", "low rank in half"],
+)
+def test_an_outer_loop_sends_what_is_counted(fragments, compressor, averaging):
     loop = qcomp.OuterLoop(
-        every=4, compressor=SIGN, averaging=qcomp.Averaging(topology), exact=None, fragments=fragments
+        every=4, compressor=compressor, averaging=averaging, exact=None, fragments=fragments
     )
 
     def rank_main(comm):
@@ -146,6 +155,17 @@ class TestOuter:
     def test_a_link_that_never_rests_is_the_limit(self):
         loop = replace(self.LOOP, delay=9, fragments=10)
         assert self.seconds(loop, bandwidth=1e7) == pytest.approx(400 / 10)
+
+    def test_a_round_by_powersgd_is_one_step_of_it(self):
+        machine, averaging = replace(INSTANT, low_rank=LowRankSpeed(2.0, 0.5)), qcomp.PowerSGD(rank=2)
+        one = predicted(PowerSGDMethod(averaging=averaging), 3, machine)
+        whole = predicted(OuterMethod(loop=replace(self.LOOP, averaging=averaging)), 3, machine)
+        assert (10 * whole.codec, 10 * whole.wire) == pytest.approx((one.codec, one.wire))
+        assert whole.method.label == "every 10 steps: powersgd:rank=2, identity"
+        parts = predicted(OuterMethod(loop=replace(self.LOOP, averaging=averaging, fragments=3)), 3, machine)
+        assert 10 * parts.codec == pytest.approx(one.codec)
+        with pytest.raises(ValueError, match="shapes is"):
+            self.seconds(replace(self.LOOP, averaging=averaging))
 
     def test_the_fastest_topology_is_chosen_for_auto(self):
         loops = [

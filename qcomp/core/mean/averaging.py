@@ -64,8 +64,9 @@ class Averaging:
 class PowerSGD(Averaging):
     """Average matrices by PowerSGD: two thin factors of each instead of its elements, with error feedback.
 
-    Used as the ``averaging`` of an optimizer, or of the hook for DistributedDataParallel. The ``compressor`` beside it
-    then compresses the factors, and must lose little: pass ``Identity()`` or ``Cast("bfloat16")``.
+    Used as the ``averaging`` of an optimizer, of an outer loop, or of the hook for DistributedDataParallel. The
+    ``compressor`` beside it then compresses the factors, and must lose little: pass ``Identity()`` or
+    ``Cast("bfloat16")``.
 
     Parameters
     ----------

@@ -50,7 +50,8 @@ class OuterLoop(OuterSettings):
     compressor : Compressor, default Identity()
         Compresses the outer gradients, on workers and servers.
     averaging : Averaging, default Averaging()
-        Topology and error feedback of the exchange, see `Averaging`. Tensors are always cut separately.
+        Topology and error feedback of the exchange, see `Averaging`; or a `PowerSGD`. Tensors are always cut
+        separately.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
