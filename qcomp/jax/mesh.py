@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend, use_kernels
-from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.mean.averaging import PowerSGD
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
@@ -25,7 +26,7 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh_state import MeshState, Residuals
-from qcomp.jax.spmd import SpmdMean, drive
+from qcomp.jax.spmd import SpmdMean, SpmdPowerSGDMean, drive
 from qcomp.jax.trees import Tree
 
 __all__ = ["MeshMean"]
@@ -57,6 +58,9 @@ class MeshMean:
         Policy that returns a compressor for each tensor, used instead of ``compressor``, see `ByName`.
     seed : int, default 0
         Seed of the compressor's random draws.
+    averaging : PowerSGD, optional
+        Average matrices by PowerSGD, with the topology and the feedback that are the default; the compressor then
+        compresses the factors, see `PowerSGD`.
 
     Notes
     -----
@@ -93,16 +97,39 @@ class MeshMean:
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     seed: int = 0
+    averaging: PowerSGD | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis_name, str):
             raise TypeError(f"axis_name is {self.axis_name!r}; expected the name of one axis of a mesh")
+        if self.averaging is not None:
+            self._require_low_rank(self.averaging)
         Key(seed=self.seed)
         self._compression  # noqa: B018 - raises if the settings do not go together
 
+    def _require_low_rank(self, averaging: Any) -> None:
+        """Raise unless the settings beside an averaging are those of PowerSGD."""
+        if not isinstance(averaging, PowerSGD):
+            raise TypeError(
+                f"averaging is {averaging!r}; expected a qcomp.PowerSGD, or topology= and feedback= instead"
+            )
+        for name in ("topology", "feedback"):
+            given, only = getattr(self, name), getattr(averaging, name)
+            if given != only:
+                raise ValueError(f"{name} is {given!r} beside averaging={averaging!r}; expected {only!r}")
+
     @cached_property
     def _compression(self) -> Compression:
-        mean = SpmdMean(self.compressor, self.topology, self.feedback, axis_name=self.axis_name)
+        mean: CompressedMean = (
+            SpmdMean(self.compressor, self.topology, self.feedback, axis_name=self.axis_name)
+            if self.averaging is None
+            else SpmdPowerSGDMean(
+                self.compressor,
+                rank=self.averaging.rank,
+                min_compression=self.averaging.min_compression,
+                axis_name=self.axis_name,
+            )
+        )
         plain = SpmdMean(Identity(), feedback=False, axis_name=self.axis_name)
         return Compression(mean, self.exact, self.compressors, plain=plain)
 
@@ -252,8 +279,9 @@ class MeshMean:
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):
             means = drive(request.stages(), self.axis_name)
-        accepted = self._everywhere(_none_refused(means.values))
-        values = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in means.values]
+        held = [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else means.values
+        accepted = self._everywhere(_none_refused(held))
+        values = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in held]
         new = Residuals(
             dict(zip(names, [e[None] for e in means.exchange.worker], strict=bool(residuals.worker))),
             tuple(e[None] for e in means.exchange.server),
@@ -340,6 +368,11 @@ def _rows(size: int, like: Array, axis_name: str) -> Array:
 def _varies(x: Array, axis_name: str) -> bool:
     """Return whether JAX tracks that an array differs between the devices of an axis."""
     return axis_name in jax.typeof(x).mat.varying
+
+
+def _of_all(x: Array, axis_name: str) -> Array:
+    """Return what the only device of an axis holds as what all hold: a mean of one sends nothing that tells JAX so."""
+    return jax.lax.all_gather(x, axis_name, to="invarying")[0] if _varies(x, axis_name) else x
 
 
 @jax.custom_jvp

@@ -22,7 +22,8 @@ class Residuals(NamedTuple):
     worker: dict[str, Array]
     """The worker residual of each compressed tensor by its path, of shape (N, elements); empty without feedback."""
     server: tuple[Array, ...]
-    """The server residual of each device's chunk, of shape (N, elements of the largest); empty without a server."""
+    """The server residual of each device's chunk, of shape (N, elements of the largest); empty without a server. With
+    PowerSGD the right factor of each compressed tensor, of shape (N, elements), the same on all devices."""
 
 
 class MeshState(NamedTuple):

@@ -19,6 +19,7 @@ from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
+from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.adam import Adam, corrected
 from qcomp.core.optimizers.floor import floored, require_floor
@@ -51,12 +52,13 @@ def compressed(
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     seed: int = 0,
+    averaging: PowerSGD | None = None,
 ) -> optax.GradientTransformation:
     """Replace each device's gradients by their compressed mean over an axis of the mesh.
 
     Parameters
     ----------
-    compressor, axis_name, topology, feedback, exact, compressors, seed
+    compressor, axis_name, topology, feedback, exact, compressors, seed, averaging
         See `MeshMean`, which this is.
 
     Returns
@@ -94,7 +96,7 @@ def compressed(
     >>> float(params["w"][0])
     2.0
     """
-    mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
+    mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed, averaging)
 
     def update(updates: PyTree, state: MeshState, params: PyTree = None) -> tuple[PyTree, MeshState]:
         del params

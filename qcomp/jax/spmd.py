@@ -16,19 +16,24 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
+from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Chunks, Segment
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
-from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
+from qcomp.core.mean.factors import Factors, Finish, Plan, serve
 from qcomp.core.mean.framing import Frame
 from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages
 from qcomp.core.mean.topologies.all_gather import AllGather
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import concat, cut_like
+from qcomp.core.numeric.low_rank import first_factor
+from qcomp.core.numeric.random import Key
 
-__all__ = ["TOPOLOGIES", "SpmdMean", "drive"]
+__all__ = ["TOPOLOGIES", "SpmdMean", "SpmdPowerSGDMean", "drive"]
 
 Array = Any
 Result = TypeVar("Result")
@@ -163,14 +168,19 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
             cut = call._replace(server=cut_like(residuals[0], sizes) if residuals else ())
             verdicts = Verdicts(at_once=False)
             compressed = super(_TwoPhaseOnAxis, self).serve(codec, cut, arrived, verdicts, error)
-            told = jnp.max(concat(list(verdicts.require_accepted(error))))
-            message = compressed.messages[0].at[own.offsets[-1]].max(told)
+            message = _with_verdicts(compressed, own, verdicts)
             if not residuals:
                 return message, ()
             left = residuals[0][sum(sizes) :]
             return message, (concat([*compressed.residuals, left]),)
 
         return serve
+
+
+def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Array:
+    """Return a server's message, which refuses if one that arrived there does."""
+    told = jnp.max(concat(list(verdicts.require_accepted(compressed.error))))
+    return compressed.messages[0].at[own.offsets[-1]].max(told)
 
 
 def _require_no_axis_of_the_compiler(axis_name: str) -> None:
@@ -213,12 +223,7 @@ class SpmdMean(CompressedMean):
         if self.topology not in TOPOLOGIES:
             expected = " or ".join(map(repr, TOPOLOGIES))
             raise ValueError(f"topology is {self.topology!r}; expected {expected} on an axis of a mesh")
-        for compressor in self.compressors:
-            if compressor.variable_length:
-                raise ValueError(
-                    f"compressor is {compressor.spec}, whose payloads vary in length; expected one with payloads of "
-                    "fixed length inside jax.jit, such as the same without coding"
-                )
+        _require_fixed_lengths(self.compressors)
 
     @cached_property
     def resolved(self) -> Topology:
@@ -228,3 +233,87 @@ class SpmdMean(CompressedMean):
     @cached_property
     def _of_one_vector(self) -> CompressedMean:
         return replace(self, compressor=self.compressors[0])
+
+
+@dataclass(frozen=True)
+class SpmdPowerSGDMean(PowerSGDMean):
+    """A `PowerSGDMean` over an axis of a mesh, for `drive`; the rank in its states is 0 on all devices.
+
+    A row of zeros in a right factor stands for that of the first one, so that states may begin with zeros.
+
+    Parameters
+    ----------
+    compressor, rank, min_compression, numbers
+        See `PowerSGDMean`. Payloads must have a fixed length.
+    axis_name : str
+        The axis.
+    """
+
+    axis_name: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_fixed_lengths(self.compressors)
+
+    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+        """Return the one round of a call."""
+        begun = []
+        for matrix, kept in zip(self._matrices(state.shapes), state.server, strict=True):
+            rows = jnp.reshape(kept, (matrix.rank, matrix.columns))
+            first = first_factor(matrix.rank, matrix.columns, kept)
+            begun.append(jnp.ravel(jnp.where(jnp.any(rows != 0, axis=-1, keepdims=True), rows, first)))
+        return super().begin(x, state._replace(server=tuple(begun)), terms)
+
+    def _number(self, state: MeanState) -> Any:  # noqa: ARG002 - known when the program runs
+        return jax.lax.axis_index(self.axis_name)
+
+    def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
+        """Return the plan for whatever rank runs it."""
+        plan = super()._plan(shapes, dtypes, state)
+        return plan._replace(left=_on_axis(plan.left), right=_on_axis(plan.right))
+
+    def _server(self, finish: Finish) -> Callable[..., Compressed]:
+        """Return what this device does with the factors that arrive: a branch for each."""
+        _require_no_axis_of_the_compiler(self.axis_name)
+
+        def served(
+            factors: Factors,
+            packs: Sequence[Array],
+            arrived: Sequence[Array],
+            verdicts: Verdicts,  # noqa: ARG001 - the owner tells all ranks what it was told
+            *,
+            error: NonFiniteError | None,
+            key: Key,
+        ) -> Compressed:
+            def branch(rank: int) -> Callable[[list[Array]], Array]:
+                layout = factors.layout
+                assert isinstance(layout, _SpmdLayout)
+                own = factors._replace(layout=layout.at(rank))
+
+                def message(arrived: list[Array]) -> Array:
+                    told = Verdicts(at_once=False)
+                    compressed = serve(own, packs, arrived, told, error=error, key=key, finish=finish)
+                    return _with_verdicts(compressed, own.layout.own, told)
+
+                return message
+
+            rank = jax.lax.axis_index(self.axis_name)
+            branches = [branch(r) for r in range(factors.layout.world)]
+            return Compressed((jax.lax.switch(rank, branches, list(arrived)),), (), None)
+
+        return served
+
+
+def _on_axis(factors: Factors) -> Factors:
+    """Return factors with a layout for whatever rank runs it."""
+    layout = factors.layout
+    return factors._replace(layout=_SpmdLayout(layout.operands, layout.chunks, layout.residuals))
+
+
+def _require_fixed_lengths(compressors: Sequence[Compressor]) -> None:
+    for compressor in compressors:
+        if compressor.variable_length:
+            raise ValueError(
+                f"compressor is {compressor.spec}, whose payloads vary in length; expected one with payloads of "
+                "fixed length inside jax.jit, such as the same without coding"
+            )

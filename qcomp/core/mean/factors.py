@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
@@ -21,7 +21,20 @@ from qcomp.core.numeric.arrays import Array, array_namespace, concat, cut_like, 
 from qcomp.core.numeric.low_rank import without_small
 from qcomp.core.numeric.random import Key
 
-__all__ = ["Factors", "Matrix", "Plan", "by_owners", "make_plan", "matrices_of", "together"]
+__all__ = [
+    "Factors",
+    "Finish",
+    "Matrix",
+    "Plan",
+    "by_owners",
+    "make_plan",
+    "matrices_of",
+    "serve",
+    "together",
+]
+
+Finish = Callable[[Sequence[Array]], Sequence[Array]]
+"""What an owner makes of the means of its factors."""
 
 
 class Matrix(NamedTuple):
@@ -170,12 +183,12 @@ def by_owners(
     key: Key,
     *,
     least: float,
-    finish: Callable[[Sequence[Array]], Sequence[Array]],
+    served: Callable[..., Compressed],
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
-    """Return what all ranks decode of the mean of each factor, after its owner has finished it.
+    """Return what all ranks decode of the mean of each factor, after its owner has served it.
 
     Magnitudes below ``least`` are replaced by zero. ``error`` is what kept this rank from computing the values; also
-    returned is what has by now.
+    returned is what has by now. ``served`` is what `serve` does, with its ``finish``.
     """
     layout, packs = factors.layout, factors.joined(values)
     codec = Codec(packs)
@@ -185,22 +198,37 @@ def by_owners(
         sent = codec.refusals(layout.frames, error)
     error = error or sent.error
     arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
-    opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
-    means: dict[int, Array] = {}
-    for segment, mean in zip(layout.own.chunk, codec.average(opened), strict=True):
-        means |= factors.split(segment.tensor, mean)
-    finished = dict(zip(means, finish(list(means.values())), strict=True))
-    for segment in layout.own.chunk:
-        packs[segment.tensor] = concat([flat(finished[i]) for i in factors.packs[segment.tensor]])
-    served = codec.encode([layout.own], packs, (), key.at(hop=key.hop + 1), donate=False)
-    error = error or served.error
-    arrived = yield AllGather(served.messages[0], layout.message_sizes)
+    answer = served(factors, packs, arrived, verdicts, error=error, key=key.at(hop=key.hop + 1))
+    error = error or answer.error
+    arrived = yield AllGather(answer.messages[0], layout.message_sizes)
     opened = codec.open(arrived, layout.frames, verdicts, error)
     found: dict[int, Array] = {}
     for one in opened:
         for segment, pack in zip(one.frame.chunk, codec.decode(one), strict=True):
             found |= factors.split(segment.tensor, without_small(pack, least))
     return [found[i] for i in range(len(values))], error
+
+
+def serve(
+    factors: Factors,
+    packs: Sequence[Array],
+    arrived: Sequence[Array],
+    verdicts: Verdicts,
+    *,
+    error: NonFiniteError | None,
+    key: Key,
+    finish: Finish,
+) -> Compressed:
+    """Average what has arrived of the factors that this rank owns, finish the means, and compress them for all."""
+    own, codec, packs = factors.layout.own, Codec(packs), list(packs)
+    opened = codec.open(arrived, (own,) * factors.layout.world, verdicts, error)
+    means: dict[int, Array] = {}
+    for segment, mean in zip(own.chunk, codec.average(opened), strict=True):
+        means |= factors.split(segment.tensor, mean)
+    finished = dict(zip(means, finish(list(means.values())), strict=True))
+    for segment in own.chunk:
+        packs[segment.tensor] = concat([flat(finished[i]) for i in factors.packs[segment.tensor]])
+    return codec.encode([own], packs, (), key, donate=False)
 
 
 def together(function: Callable[..., Array], *lists: Sequence[Array]) -> list[Array]:

@@ -1,9 +1,9 @@
 """PowerSGD: ranks average two thin factors of each matrix, and keep what these lose."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from qcomp.core import primitives
@@ -12,7 +12,7 @@ from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import Verdicts
+from qcomp.core.mean.codec import Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import (
     Computation,
     MeanState,
@@ -23,7 +23,7 @@ from qcomp.core.mean.compressed_mean import (
     zeros_for,
 )
 from qcomp.core.mean.costs import Link
-from qcomp.core.mean.factors import Matrix, Plan, by_owners, make_plan, matrices_of, together
+from qcomp.core.mean.factors import Finish, Matrix, Plan, by_owners, make_plan, matrices_of, serve, together
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages, announce_lengths, fuse
@@ -269,20 +269,32 @@ class PowerSGDMean(TensorwiseMean):
         verdicts = Verdicts(at_once=plan.left.layout.operands.variable_length)
         matrices, refused, error = self._compensated(plan, vectors, used_up, state.worker)
         old = [_rows(q, m.rank) for q, m in zip(state.server, plan.matrices, strict=True)]
-        key = (terms.key or Key())._replace(rank=state.rank)
+        key = (terms.key or Key())._replace(rank=self._number(state))
 
         left = [
             _unless(flag, _transposed(_product(_rows(x, m.rows), _transposed(q))))  # faster than q x^T
             for q, x, m, flag in zip(old, matrices, plan.matrices, refused, strict=True)
         ]
         lefts, error = yield from by_owners(
-            plan.left, left, verdicts, error, key.at(hop=_LEFT), least=LEAST_LEFT, finish=_orthonormal
+            plan.left,
+            left,
+            verdicts,
+            error,
+            key.at(hop=_LEFT),
+            least=LEAST_LEFT,
+            served=self._server(_orthonormal),
         )
         right = [
             _product(p, _rows(x, m.rows)) for p, x, m in zip(lefts, matrices, plan.matrices, strict=True)
         ]
         rights, error = yield from by_owners(
-            plan.right, right, verdicts, error, key.at(hop=_RIGHT), least=LEAST_RIGHT, finish=_as_they_are
+            plan.right,
+            right,
+            verdicts,
+            error,
+            key.at(hop=_RIGHT),
+            least=LEAST_RIGHT,
+            served=self._server(_as_they_are),
         )
         unread = verdicts.require_accepted(error)
 
@@ -296,6 +308,14 @@ class PowerSGDMean(TensorwiseMean):
             residuals.append(rest)
         factors = tuple(map(flat, together(next_factor, rights, old)))
         return Averaged(products, tuple(residuals), factors, unread)
+
+    def _number(self, state: MeanState) -> Any:
+        """Return the number of this rank, on which draws depend."""
+        return state.rank
+
+    def _server(self, finish: Finish) -> Callable[..., Compressed]:
+        """Return what an owner does with the factors that arrive, see `qcomp.core.mean.factors.serve`."""
+        return partial(serve, finish=finish)
 
     def _compensated(
         self, plan: Plan, vectors: Sequence[Array], used_up: Sequence[bool], residuals: Sequence[Array]

@@ -195,6 +195,115 @@ class TestTheMean:
         assert state.residuals == qcomp.jax.Residuals({}, ())
 
 
+MATRICES = {"conv": (3, 3, 4, 6), "layers": [(12, 10), (40,)]}
+"""Two matrices, and a vector that stays exact."""
+
+
+def of_low_rank(**changes):
+    averaging = qcomp.PowerSGD(rank=2, min_compression=0)
+    return qcomp.jax.MeshMean(
+        **{
+            "compressor": qcomp.Identity(),
+            "axis_name": "data",
+            "exact": None,
+            "averaging": averaging,
+            **changes,
+        }
+    )
+
+
+class TestPowerSGD:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("n", [2, 3])
+    def test_it_is_that_of_the_core_and_loses_nothing(self, n):
+        """Matrix products round otherwise; the means add up to the exact means minus mean_i e_i."""
+        average, core = Averager(n, of_low_rank(), MATRICES), qcomp.PowerSGDMean(rank=2, min_compression=0)
+        steps = [jax.tree.leaves(stacked(n, step, MATRICES)) for step in range(6)]
+
+        def rank_main(comm):
+            state, found = core.init([x[comm.rank] for x in steps[0]], comm), []
+            for values in steps:
+                means, state = core([x[comm.rank] for x in values], state, comm)
+                found.append(means)
+            return found
+
+        expected = qcomp.comm.run_local(n, rank_main)[0]
+        lost = [
+            np.zeros(shape) for shape in jax.tree.leaves(MATRICES, is_leaf=lambda s: isinstance(s, tuple))
+        ]
+        for step, values in enumerate(steps):
+            means = jax.tree.leaves(average(stacked(n, step, MATRICES)))
+            for i, (of_devices, mean) in enumerate(zip(means, expected[step], strict=True)):
+                rows = np.asarray(of_devices)
+                assert len({row.tobytes() for row in rows}) == 1
+                assert_allclose(rows[0], mean, atol=1e-4)
+                lost[i] += values[i].mean(axis=0, dtype=np.float64) - rows[0]
+        worker, factors = average.state.residuals
+        for i, name in ((0, "conv"), (1, "layers/0")):
+            owed = np.asarray(worker[name], np.float64).mean(axis=0)
+            assert np.abs(owed).max() > 0.1
+            assert_allclose(np.ravel(lost[i]), owed, atol=2e-5)
+        assert np.abs(lost[2]).max() < 1e-5
+        assert all(len({row.tobytes() for row in np.asarray(rows)}) == 1 for rows in factors)
+
+    @pytest.mark.slow
+    def test_a_value_that_is_not_finite_refuses_on_all_devices(self):
+        average = Averager(2, of_low_rank(), MATRICES)
+        average(stacked(2, 1, MATRICES))
+        before = average.state
+        values = stacked(2, 2, MATRICES)
+        values["layers"][0][1, 3, 5] = np.nan
+        means = average(values)
+        assert all(np.isnan(np.asarray(leaf)).all() for leaf in jax.tree.leaves(means))
+        assert bits(average.state.residuals) == bits(before.residuals)
+        assert (int(average.state.step), int(average.state.skipped)) == (1, 1)
+
+    def test_a_matrix_of_zeros_begins_later(self):
+        """Its factors are still the first ones, which zeros in a new state stand for."""
+        average = Averager(2, of_low_rank(averaging=qcomp.PowerSGD(rank=1, min_compression=0)), [(4, 6)])
+        zeros, ones = [np.zeros((2, 4, 6), np.float32)], [np.ones((2, 4, 6), np.float32)]
+        assert not np.asarray(average(zeros)[0]).any()
+        assert_allclose(average(ones)[0], 1, rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "match"),
+        [
+            (
+                {"averaging": qcomp.Averaging()},
+                TypeError,
+                "averaging is Averaging.*expected a qcomp.PowerSGD",
+            ),
+            ({"topology": "all_gather"}, ValueError, "topology is 'all_gather' beside averaging="),
+            ({"feedback": False}, ValueError, "feedback is False beside averaging="),
+            ({"compressor": SIGN}, ValueError, "the factors of PowerSGD of rank 2 need"),
+            ({"compressor": qcomp.QSGD(127, coding="range")}, ValueError, "payloads vary in length"),
+        ],
+    )
+    def test_what_does_not_go_with_it(self, changes, error, match):
+        with pytest.raises(error, match=match):
+            of_low_rank(**changes)
+
+
+@pytest.mark.parametrize(
+    "mean", [qcomp.jax.MeshMean(SIGN, "data"), pytest.param(of_low_rank(), marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_jax_knows_that_all_devices_hold_the_mean(mean, n):
+    """With the checks that are the default of shard_map; on one device, where exact tensors are sent to nobody."""
+    mesh = mesh_of(n)
+    tree = {"large": np.ones((n, 100, 120), np.float32), "small": np.ones((n, 3), np.float32)}
+    with jax.set_mesh(mesh):
+        state = mean.init(own(tree))
+    specs = qcomp.jax.partition_specs(state, "data")
+    run = jax.shard_map(
+        lambda x, s: mean(own(x), s), mesh=mesh, in_specs=(DATA, specs), out_specs=(ALL, specs)
+    )
+    means, state = jax.jit(run)(tree, state)
+    assert_allclose(means["large"], 1, rtol=1e-5)
+    assert_array_equal(means["small"], 1)
+    assert int(state.step) == 1
+
+
 class TestErrors:
     def test_outside_a_mesh(self):
         mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 
 import qcomp
 import qcomp.jax.optax
@@ -118,6 +118,31 @@ def assert_same_on_all_devices(tree):
 
 
 class TestTheSameAsTheCore:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "compressor", [qcomp.Identity(), qcomp.QSGD(127, BUCKET)], ids=["exact", "drawing"]
+    )
+    def test_messages_of_factors(self, compressor, monkeypatch):
+        """In the first step: matrix products of XLA end in other bits, after which few codes are drawn otherwise."""
+        matrices = {"w": (40, 30), "x": (24, 16)}
+        settings = {"compressor": compressor, "exact": None, "averaging": qcomp.PowerSGD(rank=1), "seed": 5}
+        opt = qcomp.CompressedSGD(learning_rate=0.125, momentum=0, **settings)
+        by_core = train_by_the_core(2, opt, matrices)
+        tx = optax.chain(qcomp.jax.optax.compressed(axis_name="data", **settings), optax.sgd(0.125))
+        params, of_steps = train_on_mesh(2, tx, monkeypatch, matrices)
+        assert_same_on_all_devices(params)
+        for rank, (_, messages) in enumerate(by_core):
+            assert len(of_steps[0]) == len(messages[0]) == 4
+            for of_mesh, of_core in zip(of_steps[0], messages[0], strict=True):
+                for padded, message in zip(of_mesh[rank], of_core, strict=True):
+                    found = padded[: len(message)]
+                    if compressor.traits.lossless:
+                        whole = len(message) // 4 * 4  # behind them is the verdict
+                        pair = (x[:whole].view(np.float32) for x in (found, message))
+                        assert_allclose(*pair, rtol=1e-4, atol=1e-5)
+                    else:
+                        assert (found == message).mean() > 0.95
+
     @pytest.mark.parametrize(
         ("n", "compressor", "topology"),
         [
