@@ -67,7 +67,7 @@ class MeshMean:
     ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends
     2 (N - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of
     the longest in its exchange. The program has a branch for each device, of the code for that device's chunk, so its
-    size grows with the number of tensors and not with N times that.
+    size grows with the number of tensors and not with N times that. With PowerSGD it sends as `PowerSGDMean` does.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
     tree, the residuals and ``step`` stay as they are, and ``skipped`` counts. That holds for all devices of the mesh,
