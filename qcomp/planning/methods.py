@@ -210,6 +210,10 @@ class OuterMethod(Method):
         pieces, asked, low_rank = self.loop.fragments, self.loop.averaging.topology, self._low_rank
         if low_rank:
             shapes = _shapes(job, self.label)
+            if pieces > len(shapes):
+                raise ValueError(
+                    f"fragments is {pieces}; expected at most one for each of {len(shapes)} tensors"
+                )
             of_each = [
                 tuple(shapes[i] for i in members)
                 for members in assign([math.prod(shape) for shape in shapes], pieces)

@@ -166,6 +166,8 @@ class TestOuter:
         assert 10 * parts.codec == pytest.approx(one.codec)
         with pytest.raises(ValueError, match="shapes is"):
             self.seconds(replace(self.LOOP, averaging=averaging))
+        with pytest.raises(ValueError, match="fragments is 6; expected at most one for each of 5 tensors"):
+            predicted(OuterMethod(loop=replace(self.LOOP, averaging=averaging, fragments=6)), 3, machine)
 
     def test_the_fastest_topology_is_chosen_for_auto(self):
         loops = [
