@@ -494,6 +494,29 @@ assert moved == [True, False, True, True], moved
     )
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["of shards", "of replicas"])
+def test_residuals_follow_the_scale_of_the_gradients(said, between):
+    """By powers of two, with which no operation rounds otherwise."""
+    said(
+        2,
+        f"""
+mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("replicas", "shard"))
+make = (lambda: sharded(mesh["shard"])) if {between} else sharded
+plain, scaled = make(), make()
+options = dict(SMALL, replicas=mesh["replicas"]) if {between} else SMALL
+_, compression = [compress(model, SIGN, **options) for model in (plain, scaled)]
+scale = 1.0
+for step, factor in enumerate((4.0, 0.5, 8.0, 1.0)):
+    for model, own in ((plain, 1.0), (scaled, scale)):
+        model.zero_grad()
+        backward(model, step, own)
+    close(gradients(scaled), {{k: scale * g for k, g in gradients(plain).items()}}, rtol=0, atol=0)
+    compression.rescale(factor)
+    scale *= factor
+""",
+    )
+
+
 REFUSALS = {
     "not sharded": ("compress(network())", "TypeError: model is a Sequential without sharded parameters"),
     "nothing to do": ("compress(sharded(), None)", "ValueError: gradients and weights are None"),
