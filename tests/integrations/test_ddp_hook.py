@@ -122,6 +122,7 @@ model = DistributedDataParallel(layers, bucket_cap_mb=64 * 65 * 4 / 2**20)
 state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None, exact_iterations=0)
 model.register_comm_hook(state, averaged)
 over.set()
+torch.manual_seed(me)
 model(torch.randn(3, 64)).sum().backward()  # after it, the buckets are what they stay
 over.clear()
 plain = state._step._deliver

@@ -47,9 +47,10 @@ def counted(self, jobs, *, last):
 Conveyor.put = counted
 for how in ({{}}, {{"averaging": qcomp.Averaging()}}):
     model, _ = hooked(10**6, exact_iterations=0, **how)
-    loss(model, 0).backward()
-    say(*parts)
+    loss(model, 0).backward()  # the first, in which the ranks' gradients are compared, too
     parts.clear()
+    loss(model, 1).backward()
+    say(*parts)
 """
     assert said(2, body) == [["1", "2"]] * 2
 

@@ -24,7 +24,24 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["choices", "compare_gradients", "digests", "explain_values", "facts", "settings_of", "stream_of"]
+__all__ = [
+    "GIVE_OWN_DATA",
+    "choices",
+    "compare_gradients",
+    "digests",
+    "explain_values",
+    "facts",
+    "first_elements",
+    "same_gradients",
+    "settings_of",
+    "stream_of",
+]
+
+GIVE_OWN_DATA = (
+    "Give each rank data of its own, for instance by a DistributedSampler or a seed that depends on the rank"
+)
+"""What ranks are told that train on the same data."""
+
 
 _BYTES = 4
 """Of a fingerprint. Of four billion runs with different data one is warned in vain."""
@@ -111,17 +128,29 @@ def compare_gradients(
     what : str
         What they are, and when.
     """
-    if size == 1:
-        return
-    arrived = yield AllGather(from_host_bytes(_fingerprint(gradients), like), (_BYTES,) * size)
-    found = {bytes(host_bytes(part)) for part in arrived}
-    if len(found) == 1 and found != {_NOTHING}:
+    if (yield from same_gradients(gradients, size, like)):
         warn_caller(
             f"all {size} ranks have the same {what}, so {who} averages in vain: either they train "
-            "on the same data, or something averages before, such as DistributedDataParallel. Give each rank data of "
-            "its own, for instance by a DistributedSampler or a seed that depends on the rank. Do not wrap the model, "
-            "or pass it as model= to an optimizer that takes it"
+            f"on the same data, or something averages before, such as DistributedDataParallel. {GIVE_OWN_DATA}. "
+            "Do not wrap the model, or pass it as model= to an optimizer that takes it"
         )
+
+
+def same_gradients(gradients: Sequence[Array | None], size: int, like: Array) -> Stages[bool]:
+    """Return whether several ranks all have the same gradients, and not zeros; sends 4 bytes to all others.
+
+    Their `first_elements` count; parameters are those of `compare_gradients`.
+    """
+    if size == 1:
+        return False
+    arrived = yield AllGather(from_host_bytes(_fingerprint(gradients), like), (_BYTES,) * size)
+    found = {bytes(host_bytes(part)) for part in arrived}
+    return len(found) == 1 and found != {_NOTHING}
+
+
+def first_elements(gradient: Array) -> Array:
+    """Return the part of a gradient that is compared, flat."""
+    return flat(gradient)[: min(_SAMPLE, math.prod(gradient.shape))]
 
 
 def choices(state: OptimizerState) -> list[object]:
@@ -134,7 +163,7 @@ def choices(state: OptimizerState) -> list[object]:
 
 def _fingerprint(gradients: Sequence[Array | None]) -> bytes:
     """Return bytes that are equal where the first elements of all tensors are; zeros if those are zero."""
-    parts = [bytes_of(flat(x)[: min(_SAMPLE, math.prod(x.shape))]) for x in gradients if x is not None]
+    parts = [bytes_of(first_elements(x)) for x in gradients if x is not None]
     sample = host_bytes(concat(parts)) if parts else b""
     return hashlib.sha256(sample).digest()[:_BYTES] if sample.strip(b"\0") else _NOTHING
 

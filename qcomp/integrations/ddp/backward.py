@@ -70,6 +70,10 @@ class BackwardPass:
     """The first error of another kind."""
     in_backward: bool = True
     """Whether gradients come from this rank's own backward pass, and not from other ranks through torch's ``Join``."""
+    samples: list[Any] = field(default_factory=list)
+    """Copies of the first elements of the gradients, where the ranks' are compared."""
+    same_everywhere: bool = False
+    """Whether that has found the same on all ranks."""
     ended: bool = False
     """Whether the owner has received the outcome."""
     _came: set[int] = field(default_factory=set)

@@ -17,9 +17,11 @@ from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, Stages, fuse
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.numeric.arrays import host_bytes
+from qcomp.core.optimizers.agreement import GIVE_OWN_DATA, first_elements, same_gradients
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
 from qcomp.integrations.ddp.conveyor import Conveyor, Job
@@ -128,6 +130,8 @@ class BucketedStep:
             _engine.queue_callback(lambda: _engine.queue_callback(end))
         except RuntimeError:
             running.in_backward = False  # Join runs the hook on a rank without inputs
+        if self.optimizer.compares_gradients and not self.state.step:
+            self._compare(running, gradients)
         if self.optimizer.clip_norm is None:
             self._put([record], scale=1.0)
         elif running.is_complete:
@@ -204,6 +208,22 @@ class BucketedStep:
             for number, gradient in pairs
         )
         return Part(numbers, gradients, sent)
+
+    def _compare(self, running: BackwardPass, gradients: Sequence[tuple[int, Any]]) -> None:
+        """Keep what is compared of a bucket, before means overwrite it; compare once all buckets have arrived."""
+        running.samples += [first_elements(gradient).clone() for _, gradient in gradients]
+        if not running.is_complete:
+            return
+
+        def compared(are_same: bool) -> None:
+            running.same_everywhere = are_same
+
+        def fail(error: BaseException) -> None:
+            running.error = running.error or error
+
+        stages = same_gradients(running.samples, self.state.size, running.samples[0])
+        context = partial(self._stream.after, self._stream.mark())
+        self._conveyor.put([Job(stages, done=compared, failed=fail, context=context)], last=False)
 
     def _put(self, buckets: Sequence[Bucket], *, scale: float) -> None:
         """Start to average some buckets."""
@@ -300,6 +320,11 @@ class BucketedStep:
             self.params.require_frozen()
             if running.error is not None:
                 raise running.error
+            if running.same_everywhere:
+                warn_caller(
+                    f"all {self.state.size} ranks have the same gradients in the first backward pass, so averaging "
+                    f"them is in vain: they train on the same data, most likely. {GIVE_OWN_DATA}"
+                )
             self._finish(running)
         except BaseException:
             if self.running is running:

@@ -1,0 +1,73 @@
+"""Ranks under DistributedDataParallel that all have the same gradients are told: most train on the same data."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+RUN = """
+import qcomp.torch
+text = "ranks have the same gradients in the first backward pass"
+def optimizers():
+    yield "hook", lambda model: model.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), model, exact=None))
+    yield "momenta", lambda model: ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, exact=None))
+    yield "clipped", lambda model: ddp.OverlappedOptimizer(
+        model, qcomp.CompressedSGD(learning_rate=1e-3, compressor=qcomp.ScaledSign(), exact=None, clip_norm=1.0)
+    )
+    yield "torch", lambda model: qcomp.torch.CompressedSGD(
+        model.parameters(), lr=1e-3, compressor=qcomp.ScaledSign(), exact=None, model=model
+    )
+def told(begin, seed, bucket_bytes=4000, steps=2):
+    model = wrapped(bucket_bytes)
+    optimizer = begin(model)
+    counts = []
+    for step in range(steps):
+        draws = torch.Generator().manual_seed(seed(step))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(torch.randn(3, 33, generator=draws)).square().sum().backward()
+        counts.append(sum(text in str(one.message) for one in found))
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return counts
+"""
+
+
+def test_every_rank_is_told_once_whatever_the_buckets(said):
+    body = f"""{RUN}
+for name, begin in optimizers():
+    for bucket_bytes in (1, 4000, 10**6):
+        assert told(begin, lambda step: step, bucket_bytes) == [1, 0], (name, bucket_bytes)
+        assert told(begin, lambda step: step if step else me, bucket_bytes) == [0, 0], (name, bucket_bytes)
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
+
+
+def test_one_rank_with_other_data_is_enough(said):
+    body = f"""{RUN}
+for name, begin in optimizers():
+    assert told(begin, lambda step: int(me == 2)) == [0, 0], name
+say("ok")
+"""
+    assert said(3, body) == [["ok"]] * 3
+
+
+def test_a_warning_that_is_an_error_leaves_the_state_as_it_was(said):
+    body = f"""{RUN}
+model = wrapped()
+state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None)
+model.register_comm_hook(state, averaged)
+for attempt in range(2):
+    try:
+        model(torch.ones(3, 33)).square().sum().backward()
+    except UserWarning as error:
+        assert text in str(error)
+    else:
+        raise AssertionError("expected the warning")
+    assert state.iterations == 0 and all(p.grad is None for p in model.parameters())
+loss(model, 1).backward()
+assert state.iterations == 1
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
