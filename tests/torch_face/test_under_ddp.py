@@ -198,7 +198,7 @@ REFUSALS = {
     ),
     "a scaler": (
         "model = wrapped(); optimizer = face('OneBitAdam', model); scaler = torch.amp.GradScaler('cpu'); "
-        "scaler.scale(model(torch.ones(2, 33)).sum()).backward(); scaler.step(optimizer)",
+        "scaler.scale(model(torch.full((2, 33), 1.0 + me)).sum()).backward(); scaler.step(optimizer)",
         "RuntimeError: a GradScaler scales the loss, but with model= momenta are averaged",
     ),
     "a hook": (
