@@ -74,7 +74,7 @@ say("ok")
 
 
 def test_means_that_come_early_are_not_compared(said):
-    """The first buckets hold means, equal on all ranks, before the last one arrives, here of layers that nobody uses."""
+    """Early buckets hold means, equal on all ranks, before the last one arrives, here of layers that nobody uses."""
     body = f"""{RUN}
 for name, begin in optimizers():
     layers = torch.nn.Sequential(*(torch.nn.Linear(9, 9, bias=False) for _ in range(12)))
