@@ -5,6 +5,7 @@ import pytest
 
 import qcomp
 from qcomp.core import primitives
+from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Encoded, EncodedFrame, use_kernels
 from qcomp.core.mean.codec import Codec
@@ -16,6 +17,7 @@ from qcomp.testing.kernel_chunks import check_chunks
 SIGN = qcomp.ScaledSign(bucket_size=64)
 LEVELS = qcomp.QSGD(levels=7, bucket_size=64)
 RANGE = qcomp.MinMaxUInt8(bucket_size=64)
+WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
 class Whole:
@@ -298,9 +300,61 @@ class TakesNaN(Whole):
         return super().encode(compressor, x, residual, key, out=out, blend=blend)
 
 
+class ReturnsWhatWasGiven(Whole):
+    """The residual is computed, and the given buffer returned as it was."""
+
+    name = "returns what was given"
+
+    def encode(self, compressor, x, residual, key, *, out, blend):
+        encoded = super().encode(compressor, x, residual, key, out=None, blend=blend)
+        return encoded if out is None or encoded is None else encoded._replace(residual=out)
+
+
 BROKEN += [
-    pytest.param(kind(), SIGN, id=kind.name) for kind in (OneBeta, NoNewBuffer, Pool, OneBuffer, TakesNaN)
+    pytest.param(kind(), SIGN, id=kind.name)
+    for kind in (OneBeta, NoNewBuffer, ReturnsWhatWasGiven, Pool, OneBuffer, TakesNaN)
 ]
+
+
+def skips_the_range_check(self, whole, compressor, x, residual, key):
+    if residual is None or (np.abs(x.astype(np.float32)) < 2.0**100).all():
+        return whole(compressor, x, residual, key)
+    residual[...] = x
+    return Encoded(np.zeros(compressor.payload_spec(x.size).nbytes, dtype=np.uint8), residual, None)
+
+
+def rounds_the_residual(self, whole, compressor, x, residual, key):
+    encoded = whole(compressor, x, residual, key)
+    if encoded is None or encoded.residual is None or x.size < 8:
+        return encoded
+    return encoded._replace(residual=encoded.residual.astype(np.float16).astype(np.float32))
+
+
+for kind, c in (("signs", SIGN), ("wide codes", WIDE)):
+    broken(f"{kind}: skips the range check", c, encode=skips_the_range_check)
+    broken(f"{kind}: rounds the residual", c, encode=rounds_the_residual)
+    broken(
+        f"{kind}: forgets the old residual",
+        c,
+        encode=lambda self, whole, c, x, r, key: whole(c, x, None if r is None else np.zeros_like(r), key),
+    )
+    broken(
+        f"{kind}: adds where it should write",
+        c,
+        decode=lambda self, whole, c, data, like: whole(
+            c, data, like, out=np.ones_like(like), accumulate=True
+        ),
+    )
+    broken(
+        f"{kind}: writes where it should add",
+        c,
+        decode=lambda self, whole, c, data, like: whole(c, data, like, accumulate=False),
+    )
+broken(
+    "loses the ninth bit",
+    WIDE,
+    encode=encodes(lambda data: data[64:72].fill(0), lambda x, key: x.size >= 64),  # of the first bucket
+)
 
 # Means.
 broken("mean of up to eight", average=lambda self, whole, c, payloads, like: whole(c, payloads[:8], like))
@@ -317,6 +371,16 @@ broken(
     compress_mean=lambda self, whole, c, payloads, like, r, key: whole(
         c, payloads, like, None if r is None else r * 0, key
     ),
+)
+broken(
+    "halves wrongly",
+    average=lambda self, whole, c, payloads, like: write_into(
+        mean := whole(c, payloads, like), mean * np.float32(0.5 if len(payloads) == 2 else 1)
+    ),
+)
+broken(
+    "compresses another rank's mean",
+    compress_mean=lambda self, whole, c, payloads, like, r, key: whole(c, payloads[1:], like, r, key),
 )
 broken("counts to 64", finish_mean=lambda self, whole, total, count: whole(total, min(count, 64)))
 broken(
@@ -456,6 +520,10 @@ broken(
 broken(
     "never corrects", frozen_step=lambda self, whole, p, m, v, n: whole(p, m, v, n._replace(correction=0.19))
 )
+broken(
+    "moves what never had a gradient",
+    frozen_step=lambda self, whole, p, m, v, n: whole(p, m, np.where(v > 0, v, np.float32(2.0**-126)), n),
+)
 broken("never masks", frozen_step=lambda self, whole, p, m, v, n: (whole(p, m.copy(), v, n)[0], m))
 broken(
     "writes to the parameters",
@@ -584,6 +652,6 @@ def test_broken_kernels_are_caught(kernels, compressor):
             check_kernels(kernels, compressors=[], max_examples=3)
 
 
-@pytest.mark.parametrize("compressor", [SIGN, LEVELS, RANGE], ids=str)
+@pytest.mark.parametrize("compressor", [SIGN, LEVELS, RANGE, WIDE], ids=str)
 def test_whole_kernels_pass(compressor):
     check_kernels(Whole(), compressors=[compressor], max_examples=3)
