@@ -7,7 +7,13 @@ from tests.integrations.cases import OPTIMIZERS, SERVERS_DRAW
 pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+REPEATED = {"onebit_adam", "qadam", "draws", "all_gather", "coded"}
+"""Of these the quick run has harder settings, or `test_ddp_hook` what they average."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in OPTIMIZERS]
+)
 def test_a_step_is_that_of_the_optimizer_on_all_gradients(said, name):
     stages = said(3, compared(name))
     assert stages[0] != ["warmup"]
