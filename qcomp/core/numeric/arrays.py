@@ -5,6 +5,7 @@ torch, CuPy, JAX and any other library of the standard.
 """
 
 import hashlib
+import importlib
 import math
 import struct
 import sys
@@ -202,15 +203,14 @@ def bitcast(x: Array, dtype: Any) -> Array:
     """Return the bits of x read as another dtype; the last axis grows or shrinks with the item size.
 
     The Array API standard has no bit-cast. NumPy, CuPy, torch and JAX arrays have ``view``; an array of a
-    library without it is read through NumPy's protocol.
+    library without it is read through NumPy.
     """
     if x.dtype == dtype:
         return x
     xp = array_namespace(x)
     view = getattr(x, "view", None)
     if view is None:
-        host = x.__array__()
-        return xp.asarray(host.copy().view(dtype_name(dtype)), device=device(x))
+        return xp.asarray(_in_numpy(x).copy().view(dtype_name(dtype)), device=device(x))
     return (view if _is_dense(x, itemsize(dtype_name(dtype))) else xp.concat([x, x[:0]]).view)(dtype)
 
 
@@ -221,6 +221,13 @@ def _is_dense(x: Array, alignment: int) -> bool:
         return bool(stride(-1) == 1 and x.storage_offset() * x.itemsize % alignment == 0)
     flags = getattr(x, "flags", None)  # NumPy and CuPy; JAX has none, its arrays are dense
     return flags is None or bool(flags.c_contiguous)
+
+
+def _in_numpy(x: Any) -> Any:
+    """Return an array in the memory of the CPU as one of NumPy's, through whichever protocol its library has."""
+    return importlib.import_module("array_api_compat.numpy").asarray(
+        x
+    )  # `import qcomp` loads no array library
 
 
 def bytes_of(x: Array) -> Array:
@@ -238,8 +245,7 @@ def host_bytes(data: Array) -> bytes:
     """Return the elements of an array on any device as bytes."""
     data = bytes_of(data)  # as bits, since torch cannot export bfloat16
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
-    host = (data if to_host is None else to_host()).__array__()
-    return bytes(host.tobytes())
+    return bytes(_in_numpy(data if to_host is None else to_host()).tobytes())
 
 
 def digest(x: Array) -> str:
