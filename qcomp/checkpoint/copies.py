@@ -173,7 +173,7 @@ class Copies:
     def _keep(self, step: int, write: Callable[[IO[bytes]], Any]) -> None:
         """Keep what this rank has."""
         rank, size = self._comm.rank, self._comm.size
-        generation, content, problem = Generation(step, self._life, size), memoryview(b""), None
+        generation, content, problem = Generation(step, self._life, size), b"", None
         own = Part(generation, rank, rank)
         what = f"keep a copy of step {step}"
         try:
@@ -328,16 +328,20 @@ def _folder_of(folder: Path, job: str) -> Path:
     return own
 
 
-def _content(name: str, write: Callable[[IO[bytes]], Any]) -> memoryview:
-    """Return what a callable writes, and its digest."""
+def _content(name: str, write: Callable[[IO[bytes]], Any]) -> bytes:
+    """Return what a callable writes, and its digest.
+
+    Without a copy, since the file gives up its buffer. Not as a view of the file: Python 3.13 says that an exception
+    was ignored when it frees the two in one cycle.
+    """
     file = io.BytesIO()
     write(file)
     file.seek(0, io.SEEK_END)
     with file.getbuffer() as data:
         digest = digest_of(name, data)
     file.write(digest)
-    return file.getbuffer()
+    return file.getvalue()
 
 
-def _put(file: IO[bytes], data: "memoryview | bytearray | bytes") -> None:
+def _put(file: IO[bytes], data: "bytearray | bytes") -> None:
     file.write(data)

@@ -58,7 +58,7 @@ def test_each_field_of_an_optimizer_has_an_entry_of_its_own(cls):
     fields = [field.name for field in dataclasses.fields(cls)]
     assert [name for name in fields if not entries.get(name)] == []
     assert [name for name in entries if name not in parameters(cls)] == []
-    assert not re.search(r"^    \w+, \w+.* : ", cls.__doc__, re.MULTILINE), (
+    assert not re.search(r"^\w+, \w+.* : ", inspect.getdoc(cls), re.MULTILINE), (
         "an entry names several parameters"
     )
     assert not any(re.fullmatch(r"See `\w+`\.", text) for text in entries.values())
@@ -67,7 +67,7 @@ def test_each_field_of_an_optimizer_has_an_entry_of_its_own(cls):
 @pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
 def test_each_default_of_an_optimizer_is_in_its_entry(cls):
     for field in dataclasses.fields(cls):
-        (entry,) = re.findall(rf"^    {field.name} : (.*)$", cls.__doc__, re.MULTILINE)
+        (entry,) = re.findall(rf"^{field.name} : (.*)$", inspect.getdoc(cls), re.MULTILINE)
         if field.default is not dataclasses.MISSING:
             assert "default" in entry or "optional" in entry, field.name
         if isinstance(field.default, bool | str):

@@ -376,6 +376,7 @@ def test_a_closure_computes_what_the_step_uses():
     assert content(optimizer) == content(other)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_a_compiled_model_makes_the_same_steps():
     model, twin = model_of(0), model_of(0)
     comm = LocalCommunicator.alone()
