@@ -174,3 +174,12 @@ def test_the_core_has_no_clock_no_files_and_no_global_random_numbers():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("open", "print", "input", "exec", "eval"), path
+
+
+def test_arrays_are_not_asked_for_numpys_protocol_by_name():
+    """From Python 3.12 on array-api-strict has the buffer protocol alone; NumPy looks for what there is."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = {
+            node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+        }
+        assert "__array__" not in names, path
