@@ -15,7 +15,7 @@ demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers 
 
 # Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
 # Hundreds of ranks and workers start from the same bytecode, which is kept even if the environment says otherwise.
-QUICK = MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 1536 \
+QUICK = MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 2048 \
 	-m "not gpu and not nvrtc and not peers and not slow"
 
 test: $(INSTALLED)  ## Run the fast tests that need no GPU: those of kernels, then all others.

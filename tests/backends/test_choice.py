@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import sys
 
 import array_api_strict
 import jax
@@ -175,3 +176,17 @@ def test_a_set_of_another_package_is_used_when_asked_for(monkeypatch):
         assert name(X) == "theirs"
         qcomp.ScaledSign().compress(X)  # what it has no kernel for is left to the pure version
     assert name(X) == "numba"
+
+
+@pytest.mark.parametrize("old", ["3.2.0", "3.3.1", "2.1.0"])
+def test_a_triton_that_rounds_otherwise_is_not_used(monkeypatch, old):
+    """torch 2.6 and 2.7 bring one; on their GPUs the pure version runs, and a warning says what to install."""
+    triton = pytest.importorskip("triton")
+    module = registry.BUILT_IN["triton"].module
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(triton, "__version__", old)
+    with pytest.raises(
+        registry.UnavailableError,
+        match=rf"need Triton 3\.4 or newer, which torch 2\.8 brings, instead of {old}: pip",
+    ):
+        registry.load("triton")

@@ -23,6 +23,9 @@ __all__ = ["KERNELS", "TritonKernels"]
 
 Array = Any
 
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # older ones flush subnormal numbers
+    raise ImportError(f"Triton 3.4 or newer, which torch 2.8 brings, instead of {triton.__version__}")
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 """torch also calls ROCm devices cuda. Triton's interpreter runs on the CPU."""
