@@ -225,9 +225,8 @@ def _is_dense(x: Array, alignment: int) -> bool:
 
 def _in_numpy(x: Any) -> Any:
     """Return an array in the memory of the CPU as one of NumPy's, through whichever protocol its library has."""
-    return importlib.import_module("array_api_compat.numpy").asarray(
-        x
-    )  # `import qcomp` loads no array library
+    # Not at the top: `import qcomp` loads no array library.
+    return importlib.import_module("array_api_compat.numpy").asarray(x)
 
 
 def bytes_of(x: Array) -> Array:

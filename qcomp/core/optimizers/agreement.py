@@ -42,7 +42,6 @@ GIVE_OWN_DATA = (
 )
 """What ranks are told that train on the same data."""
 
-
 _BYTES = 4
 """Of a fingerprint. Of four billion runs with different data one is warned in vain."""
 _NOTHING = bytes(_BYTES)
