@@ -244,7 +244,8 @@ def host_bytes(data: Array) -> bytes:
     """Return the elements of an array on any device as bytes."""
     data = bytes_of(data)  # as bits, since torch cannot export bfloat16
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
-    return bytes(_in_numpy(data if to_host is None else to_host()).tobytes())
+    host = data if to_host is None else to_host()
+    return bytes((host if hasattr(host, "tobytes") else _in_numpy(host)).tobytes())
 
 
 def digest(x: Array) -> str:
