@@ -7,7 +7,7 @@ from tests.integrations.cases import OPTIMIZERS, SERVERS_DRAW
 pytest.importorskip("torch")
 
 
-REPEATED = {"onebit_adam", "qadam", "draws", "all_gather", "coded"}
+REPEATED = {"onebit_adam", "qadam", "draws", "all_gather"}
 """Of these the quick run has harder settings, or `test_ddp_hook` what they average."""
 
 
@@ -52,6 +52,18 @@ for step in range(7):
     assert same(optimizer.state.momentum, state.momentum)
 say(state.stage)
 """
+
+
+def test_an_optimizer_of_pairs_of_gradients_is_refused(said):
+    """It would train without its correction, as if it were plain compressed SGD."""
+    body = """
+try:
+    ddp.OverlappedOptimizer(wrapped(), qcomp.QSVRG(learning_rate=0.1))
+except ValueError as error:
+    assert str(error).startswith("optimizer is a QSVRG; expected one that steps with one gradient")
+    say("refused")
+"""
+    assert said(1, body) == [["refused"]]
 
 
 def test_what_was_saved_or_loaded_stays_as_it_is(said):

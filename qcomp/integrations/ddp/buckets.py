@@ -21,6 +21,7 @@ from qcomp.core.optimizers.agreement import GIVE_OWN_DATA, first_elements, same_
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.optimizers.qsvrg import QSVRG
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
@@ -130,7 +131,7 @@ class BucketedStep:
             _engine.queue_callback(lambda: _engine.queue_callback(end))
         except RuntimeError:
             running.in_backward = False  # Join runs the hook on a rank without inputs
-        if self.optimizer.compares_gradients and not self.state.step:
+        if not self.state.step:
             self._compare(running, gradients)
         if self.optimizer.clip_norm is None:
             self._put([record], scale=1.0)
@@ -440,6 +441,12 @@ def _separable(optimizer: Optimizer) -> Optimizer:
         raise TypeError(
             f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
             "qcomp.OneBitAdam(...)"
+        )
+    if isinstance(optimizer, QSVRG):
+        raise ValueError(
+            "optimizer is a QSVRG; expected one that steps with one gradient: each of its steps takes two, at the "
+            "parameters and at the snapshot, and a backward pass has one. Call its own step, without "
+            "DistributedDataParallel"
         )
     if averaging.tensorwise:
         return optimizer

@@ -43,7 +43,7 @@ class OverlappedOptimizer(Joinable):
     MismatchError
         On every rank, if the ranks differ in the optimizer's settings or in the model.
     ValueError
-        If the optimizer needs all gradients before it can exchange any.
+        If the optimizer needs all gradients before it can exchange any, or two of each, as `qcomp.QSVRG` does.
 
     Notes
     -----
