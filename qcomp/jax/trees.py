@@ -13,6 +13,7 @@ from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.stages import Transport
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.qsvrg import QSVRG
 from qcomp.core.state import OptimizerState
 
 __all__ = ["PytreeMean", "PytreeOptimizer", "Tree", "names_of"]
@@ -110,7 +111,12 @@ class PytreeOptimizer:
     Parameters
     ----------
     optimizer : Optimizer
-        Any optimizer of qcomp.
+        Any optimizer of qcomp but `qcomp.QSVRG`, whose steps take two gradients.
+
+    Raises
+    ------
+    TypeError
+        If it is none.
 
     Notes
     -----
@@ -136,6 +142,11 @@ class PytreeOptimizer:
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
                 f"optimizer is {self.optimizer!r}; expected an optimizer such as qcomp.OneBitAdam(...)"
+            )
+        if isinstance(self.optimizer, QSVRG):
+            raise TypeError(
+                "optimizer is a QSVRG; expected one that steps with one gradient: each of its steps takes two, at the "
+                "parameters and at the snapshot. Give its own step the arrays of jax.tree.leaves"
             )
 
     def init(self, params: PyTree, comm: Transport) -> OptimizerState:
