@@ -128,6 +128,20 @@ class TestState:
         with pytest.raises(ValueError, match="x is empty"):
             mean([], state, comm)
 
+    @pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("float64", "float32")])
+    def test_of_another_precision_is_an_error(self, before, after):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        (state,) = start(mean, [np.zeros(10, before)], 1)
+        comm = qcomp.comm.LocalCommunicator.alone()
+        said = f"x has arrays of dtype {after}; state is for what is computed in {before}"
+        with pytest.raises(ValueError, match=said):
+            mean(np.zeros(10, after), state, comm)
+
+    def test_of_half_precision_is_that_of_float32(self):
+        mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
+        (state,) = start(mean, [np.zeros(10, np.float16)], 1)
+        mean(np.ones(10, np.float32), state, qcomp.comm.LocalCommunicator.alone())
+
     def test_of_another_rank_is_an_error(self):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         _, state = start(mean, [np.zeros(10)], 2)

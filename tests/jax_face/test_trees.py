@@ -131,5 +131,7 @@ class TestErrors:
             qcomp.jax.PytreeOptimizer(qcomp.OneBitAdam)
 
     def test_an_optimizer_of_pairs_of_gradients(self):
-        with pytest.raises(TypeError, match="optimizer is a QSVRG; expected one that steps with one gradient"):
+        with pytest.raises(
+            TypeError, match="optimizer is a QSVRG; expected one that steps with one gradient"
+        ):
             qcomp.jax.PytreeOptimizer(qcomp.QSVRG(learning_rate=0.1))

@@ -545,6 +545,18 @@ class CompressedMean:
         expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
         if found != expected:
             raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
+        if state.worker and state.worker[0].dtype != tensors[0].dtype:
+            _require_precision(tensors, state.worker)
+
+
+def _require_precision(tensors: Sequence[Array], residuals: Sequence[Array]) -> None:
+    """Raise ValueError unless tensors are computed in the dtypes of the residuals."""
+    given, kept = ({dtype_name(x.dtype) for x in arrays} for arrays in (tensors, residuals))
+    if not kept <= {compute_dtype_name(dtype) for dtype in given}:
+        raise ValueError(
+            f"x has arrays of dtype {', '.join(sorted(given))}; state is for what is computed in "
+            f"{', '.join(sorted(kept))}: change the dtype before init, or begin with a new state"
+        )
 
 
 def _only(results: Sequence[Averaged]) -> Averaged:
