@@ -133,7 +133,7 @@ class TestState:
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         (state,) = start(mean, [np.zeros(10, before)], 1)
         comm = qcomp.comm.LocalCommunicator.alone()
-        said = f"x has arrays of dtype {after}; state is for what is computed in {before}"
+        said = f"x has dtype {after}; the residuals in state are {before}"
         with pytest.raises(ValueError, match=said):
             mean(np.zeros(10, after), state, comm)
 

@@ -550,12 +550,12 @@ class CompressedMean:
 
 
 def _require_precision(tensors: Sequence[Array], residuals: Sequence[Array]) -> None:
-    """Raise ValueError unless tensors are computed in the dtypes of the residuals."""
+    """Raise ValueError unless the residuals have the compute dtypes of the tensors."""
     given, kept = ({dtype_name(x.dtype) for x in arrays} for arrays in (tensors, residuals))
     if not kept <= {compute_dtype_name(dtype) for dtype in given}:
         raise ValueError(
-            f"x has arrays of dtype {', '.join(sorted(given))}; state is for what is computed in "
-            f"{', '.join(sorted(kept))}: change the dtype before init, or begin with a new state"
+            f"x has dtype {', '.join(sorted(given))}; the residuals in state are {', '.join(sorted(kept))}: "
+            "convert before init, or make a new state"
         )
 
 
