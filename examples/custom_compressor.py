@@ -18,7 +18,7 @@ FEATURES, SAMPLES, BATCH, STEPS, RANKS = 2_000, 4_000, 100, 150, 4
 @extend.register_compressor
 @dataclass(frozen=True)
 class TernGrad(extend.BucketedCompressor):
-    """Rounds each element to 0 or to the largest magnitude of its bucket, at random, so that the mean is kept."""
+    """Rounds each element at random to 0 or to the largest magnitude of its bucket, with its sign, without bias."""
 
     name: ClassVar[str] = "terngrad"
     scales: ClassVar[tuple[str, ...]] = ("largest",)
@@ -66,7 +66,7 @@ def train(comm: qcomp.comm.Communicator) -> tuple[float, float, int]:
     """Train on this rank's share of the rows; return the loss before and after, and the bytes that it sent."""
     rows, targets = generate_data()
     own_rows, own_targets = rows[comm.rank :: comm.size], targets[comm.rank :: comm.size]
-    # It is unbiased, so it needs no error feedback; the problem is so small that the default would compress nothing.
+    # TernGrad is unbiased, so it needs no error feedback. By default this small model would not be compressed at all.
     opt = qcomp.CompressedSGD(
         learning_rate=20.0,
         momentum=0.0,

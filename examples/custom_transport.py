@@ -1,7 +1,7 @@
 """A transport of your own: 1-bit Adam over asyncio streams, without a communicator.
 
 Start it with ``python examples/custom_transport.py``. The ranks are tasks of one event loop, connected by TCP. Nothing
-blocks: optimizers yield what they want exchanged, and `drive` awaits it. The same works between machines.
+blocks: optimizers yield the exchanges that they need, and `drive` awaits them. The same works between machines.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ class Peers:
         self._streams = streams
 
     async def exchange(self, request: extend.Exchange) -> list[Any]:
-        """Send each rank its buffer and return one from each, in the library of what is sent."""
+        """Send each rank its buffer and return one from each, in the library of the sent buffers."""
         to_each = isinstance(request, extend.AllToAll)
         send = request.send if to_each else (request.send,) * self.size
-        async with asyncio.TaskGroup() as both:  # who only sent, while others only send, would wait for ever
+        async with asyncio.TaskGroup() as both:  # if ranks sent first and received later, all could block
             for peer in self._streams:
                 both.create_task(self._send(peer, extend.host_bytes(send[peer])))
             arriving = {
@@ -51,7 +51,7 @@ class Peers:
         reader, _ = self._streams[peer]
         try:
             length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-            if length == expected:  # never read what nobody announced
+            if length == expected:  # never read a length that this rank does not expect
                 return await reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise extend.CommunicatorError(f"rank {peer} is gone: {error}") from error
@@ -78,7 +78,7 @@ async def drive(stages: extend.Stages[Any], peers: Peers) -> Any:
 
 
 async def connect(rank: int, ports: list[asyncio.Future[int]]) -> Peers:
-    """Connect a rank to all others: it calls those before it, and is called by those behind it."""
+    """Connect a rank to all others: it connects to lower ranks, and accepts connections from higher ones."""
     streams: dict[int, Stream] = {}
     complete = asyncio.Event()
 
@@ -100,7 +100,7 @@ async def connect(rank: int, ports: list[asyncio.Future[int]]) -> Peers:
 
 
 async def train(rank: int, ports: list[asyncio.Future[int]]) -> tuple[str, float, int]:
-    """Fit a hidden vector; return a digest of the weights, the distance that is left, and the bytes sent."""
+    """Fit a hidden vector; return a digest of the weights, the remaining distance, and the bytes sent."""
     peers = await connect(rank, ports)
     hidden = np.random.default_rng(0).standard_normal(FEATURES).astype(np.float32)
     opt = qcomp.OneBitAdam(learning_rate=0.05, betas=(0.9, 0.9), freeze=20, exact=None)

@@ -1,7 +1,7 @@
 """A classifier of handwritten digits, trained with optax on a mesh whose devices send one bit per element.
 
 Run ``python examples/jax_mesh.py``. Without GPUs it makes eight devices of the CPU. On several machines run a process
-on each, ``mpirun -n 2 python -m mpi4py examples/jax_mesh.py``: the mesh has the devices of all.
+on each, ``mpirun -n 2 python -m mpi4py examples/jax_mesh.py``: the mesh has the devices of all machines.
 """
 
 from typing import Any
@@ -68,7 +68,7 @@ def main() -> None:
     def step(params: Params, state: Any, images: Any, labels: Any) -> tuple[Params, Any, Any]:
         varying = jax.lax.pcast(
             params, "data", to="varying"
-        )  # or jax.grad adds up the gradients of all devices
+        )  # otherwise jax.grad adds up the gradients of all devices
         value, grads = jax.value_and_grad(loss)(varying, images, labels)  # of this device's part of the batch
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
@@ -78,7 +78,7 @@ def main() -> None:
         state = tx.init(params)
     specs = qcomp.jax.partition_specs(
         state, "data"
-    )  # residuals belong to a device, all else is the same on all
+    )  # residuals differ between devices, everything else is the same
     state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     params, cut = jax.device_put(params, NamedSharding(mesh, P())), NamedSharding(mesh, P("data"))
     step = jax.jit(

@@ -1,4 +1,4 @@
-"""An ordinary training script for torch in an outer loop: ranks exchange every 15 steps, and a fifth of the elements.
+"""An ordinary training script for torch in an outer loop: ranks exchange a fifth of the elements every 15 steps.
 
 Start it with ``torchrun --nproc-per-node 2 examples/outer_loop.py``, or with ``mpirun -n 2 python -m mpi4py
 examples/outer_loop.py``. Two lines differ from the script for a single rank: the import, and the loop.
@@ -39,7 +39,7 @@ def main() -> None:
     targets = torch.tensor(labels)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    # A network this small needs more than the published 64 of 4,096 elements, and smaller tensors compressed.
+    # A network this small needs more than the published 64 of 4,096 elements, and must compress smaller tensors too.
     outer = qcomp.torch.OuterLoop(
         model,
         optimizer,

@@ -5,9 +5,9 @@ Start it with
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 2 examples/survive_kill.py --kill 1 27
 
-After 27 steps rank 1 kills itself, torchrun starts all ranks again, and they go on from step 25, in the same bits as
-without the kill. On several nodes give torchrun a ``--rdzv-id`` of this job's own. Without the variable, gloo looks for
-the ranks of before in torchrun's store.
+After 27 steps rank 1 kills itself, torchrun starts all ranks again, and they continue from step 25, with the same bits
+as without the kill. On several nodes give torchrun a ``--rdzv-id`` of this job's own. Without the variable, gloo finds
+the addresses of the killed ranks in torchrun's store.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
         if options.kill == [comm.rank, step] and kept is None:
             print(f"rank {comm.rank} dies after step {step}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        draws = torch.Generator().manual_seed(1000 * step + comm.rank)  # of this step and rank
+        draws = torch.Generator().manual_seed(1000 * step + comm.rank)  # depends on step and rank alone
         inputs = torch.randn(BATCH, FEATURES, generator=draws)
         loss = functional.cross_entropy(model(inputs), (inputs @ target).argmax(1))
         loss.backward()

@@ -18,7 +18,7 @@ INPUTS, WIDTH, BATCH, STEPS, WARMUP = 8, 256, 64, 200, 50
 
 
 def network(seed: int) -> nn.Module:
-    """Return a network whose first parameters follow from the seed."""
+    """Return a network whose initial parameters depend on the seed."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)

@@ -2,7 +2,7 @@
 
 Start it with ``torchrun --nproc-per-node 2 examples/torch_fsdp.py``. Two lines differ from the script without
 compression: the import, and ``compress``. ``--mesh hsdp`` shards over the ranks of a node and compresses between nodes
-(of two ranks each, so it wants four); ``--mesh replicate`` keeps whole copies, as DistributedDataParallel does.
+(of two ranks each, so it needs four); ``--mesh replicate`` keeps whole copies, as DistributedDataParallel does.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Reader(nn.Module):
 
 
 def sharded(kind: str) -> tuple[nn.Module, qcomp.torch.fsdp.Compression]:
-    """Return the model, the same on all ranks, and what compresses its messages."""
+    """Return the model, the same on all ranks, and the compression of its messages."""
     torch.manual_seed(0)
     model = Reader()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

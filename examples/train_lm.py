@@ -34,7 +34,7 @@ def main() -> int:
     comm = qcomp.comm.world()
     options = parse_options(comm)
 
-    # torch takes seconds to load, so wrong options and --help are handled before.
+    # torch takes seconds to load, so wrong options and --help are handled first.
     from lm.checkpoint import CheckpointError, Checkpoints  # noqa: PLC0415
     from lm.data import Corpus  # noqa: PLC0415
     from lm.report import report  # noqa: PLC0415
@@ -161,7 +161,7 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """Return the optimizers to run under."""
+    """Return the names of the optimizers to train with, one run each."""
     return list(RECIPES) if options.optimizer == "all" else [options.optimizer]
 
 
@@ -204,7 +204,7 @@ def compressor_spec(text: str) -> str:
 
 
 def say(comm: Communicator, text: str) -> None:
-    """Print a line on rank 0, before any rank goes on."""
+    """Print a line on rank 0; no rank returns before it is printed."""
     if comm.rank == 0:
         print(text, file=sys.stderr, flush=True)
     gather(comm, np.zeros(1))

@@ -1,6 +1,6 @@
 """Lightning with compression: a convolutional network learns to read digits on two processes.
 
-Start it with ``python examples/with_lightning.py``. By default 1-bit Adam takes part in the backward pass; ``--hook``
+Start it with ``python examples/with_lightning.py``. By default 1-bit Adam averages during the backward pass; ``--hook``
 compresses gradients for any optimizer. Lightning registers hooks on GPUs only, so a callback does it here.
 """
 

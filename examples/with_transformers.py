@@ -1,9 +1,9 @@
 """The Trainer of Hugging Face with compression: a convolutional network learns to read digits.
 
 Start it with ``torchrun --nproc-per-node 2 examples/with_transformers.py``. The Trainer wraps the model in
-DistributedDataParallel once training begins, so compression takes its place there, in a callback: by default 1-bit
-Adam, with ``--hook`` any optimizer behind compressed gradients, with ``--outer`` any optimizer in an outer loop, for
-which the wrapper must average nothing.
+DistributedDataParallel once training begins, so a callback attaches compression there: by default 1-bit Adam, with
+``--hook`` any optimizer on compressed gradients, with ``--outer`` any optimizer in an outer loop, for which the wrapper
+must average nothing.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Digits(Dataset[dict[str, torch.Tensor]]):
 
 
 class Reader(nn.Module):
-    """Reads digits, with the face that the Trainer wants."""
+    """Reads digits, with the interface that the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()

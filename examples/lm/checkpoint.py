@@ -15,7 +15,7 @@ from .gather import gather
 __all__ = ["CheckpointError", "Checkpoints"]
 
 KEPT = 2
-"""Two, since a rank may die before others have written: then the previous step is still complete on all ranks."""
+"""Two: if the job dies when only some ranks have written a step, the previous step is still complete on all ranks."""
 
 
 class CheckpointError(Exception):
@@ -54,7 +54,7 @@ class Checkpoints:
         Raises
         ------
         CheckpointError
-            On all ranks, if all checkpoints are of another number of ranks.
+            On all ranks, if all checkpoints were written by another number of ranks.
         """
         own = self._own_steps()[-KEPT:]
         sizes = {size for _, _, size in self._found()} - {self._comm.size}

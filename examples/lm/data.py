@@ -29,7 +29,7 @@ class Corpus:
     def of_standard_library(cls) -> "Corpus":
         """Read the library's ``*.py`` files in the order of their relative paths.
 
-        A hash of a file's relative path alone decides to which part it belongs, so every rank (and every machine
+        Only a hash of a file's relative path decides to which part the file belongs, so every rank (and every machine
         with the same Python) makes the same split.
         """
         root = Path(sysconfig.get_path("stdlib"))

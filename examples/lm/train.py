@@ -44,7 +44,7 @@ class History:
     losses: list[float] = field(default_factory=list)
     """Training loss of each step, the mean of all ranks."""
     bytes_sent: list[int] = field(default_factory=list)
-    """Bytes sent in each optimizer step by the rank that sent most, without those of the reports."""
+    """Bytes sent in each optimizer step by the rank that sent most, without the bytes of the reports."""
     warmup_steps: int = 0
     """Steps before the first one that sent a compressed momentum or gradient."""
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -98,9 +98,9 @@ class Trainer:
         windows = training_batch(self.corpus.train, self.settings.batch, CONTEXT, key)
         loss = self.model.loss(windows)
         gradients = list(torch.autograd.grad(loss, list(self.model.parameters())))
-        # Every step is diagnosed, since the direction covers several steps in a row; only some reports are kept.
+        # Every step is diagnosed, since the direction covers several consecutive steps; only some reports are kept.
         parameters, self.state, report = self.watched.step(self.parameters, gradients, self.state, self.comm)
-        self.history.bytes_sent.append(round(report["bytes_sent"]))  # without what the report sent
+        self.history.bytes_sent.append(round(report["bytes_sent"]))  # without the report's own bytes
         if self.completed % DIAGNOSED_EVERY == 0:
             self.history.diagnostics.append((self.completed + 1, report))
         self.put(parameters)
