@@ -1,4 +1,4 @@
-"""Steps that outlive ranks: they die, leave and join, and the others go on."""
+"""Elastic steps: ranks may die, leave and join, and the others go on."""
 
 from qcomp.core.elastic.elastic import Elastic, ElasticState, Snapshot
 

@@ -1,25 +1,26 @@
-"""What authors of compressors, topologies, kernels, communicators and optimizers build on, in one place.
+"""Everything that authors of compressors, topologies, kernels, communicators and optimizers need, in one place.
 
-Nothing here is new: each name is defined and documented where qcomp itself uses it. Code that imports only from
+Nothing here is new: each name is defined and documented elsewhere in qcomp. Code that imports only from
 `qcomp`, `qcomp.extend` and `qcomp.testing` needs none of the paths below `qcomp.core`, which may change.
 
 A compressor is a frozen dataclass below `Compressor`, or below `BucketedCompressor` if each bucket has a few scales and
-each element a small code. It announces its `Traits` and its `PayloadSpec` of `Field`, and draws with `draws16` from a
-`Key`. `array_namespace`, `bitcast`, `divide`, `sqrt` and the sums are the same in every library to the last bit.
-`register_compressor` makes its name known, as does an entry point in the group ``qcomp.compressors``.
+each element a small code. It declares its `Traits` and a `PayloadSpec` of `Field` objects, and draws random numbers
+with `draws16` from a `Key`. `array_namespace` returns an array's library; `bitcast`, `divide`, `sqrt` and the sums
+return the same bits in every library.
+`register_compressor`, or an entry point in the group ``qcomp.compressors``, makes its name known.
 
-A topology is a subclass of `Topology`: `Operands` become a `Layout`, and a `Call` becomes an `Averaged`, by way of
-`Codec` and `Verdicts`. `register_topology` makes its name known, as does an entry point in the group
-``qcomp.topologies``, which names the class or an instance.
+A topology is a subclass of `Topology`. It turns `Operands` into a `Layout`, and a `Call` into an `Averaged` with the
+help of `Codec` and `Verdicts`. `register_topology`, or an entry point in the group ``qcomp.topologies`` that names the
+class or an instance, makes its name known.
 
-A kernel set is an object with the methods of `KernelSet`; `Partial` has those that work on several tensors at once, and
-leaves them to the pure version. Packages list it in the entry point group ``qcomp.kernels``.
+A kernel set is an object with the methods of `KernelSet`. Its base `Partial` provides those that work on several
+tensors at once, and leaves them to the pure version. Packages list it in the entry point group ``qcomp.kernels``.
 
-A communicator is an object with the verbs of `Communicator`; `Verbs` makes both of one exchange, and `drive` runs
-`Stages` over it. A framework with collectives of its own drives the stages itself: it answers each `AllToAll` and
-`AllGather` that ``init_stages`` and ``stages`` of an optimizer or a mean yield.
+A communicator is an object with the verbs of `Communicator`. The base `Verbs` derives both from one exchange, and
+`drive` runs `Stages` over a communicator. A framework with its own collectives drives the stages itself: it answers
+each `AllToAll` and `AllGather` that ``init_stages`` and ``stages`` of an optimizer or a mean yield.
 
-An optimizer is a frozen dataclass below `Optimizer`. It declares what the numbers of a saved state may be with
+An optimizer is a frozen dataclass below `Optimizer`. It declares the valid range of each number in a saved state with
 `Number`, see `Optimizer.limits`.
 
 Examples

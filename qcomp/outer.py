@@ -1,7 +1,7 @@
 """Outer loops: ranks train alone for some steps, then average what these steps did.
 
-`qcomp.OuterLoop` is the loop. Here are its published settings, what overlaps its exchanges with inner steps, and what
-measures them.
+`qcomp.OuterLoop` is the loop. This module has its published settings, the class that overlaps its exchanges with inner
+steps, and the diagnostics.
 """
 
 from qcomp.core.outer.diagnostics import OuterDiagnostics

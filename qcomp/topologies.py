@@ -1,7 +1,7 @@
 """Topologies: who sends what to whom.
 
-To write one, subclass `Topology` with what `qcomp.extend` has, and pass an instance to `register`: the name then works
-wherever a ``topology`` is asked for. `qcomp.testing.check_topology` says which promises it breaks.
+To write one, subclass `Topology` with the names in `qcomp.extend`, and pass an instance to `register`. Its name then
+works wherever a ``topology`` is accepted. `qcomp.testing.check_topology` reports the laws that it breaks.
 """
 
 from qcomp.core.mean.topologies.base import Topology

@@ -1,4 +1,4 @@
-"""Selects the kernel set for an array: by context, else by setting, else the best available one, else none."""
+"""Selects an array's kernel set: by context, else by setting, else the best available one, else the pure version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that only this user may write to: of compiled kernels, since loading one runs code in it, and of copies."""
+"""Folders that only this user may write to: for compiled kernels, since loading one runs its code, and for copies."""
 
 import os
 import stat
@@ -10,16 +10,16 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(name: str) -> Path:
-    """Return a folder for compiled code in the user's cache directory, which only this user can read or write.
+    """Return a folder for compiled code in the user's cache directory that only this user can read or write.
 
     It is ``qcomp/NAME`` in ``XDG_CACHE_HOME``, by default ``~/.cache``, and is made if it does not exist.
 
     Raises
     ------
     PermissionError
-        If others can write to it, everybody can replace it, it belongs to somebody else, or it is a link.
+        If others can write to the folder, everybody can replace it, it belongs to somebody else, or it is a link.
     OSError
-        If it cannot be made or written to.
+        If the folder cannot be made or written to.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = given if given.is_absolute() else Path.home() / ".cache"
@@ -30,7 +30,7 @@ def private_folder(name: str) -> Path:
 
 
 def made_private(*folders: Path) -> None:
-    """Make folders, each in the one before, that only this user can read or write.
+    """Make folders, each inside the one before, that only this user can read or write.
 
     Raises
     ------

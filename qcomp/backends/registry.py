@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     extra: str
     """The extra of this package that installs its dependencies."""
     arrays: frozenset[tuple[str, str]]
-    """The libraries and kinds of device for which it is selected automatically."""
+    """The libraries and kinds of device for which the kernel set is selected automatically."""
 
 
 BUILT_IN = {

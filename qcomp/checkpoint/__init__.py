@@ -1,4 +1,4 @@
-"""Optimizer states as flat dicts, saved by one world and loaded by another; files that are whole or absent; copies."""
+"""Optimizer states as flat dicts, which another world can load; files that are whole or absent; copies."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Copies", "Kept", "plain", "to_arrays", "write_whole"]
 
 _MODULES = {"Copies": "copies", "Kept": "copies", "write_whole": "files"}
-"""What is imported on first use, by module."""
+"""Names that are imported on first use, and their modules."""
 
 
 def __getattr__(name: str) -> Any:

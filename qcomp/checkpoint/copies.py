@@ -1,4 +1,4 @@
-"""Copies of what each rank has, in the memory of its node and of another one, from which a killed job goes on."""
+"""Copies of each rank's data, in the memory of its node and of another one, from which a killed job goes on."""
 
 import io
 import json
@@ -38,11 +38,11 @@ _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class Kept(NamedTuple):
-    """What the ranks had after a step."""
+    """The data that the ranks kept after a step."""
 
     step: int
     parts: list[bytes]
-    """What was written: by this rank, or in another world by some of the old ranks."""
+    """What this rank has written, or in a world of another size what some of the old ranks have written."""
 
     def files(self) -> list[IO[bytes]]:
         """Return the parts as files that are open for reading."""
@@ -50,14 +50,14 @@ class Kept(NamedTuple):
 
 
 class Copies:
-    """Copies of what each rank has, from which a killed job goes on without a disk that all nodes share.
+    """Copies of each rank's data, from which a killed job goes on without a disk that all nodes share.
 
-    Every few steps each rank writes its part, its parameters and its own state, to a folder in the memory of its node,
-    which outlives processes, and sends it to a rank on the next node, which writes it too. When the job is started
-    again, as by ``torchrun --max-restarts``, `newest` returns what the ranks had after the last of these steps, even
-    if a node has lost its memory since: so at most ``every`` steps are made again, in the same bits.
+    Every few steps each rank writes its part, that is, its parameters and its own state, to a folder in the memory of
+    its node, which outlives processes. It also sends the part to a rank on the next node, which writes it too. When the
+    job is started again, as by ``torchrun --max-restarts``, `newest` returns the parts of the last of these steps, even
+    if a node has lost its memory since. So at most ``every`` steps are repeated, with the same bits.
 
-    Making one is collective, and so are all methods: all ranks call them, in the same order. If a rank cannot go on,
+    Creating one is collective, and so are all methods: all ranks call them, in the same order. If a rank cannot go on,
     all raise.
 
     Parameters
@@ -69,8 +69,8 @@ class Copies:
     folder : str or path, optional
         A folder that exists on every node, and keeps files when processes end.
     job : str, optional
-        The name of the job, by default torchrun's ``--rdzv-id``: a job that is started again has the same one, and all
-        others have other ones.
+        The name of the job, by default torchrun's ``--rdzv-id``. It must be the same when the job is started again, and
+        differ from the names of all other jobs.
 
     Raises
     ------
@@ -83,12 +83,12 @@ class Copies:
 
     Notes
     -----
-    The files are in ``FOLDER/qcomp-USER-JOB``, with mode 0700. A part ends with a SHA-256 digest of it and of its step,
-    its rank and its run; one that is damaged is as good as none. The files of the copy before stay until all ranks have
-    said that they have written the next one. So whenever a rank dies, one copy is whole.
+    The files are in ``FOLDER/qcomp-USER-JOB``, with mode 0700. A part ends with a SHA-256 digest of its content, step,
+    rank and run; a damaged part counts as missing. The files of the previous copy stay until all ranks have reported
+    that they have written the next one. So whenever a rank dies, one copy is whole.
 
-    If a rank's part has P bytes, a node keeps 2 P for each of its ranks, and 4 P while it writes the next copy. If
-    there is one node only, it keeps half of that, since nobody else's memory outlives it. A rank sends P bytes.
+    If a rank's part has P bytes, a node keeps 2 P for each of its ranks, and 4 P while it writes the next copy. A
+    single node keeps half of that, since there is no other node to hold the second copy. A rank sends P bytes.
 
     Examples
     --------
@@ -143,27 +143,27 @@ class Copies:
         self._neighbours = neighbours(self._hosts)
 
     def keep(self, step: int, write: Callable[[IO[bytes]], Any]) -> bool:
-        """Keep what this rank has, if it is time; call it after every step.
+        """Keep this rank's data if a copy is due; call it after every step.
 
         Parameters
         ----------
         step : int
             The number of steps made so far, the same on all ranks; only multiples of ``every`` are kept.
         write : callable
-            Writes all that this rank needs to go on to a file that is open for writing bytes, in any format, such as
-            ``lambda file: torch.save(saved, file)``.
+            Writes everything that this rank needs to go on, in any format, to a file that is open for writing bytes,
+            such as ``lambda file: torch.save(saved, file)``.
 
         Returns
         -------
         bool
-            Whether it was time.
+            Whether a copy was due.
 
         Raises
         ------
         Exception
-            What ``write`` raises, or OSError if the folder is full. The copy before is still whole.
+            What ``write`` raises, or OSError if the folder is full. The previous copy is still whole.
         MismatchError
-            On the other ranks then; on every rank, if they differ in ``step``.
+            On the other ranks, if some rank raises; on every rank, if they differ in ``step``.
         """
         if type(step) is int and step % self.every:
             return False
@@ -171,7 +171,7 @@ class Copies:
         return True
 
     def _keep(self, step: int, write: Callable[[IO[bytes]], Any]) -> None:
-        """Keep what this rank has."""
+        """Keep this rank's data."""
         rank, size = self._comm.rank, self._comm.size
         generation, content, problem = Generation(step, self._life, size), b"", None
         own = Part(generation, rank, rank)
@@ -208,7 +208,7 @@ class Copies:
         try:
             self._tell(problem, what)
         except Exception as error:
-            # Not if the exchange failed: then other ranks may know that all have written.
+            # If the exchange itself failed, keep the parts: other ranks may already know that all have written.
             if error is problem or isinstance(error, MismatchError):
                 self._remove(part.name for part in parts)
             raise
@@ -216,24 +216,25 @@ class Copies:
         self._remove(name for name in self._names() if not name.startswith(f"{generation}."))
 
     def newest(self) -> Kept | None:
-        """Return what the ranks had after the last step of which every rank's part is kept somewhere.
+        """Return the parts of the last step for which every rank's part still exists on some node.
 
         Returns
         -------
         Kept or None
-            The step, and what was written after it. In a world like the old one that is this rank's own part. In any
-            other each part goes to some rank, and each rank gets at least one. In both cases
-            ``load_state_dict`` takes the list of what they hold. None if the ranks have not kept anything yet.
+            The step, and what was written after it. In a world of the old size this is the rank's own part. In any
+            other world each part goes to some rank, and each rank gets at least one. In both cases
+            ``load_state_dict`` takes the list of the parts' contents. None if the ranks have not kept anything yet.
 
         Raises
         ------
         FileNotFoundError
-            On every rank, if parts are lost: on nodes that are gone together with those that had their copies, or by
-            damage. `keep` still works.
+            On every rank, if parts are lost: because nodes are gone together with the nodes that held their copies, or
+            because parts are damaged. `keep` still works.
 
         Notes
         -----
-        If a node has lost what it kept, the copies on it are made again at once; in another world by the next `keep`.
+        If a node has lost its files, the copies on it are made again at once; in a world of another size, by the next
+        `keep`.
         """
         rank, size = self._comm.rank, self._comm.size
         listings: list[set[str]] = [set(each["names"]) for each in self._tell(None, "", names=self._names())]
@@ -263,15 +264,15 @@ class Copies:
         return Kept(generation.step, parts)
 
     def forget(self) -> None:
-        """Remove all that was kept, at the end of a job that ended well, so that its memory is free.
+        """Remove all copies at the end of a successful job, to free their memory.
 
-        A rank that fails later finds nothing to go on from, so call it last.
+        If a rank fails afterwards, the job has nothing to go on from, so call this last.
         """
-        self._tell(None, "")  # all have come to the end
-        shutil.rmtree(self._folder, ignore_errors=True)  # other ranks of this node remove the same
+        self._tell(None, "")  # wait until all ranks have reached the end
+        shutil.rmtree(self._folder, ignore_errors=True)  # other ranks of this node remove the same folder
 
     def _tell(self, problem: Exception | None, what: str, **facts: Any) -> list[Mapping[str, Any]]:
-        """Return what all ranks tell; raise on all if any has a problem."""
+        """Return the facts of all ranks; raise on all ranks if any has a problem."""
         own = None if problem is None else f"{type(problem).__name__}: {problem}"
         text = json.dumps({**facts, "problem": own}, default=str)
         told = [json.loads(each) for each in drive(gather_texts(text, self._comm.size, _LIKE), self._comm)]
@@ -290,14 +291,14 @@ class Copies:
             return []
 
     def _read(self, name: str) -> bytes | None:
-        """Return the data in a file, None if they are damaged."""
+        """Return the data in a file, or None if it is missing or damaged."""
         try:
             return intact(name, (self._folder / name).read_bytes())
         except OSError:
             return None
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove files, some of which other ranks of this node remove too."""
+        """Remove files; other ranks of this node may remove the same ones."""
         for name in list(names):
             with suppress(FileNotFoundError):
                 os.remove(self._folder / name)
@@ -317,7 +318,7 @@ def _name_of(job: str | None) -> str:
 
 
 def _folder_of(folder: Path, job: str) -> Path:
-    """Return the folder of a job, which is made if it does not exist."""
+    """Return the folder of a job, and make it if it does not exist."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"folder is {str(folder)!r}; expected a folder that exists, and that keeps files when processes end"
@@ -329,10 +330,10 @@ def _folder_of(folder: Path, job: str) -> Path:
 
 
 def _content(name: str, write: Callable[[IO[bytes]], Any]) -> bytes:
-    """Return what a callable writes, and its digest.
+    """Return what a callable writes, followed by its digest.
 
-    Without a copy, since the file gives up its buffer. Not as a view of the file: Python 3.13 says that an exception
-    was ignored when it frees the two in one cycle.
+    ``getvalue`` makes no copy, since the file gives up its buffer. A view of the file would make Python 3.13 report an
+    ignored exception when it frees file and view in one cycle.
     """
     file = io.BytesIO()
     write(file)

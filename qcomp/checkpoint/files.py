@@ -9,19 +9,19 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file so that whoever reads it finds the old content or the new one, whenever this process dies.
+    """Write a file so that readers find either the old content or the new one, whenever this process dies.
 
     Parameters
     ----------
     path : str or path
-        The file. Its folder exists, and has room for another file of the name with ``.unfinished`` behind it, which
-        the next call replaces if this one does not end.
+        The file. Its folder must exist, and have room for a second file, whose name ends with ``.unfinished``. If this
+        call does not finish, the next one replaces that second file.
     write : callable
         Writes the content to a file that is open for writing bytes. If it raises, the old content stays.
 
     Notes
     -----
-    It writes to the other file, waits until the content is on the disk (fsync), and renames it.
+    It writes to the second file, waits until the content is on the disk (fsync), and renames that file.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
         with suppress(FileNotFoundError):
             os.remove(unfinished)
         raise
-    if os.name == "posix":  # the name is on the disk once its folder is
+    if os.name == "posix":  # the new name is on the disk only after an fsync of its folder
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,4 +1,4 @@
-"""``qcomp bench``: how long compressors take on this machine, beside a copy."""
+"""``qcomp bench``: how long compressors take on this machine, compared with a copy."""
 
 import argparse
 import platform
@@ -18,8 +18,8 @@ from qcomp.version import __version__
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """
-Times are medians, in nanoseconds for an element of float32: to compress with error feedback, to decompress, and to
-decompress and add to a sum. Beside them is the time as a multiple of a copy of the vector.
+Times are medians in nanoseconds per float32 element: to compress with error feedback, to decompress, and to decompress
+and add to a sum. The column after each time gives it as a multiple of the time to copy the vector.
 
 examples:
   qcomp bench
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elements", type=explained(count), default=1 << 22, help="elements of the vector (default: 2^22)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="timings of which the median counts (default: %(default)s)"
+        "--rounds", type=int, default=5, help="number of timings; the median counts (default: %(default)s)"
     )
 
 

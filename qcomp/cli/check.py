@@ -1,4 +1,4 @@
-"""``qcomp check``: whether something keeps the promises of its contract."""
+"""``qcomp check``: whether something keeps the laws of its contract."""
 
 import argparse
 import sys
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """
-A target is module:name of a class without required arguments, of an instance, or of a function that returns one; or the
-name of a compressor with options, of a topology, or of a kernel set, also of an installed package.
+TARGET is module:name, which names an instance, a class without required arguments, or a function that returns an
+instance. Or it is the spec of a compressor, or the name of a topology or kernel set, also from an installed package.
 
 examples:
   qcomp check mypackage:MyCompressor
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--xp",
         default="numpy",
         metavar="LIBRARIES",
-        help=f"array libraries, separated by commas, of {', '.join(_LIBRARIES)} (default: numpy)",
+        help=f"array libraries, separated by commas, out of {', '.join(_LIBRARIES)} (default: numpy)",
     )
     parser.add_argument("--law", metavar="NAME", help="check one law only")
     parser.add_argument(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the target on each library, and print each law; the status is 1 if any is broken."""
+    """Check the target on each library, and print each law; the status is 1 if any law is broken."""
     with set_aside(options.json):
         thing, reports = _checked(options)
     holds = all(report["holds"] for report in reports)
@@ -86,7 +86,7 @@ def _checked(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
             close = guess(options.law, list(known))
             raise UsageError(f"--law is {options.law!r}{close}; expected one of {', '.join(known)}")
         contracts = [contract for contract in contracts if options.law in contract.names]
-    speaks = not options.json and getattr(thing, "rank", 0) == 0  # the first of the ranks of a communicator
+    speaks = not options.json and getattr(thing, "rank", 0) == 0  # only a communicator's first rank prints
     style = style_for(sys.stdout)
     return thing, [_report(contract, options.law, style, speaks=speaks) for contract in contracts]
 
@@ -118,7 +118,7 @@ def _report(contract: "Contract", only: str | None, style: Style, *, speaks: boo
 
 
 def _found(target: str) -> Any:
-    """Return what a target names: a registered name comes before a module."""
+    """Return the object that a target names; registered names take precedence over modules."""
     name = target.partition(":")[0].partition("(")[0]
     try:
         if name in compressor_names():
@@ -146,7 +146,7 @@ def _kernels(name: str) -> Any:
 
     if name == "pure":
         raise UsageError(
-            "TARGET is 'pure', which is what kernels are compared with; expected another kernel set"
+            "TARGET is 'pure', the version that kernels are compared with; expected another kernel set"
         )
     try:
         return load(name)
@@ -184,7 +184,7 @@ def _library(name: str) -> Any:
         return read_only_numpy
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a library that is only asked for
+            warnings.simplefilter("ignore")  # the library's own warnings are of no interest here
             return import_module(_LIBRARIES[name])
     except ImportError as error:
         raise UsageError(f"--xp is {name!r}, which is not installed: {error}") from error

@@ -1,4 +1,4 @@
-"""``qcomp info``: which kernels run for which arrays, and why; and what installed packages add."""
+"""``qcomp info``: which kernels run for which arrays, and why; and which plugins are installed."""
 
 import argparse
 import os
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the output; the status is 1 if something that a package adds cannot be loaded."""
+    """Print the output; the status is 1 if a plugin cannot be loaded."""
     facts = gather()
     if options.json:
         print_json(facts)
@@ -84,10 +84,10 @@ def gather() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``qcomp`` and ``python``, versions; ``cores``; ``setting``, the value of QCOMP_KERNELS or None; ``arrays``, for
-        each kind of array the ``kernels`` for each dtype, None if such arrays do not exist, and the ``reason``;
-        ``kernels``, for each set its ``name``, whether it is ``available``, and the ``reason``; ``plugins``, for
-        everything that installed packages add its ``kind``, ``name``, ``source``, and the ``problem`` or None.
+        ``qcomp`` and ``python``: versions. ``cores``. ``setting``: the value of QCOMP_KERNELS, or None. ``arrays``: for
+        each kind of array the ``kernels`` for each dtype, None if such arrays do not exist, and the ``reason``.
+        ``kernels``: for each set its ``name``, whether it is ``available``, and the ``reason``. ``plugins``: for each
+        entry point of an installed package its ``kind``, ``name``, ``source``, and the ``problem`` or None.
 
     Examples
     --------
@@ -108,18 +108,18 @@ def gather() -> dict[str, Any]:
 
 
 def _plugins() -> Iterator[dict[str, str | None]]:
-    """Yield what installed packages offer, and why it cannot be loaded, if so."""
+    """Yield the plugins of installed packages, each with the reason why it cannot be loaded, or None."""
     for kind, group in GROUPS.items():
         try:
             points = offered(kind, {})
-        except ValueError as error:  # of two packages with one name
+        except ValueError as error:  # two packages use one name
             yield {"kind": kind, "name": "?", "source": group, "problem": str(error)}
             continue
         for name, point in points.items():
             problem = None
             try:
                 _find(kind, name)
-            except Exception as error:  # of a package that is broken
+            except Exception as error:  # the package is broken
                 problem = f"{type(error).__name__}: {error}"
             yield {"kind": kind, "name": name, "source": source_of(point), "problem": problem}
 
@@ -141,7 +141,7 @@ class _Kind:
             self.arrays = {name: make(name) for name in _DTYPES}
         except ImportError:
             self.missing = f"{library} is not installed"
-        except Exception as error:  # whatever a driver raises is the answer
+        except Exception as error:  # whatever a driver raises is the reason
             self.missing = str(error).partition("\n")[0]
 
     def row(self) -> dict[str, Any]:
@@ -195,14 +195,14 @@ def _of_jax(name: str) -> Array | None:
 
 
 def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return whether a set can run: it and a library and device for its arrays must be available."""
+    """Return whether a set can run: its dependencies and a library and device for its arrays must be available."""
     if name == "pure":
         return {"name": name, "available": True, "reason": "the definition, for every array"}
     try:
         load(name)
     except UnavailableError as error:
         return {"name": name, "available": False, "reason": f"not available; {error}"}
-    except Exception as error:  # of another package's set
+    except Exception as error:  # another package's set is broken
         return {"name": name, "available": False, "reason": f"not available; {type(error).__name__}: {error}"}
     lacking = sorted({missing.get(kind, "") for kind in _arrays_of(name)})
     if lacking and all(lacking):

@@ -1,4 +1,4 @@
-"""The command ``qcomp``: its subcommands, and the status with which it ends."""
+"""The command ``qcomp``: its subcommands and its exit status."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ _COMMANDS = {
 }
 
 _INTERRUPTED, _UNHEARD = 130, 141
-"""As shells say of a process that was ended by SIGINT or SIGPIPE."""
+"""The statuses that shells report for a process ended by SIGINT or SIGPIPE."""
 _EPILOG = """
 status: 0 if all is well, 1 if a problem was found, 2 if the command was called wrongly, 130 if it was interrupted
 
@@ -31,7 +31,7 @@ examples:
   qcomp check mypackage:MyCompressor --xp numpy,torch
   qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 10gbit
 
-'qcomp COMMAND --help' has more of them.
+'qcomp COMMAND --help' has more examples.
 """
 
 
@@ -83,12 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(str(error))
     except MemoryError as error:
         options.parser.error(f"there is not enough memory: {error}")
-    except SystemExit as leaving:  # of code that was named: its status is not ours
-        options.parser.error(f"what was named called sys.exit({leaving.code!r}); expected code that returns")
+    except SystemExit as leaving:  # raised by the user's code, so its status is not ours
+        options.parser.error(f"the named code called sys.exit({leaving.code!r}); expected code that returns")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader has left, such as head
+    except BrokenPipeError:  # the reader, such as head, has left
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # where Python writes the rest at its end

@@ -1,4 +1,4 @@
-"""What the commands share: printing, colour, tables, and the errors that they explain."""
+"""Common parts of the commands: printing, colours, tables, imports, and errors that the commands explain."""
 
 import argparse
 import json
@@ -27,12 +27,12 @@ __all__ = [
 
 
 class UsageError(ValueError):
-    """Something was asked for that cannot be done; the command ends with status 2."""
+    """The user asked for something impossible; the command ends with status 2."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """Colours, where the output shows them."""
+    """Colours, if the output shows them."""
 
     coloured: bool = False
 
@@ -54,13 +54,13 @@ class Style:
 
 
 def style_for(stream: TextIO) -> Style:
-    """Return colours for a terminal that wants them: see https://no-color.org."""
+    """Return colours for a terminal, unless the user has switched them off: see https://no-color.org."""
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return Style(wanted and stream.isatty())
 
 
 def say(text: str) -> None:
-    """Print a line, at once."""
+    """Print a line without buffering."""
     print(text, flush=True)  # noqa: T201
 
 
@@ -71,7 +71,7 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def set_aside(wanted: bool) -> Iterator[None]:
-    """Send what named code prints to the standard error output, if wanted, so that only JSON is on the other."""
+    """Redirect what the user's code prints to standard error, if wanted, so that standard output has only JSON."""
     if not wanted:
         yield
         return
@@ -80,13 +80,13 @@ def set_aside(wanted: bool) -> Iterator[None]:
 
 
 def guess(name: str, known: Sequence[str]) -> str:
-    """Return a question for an error text, if a known name is close to this one."""
+    """Return "did you mean ...?" for an error text, if a known name is close to this one."""
     close = get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
-    """Align all columns but the last; with ``right`` all columns, and to the right but the first."""
+    """Align all columns but the last to the left; with ``right``, align all columns but the first to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     for cells in rows:
@@ -99,7 +99,7 @@ def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str
 
 
 def explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser whose error texts argparse prints, unlike those of a ValueError."""
+    """Return a parser whose error texts argparse prints; it does not print the text of a ValueError."""
 
     def parse_or_explain(text: str) -> Any:
         try:
@@ -111,7 +111,7 @@ def explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def import_named(name: str, option: str, *, what: str = "function") -> Any:
-    """Return what ``module:name`` names; modules of the working directory are found, as with ``python -m``.
+    """Return the object that ``module:name`` names; as with ``python -m``, it finds modules in the working directory.
 
     Raises
     ------
@@ -141,12 +141,12 @@ def import_named(name: str, option: str, *, what: str = "function") -> Any:
 
 
 def vector(arrays: str, size: int) -> Any:
-    """Return gradient-like float32 values: normal ones, always the same.
+    """Return gradient-like float32 values: normally distributed, and the same in every call.
 
     Parameters
     ----------
     arrays : {"numpy", "torch", "torch-cuda", "cupy", "jax"}
-        The library, and the device where it has several.
+        The library, and the device if the library has several.
     size : int
         Number of elements.
 
@@ -166,7 +166,7 @@ def vector(arrays: str, size: int) -> Any:
         return torch.from_numpy(values).to("cuda" if arrays == "torch-cuda" else "cpu")
     except ImportError as error:
         raise UsageError(f"--arrays is {arrays!r}, which is not installed: {error}") from error
-    except ValueError as error:  # of NumPy
+    except ValueError as error:  # from NumPy
         raise UsageError(f"--elements is {size}: {error}") from error
-    except (RuntimeError, AssertionError) as error:  # of a library without a device
+    except (RuntimeError, AssertionError) as error:  # from a library without a device
         raise UsageError(f"--arrays is {arrays!r}; {str(error).partition(chr(10))[0]}") from error

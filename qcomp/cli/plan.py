@@ -40,7 +40,7 @@ _LATENCY = 50e-6
 _SECONDS = "none"
 """The task for which only seconds are compared."""
 _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
-"""The options of settings that have another name."""
+"""The options whose names differ from those of their settings."""
 
 
 def matrix(text: str) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="share of the computation that overlaps with sending in plain training",
     )
-    job.add_argument("--buckets", type=int, default=1, help="number of pieces that it then sends")
+    job.add_argument("--buckets", type=int, default=1, help="number of pieces that --overlap sends")
     job.add_argument(
         "--exact", type=explained(count), default=0, help="parameters in exact tensors (default: 0)"
     )
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=explained(matrix),
         default=(1024, 1024),
         metavar="ROWSxCOLUMNS",
-        help="shape that all matrices are taken to have, for PowerSGD and Muon (default: 1024x1024)",
+        help="assumed shape of all matrices, for PowerSGD and Muon (default: 1024x1024)",
     )
     ranks = parser.add_argument_group("ranks and links")
     ranks.add_argument("--ranks", type=int)
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", type=explained(seconds), help="latency of a message, such as 25us (default: 50us)"
     )
     ranks.add_argument(
-        "--streams", type=float, help="ranks of a node that get this bandwidth at once (default: 1)"
+        "--streams", type=float, help="ranks of a node that each get --link's bandwidth at once (default: 1)"
     )
     ranks.add_argument(
         "--inside", type=explained(bandwidth), help="bandwidth between the ranks of a node (default: 80gbit)"
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         choices=(*TASKS, _SECONDS),
         default=TASKS[0],
-        help="task whose studies say how many steps a method needs to a loss; none compares seconds alone "
+        help="task whose studies tell how many steps a method needs to a loss; none compares only seconds "
         "(default: %(default)s)",
     )
     how.add_argument("--picture", metavar="FILE", help="plot of step time over bandwidth; needs qcomp[plot]")
@@ -178,7 +178,7 @@ def plan(options: argparse.Namespace) -> str:
     if options.measured is not None:
         raise ValueError("--measure and --measured are both given; expected one")
     if options.params is not None:
-        _job(options, 0.0)  # raises before minutes of measuring
+        _job(options, 0.0)  # wrong options should raise now, not after minutes of measuring
     rank, measured = _measure(options)
     if rank != 0:
         return ""
@@ -230,7 +230,7 @@ def _job(options: argparse.Namespace, compute: float) -> Job:
 
 
 def _shapes(elements: int, exact: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
-    """Return matrices of a shape that have so many elements, the last of fewer rows, and a vector of all others."""
+    """Return the shapes of matrices with this many elements, the last with fewer rows, and of a vector of the rest."""
     count, left = divmod(max(0, elements), shape[0] * shape[1])
     rows, left = divmod(left, shape[1])
     rest = [(rows, shape[1])] * (rows > 0) + [(left + exact,)] * (left + exact > 0)
@@ -243,7 +243,7 @@ def _naming(
     name: str | None = None,
     errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> Iterator[None]:
-    """Let errors name the option at fault: the given one, or that of the setting with which their text begins."""
+    """Let errors name the option at fault: the given one, or the option of the setting at the start of the text."""
     try:
         yield
     except errors as error:
@@ -262,14 +262,14 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
         for name in ("ranks", "link"):
             if getattr(options, name) is None:
                 raise ValueError(
-                    f"--{name} is not given; expected it, or --measured FILE with what was measured"
+                    f"--{name} is not given; expected it, or --measured FILE from a run with --measure"
                 )
         with _naming(options):
             measured = Cluster(1, Link(options.link, _LATENCY))
     link = {"bandwidth": options.link, "latency": options.latency, "streams": options.streams}
     given = {name: value for name, value in link.items() if value is not None}
     if "latency" in given:
-        given["per_message"] = None  # the measured value belongs to the measured latency
+        given["per_message"] = None  # the measured value is only valid with the measured latency
     with _naming(options, "inside", ValueError):
         inside = measured.inside if options.inside is None else replace(INSIDE, bandwidth=options.inside)
     with _naming(options):
@@ -284,7 +284,7 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
 
 
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
-    """Return the plain methods and those of the requested compressors; None for all that the machine knows."""
+    """Return the plain methods and those with the requested compressors; None means all that the machine knows."""
     if options.compressor is None:
         return None
     for chosen in options.compressor:

@@ -1,4 +1,4 @@
-"""Training runs as they are logged: what each measured, by step."""
+"""Training runs, read from their logs: what each measured, by step."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class Run:
             return
         try:
             number = float(value)
-        except OverflowError:  # of an integer beyond all floats
+        except OverflowError:  # an integer beyond all floats
             number = math.inf if value > 0 else -math.inf
         self.series.setdefault(name, []).append((float(step), number))
 
@@ -34,7 +34,7 @@ class Run:
 def read_runs(path: Path) -> list[Run]:
     """Return the runs in a file or a folder.
 
-    Known are JSON lines with a dict for each step, such as the reports of `qcomp.Diagnostics`; ``summary.json`` and
+    It reads JSON lines with a dict for each step, such as the reports of `qcomp.Diagnostics`; ``summary.json`` and
     ``curves.json`` of ``examples/train_lm.py``, and the folder that holds them; and runs of the convergence study.
 
     Raises
@@ -56,7 +56,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Join what several files say of one run."""
+    """Merge what several files contain about one run."""
     found: dict[str, Run] = {}
     for run in runs:
         known = found.setdefault(run.name, Run(run.name))
@@ -66,11 +66,11 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _read_file(path: Path, *, may_be_empty: bool = False) -> list[Run]:
-    """Return the runs in a file; one among others may have nothing in it yet."""
+    """Return the runs in a file, which in a folder may still be empty."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}") from error
+        raise ValueError(f"{path} is not a text file: {error}") from error
     if may_be_empty and not text.strip():
         return [Run(path.stem)]
     try:
@@ -91,9 +91,9 @@ def _read_file(path: Path, *, may_be_empty: bool = False) -> list[Run]:
 
 
 def _of_lines(path: Path, text: str) -> Run:
-    """Return the run of a file with a dict for each step; without a "step", they are counted.
+    """Return the run of a file with a dict for each step; dicts without a "step" are numbered.
 
-    A last line that is not written to its end, as while training goes on, is left out.
+    An incomplete last line, as in the log of a running job, is ignored.
     """
     run = Run(path.stem)
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]

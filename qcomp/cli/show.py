@@ -14,10 +14,10 @@ from qcomp.cli.runs import Run, read_runs
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """
-A log has a JSON dict of numbers in each line, one for each step, such as the reports of qcomp.Diagnostics. A last line
-that is not written to its end, as while training goes on, is left out:
+A log has one JSON dict of numbers per line, one line for each step, such as the reports of qcomp.Diagnostics. An
+incomplete last line, as in the log of a running job, is ignored. To write such a line:
   file.write(json.dumps({"step": state.step, "loss": loss, **report}) + "\\n")
-Folders and files that examples/train_lm.py writes, and runs of the convergence study, are known too.
+It also reads the folders and files that examples/train_lm.py writes, and runs of the convergence study.
 
 examples:
   qcomp show run.jsonl
@@ -30,7 +30,7 @@ _WIDTH, _HEIGHT = 64, 14
 _FIRST = ("validation_loss", "loss", "training_loss")
 _COLOURS = (31, 34, 32, 35, 36, 33)
 _SEVERAL = "*"
-"""Where the points of several runs meet."""
+"""The mark where points of several runs meet."""
 _MARKS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metric",
         action="append",
         metavar="NAME",
-        help="what to draw; repeatable (default: the loss, or the first series)",
+        help="series to draw; repeatable (default: the loss, or the first series)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="draw into a picture instead; needs qcomp[plot]"
+        "--out", type=Path, metavar="FILE", help="draw a picture into this file instead; needs qcomp[plot]"
     )
 
 
@@ -54,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
         runs = [found for path in options.files for found in read_runs(path)]
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
-    _name_apart(runs, options.files)
+    if not any(each.series for each in runs):
+        raise UsageError(
+            f"{', '.join(map(str, options.files))} has figures, but no series over steps to draw"
+        )
+    _name_apart(runs)
     metrics = _metrics(runs, options.metric)
     if options.out is not None:
         _draw(runs, metrics, options.out)
@@ -70,15 +74,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _name_apart(runs: Sequence[Run], files: Sequence[Path]) -> None:
-    """Give each of several runs with one name a number."""
+def _name_apart(runs: Sequence[Run]) -> None:
+    """Append a number to the names of runs that share one."""
     seen: dict[str, int] = {}
     for each in runs:
         seen[each.name] = seen.get(each.name, 0) + 1
         if seen[each.name] > 1:
             each.name = f"{each.name} ({seen[each.name]})"
-    if not any(each.series for each in runs):
-        raise UsageError(f"{', '.join(map(str, files))} has figures, but no series over steps to draw")
 
 
 def _metrics(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
@@ -103,7 +105,7 @@ def _document(each: Run, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows(runs: Sequence[Run], metrics: Sequence[str]) -> list[list[str]]:
-    """Return a row for each run: steps, bytes, and the first, best and last value of each metric."""
+    """Return a row for each run: steps, bytes, and the first, least, largest and last value of each metric."""
     head = ["", "run", "steps", "sent"]
     for metric in metrics:
         head += [f"{metric}: first", "least", "largest", "last"]
@@ -125,13 +127,13 @@ def _rows(runs: Sequence[Run], metrics: Sequence[str]) -> list[list[str]]:
 
 
 def _number(each: Run, name: str) -> float | None:
-    """Return a figure, or None if there is none that is a number."""
+    """Return a figure, or None if the run has no such number."""
     value = each.figures.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _place(value: float, first: float, last: float, cells: int) -> int:
-    """Return the cell of a value, of so many from ``first`` to ``last``; halves, as a difference may overflow."""
+    """Return a value's cell among those from ``first`` to ``last``; it halves first, since differences may overflow."""
     return round((value / 2 - first / 2) / (last / 2 - first / 2) * (cells - 1))
 
 
@@ -165,7 +167,7 @@ def _picture(runs: Sequence[Run], metric: str, style: Style) -> list[str]:
 
 
 def _draw(runs: Sequence[Run], metrics: Sequence[str], path: Path) -> None:
-    """Draw the metrics over steps into a file, of the kind that its name ends in."""
+    """Draw the metrics over steps into a file; its suffix selects the format."""
     try:
         figures: Any = import_module("matplotlib.figure")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""``qcomp warmup``: compile the kernels before training does."""
+"""``qcomp warmup``: compile the kernels before training starts."""
 
 import argparse
 import time
@@ -15,9 +15,9 @@ from qcomp.core.rehearsal import rehearse
 __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """
-Kernels are compiled when they are first needed, which takes seconds to a minute, and kept in a cache on disk, those of
-numba in ~/.cache/qcomp. In an image of a container, or on a shared disk, do it once; NUMBA_CACHE_DIR and
-TRITON_CACHE_DIR move the caches to where all users of the image or the disk find them.
+Kernels are compiled when they are first needed, which takes seconds to a minute. They are kept in a cache on disk;
+numba's is in ~/.cache/qcomp. To compile once for all users of a container image or a shared disk, set NUMBA_CACHE_DIR
+and TRITON_CACHE_DIR to folders that these users share.
 
 examples:
   qcomp warmup
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_dtypes,
         default=("float32",),
         metavar="DTYPES",
-        help=f"dtypes, separated by commas, of {', '.join(_DTYPES)} (default: float32)",
+        help=f"dtypes, separated by commas, out of {', '.join(_DTYPES)} (default: float32)",
     )
 
 
@@ -50,7 +50,7 @@ def _dtypes(text: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile, and say how long it took; the status is 1 if there are no kernels for such arrays."""
+    """Compile, and print how long it took; the status is 1 if there are no kernels for such arrays."""
     compressors = compressors_of(options, _CODED)
     like = vector(options.arrays, 1)
     reports = []
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             reports.append({"dtype": name, "kernels": None, "problem": choice.reason})
             continue
         if not kernels.any_shape:
-            problem = "compiles for every shape anew, so nothing can be compiled ahead"
+            problem = "compiles anew for every shape, so nothing can be compiled ahead"
             reports.append({"dtype": name, "kernels": kernels.name, "problem": problem})
             continue
         start = time.perf_counter()

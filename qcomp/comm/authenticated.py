@@ -27,19 +27,19 @@ Array = Any
 _TAG_BYTES = 16
 _NONCE_BYTES = 16
 _KEY_BYTES = (16, 64)
-"""Fewest and most bytes of a key; BLAKE2b takes no longer ones."""
+"""Fewest and most bytes of a key; BLAKE2b accepts at most 64."""
 
 
 class AuthenticatedCommunicator(Verbs):
-    """A communicator around another, which notices messages that somebody without the key has made or changed.
+    """A communicator around another that detects messages forged or changed by anyone without the key.
 
     A tag follows each message: a keyed hash (BLAKE2b) of its bytes, the verb, the number of the exchange, the sender
-    and the receiver. So a message that is altered, invented, repeated, sent to another rank, or in another place of the
-    order fails the check at its receiver. Ranks begin with random numbers of their own, which enter into the key of all
-    tags, so messages of an earlier job fail too.
+    and the receiver. So a message that is altered, forged, repeated, redirected to another rank, or out of order fails
+    the check at its receiver. At creation every rank draws a random number, and the key of all tags depends on these
+    numbers, so messages of an earlier job fail too.
 
-    Nothing is encrypted: who reads along sees all bytes. The key protects from everybody who does not have it, and
-    from nobody who has.
+    Nothing is encrypted: an eavesdropper sees all bytes. The key protects against everybody who does not have it, and
+    against nobody who does.
 
     Creating one is collective, and raises if the keys of the ranks differ. Messages pass through host memory.
 
@@ -69,8 +69,8 @@ class AuthenticatedCommunicator(Verbs):
 
     Notes
     -----
-    Each message has 16 bytes more. Each rank copies and hashes what it sends, and hashes what it receives. The first
-    exchanges send 48 bytes to each rank.
+    Each message is 16 bytes longer. Each rank copies and hashes what it sends, and hashes what it receives. Creation
+    sends 48 bytes to each rank.
 
     Examples
     --------
@@ -131,7 +131,7 @@ class AuthenticatedCommunicator(Verbs):
     def _seal(
         self, verb: str, send: Sequence[Array], receive: Sequence[int]
     ) -> tuple[list[HostBuffer], list[int]]:
-        """Return the messages with their tags, and the sizes with those of tags."""
+        """Return the messages with their tags, and the sizes with tags included."""
         contents, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
         self._require_open(verb)
 
@@ -144,13 +144,13 @@ class AuthenticatedCommunicator(Verbs):
         return messages, [n + _TAG_BYTES for n in sizes]
 
     def _started(self, verb: str, pending: Pending, send: Sequence[Array]) -> _Sealed:
-        """Return what was just started; only now has it used up its number."""
+        """Return the exchange just started; only a successful start uses up a number."""
         number = self._number
         self._number += 1
         return _Sealed(self, verb, number, pending, send)
 
     def _tag(self, verb: str, number: int, sender: int, receiver: int, content: HostBuffer) -> bytes:
-        # An all-gather sends the same to all ranks, so its tag names none.
+        # An all-gather sends the same message to all ranks, so its tag names no receiver.
         target = "all" if verb == "all_gather" else receiver
         digest = hashlib.blake2b(
             f"{verb} {number} from {sender} to {target}\n".encode(), key=self._key, digest_size=_TAG_BYTES
@@ -159,7 +159,7 @@ class AuthenticatedCommunicator(Verbs):
         return digest.digest()
 
     def check(self, verb: str, number: int, received: Sequence[HostBuffer]) -> list[HostBuffer]:
-        """Return the contents of what each rank sent here, or close this communicator if one fails its check."""
+        """Return the contents of each rank's message; close this communicator and raise if one fails its check."""
         self._require_open(verb)
         contents = [message[:-_TAG_BYTES] for message in received]
         failed = [
@@ -192,7 +192,7 @@ class _Sealed(NamedTuple):
     send: Sequence[Array]
 
     def wait(self) -> list[Array]:
-        """Return what each rank sent here, checked."""
+        """Check what each rank sent here, and return it."""
         received = [to_host(x) for x in self.pending.wait()]
         contents = self.comm.check(self.verb, self.number, received)
         return [from_host(x, like=like) for x, like in zip(contents, self.send, strict=True)]

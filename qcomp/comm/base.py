@@ -16,8 +16,8 @@ class Communicator(Protocol):
     array of the library and device of the sent buffer. Every verb is collective: all ranks call it in the same order.
     Both sides know the sizes beforehand, so a buffer of another size is an error and never truncated.
 
-    Errors: a peer that is dead, stopped, absent or later than the communicator's timeout raises `CommunicatorError` on
-    every rank that waits for it; afterwards the communicator is closed for good, and its errors say so.
+    Errors: if a peer is dead, stopped, absent or later than the communicator's timeout, every rank that waits for it
+    raises `CommunicatorError`. Afterwards the communicator is closed for good, and its errors say so.
     """
 
     rank: int

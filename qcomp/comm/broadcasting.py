@@ -42,7 +42,7 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
 
     Notes
     -----
-    The root sends each byte about twice. Every other rank sends a part of 1 / N to each of the others.
+    The root sends each byte about twice. Every other rank sends 1 / N of the bytes to each of the others.
 
     Examples
     --------

@@ -113,15 +113,15 @@ def stage_exchange(
 ) -> tuple[list[Array], list[int]]:
     """Check one rank's arguments of an exchange; return the staged buffers to send and the sizes to receive.
 
-    ``stage(x, name=...)`` checks a buffer and copies it to where it is sent from, by default to host memory.
+    ``stage(x, name=...)`` checks a buffer and copies it to the memory that it is sent from, by default host memory.
 
     Raises
     ------
     TypeError
         If a buffer is not a uint8 array, or a size not an integer.
     ValueError
-        If there is not one buffer and one size for each rank, a buffer is not one-dimensional, a size is negative, or
-        the announced size of the rank's own share is wrong.
+        If ``send`` or ``receive`` does not have one item per rank, a buffer is not one-dimensional, a size is negative,
+        or the announced size of the rank's own share is wrong.
     """
     if len(send) != size:
         raise ValueError(f"send must hold one buffer for each of {size} ranks, got {len(send)}")

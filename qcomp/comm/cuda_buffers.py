@@ -22,7 +22,7 @@ _VARIABLE = "QCOMP_CUDA_AWARE_MPI"
 
 
 def reads_devices(comm: MPI.Intracomm) -> bool:
-    """Return whether MPI reads and writes the memory of CUDA devices, as it reports itself or the environment says.
+    """Return whether MPI accesses the memory of CUDA devices: QCOMP_CUDA_AWARE_MPI if set, else what MPI reports.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def reads_devices(comm: MPI.Intracomm) -> bool:
         if chosen not in ("0", "1"):
             raise ValueError(f"{_VARIABLE} is {chosen!r}; expected '0' or '1'")
         return chosen == "1"
-    # MPI 4.1 has a list such as "system,mpi,cuda:device". Open MPI and MPICH also have a function.
+    # MPI 4.1 reports a list such as "system,mpi,cuda:device". Open MPI and MPICH also have a query function.
     info = comm.Get_info()
     kinds = (info.Get("mpi_memory_alloc_kinds") or "").split(",")
     info.Free()
@@ -47,7 +47,7 @@ def reads_devices(comm: MPI.Intracomm) -> bool:
 
 
 def is_on_device(x: Array) -> bool:
-    """Return whether an array is on a CUDA device, in a library whose buffers MPI accepts."""
+    """Return whether an array is on a CUDA device and of a library whose buffers MPI accepts."""
     if array_api_compat.is_torch_array(x):
         return bool(x.is_cuda)
     return bool(array_api_compat.is_cupy_array(x))
@@ -64,7 +64,7 @@ def stage(x: Array, *, name: str) -> Array:
 
 
 def empty(size: int, *, like: Array, staged: Array) -> Array:
-    """Return a receive buffer for MPI, in the kind of memory of ``staged``, for a result like ``like``."""
+    """Return a receive buffer for MPI in the same kind of memory as ``staged``; the result will be like ``like``."""
     if array_api_compat.is_torch_array(staged):
         return staged.new_empty((size,))
     if array_api_compat.is_cupy_array(staged):
@@ -76,7 +76,7 @@ def empty(size: int, *, like: Array, staged: Array) -> Array:
 
 
 def finish_queued(buffers: Iterable[Array]) -> None:
-    """Wait for the current streams of these buffers, since MPI ignores streams."""
+    """Wait for the current streams of the devices of these buffers, since MPI ignores streams."""
     for x in {id(x): x for x in buffers}.values():
         if array_api_compat.is_torch_array(x):
             sys.modules["torch"].cuda.current_stream(x.device).synchronize()

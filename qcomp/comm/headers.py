@@ -1,4 +1,4 @@
-"""Headers that the ranks send before an exchange, if the transport itself does not report sizes."""
+"""Headers that the ranks send before an exchange, for transports that do not report sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of the machine, which tells ranks which of them share a node."""
+"""The name of the machine, by which ranks find out which of them share a node."""
 
 import os
 

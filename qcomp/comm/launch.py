@@ -30,19 +30,19 @@ def world(
 ) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     """Return the communicator of all ranks started together with this process.
 
-    It detects the launcher by its environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
+    It detects the launcher by environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
     torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls with the
     same arguments return the same communicator.
 
-    Under torchrun it initialises torch.distributed if necessary: with nccl for arrays on GPUs if every rank of this
-    machine can have its own GPU, which becomes its current device, and with gloo for all other arrays.
+    Under torchrun it initialises torch.distributed if necessary. Arrays on GPUs use nccl if every rank of this machine
+    can have its own GPU, which becomes the rank's current device. All other arrays use gloo.
 
     Parameters
     ----------
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as lost: it was stopped, or cut off.
+        Seconds without a sign of life after which a rank counts as lost, that is, stopped or cut off.
 
     Returns
     -------
@@ -53,8 +53,8 @@ def world(
     ImportError
         If an MPI launcher started this process and mpi4py is missing, or torchrun did and torch is missing.
     CommunicatorError
-        If the mpirun of an MPI library other than mpi4py's started this process, or the other ranks do not arrive in
-        time.
+        If this process was started by the mpirun of another MPI library than mpi4py's, or the other ranks do not
+        arrive in time.
 
     Warns
     -----

@@ -1,9 +1,9 @@
-"""Connections on which a rank learns at once that another one has died, given up, stopped or become unreachable.
+"""Connections through which a rank learns soon that another one has died, given up, stopped or become unreachable.
 
-MPI says nothing of a dead rank, and gloo nothing to a rank that has received or sent a part of a message. So every two
-ranks have one more TCP connection, which a thread watches. Its end is the end of the peer, and silence on it means that
-the peer has stopped or cannot be reached. Whatever a rank says of itself names its first exchange that it will not
-complete, so that a rank which ends after its last exchange disturbs nobody who is still receiving.
+MPI does not report a dead rank, and gloo does not report it to a rank in the middle of a message. So every two ranks
+have one more TCP connection, which a thread watches. If it closes, the peer has ended. If it stays silent, the peer has
+stopped or cannot be reached. When a rank announces its end or failure, it names the first exchange that it will not
+complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from qcomp.core.reporting import name_ranks
 __all__ = ["SILENCE", "Lifelines", "lifelines"]
 
 SILENCE = 20.0
-"""Seconds without a sign of life after which a rank counts as lost, unless told otherwise."""
+"""Default for the seconds without a sign of life after which a rank counts as lost."""
 
 Share = Callable[[bytes], list[bytes]]
-"""Sends text to all ranks and returns what each one sent, in a collective call."""
+"""Sends text to all ranks and returns what each one sent; the call is collective."""
 
 _MESSAGE = struct.Struct("<cQH")
-"""Kind, the sender's first exchange that it will not complete, bytes of the reason that follows."""
+"""Kind, the first exchange that the sender will not complete, bytes of the reason that follows."""
 _BEAT, _FINISHED, _FAILED = b".", b"f", b"x"
 _HELLO = struct.Struct("<16sI")
-"""The token of the world, and the rank that connects."""
+"""The token of the rank that accepts, and the rank that connects."""
 _LONGEST_REASON = 1000
 _BEATS = 4
-"""Signs of life in the time after which silence counts."""
+"""Signs of life that a rank sends within the seconds of `silence`."""
 _GRACE_SECONDS = 0.3
-"""Time in which what a rank has sent before it died may still come, or this rank may find the same fault itself."""
+"""Time for the last messages of a dead rank to arrive, or for this rank to find the same fault itself."""
 _CONNECT_SECONDS = 2.0
 _REPLY_SECONDS = 15.0
 _PATIENCE_SECONDS = 0.05
@@ -51,7 +51,7 @@ _ENDED = "has finished, died or given up: its connection is closed"
 
 
 class _Loss(NamedTuple):
-    """What is known of a rank that takes no further part."""
+    """What is known about a rank that takes no further part."""
 
     first: int
     """The first exchange that it will not complete."""
@@ -114,13 +114,13 @@ class Lifelines:
         self._incomplete.discard(exchange)
 
     def problem(self, exchange: int, verb: str) -> str | None:
-        """Return why an exchange by a verb cannot be completed, None as long as nobody that it needs is lost."""
+        """Return why an exchange cannot be completed, or None while no rank that it needs is lost."""
         return _reason(list(self._lost.values()), exchange, verb)
 
     def cause(self, exchange: int, verb: str) -> str | None:
-        """Return why the transport has failed in an exchange, None if no rank was heard to leave.
+        """Return why the transport has failed in an exchange, or None if no rank has announced its end.
 
-        The transport names whose connection was closed: that may be a rank which gave up because of another one.
+        The transport only knows which connection closed: its peer may have given up because of another rank.
         """
         with self.changed:
             return self.changed.wait_for(
@@ -161,8 +161,8 @@ class Lifelines:
                 except BlockingIOError:
                     whole = True  # the peer does not read: it has stopped
                 except OSError:
-                    continue  # it has ended, which is read from the same connection
-                if not whole:  # what follows would be misread
+                    continue  # the peer has ended; `_read` notices this on the same connection
+                if not whole:  # the peer would misread any further message
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_WR)
 
@@ -173,13 +173,13 @@ class Lifelines:
         self._woken.close()
 
     def _turn(self) -> bool:
-        """Wait a little, read what has come, and say that this rank lives; return whether to go on."""
+        """Wait a little, read what has arrived, and send a sign of life when due; return whether to go on."""
         pause = self._silence / _BEATS
         soonest = min([self._spoke + pause, *(due for due, _, _ in self._expected)])
         events = self._selector.select(max(0.0, soonest - time.monotonic()))
         now = time.monotonic()
         if now - self._turned > 2 * pause:
-            # This process was stopped itself, and has not read what the others said meanwhile.
+            # This process itself was stopped, and has not read what the others sent meanwhile.
             self._heard = dict.fromkeys(self._heard, now)
         self._turned = now
         for key, _ in events:
@@ -230,7 +230,7 @@ class Lifelines:
                 self._expect(peer, _Loss(first, f"rank {peer} {_ENDED}", dead=False), now)
 
     def _expect(self, peer: int, loss: _Loss, now: float) -> None:
-        # In the order of what was heard, so that what comes first is named, and not who has given up because of it.
+        # In order of arrival, so that errors name the first failure, not a rank that gave up because of it.
         with self.changed:
             self._expected.append((now + _GRACE_SECONDS, peer, loss))
             self.changed.notify_all()
@@ -272,7 +272,7 @@ def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifeline
     ----------
     rank, size : int
     share : callable
-        Sends text to all ranks and returns what each one sent; every rank calls this function, which calls it twice.
+        Sends text to all ranks and returns what each one sent. It is collective, and called twice.
     silence : float
         Seconds without a sign of life after which a rank counts as lost.
 
@@ -283,7 +283,7 @@ def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifeline
     Warns
     -----
     RuntimeWarning
-        If no connection to a rank can be made. Its death is then noticed as late as the transport notices it.
+        If no connection to a rank can be made. Only the transport then notices its death.
     """
     if size == 1:
         return Lifelines({}, silence=silence)
@@ -336,7 +336,7 @@ def _listener(backlog: int) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes, accepted: dict[int, socket.socket], wanted: int) -> None:
-    """Accept connections of ranks that know this rank's token, until all are there or the listener is closed."""
+    """Accept connections from ranks that know this rank's token, until all are there or the listener is closed."""
     while len(accepted) < wanted:
         try:
             connection, _ = listener.accept()
@@ -348,7 +348,7 @@ def _accept(listener: socket.socket, token: bytes, accepted: dict[int, socket.so
             connection.settimeout(_CONNECT_SECONDS)
             told, peer = _HELLO.unpack(_exactly(connection, _HELLO.size))
             if not secrets.compare_digest(told, token):
-                raise OSError("this connection is of nobody who knows the token")
+                raise OSError("the peer of this connection does not know the token")
             connection.sendall(token)
             accepted[peer] = connection
         except OSError:
@@ -356,7 +356,7 @@ def _accept(listener: socket.socket, token: bytes, accepted: dict[int, socket.so
 
 
 def _connect(addresses: Sequence[str], port: int, hello: bytes) -> socket.socket | None:
-    """Return a connection to whoever knows the token at one of these addresses."""
+    """Return a connection to the rank that knows the token, at the first of these addresses where it answers."""
     for address in addresses:
         with suppress(OSError):
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
@@ -382,7 +382,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _addresses() -> list[str]:
-    """Return the addresses of this host by which others may reach it, the likely ones first."""
+    """Return the addresses at which others may reach this host, the most likely ones first."""
     found = [*_of_interfaces(), *_of_name()]
     first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     addresses = [
@@ -406,7 +406,7 @@ def _of_interfaces() -> Iterator[tuple[str, str]]:
 
 
 def _of_name() -> Iterator[tuple[str, str]]:
-    """Yield the addresses to which this host's name leads."""
+    """Yield the addresses that this host's name resolves to."""
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             yield "", str(address[0])

@@ -85,10 +85,10 @@ def run_local(
     fn : callable
         Called as ``fn(comm)`` on every rank.
     timeout : float, optional
-        Seconds that a rank waits for the others in an exchange. After a rank has failed, the others have as many
-        seconds to end before they are abandoned.
+        Seconds that a rank waits for the others in an exchange. After a rank has failed, the others have the same time
+        to end before they are abandoned.
     hosts : sequence of str, optional
-        The host of each rank, to simulate several machines; by default this machine for all.
+        The host name of each rank, to simulate several machines; by default all ranks are on this machine.
 
     Returns
     -------

@@ -33,16 +33,16 @@ class MPICommunicator(Verbs):
     reports that it can read them (``MPIX_Query_cuda_support``, or MPI 4.1's kinds of memory); otherwise they are staged
     through page-locked host memory. The environment variable QCOMP_CUDA_AWARE_MPI overrides this with 1 or 0.
 
-    Exchanges progress while this process is inside MPI, that is, whenever it starts or waits for any exchange. In
-    between, only data in the system's socket buffers, or handled by network hardware, moves on.
+    Exchanges progress while this process is inside MPI, that is, whenever it starts or waits for any exchange. At other
+    times only data in the system's socket buffers or handled by network hardware moves.
 
     In a world of several ranks it also handles the end of the process, so that no rank waits for a dead one under plain
     ``mpirun python script.py``: an uncaught exception is printed and aborts the job, Ctrl-C ends all ranks with status
     130, and ranks that wait for a rank that has exited (also by `sys.exit`) get an error. After a failed exchange the
     process can only end by aborting the job.
 
-    Most launchers end the job when a rank dies. Where they do not, one more TCP connection between every two ranks
-    tells those that wait within a second, and after `silence` that a rank was stopped or cut off.
+    Most launchers end the job when a rank dies. For the others, every two ranks have one more TCP connection: ranks
+    that wait for a rank learn within a second that it has died, and after `silence` that it was stopped or cut off.
 
     Parameters
     ----------
@@ -51,8 +51,8 @@ class MPICommunicator(Verbs):
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as lost. A thread gives these signs four times in this
-        time, so it must be longer than other code of a rank may keep Python's lock.
+        Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
+        in this time, so choose it longer than any other code of a rank holds Python's global lock.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class MPICommunicator(Verbs):
         with self._closing_on_failure(verb):
             exchange.post(self._comm)
             self.bytes_sent += sum(buffers[peer].shape[0] for peer in exchange.peers)
-            self._advance()  # also earlier exchanges, since MPI moves bytes only inside its calls
+            self._advance()  # advances earlier exchanges too, since MPI moves bytes only inside its calls
         return exchange
 
     def begin(self) -> int:

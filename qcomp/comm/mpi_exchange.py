@@ -19,7 +19,7 @@ __all__ = ["MPIExchange", "poll"]
 
 Array = Any
 
-# A message's tag names its verb, so that a rank elsewhere in the program is detected.
+# A message's tag names its verb, so that a rank at another place in the program is detected.
 _TAGS = {"all_to_all": 1, "all_gather": 2}
 _VERBS = {tag: verb for verb, tag in _TAGS.items()}
 
@@ -48,7 +48,7 @@ class MPIExchange:
     """One exchange in flight.
 
     Messages are probed before they are received (MPI's matched probe), so that a message of another size or verb is
-    named instead of truncated. In MPICH this is as fast as receives posted in advance, from 0 bytes to 50 MB. A rank's
+    reported, not truncated. In MPICH this is as fast as receives posted in advance, from 0 bytes to 50 MB. A rank's
     messages arrive in the order of sending, so the first one belongs to the first exchange that still waits for that
     rank.
 
@@ -59,7 +59,7 @@ class MPIExchange:
     like : sequence of arrays
         The caller's buffer for each rank.
     buffers : list of arrays
-        The same in memory that MPI can read.
+        The same buffers in memory that MPI can read.
     sizes : sequence of int
         The bytes that each rank sends here.
     """
@@ -91,7 +91,7 @@ class MPIExchange:
 
     def post(self, ranks: MPI.Intracomm) -> None:
         """Send every peer its share, even an empty one, since the peer must learn its size."""
-        # Receive buffers need this too: memory pools hand out memory on which earlier work is still queued.
+        # Receive buffers need this too: earlier work may still be queued on memory that a pool hands out.
         finish_queued(self._buffers)
         for peer in self.peers:
             self._sending[peer] = ranks.Isend(
@@ -182,7 +182,7 @@ def poll(done: Callable[[], bool], timeout: float, *, flowing: Callable[[], bool
         waited = time.monotonic() - start
         if waited > timeout:
             return False
-        # MPI's own waiting burns a core, which a rank that still computes may need. Pauses of a tenth of
+        # MPI's own waiting occupies a core, which a rank that still computes may need. Pauses of a tenth of
         # the time waited so far delay an exchange by a tenth at most.
         if waited < _SPIN_SECONDS or flowing():
             _let_others_run()

@@ -45,7 +45,7 @@ _unfinished: list[object] = []
 
 @functools.cache
 def guard() -> None:
-    """Make an uncaught exception abort the whole job after printing, and a normal end orderly."""
+    """Make an uncaught exception abort the whole job after printing, and make a normal end wait for the others."""
     previous = sys.excepthook
 
     def print_and_abort(
@@ -65,7 +65,7 @@ def guard() -> None:
 
 @functools.cache
 def abort_at_exit() -> None:
-    """Make this process end by aborting the job, since a rank that waits for it would wait forever."""
+    """Make this process abort the job when it ends, since a rank that waits for it would wait forever."""
     atexit.register(_abort, 1)
 
 

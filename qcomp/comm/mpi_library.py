@@ -1,4 +1,4 @@
-"""mpi4py's MPI module, or an error that says how to install it. Importing this starts MPI."""
+"""Imports mpi4py's MPI module, or raises an error that says how to install it. Importing it starts MPI."""
 
 try:
     from mpi4py import MPI

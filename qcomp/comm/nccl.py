@@ -25,9 +25,9 @@ class NCCLCommunicator(Verbs):
     """The ranks of another communicator, with one GPU each; buffers travel from GPU to GPU.
 
     Before each exchange the ranks exchange the verb and all sizes over the other communicator, because NCCL itself
-    cannot detect a rank that is elsewhere in the program, absent or dead. Then all sends and receives are queued as one
-    operation on CuPy's current stream, so work queued there later sees the received data. Buffers in host memory are
-    copied to the current device and back.
+    cannot detect a rank that is at another place in the program, absent or dead. Then all sends and receives are queued
+    as one operation on CuPy's current stream, so work queued there later sees the received data. Buffers in host memory
+    are copied to the current device and back.
 
     Creating one is collective. Set the device first: ``cupy.cuda.Device(number).use()``.
 

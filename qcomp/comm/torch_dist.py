@@ -30,7 +30,7 @@ Array = Any
 _AT_ONCE = timedelta(milliseconds=1)
 _END_SECONDS = 1.0
 
-# Memory that gloo may still access after a failed exchange, and what a thread may still wait for.
+# Keeps alive memory that gloo may still access, and connections that a thread may still wait for, after a failure.
 _unfinished: list[tuple[Any, object]] = []
 
 # Number of communicators per group name, equal on all ranks of the group.
@@ -48,12 +48,12 @@ class TorchCommunicator(Verbs):
     mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
 
     A header of 8 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb and
-    all sizes, so that another verb or size is an error on all ranks, and nothing is truncated.
+    all sizes, so that a different verb or size is an error on all ranks, and nothing is truncated.
 
-    Every two ranks have one more TCP connection. The ranks that wait for a rank which has died learn of it within a
-    second, also in the middle of a message, where gloo notices nothing; of one that was stopped or cut off after
-    `silence`. A rank whose exchange fails tells the others why. Until all ranks have created theirs, only the timeout
-    ends a wait.
+    Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that it has died,
+    even in the middle of a message, where gloo notices nothing. They learn after `silence` that it was stopped or cut
+    off. A rank whose exchange fails tells the others why. Until all ranks have created their communicators, only the
+    timeout ends a wait.
 
     With nccl, `start` returns when all ranks have started the exchange; with gloo at once.
 
@@ -65,8 +65,8 @@ class TorchCommunicator(Verbs):
         Seconds that a rank waits for the others in an exchange. With nccl, if a peer dies after the exchange of
         headers, the watchdog of torch.distributed ends the process after the timeout of `group`.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as lost. A thread gives these signs four times in this
-        time, so it must be longer than other code of a rank may keep Python's lock.
+        Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
+        in this time, so choose it longer than any other code of a rank holds Python's global lock.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class TorchCommunicator(Verbs):
     def from_store(
         cls, store: Any, *, rank: int, size: int, timeout: float = 300.0, silence: float = SILENCE
     ) -> TorchCommunicator:
-        """Return a communicator over gloo of the ranks that meet in a store, without a process group. Collective.
+        """Return a gloo communicator of the ranks that meet in a store; it needs no process group. Collective.
 
         Parameters
         ----------
@@ -138,7 +138,7 @@ class TorchCommunicator(Verbs):
         rank, size : int
             This rank, and the number of ranks.
         timeout, silence : float, optional
-            As for the class; the ranks must also have connected within ``timeout``.
+            As for the class; the ranks must also connect within ``timeout``.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class TorchCommunicator(Verbs):
         self._waiter = Waiter()
         self._leave = weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
         if multiprocessing.parent_process() is not None:
-            # A child that multiprocessing has forked calls no other functions at its end.
+            # A forked child of multiprocessing runs only these finalizers at its end.
             multiprocessing.util.Finalize(None, self._leave, exitpriority=0)
 
     def __repr__(self) -> str:
@@ -176,8 +176,8 @@ class TorchCommunicator(Verbs):
     def close(self) -> None:
         """Close the connections of this rank, and free what a failed exchange has left. Not collective.
 
-        Exchanges that others have not completed fail there, as all later ones do here. Without this call the
-        connections close with the last reference, unless an exchange has failed.
+        Exchanges that other ranks have not completed fail there, and all later ones fail here. Without this call the
+        connections close when the last reference to this object goes, unless an exchange has failed.
         """
         self._closed = self._closed or "close was called"
         self._leave()
@@ -205,9 +205,9 @@ class TorchCommunicator(Verbs):
         return self._lifelines.begin()
 
     def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
-        """Return what ``meanwhile`` returns after ``wait`` has ended on another thread; raise if a rank is lost.
+        """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
 
-        gloo cannot be interrupted while it waits, and does not always notice that a peer is gone.
+        Raises if a rank is lost: gloo cannot be interrupted while it waits, and does not always notice a lost peer.
         """
         if self.size == 1:
             wait()
@@ -219,7 +219,7 @@ class TorchCommunicator(Verbs):
         return made
 
     def cause(self, exchange: int, verb: str) -> str | None:
-        """Return why gloo has lost a connection, None if no other rank says anything of it."""
+        """Return why gloo has lost a connection, or None if no other rank has reported a reason."""
         return self._lifelines.cause(exchange, verb)
 
     def end(self, exchange: int) -> None:
@@ -239,7 +239,7 @@ class TorchCommunicator(Verbs):
             self._gloo.allgather([gathered], [x]).wait()
         except RuntimeError as error:
             raise CommunicatorError(
-                f"TorchCommunicator: a rank ended while they created theirs: {error}"
+                f"TorchCommunicator: a rank ended while the ranks created theirs: {error}"
             ) from error
         return gathered
 
@@ -299,8 +299,8 @@ def _leave(lines: Lifelines, waiter: Waiter, gloo: Any) -> None:
     """Tell the others that this rank takes no further part, and end the thread that waits for them."""
     lines.finish()
     if not waiter.end():
-        # The thread still waits in gloo. If it came back while Python ends, the process would abort. When one wait
-        # times out, gloo ends all others, except for messages of which a part has come: these wait for ever.
+        # The thread still waits in gloo. If that wait returned while Python shuts down, the process would abort. When
+        # one wait times out, gloo ends all others, except waits for partly received messages, which never end.
         for peer in set(range(gloo.size())) - {gloo.rank()}:
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(_AT_ONCE)

@@ -23,7 +23,7 @@ Array = Any
 _HEADER_TAG, UNUSED_TAG = 0, 1
 _PAYLOAD_TAGS = 2
 _IN_TURN_FROM = 1 << 16
-"""Smallest payload that is sent in turns; the time of shorter ones is mostly latency."""
+"""Smallest payload that is sent in turn, in bytes; the time of shorter ones is mostly latency."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -42,11 +42,14 @@ class _Connections(Protocol):
         ...
 
     def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
-        """Return what ``meanwhile`` returns after ``wait`` has ended on another thread; raise if a rank is lost."""
+        """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
+
+        Raises if a rank is lost.
+        """
         ...
 
     def cause(self, exchange: int, verb: str) -> str | None:
-        """Return why gloo has lost a connection, None if no other rank says anything of it."""
+        """Return why gloo has lost a connection, or None if no other rank has reported a reason."""
         ...
 
     def end(self, exchange: int) -> None:
@@ -74,8 +77,8 @@ class TorchExchange:
     """One exchange in flight.
 
     gloo aborts the process if a message is longer than its receive buffer, and accepts a shorter one silently. So a
-    payload's tag is its size: another size matches no receive, and the header names it. NCCL has no tags, so there the
-    headers are read before the payloads are sent.
+    payload's tag is its size: a payload of another size matches no receive, and the header reveals it. NCCL has no
+    tags, so there the headers are read before the payloads are sent.
     """
 
     def __init__(
@@ -122,7 +125,8 @@ class TorchExchange:
         in_turn : bool
             Whether `wait` sends long payloads to one peer after the other, for callers that wait at once. In every turn
             each rank sends to one peer and receives from one. Concurrent streams to several peers would share the link
-            unevenly: the last one has it to itself while other links are idle. The ranks may differ in this choice.
+            unevenly: the last stream would have it to itself while other links idle. The ranks may differ in this
+            choice.
         """
         comm, peers = self._comm, self.peers
         on_host = not self._moves_on_device
@@ -191,7 +195,7 @@ class TorchExchange:
         return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
 
     def _finish_on_host(self) -> None:
-        """Wait until everything in host memory has come and gone."""
+        """Wait until all transfers in host memory are complete."""
         self._read_headers()
         # While this rank sends to its k-th peer, its k-th last peer sends to it.
         for peer, sender in zip(self._in_turn, reversed(self.peers), strict=False):

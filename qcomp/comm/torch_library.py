@@ -1,4 +1,4 @@
-"""torch and torch.distributed, or an error that says how to install them."""
+"""Imports torch and torch.distributed, or raises an error that says how to install them."""
 
 try:
     import torch

@@ -15,7 +15,7 @@ class Pending(Protocol):
     """A started exchange; every rank must wait for it."""
 
     def wait(self) -> list[Array]:
-        """Return what each rank sent here, as the verb does; raise what the verb raises."""
+        """Return what each rank sent here; it returns and raises the same as the verb."""
         ...
 
 
@@ -38,7 +38,7 @@ class Verbs(ABC):
 
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        """Send ``send[r]`` to rank r, receive ``receive[r]`` bytes from it; all ranks name the same verb."""
+        """Send ``send[r]`` to rank r and receive ``receive[r]`` bytes from it; all ranks pass the same verb."""
 
     def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
         """Start an exchange; this default completes it."""
@@ -52,13 +52,13 @@ class Verbs(ABC):
         Parameters
         ----------
         request : AllToAll or AllGather
-            A request as a computation in stages yields it. Its buffers must not change until `wait` has returned.
+            A request that a computation in stages yields. Its buffers must not change until `wait` has returned.
 
         Returns
         -------
         Pending
             Its ``wait()`` returns the result of the verb. With `MPICommunicator` and `TorchCommunicator` the exchange
-            continues meanwhile; with others it is already complete.
+            goes on while the caller computes; with others it is already complete.
 
         Raises
         ------

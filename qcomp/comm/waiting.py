@@ -1,4 +1,4 @@
-"""Waits that cannot be interrupted, on a thread of their own, so that the caller of them can be."""
+"""Runs waits that cannot be interrupted on a thread of their own, so that their caller can be interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Waiting:
     wait : callable
         Returns when the wait is over.
     changed : threading.Condition
-        Notified when the wait is over, and by others when it has become useless.
+        Notified when the wait is over; others notify it when the wait has become useless.
     """
 
     def __init__(self, wait: Callable[[], None], changed: threading.Condition) -> None:
@@ -43,12 +43,12 @@ class Waiting:
             self._changed.notify_all()
 
     def join(self, problem: Callable[[], str | None]) -> None:
-        """Return when the wait is over, or raise what it has raised.
+        """Block until the wait is over; raise the exception that it has raised, if any.
 
         Parameters
         ----------
         problem : callable
-            Returns why the wait has become useless, if it has. It is asked whenever ``changed`` is notified.
+            Returns why the wait has become useless, or None. It is called whenever ``changed`` is notified.
 
         Raises
         ------
@@ -72,9 +72,9 @@ class Waiter:
         self._last: Waiting | None = None
 
     def start(self, waiting: Waiting) -> None:
-        """Do a wait after those that were started before."""
+        """Queue a wait after those that were started before."""
         if self._thread is None:
-            # It must not hold up the end of the process: after a failure its wait may last until a timeout.
+            # The thread must not delay the end of the process: after a failure its wait may last until a timeout.
             self._thread = threading.Thread(
                 target=_work, args=(self._waits,), name="qcomp waits", daemon=True
             )
@@ -88,7 +88,7 @@ class Waiter:
         return self._last is not None and not self._last.is_over
 
     def end(self) -> bool:
-        """End the thread after the waits that were started; return whether it has nothing left to wait for."""
+        """Let the thread end after the waits that were started; return whether all of them are over."""
         self._waits.put(None)
         return not self.is_waiting
 

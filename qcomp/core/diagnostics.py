@@ -27,7 +27,7 @@ _DIGEST_BYTES = 8
 
 
 class Facts(NamedTuple):
-    """Measurements of one rank in a step; NaN if there are none."""
+    """Measurements of one rank in a step; NaN where nothing was measured."""
 
     worker: float
     server: float
@@ -62,16 +62,16 @@ class Diagnostics:
     The step gives the same results as the optimizer's own, bit for bit. The report is a dict of floats, equal on all
     ranks. It contains those of the following that apply to the step:
 
-    - ``bytes_sent``: bytes sent by the rank that sent most, without the report's own; ``bits_per_element``: bits sent
-      per parameter element, the mean over the ranks.
+    - ``bytes_sent``: bytes sent by the rank that sent most, without those of the report; ``bits_per_element``: bits
+      sent per parameter element, the mean over the ranks.
     - ``direction``: the cosine of the sum of the last ``direction_steps`` compressed means to that of the exact ones,
       once that many consecutive steps have been measured. Feedback adds what one step loses to the next, so the sum
       shows where training goes. It is near 1 in a healthy run.
     - ``cosine``: the cosine of this step's compressed mean to the exact one. With few bits it is far below 1 even in a
       healthy run, and for 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them
       as large as the others, and their sign changes in every step.
-    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over that of its vector before feedback; the
-      mean over the ranks, and ``worker_residual_worst``. Bounded in a healthy run: see `Traits`.
+    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over that of its vector before feedback, the
+      mean over the ranks; ``worker_residual_worst``: the maximum. Bounded in a healthy run: see `Traits`.
     - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| over the chunk that a rank serves; mean and
       maximum over the servers.
     - ``variance_ratio``: from a `VarianceWatch`, once it has measured.
@@ -83,14 +83,14 @@ class Diagnostics:
     optimizer : Optimizer
         The optimizer whose steps are measured.
     sample : int
-        The most elements of the compressed tensors that are sampled, equally spaced. The spacing is odd, so that the
-        samples are not confined to a few columns of a matrix.
+        The most elements of the compressed tensors to sample, equally spaced. The spacing is odd, so that the samples
+        are not confined to a few columns of a matrix.
     replicas_every : int, optional
         Number of steps between comparisons of the parameters across ranks; None never compares. Ranks are not compared
         while an optimizer lets them make local steps.
     direction_steps : int
-        Number of steps that ``direction`` sums. Best is 1 / (1 - b1), the averaging length of the momentum. It is
-        reported once these diagnostics have made that many consecutive steps.
+        Number of steps that ``direction`` sums. Best is 1 / (1 - b1), the averaging length of the momentum.
+        ``direction`` is reported once these diagnostics have made that many consecutive steps.
 
     Notes
     -----
@@ -262,7 +262,7 @@ class Notes:
                 kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes
             ).residuals
             worker = self._ratio(kept.worker, own, self.signal)
-            if not self.part.mean.low_rank:  # whose server keeps factors, and owes nothing
+            if not self.part.mean.low_rank:  # its server keeps factors instead of residuals
                 server = self._ratio(kept.server, served, exact)
         return Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
 

@@ -1,4 +1,4 @@
-"""What installed packages offer under a name, by entry points."""
+"""The compressors, topologies and kernel sets that installed packages offer by entry points."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GROUPS = {
 
 
 def offered(kind: str, known: Mapping[str, type]) -> dict[str, EntryPoint]:
-    """Return what installed packages offer, by name.
+    """Return the entry points of installed packages for a kind of thing, by name.
 
     Parameters
     ----------
     kind : {"compressor", "topology", "kernel set"}
     known : mapping of str to type
-        The classes that are known under a name already. An entry point may lead to the class itself: a package that
-        is imported before it is looked for may have registered it.
+        The classes that already have a name. An entry point may lead to such a class: its package may have registered
+        it when it was imported.
 
     Raises
     ------
@@ -56,5 +56,5 @@ def offered(kind: str, known: Mapping[str, type]) -> dict[str, EntryPoint]:
 
 
 def source_of(point: EntryPoint) -> str:
-    """Return where an entry point leads, and whose it is."""
+    """Return a text that names the target and the package of an entry point."""
     return f"{point.value} of {point.dist.name if point.dist else 'an unknown package'}"

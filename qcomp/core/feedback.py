@@ -46,7 +46,7 @@ def compress(
     Raises
     ------
     NonFiniteError
-        If x is not finite; the residual is as it was, also with ``donate``.
+        If x is not finite; the residual is unchanged then, also with ``donate``.
 
     Notes
     -----

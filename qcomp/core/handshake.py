@@ -107,7 +107,7 @@ def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array)
     ----------
     comm : Communicator
     problem : Exception or None
-        What keeps this rank from going on.
+        The error that keeps this rank from continuing.
     what : str
         What a rank with a problem cannot do, such as ``"load its state"``.
     like : array
@@ -131,7 +131,7 @@ def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array)
 
 def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
     """Return the text of every rank, in rank order; sends 8 bytes and the text to every other rank."""
-    data = text.encode(errors="backslashreplace")  # of what others have saved, or of a schedule's name
+    data = text.encode(errors="backslashreplace")  # saved texts and names may have lone surrogates
     arrived = yield AllGather(_buffer(len(data).to_bytes(8, "little"), like), (8,) * size)
     sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)
     arrived = yield AllGather(_buffer(data, like), sizes)

@@ -1,7 +1,7 @@
 """The hook for kernels: faster versions of the primitives, which return the same bytes.
 
-The core has no kernel of its own. `qcomp.core.primitives` asks the set that was chosen for an array; whatever the set
-has no kernel for, by compressor, dtype or library, is done by the pure version, which is the definition.
+The core has no kernel of its own. `qcomp.core.primitives` asks the kernel set that was chosen for an array. If the set
+has no kernel for a compressor, dtype or library, the pure version runs, which is the definition.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ __all__ = [
 
 
 class Encoded(NamedTuple):
-    """What the primitive ``encode`` returns."""
+    """The result of the primitive ``encode``."""
 
     data: Array
     """The data of the payload, uint8 of shape (nbytes,)."""
     residual: Array | None
-    """What compression lost, of the shape of x; None without a residual."""
+    """The new residual, of the shape of x; None without a residual."""
     refused: Array | None
-    """uint8 of shape (1,) on the device of x: 0, or a value was out of range and the rest means nothing. None if it is
-    known that none was; a device need not be waited for to return an `Encoded`."""
+    """uint8 of shape (1,) on the device of x: 0, or else a value was out of range and the other fields are meaningless.
+    None if all values are known to be in range. An `Encoded` can be returned without waiting for the device."""
 
 
 class Blend(NamedTuple):
-    """What an encoder is to put its input into first: a momentum, before this step's gradient."""
+    """The momentum into which an encoder first blends its input, this step's gradient."""
 
     m: Array
-    """Of the shape of the input, in the dtype in which it is computed."""
+    """The momentum before this step, with the shape of the input and its compute dtype."""
     beta1: float
     scale: float
     """Factor of the input besides 1 - beta1."""
@@ -70,33 +70,33 @@ class StepNumbers(NamedTuple):
     rate: float
     """Learning rate."""
     correction: float
-    """Of the momentum, 1 - beta1^step."""
+    """The divisor of the momentum, 1 - beta1^step."""
     eps: float
     weight_decay: float
 
 
 class AdamNumbers(NamedTuple):
-    """The numbers of a step of Adam that updates the variance, too."""
+    """The numbers of a step of Adam that also updates the variance."""
 
     betas: tuple[float, float]
     variance_correction: float
-    """What the new variance is divided by, usually 1 - beta2^step."""
+    """The divisor of the new variance, usually 1 - beta2^step."""
     coupled_decay: float
-    """Times the parameters, it is added to the gradient; 0 with decoupled weight decay."""
+    """Multiplied by the parameters and added to the gradient; 0 with decoupled weight decay."""
     step: StepNumbers
 
 
 class AnyFrame(Protocol):
-    """How the payloads of a chunk lie in a message, `qcomp.core.mean.framing.Frame`: the same object in every step."""
+    """The layout of a chunk's message, a `qcomp.core.mean.framing.Frame`: the same object in every step."""
 
     @property
     def chunk(self) -> Sequence[tuple[int, int, int, int]]:
-        """Of each segment: its tensor, where it starts and stops there, and the number of its first bucket."""
+        """For each segment: its tensor, its start and stop in the tensor, and the number of its first bucket."""
         ...
 
     @property
     def compressors(self) -> Sequence[AnyCompressor]:
-        """One for each segment."""
+        """The compressor of each segment."""
         ...
 
     @property
@@ -126,7 +126,7 @@ class AnyFrame(Protocol):
 
 
 class EncodedFrame(NamedTuple):
-    """What compresses a chunk returns."""
+    """The result of compressing a chunk."""
 
     message: Array
     """uint8 of shape (nbytes,), with the verdict that nothing was out of range."""
@@ -137,16 +137,16 @@ class EncodedFrame(NamedTuple):
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
-    A method returns None where it has no kernel for such arguments; nothing was written then. No set is asked for a
-    compressor with a coder, only for the plain one whose payloads the coder shortens.
+    A method returns None, or False, if it has no kernel for its arguments; it has then written nothing. Methods are
+    never called with a compressor that has a coder, only with the plain compressor whose payloads the coder shortens.
     """
 
     name: str
     any_shape: bool
-    """Whether what is compiled for arrays of one shape serves all: `qcomp.core.rehearsal` then compiles it."""
+    """Whether kernels compiled for one shape serve all shapes: `qcomp.core.rehearsal` then compiles them."""
 
     def takes(self, x: Array) -> bool:
-        """Return whether there are kernels for arrays of the library, device and dtype of x, by nothing else."""
+        """Return whether there are kernels for arrays like x; may depend only on its library, device and dtype."""
         ...
 
     def encode(
@@ -161,33 +161,33 @@ class KernelSet(Protocol):
     ) -> Encoded | None:
         """Compress x, or the momentum that x is blended into, plus the residual if there is one.
 
-        The new residual goes into ``out`` if that is given and not None is returned: the old residual, x, or a buffer
-        that shares memory with neither. A set that finds a value out of range before it returns may return
-        None: the pure version then says so. If ``out`` is the residual and a value is out of range, the residual
-        stays as it is; so a set that finds it later takes a new array instead.
+        If ``out`` is given, the new residual goes into it, unless None is returned. ``out`` is the old residual, x, or
+        a buffer that shares memory with neither. A set that finds a value out of range before it returns may return
+        None: the pure version then reports it. If ``out`` is the residual and a value is out of range, the residual
+        must stay as it is; so a set that finds such a value only later uses a new array instead.
         """
         ...
 
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return what a payload decompresses to, of the shape and dtype of ``like``.
+        """Return the decompressed payload, with the shape and dtype of ``like``.
 
-        In ``out`` if that is given; with ``accumulate``, added to what is there. Arrays of an immutable library are
-        not written to: the result is a new one then.
+        The result goes into ``out`` if that is given; with ``accumulate``, it is added to the values there. Arrays of
+        an immutable library are not written to: the result is then a new array.
         """
         ...
 
     def empty_like(self, x: Array) -> Array | None:
-        """Return a buffer of the shape and dtype of x with anything in it, which can be written to."""
+        """Return a writable buffer of the shape and dtype of x, with any values."""
         ...
 
     def average(
         self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
     ) -> Array | None:
-        """Return the mean of what payloads of the shape and dtype of ``like`` decompress to, added in their order.
+        """Return the mean of the decompressed payloads, added in their order, with the shape and dtype of ``like``.
 
-        In ``out`` if that is given.
+        The result goes into ``out`` if that is given.
         """
         ...
 
@@ -201,11 +201,11 @@ class KernelSet(Protocol):
         *,
         out: Array | None,
     ) -> Encoded | None:
-        """Compress that mean, plus the residual if there is one, which is not written to.
+        """Compress the mean that `average` returns, plus the residual if there is one, which is not written to.
 
         The new residual goes into ``out`` if that is given, which shares memory with nothing else.
 
-        A set that finds a value out of range before it returns returns None: the pure version then says so.
+        A set that finds a value out of range before it returns must return None: the pure version then reports it.
         """
         ...
 
@@ -223,11 +223,11 @@ class KernelSet(Protocol):
         *,
         blends: Sequence[Blend],
     ) -> list[Array] | None:
-        """Return the message of each of some chunks: `encode` of all their segments at once.
+        """Return the message of each chunk: `encode` of all segments at once.
 
-        ``tensors``, ``residuals``, ``outs`` for the new residuals, and ``blends`` are of whole tensors; without
-        feedback, ``residuals`` and ``outs`` are empty. ``outs`` are the tensors themselves if these may be used up, or
-        share memory with nothing.
+        ``tensors``, ``residuals``, ``outs`` (for the new residuals) and ``blends`` have an entry for each whole tensor;
+        without feedback, ``residuals`` and ``outs`` are empty. ``outs`` are the tensors themselves if these may be used
+        up, or else share memory with nothing.
 
         A set that finds a value out of range returns None, or raises NonFiniteError if the tensors are used up.
         """
@@ -236,7 +236,7 @@ class KernelSet(Protocol):
     def decode_frames(
         self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
     ) -> bool:
-        """Write what a message of each frame decompresses to into buffers like all tensors; return whether it did."""
+        """Write the decompressed message of each frame into buffers like all tensors; return whether it did."""
         ...
 
     def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
@@ -253,10 +253,10 @@ class KernelSet(Protocol):
         *,
         into: Sequence[Array | None],
     ) -> EncodedFrame | None:
-        """Compress that mean, plus the residual of each segment: `compress_mean` of all segments at once.
+        """Compress the mean of several messages, plus the residuals: `compress_mean` of all segments at once.
 
-        The new residuals go into ``into`` if that is given. None also if a value is out of range: the pure version then
-        says so.
+        The new residuals go into ``into`` if that is given. Also returns None if a value is out of range: the pure
+        version then reports it.
         """
         ...
 
@@ -269,7 +269,7 @@ class KernelSet(Protocol):
         ...
 
     def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:
-        """Return ``momentum(m, g, beta1, 1)``, and that of the result and g, in new arrays."""
+        """Return ``n = momentum(m, g, beta1, 1)`` and ``momentum(n, g, beta1, 1)``, in new arrays."""
         ...
 
     def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
@@ -322,21 +322,21 @@ class KernelSet(Protocol):
     def compensate(
         self, x: Array, residual: Array | None, *, out: Array | None
     ) -> tuple[Array, float] | None:
-        """Return x, plus a residual if there is one, and the largest magnitude of that, NaN if there is one.
+        """Return x plus the residual, if there is one, and the largest magnitude of the sum, or NaN if it has a NaN.
 
-        In ``out`` if that is given, which may be x.
+        The sum goes into ``out`` if that is given, which may be x.
         """
         ...
 
     def take_low_rank(
         self, left: Array, right: Array, matrix: Array, *, out: Array | None
     ) -> tuple[Array, Array] | None:
-        """Return the product of two factors, in ``out`` if that is given, and what it leaves of a matrix, in place."""
+        """Return the product of two factors, in ``out`` if that is given, and a matrix minus the product, in place."""
         ...
 
 
 class Partial:
-    """Base of sets that leave these to the pure version, which calls the other kernels one after the other."""
+    """Base of sets that leave these methods to the pure version, which calls the other kernels one after the other."""
 
     any_shape = False
 
@@ -485,8 +485,8 @@ class Partial:
 class Coders(NamedTuple):
     """The loops of `qcomp.core.coding` over host bytes; `qcomp.core.coding.PURE` defines them.
 
-    Levels come and go as 16-bit integers in little endian; what decodes raises PayloadError on any other bytes than
-    those of an encoder.
+    Levels are passed and returned as 16-bit integers in little endian. Decoders raise PayloadError for bytes that no
+    encoder makes.
     """
 
     name: str
@@ -501,7 +501,7 @@ class Coders(NamedTuple):
     paper_decode: Callable[[memoryview, int, int], tuple[bytearray, bytearray]]
     """Code, size, largest level: levels and signs."""
     count_classes: Callable[[memoryview, int, int], list[int]]
-    """Levels, largest level, fine bits: how many are of each class."""
+    """Levels, largest level, fine bits: the number of levels in each class."""
     push: Callable[[memoryview, memoryview, Model, int], bytes]
     """Levels, signs, model, lanes: the states and words of `qcomp.core.coding.range_coder`."""
     pop: Callable[[memoryview, int, int, Model, int], tuple[bytearray, bytearray]]
@@ -537,15 +537,15 @@ def chosen(x: Array) -> KernelSet | None:
 def chosen_coders() -> Coders | None:
     """Return the loops for host bytes, None for the pure ones.
 
-    They have no array to be chosen by: whatever set works on arrays in a context, these are the best there are,
-    unless the context says pure.
+    The choice does not depend on an array: whichever set a context uses for arrays, these are the fastest available
+    loops, unless the context uses the pure version.
     """
     chooser = _chooser.get()
     return None if chooser is _pure else _coders(chooser is None)
 
 
 def choose_coders_with(coders: Callable[[bool], Coders | None]) -> None:
-    """Let this function choose the loops for host bytes; it is told whether there is no context, only the setting."""
+    """Let this function choose the loops for host bytes; its argument says whether no context overrides the setting."""
     global _coders  # noqa: PLW0603
     _coders = coders
 

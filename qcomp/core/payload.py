@@ -60,7 +60,7 @@ class PayloadSpec:
 
     def __post_init__(self) -> None:
         if self.variable_length and (not self.fields or self.fields[-1].dtype != "uint8"):
-            raise ValueError(f"fields are {self.fields}; expected a last one of uint8, whose length varies")
+            raise ValueError(f"fields are {self.fields}; expected uint8 for the last, whose length varies")
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class PayloadSpec:
 
 
 def _unknown(spec: str) -> Any:
-    raise ValueError(f"no compressor is known, also not {spec!r}")
+    raise ValueError(f"no compressors are known, so {spec!r} cannot be made")
 
 
 _maker: Callable[[str], Any] = _unknown
@@ -249,6 +249,7 @@ class Payload:
         if not expected.admits(data_length):
             most = "at most " if expected.variable_length else ""
             raise PayloadError(
-                f"the payload has {data_length} bytes of data; {made_by} makes {most}{expected.nbytes} of {size}"
+                f"the payload has {data_length} bytes of data; {made_by} makes {most}{expected.nbytes} of {size} "
+                "elements"
             )
         return cls(made_by.spec, size, _DTYPES[dtype], from_host_bytes(data, like))

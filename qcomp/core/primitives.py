@@ -1,9 +1,12 @@
 """The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
 
-`encode` and `decode` with a compressor (and feedback), `average` and `compress_mean` over ranks, which are made of
-these and of `finish_mean`, `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, `frozen_steps` of the
-frozen-variance optimizers, `compensate` and `take_low_rank` of PowerSGD, and `in_range` of a rank that is alone. All
-else in the core is made of these, or runs once a step on small arrays.
+- `encode` and `decode` with a compressor (and feedback);
+- `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;
+- `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, and `frozen_steps` of the frozen-variance
+  optimizers;
+- `compensate` and `take_low_rank` of PowerSGD, and `in_range` of a rank that is alone.
+
+All else in the core is made of these, or runs once a step on small arrays.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ def encode(
     out: Array | None = None,
     blend: Blend | None = None,
 ) -> Encoded:
-    """Compress x, plus the residual if there is one, and return what that lost as the new residual.
+    """Compress x, plus the residual if there is one, and return the compression error as the new residual.
 
     Parameters
     ----------
@@ -104,15 +107,15 @@ def encode(
         For compressors that draw.
     out : array, optional
         A buffer for the new residual: the old one, x itself if it has the dtype of the residual, or one that shares
-        memory with neither, which is the fastest. x is used up then, the old residual only if nothing is out of
-        range.
+        memory with neither, which is the fastest. If x is the buffer, it is used up; if the old residual is, it is used
+        up only if nothing is out of range.
     blend : Blend, optional
-        Compress `momentum` of its m and x instead of x, on the way if there is a kernel for that.
+        Compress the `momentum` of its m and x instead of x; a kernel may do both at once.
 
     Returns
     -------
     Encoded
-        Its ``refused`` tells of values out of range that were found by a device, or will be by a compiled program.
+        Its ``refused`` reports values out of range that a device has found, or that a compiled program will find.
 
     Raises
     ------
@@ -153,7 +156,7 @@ def encode(
         accepted = refused == 0
         if not is_traced(
             values
-        ):  # what is refused means nothing, but goes through all that follows: zeros do
+        ):  # refused values are meaningless, but all that follows must process them: so use zeros
             values = xp.where(accepted, values, xp.zeros_like(values))
             compensated = xp.reshape(values, compensated.shape)
     spec = compressor.payload_spec(values.shape[0], dtype_name(values.dtype))
@@ -163,7 +166,7 @@ def encode(
         return Encoded(data, None, refused)
     decoded = xp.reshape(compressor.decode(spec.split(data), values.shape[0], values.dtype), x.shape)
     lost = flush(compensated - decoded)
-    if refused is not None and out is residual:  # the old one is still needed then
+    if refused is not None and out is residual:  # the old one is still needed if a value is refused
         lost = xp.where(accepted, lost, residual)
     return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), refused)
 
@@ -171,24 +174,24 @@ def encode(
 def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:
     data = plain.data
     if _is_refused(plain):
-        data = array_namespace(data).zeros_like(data)  # what was refused means nothing, and may not be codes
+        data = array_namespace(data).zeros_like(data)  # refused data may not be valid codes
     return plain._replace(data=coder.shorten(data, size))
 
 
 def require_accepted(compressor: AnyCompressor, encoded: Encoded) -> None:
-    """Raise `NonFiniteError` if a device has found a value out of range; waits for the device, but for no compiler."""
+    """Raise `NonFiniteError` if a device has found a value out of range; waits for the device, unless traced."""
     if _is_refused(encoded):
         raise refusal(compressor)
 
 
 def _is_refused(encoded: Encoded) -> bool:
-    """Return whether a device has found a value out of range, as far as it can be read."""
+    """Return whether a device has found a value out of range; False while a compiler traces."""
     refused = encoded.refused
     return refused is not None and not is_traced(refused) and bool(int(refused[0]))
 
 
 def refusal(compressor: AnyCompressor) -> NonFiniteError:
-    """Return the error of values that are out of range."""
+    """Return the error for values out of range."""
     return NonFiniteError(
         f"x cannot be compressed by {compressor.spec}: it holds a NaN or a magnitude from {LIMIT:.6g} on"
     )
@@ -257,7 +260,7 @@ def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
 def add_up(
     compressor: AnyCompressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
 ) -> Array:
-    """Return the sum of what payloads, whose sizes have been checked, decompress to, added in their order."""
+    """Return the sum of the decompressed payloads, added in their order; their sizes must have been checked."""
     total = decode(compressor, payloads[0], like, out=empty_like(like) if out is None else out)
     for payload in payloads[1:]:
         total = decode(compressor, payload, total, out=total, accumulate=True)
@@ -267,13 +270,13 @@ def add_up(
 def average(
     compressor: AnyCompressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
 ) -> Array:
-    """Return the mean of what payloads decompress to: `finish_mean` of `add_up`.
+    """Return the mean of the decompressed payloads: `finish_mean` of `add_up`.
 
     Parameters
     ----------
     compressor : AnyCompressor
     payloads : sequence of Payload
-        One of each rank, of sizes that have been checked.
+        One from each rank; their sizes must have been checked.
     like : array
         Gives the shape, the dtype and the device of the result.
     out : array, optional
@@ -300,7 +303,7 @@ def compress_mean(
     *,
     out: Array | None = None,
 ) -> Encoded:
-    """Compress the mean of what payloads decompress to, plus the residual if there is one: `encode` of `average`.
+    """Compress the mean of the decompressed payloads, plus the residual if there is one: `encode` of `average`.
 
     Parameters
     ----------
@@ -362,7 +365,7 @@ def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
 
 
 def nesterov(m: Array, g: Array, beta1: float) -> tuple[Array, Array]:
-    """Return the new `momentum` of m and g, and the momentum of that and g: Nesterov's."""
+    """Return the new `momentum` of m and g, and Nesterov's momentum, which is that of the new one and g."""
     kernels = chosen(m)
     if kernels is not None:
         both = kernels.nesterov(m, to_compute_dtype(g), beta1)
@@ -386,7 +389,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
     decay : float
         Weight decay coefficient; with 0 the direction stays as it is.
     out : array, optional
-        A buffer that the result may take, which may be p; of small arrays it can be a new array all the same.
+        A buffer that the result may take, which may be p; for small arrays the result can still be a new array.
     """
     kernels = chosen(d)
     if kernels is not None and p.dtype == d.dtype:
@@ -425,8 +428,8 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Arr
 
     Notes
     -----
-    m' = m where v > 0, else 0: one bit cannot say zero, and what never had a gradient would drift by a scale over eps
-    in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
+    m' = m where v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by a
+    scale over eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
     """
     kernels = chosen(m)
     if kernels is not None and p.dtype == m.dtype:
@@ -463,7 +466,7 @@ def frozen_steps(
     tensors = list(zip(params, momenta, variances, numbers, strict=True))
     if len(tensors) == 1:
         return [frozen_step(*tensors[0])]
-    # One of them, perhaps, that the kernels do not take.
+    # One at a time, since the kernels may refuse only some of them.
     return [moved for p, m, v, n in tensors for moved in frozen_steps([p], [m], [v], [n], donate=donate)]
 
 
@@ -536,7 +539,7 @@ def in_range(x: Array) -> bool:
 def compensate(
     x: Array, residual: Array | None, *, what: str, out: Array | None = None
 ) -> tuple[Array, Array | None]:
-    """Return ``flush(flush(x) + residual)``, and what a device will say of values out of range, as `Encoded.refused`.
+    """Return ``flush(flush(x) + residual)``, and a flag for values out of range, like `Encoded.refused`.
 
     Parameters
     ----------
@@ -544,7 +547,7 @@ def compensate(
     residual : array, shape (size,), or None
         Of the dtype in which x is computed; None for zeros.
     what : str
-        What refuses values, in errors.
+        What refuses values, for error texts, such as the spec string of a compressor.
     out : array, optional
         A buffer for the result, which may be x.
 
@@ -573,13 +576,13 @@ def compensate(
 
 
 _BLOCK = 1 << 15
-"""Elements of a matrix that are computed at once on a CPU, whose caches hold all that comes between."""
+"""Elements of a matrix that are computed at once on a CPU, so that its caches hold all intermediate results."""
 
 
 def take_low_rank(
     left: Array, right: Array, matrix: Array, *, out: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return a matrix of low rank, and what it leaves of another matrix, which is used up.
+    """Return a matrix of low rank, and another matrix minus that one; the other matrix is used up.
 
     Parameters
     ----------

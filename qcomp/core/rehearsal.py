@@ -1,4 +1,4 @@
-"""Kernels are compiled before training begins, not in the middle of it."""
+"""Compiles kernels before training begins, not in the middle of it."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -13,24 +13,24 @@ from qcomp.core.primitives import empty_like
 __all__ = ["rehearse"]
 
 _SIZE = 1001
-"""Elements: enough for codes of variable length to pay, and not a whole bucket of anything."""
+"""Number of elements: enough for coding to shorten payloads, and not a whole number of buckets of any compressor."""
 _APART = (64, 3)
-"""Elements from one that is not zero to the next: a coder has one code for what is sparse, and another one."""
+"""Distances between nonzero elements: a coder may have one code for sparse vectors, and another for dense ones."""
 _STEP = StepNumbers(rate=0.0, correction=1.0, eps=1.0, weight_decay=0.0)
 
 
 def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low_rank: bool = False) -> None:
     """Call every primitive once, so that its kernel is compiled, or read from a cache.
 
-    It does nothing without kernels, for kernels that are compiled for every shape anew, and for compressors of other
-    packages: no kernel set of ours has kernels for those, and they need not expect a vector that nobody sent.
+    It does nothing without kernels, or if kernels are compiled anew for every shape. It skips compressors of other
+    packages: no kernel set of qcomp has kernels for those, and they may not expect this artificial vector.
 
     Parameters
     ----------
     compressors : iterable of Compressor
-        All that will make payloads.
+        All compressors that will make payloads.
     like : array
-        Gives the library, the device and the dtype of what will be compressed.
+        Gives the library, the device and the dtype of the vectors that will be compressed.
     steps : bool
         Whether there will be steps of an optimizer.
     low_rank : bool

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 __all__ = ["name_ranks", "warn_caller"]
 
 _PACKAGE = __file__[: -len("core/reporting.py")]
-"""The folder of the package, with what ends it; pathlib would be a part of the time of `import qcomp`."""
+"""The folder of the package, with a separator at its end; importing pathlib would slow down `import qcomp`."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -11,7 +11,7 @@ __all__ = ["OptimizerState"]
 
 
 class OptimizerState(NamedTuple):
-    """The state of an optimizer between two steps, equal on all ranks except for the residuals.
+    """The state of an optimizer between two steps, equal on all ranks but for arrays of one rank, such as residuals.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the primitives know of a compressor: its promises, its coding, and what shortens its payloads."""
+"""The part of a compressor that the primitives use: its promises, its encoding, and the coder of its payloads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class AnyCompressor(Protocol):
 
     @property
     def coder(self) -> Coder | None:
-        """Shortens payloads before they are sent; None if nothing does."""
+        """The coder that shortens payloads before they are sent, or None."""
         ...
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:

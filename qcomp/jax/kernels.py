@@ -1,9 +1,9 @@
 """The kernels of JAX inside a compiled program, which round as the core rounds.
 
 XLA contracts products and sums, and compression amplifies that: a momentum that differs by an ulp may have another
-sign, and then a whole bucket differs. The programs of `qcomp.backends.jax_xla` prevent it by an integer that the
-compiler does not know, which here must come from the program around them. They are also traced once for each shape
-instead of once for each tensor.
+sign, and then a whole bucket differs. The programs of `qcomp.backends.jax_xla` prevent it with an integer whose value
+the compiler does not know. Here this integer must come from the surrounding program. The programs are also traced once
+for each shape instead of once for each tensor.
 """
 
 from __future__ import annotations

@@ -59,20 +59,21 @@ class MeshMean:
     seed : int, default 0
         Seed of the compressor's random draws.
     averaging : PowerSGD, optional
-        Average matrices by PowerSGD, with the topology and the feedback that are the default; the compressor then
-        compresses the factors, see `PowerSGD`.
+        Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
+        factors, see `PowerSGD`.
 
     Notes
     -----
-    ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends
-    2 (N - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of
-    the longest in its exchange. The program has a branch for each device, of the code for that device's chunk, so its
-    size grows with the number of tensors and not with N times that. With PowerSGD it sends as `PowerSGDMean` does.
+    ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends 2 (N
+    - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of the
+    longest in its exchange. The program has a branch for each device, with the code for that device's chunk, so its
+    size grows with the number of tensors and not with N times that number. With PowerSGD it sends as `PowerSGDMean`
+    does.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
-    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts. That holds for all devices of the mesh,
-    also where it has further axes. In two phases `jax.shard_map` must have these axes too, since the compiler must not
-    cut tensors along an axis of its own. A mean has no derivative.
+    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. That holds for all devices of
+    the mesh, including those along its other axes. In two phases, `jax.shard_map` must have these other axes too, since
+    the compiler must not cut tensors along an axis that is left to it. A mean has no derivative.
 
     Examples
     --------
@@ -108,7 +109,7 @@ class MeshMean:
         self._compression  # noqa: B018 - raises if the settings do not go together
 
     def _require_low_rank(self, averaging: Any) -> None:
-        """Raise unless the settings beside an averaging are those of PowerSGD."""
+        """Raise unless ``averaging`` is a PowerSGD, and the settings beside it fit."""
         if not isinstance(averaging, PowerSGD):
             raise TypeError(
                 f"averaging is {averaging!r}; expected a qcomp.PowerSGD, or topology= and feedback= instead"
@@ -141,8 +142,9 @@ class MeshMean:
     def init(self, tree: PyTree) -> MeshState:
         """Return a state with residuals of zero.
 
-        Call it inside `jax.shard_map`, or where `jax.set_mesh` tells the size of the axis: the arrays are those of one
-        device, or of all, each device holding its own row. `partition_specs` says how they are cut.
+        Call it inside `jax.shard_map`, for the arrays of one device; or where `jax.set_mesh` gives the size of the
+        axis, for the arrays of all devices, of which each device holds its own row. `partition_specs` says how they are
+        cut.
 
         Parameters
         ----------
@@ -255,7 +257,7 @@ class MeshMean:
             If no `jax.shard_map` has the axis, the residuals are not those of this tree, the values are the same on all
             devices already, or the compiler may cut tensors along another axis.
         TypeError
-            If it is differentiated.
+            If the call is differentiated.
         """
         size, inside = self._size()
         if not inside:
@@ -290,7 +292,7 @@ class MeshMean:
         return taken.whole(values), kept, accepted
 
     def _size(self) -> tuple[int, bool]:
-        """Return the number of devices on the axis, and whether this is the program of one of them."""
+        """Return the number of devices on the axis, and whether this runs inside `jax.shard_map`."""
         try:
             return int(jax.lax.axis_size(self.axis_name)), True
         except NameError:
@@ -356,7 +358,7 @@ def _compressed(state: OptimizerState) -> list[str]:
 
 
 def _rows(size: int, like: Array, axis_name: str) -> Array:
-    """Return rows of zeros, of which each device of the mesh that is set makes its own, so that none holds all."""
+    """Return rows of zeros; each device of the current mesh makes its own row, so that none holds all."""
     shape, dtype = (size, *like.shape), like.dtype
     mesh = jax.sharding.get_abstract_mesh()
     rows = NamedSharding(mesh, PartitionSpec(axis_name))
@@ -371,13 +373,13 @@ def _varies(x: Array, axis_name: str) -> bool:
 
 
 def _of_all(x: Array, axis_name: str) -> Array:
-    """Return what the only device of an axis holds as what all hold: a mean of one sends nothing that tells JAX so."""
+    """Mark the value of an axis's only device as equal on all; a mean of one sends nothing that tells JAX so."""
     return jax.lax.all_gather(x, axis_name, to="invarying")[0] if _varies(x, axis_name) else x
 
 
 @jax.custom_jvp
 def _without_derivative(tensors: list[Array]) -> list[Array]:
-    """Return the tensors, which `jax.grad` cannot pass; through the bits of a message it would find zero."""
+    """Return the tensors, and refuse `jax.grad`, which would find zero through the bits of a message."""
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""What means on a mesh keep between two steps, and how it is cut over the devices."""
+"""The state of means on a mesh between two steps, and how it is cut over the devices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Residuals(NamedTuple):
     worker: dict[str, Array]
     """The worker residual of each compressed tensor by its path, of shape (N, elements); empty without feedback."""
     server: tuple[Array, ...]
-    """The server residual of each device's chunk, of shape (N, elements of the largest); empty without a server. With
-    PowerSGD the right factor of each compressed tensor, of shape (N, elements), the same on all devices."""
+    """The server residual of each device's chunk, of shape (N, elements of the largest chunk); empty without a server.
+    With PowerSGD, the right factor of each compressed tensor, of shape (N, elements), the same on all devices."""
 
 
 class MeshState(NamedTuple):
@@ -51,15 +51,15 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     Parameters
     ----------
     state : pytree
-        A `MeshState`, or a state of optax that has one, or one of `qcomp.jax.optax`, anywhere inside.
+        A `MeshState` or a state of `qcomp.jax.optax`, or a state of optax that has one of these anywhere inside.
     axis_name : str or tuple of str
-        The axis of the mean, and behind it further axes along which the averaged arrays are cut. Then call ``init``
-        inside `jax.shard_map` too, with these as ``out_specs``.
+        The axis of the mean. If the averaged arrays are cut along further axes, a tuple of this axis and those; then
+        call ``init`` inside `jax.shard_map` too, with the returned specs as ``out_specs``.
 
     Returns
     -------
     pytree of PartitionSpec
-        Replace those of moments that are cut along further axes by the specs of their parameters.
+        If moments are cut along further axes, replace their specs by those of their parameters.
 
     Raises
     ------

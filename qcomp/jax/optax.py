@@ -2,7 +2,7 @@
 
     tx = optax.chain(qcomp.jax.optax.compressed(qcomp.ScaledSign(), "data"), optax.adam(1e-3))
 
-They are chained, scheduled, masked and saved like any other. The gradients that they take are those of one device.
+They are chained, scheduled, masked and saved like any other. They take the gradients of one device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compressed(
     Parameters
     ----------
     compressor, axis_name, topology, feedback, exact, compressors, seed, averaging
-        See `MeshMean`, which this is.
+        See `MeshMean`, which computes the mean.
 
     Returns
     -------
@@ -68,9 +68,10 @@ def compressed(
 
     Notes
     -----
-    What stands before it in a chain sees the gradients of one device: `optax.clip_by_global_norm` clips each device's
-    own. What follows sees the mean, the same on all devices. If a gradient on any device is not finite, the mean is NaN
-    on all, and residuals stay as they are; put what follows into `optax.apply_if_finite` to skip such steps.
+    Transformations before it in a chain see the gradients of one device: `optax.clip_by_global_norm` clips each
+    device's own. Transformations after it see the mean, the same on all devices. If a gradient on any device is not
+    finite, the mean is NaN on all, and residuals stay as they are; put the later transformations into
+    `optax.apply_if_finite` to skip such steps.
 
     Examples
     --------
@@ -115,7 +116,7 @@ class OneBitAdamState(NamedTuple):
     momentum: PyTree
     """Adam's first moment of each parameter, in the dtype in which it is computed."""
     variance: PyTree
-    """Adam's second moment; after the warm-up the constant, bias-corrected one of the freeze."""
+    """Adam's second moment; after the warm-up, the constant and bias-corrected one from the freeze."""
     residuals: Residuals
 
 
@@ -260,7 +261,8 @@ def onebit_adam(
     Returns
     -------
     optax.GradientTransformation
-        If a gradient on any device is not finite, the step is skipped on all: nothing changes but counts of it.
+        If a gradient on any device is not finite, the step is skipped on all: nothing changes but the counts of skipped
+        steps.
 
     Notes
     -----

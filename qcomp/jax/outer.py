@@ -20,7 +20,7 @@ PyTree = Any
 class PytreeOuterLoop:
     """A `qcomp.OuterLoop` for a pytree of parameters, over a communicator.
 
-    Inner steps are the caller's: compiled, with optax or by hand. The loop runs between them.
+    The caller makes the inner steps: compiled, with optax or by hand. The loop runs between them.
 
     Parameters
     ----------
@@ -29,8 +29,8 @@ class PytreeOuterLoop:
 
     Notes
     -----
-    A state is the `OptimizerState` of the core, with the paths of the arrays as names, and a pytree. For a `delay` that
-    hides exchanges, see `qcomp.outer.Overlapped`, which takes ``jax.tree.leaves(params)``.
+    A state is the `OptimizerState` of the core, with the paths of the arrays as names. It is a pytree. For a ``delay``
+    that hides exchanges, see `qcomp.outer.Overlapped`, which takes ``jax.tree.leaves(params)``.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class PytreeOuterLoop:
         return self.loop.init(tree.leaves, comm, tree.names)
 
     def average(self, grads: PyTree, state: OptimizerState, comm: Transport) -> PyTree:
-        """Return the exact mean of the gradients in the warm-up, then the gradients; see `OuterLoop.average`.
+        """Return the exact mean of the gradients in the warm-up, then the given ones; see `OuterLoop.average`.
 
         Parameters
         ----------
@@ -81,7 +81,7 @@ class PytreeOuterLoop:
         return tree.whole(self.loop.average(tree.leaves, state, comm))
 
     def step(self, params: PyTree, state: OptimizerState, comm: Transport) -> tuple[PyTree, OptimizerState]:
-        """Take what an inner step has made; see `OuterLoop.step`.
+        """Count an inner step, and exchange where it is due; see `OuterLoop.step`.
 
         Parameters
         ----------

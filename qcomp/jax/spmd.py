@@ -1,9 +1,10 @@
 """The stages of the core on an axis of a mesh, inside `jax.shard_map`: one program for all ranks.
 
-The core has a program for each rank, since a layout belongs to a rank. Here the rank is the index of a device, which
-is known only when the program runs. It matters in two places. Draws depend on it, and a key takes it as it is. And in
-two phases each rank serves another chunk: there `jax.lax.switch` selects what `TwoPhase` does for that rank. All
-messages of an exchange have the length of the longest, as collectives of XLA demand; zeros fill the others up.
+The core has a program for each rank, since a layout belongs to a rank. Here the rank is the index of a device, which is
+known only when the program runs. The rank matters in two places. Random draws depend on it, and a key takes the index
+as it is. In two phases each rank serves another chunk: there `jax.lax.switch` selects the code of `TwoPhase` for that
+rank. The collectives of XLA need messages of equal length, so all messages of an exchange are padded with zeros to the
+length of the longest.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _PaddedFrame(Frame):
 
 @dataclass(frozen=True, eq=False)
 class _SpmdLayout(Layout):
-    """A layout for whatever rank runs it: with messages of one length."""
+    """A layout that any rank can run, with messages of one length."""
 
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
@@ -160,7 +161,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
     def _server(
         self, codec: Codec, call: Call, error: NonFiniteError | None
     ) -> Callable[[list[Array], tuple[Array, ...]], tuple[Array, tuple[Array, ...]]]:
-        """Return what one rank does as a server, from the messages and its residuals to its message and residuals."""
+        """Return one rank's server function: from the messages and its residuals to its message and residuals."""
         own = call.layout.own
         sizes = [segment.size for segment in own.chunk]
 
@@ -178,7 +179,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
 
 
 def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Array:
-    """Return a server's message, which refuses if one that arrived there does."""
+    """Return a server's message; its verdict refuses if that of any message that arrived there does."""
     told = jnp.max(concat(list(verdicts.require_accepted(compressed.error))))
     return compressed.messages[0].at[own.offsets[-1]].max(told)
 
@@ -186,7 +187,7 @@ def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Ar
 def _require_no_axis_of_the_compiler(axis_name: str) -> None:
     """Raise ValueError if the compiler may cut tensors along an axis.
 
-    It would exchange their parts inside a switch, of which each device runs another branch, and all would wait.
+    It would exchange their parts inside a switch in which each device runs another branch, and all would wait.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
@@ -239,7 +240,7 @@ class SpmdMean(CompressedMean):
 class SpmdPowerSGDMean(PowerSGDMean):
     """A `PowerSGDMean` over an axis of a mesh, for `drive`; the rank in its states is 0 on all devices.
 
-    A row of zeros in a right factor stands for that of the first one, so that states may begin with zeros.
+    A row of zeros in a right factor stands for that row of the first factor, so that states may begin with zeros.
 
     Parameters
     ----------
@@ -268,12 +269,12 @@ class SpmdPowerSGDMean(PowerSGDMean):
         return jax.lax.axis_index(self.axis_name)
 
     def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
-        """Return the plan for whatever rank runs it."""
+        """Return a plan that any rank can run."""
         plan = super()._plan(shapes, dtypes, state)
         return plan._replace(left=_on_axis(plan.left), right=_on_axis(plan.right))
 
     def _server(self, finish: Finish) -> Callable[..., Compressed]:
-        """Return what this device does with the factors that arrive: a branch for each."""
+        """Return the function that serves the factors that arrive, with a branch for each device."""
         _require_no_axis_of_the_compiler(self.axis_name)
 
         def served(
@@ -305,7 +306,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
 
 
 def _on_axis(factors: Factors) -> Factors:
-    """Return factors with a layout for whatever rank runs it."""
+    """Return factors with a layout that any rank can run."""
     layout = factors.layout
     return factors._replace(layout=_SpmdLayout(layout.operands, layout.chunks, layout.residuals))
 

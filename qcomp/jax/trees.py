@@ -30,7 +30,7 @@ class Tree(NamedTuple):
     leaves: list[Array]
     """The arrays."""
     structure: Any
-    """What they were in."""
+    """The containers that they were in."""
 
     @classmethod
     def of(cls, tree: PyTree, argument: str) -> Tree:
@@ -116,7 +116,7 @@ class PytreeOptimizer:
     Raises
     ------
     TypeError
-        If it is none.
+        If ``optimizer`` is not such an optimizer.
 
     Notes
     -----
@@ -305,7 +305,7 @@ def _register(kind: Any, arrays: tuple[str, ...]) -> None:
             named["numbers"] = dict(named["numbers"])
         return kind(**named)
 
-    with suppress(ValueError):  # a module that is executed twice has done it
+    with suppress(ValueError):  # the class is registered already if this module is executed twice
         jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
 
 

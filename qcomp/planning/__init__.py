@@ -1,6 +1,6 @@
-"""Will compression pay off? Predicts the time of a step for each method, and which reaches a loss first.
+"""Will compression pay off? Predicts the time of a step for each method, and which method reaches a loss first.
 
-The model consists of formulas, without an array library. Its inputs can be measured on the ranks themselves.
+The model consists of formulas and needs no array library. Its inputs can be measured on the ranks themselves.
 """
 
 from qcomp.planning.advice import Advice, advise, methods_for, methods_of

@@ -32,22 +32,22 @@ class Row(NamedTuple):
     run_speedup: float
     """Speed-up of a run, whose first steps are exact if the method compresses."""
     break_even: float | None
-    """Bandwidth between nodes below which the method is faster than that all-reduce, None for an all-reduce."""
+    """Bandwidth between nodes below which the method is faster than that all-reduce; None for an all-reduce."""
     known: Evidence | None
-    """What is known of its steps to a loss; None for an all-reduce, which needs those of exact training, and if nothing
-    is known."""
+    """What is known about the method's steps to a loss. None if nothing is known, and for an all-reduce, which needs as
+    many steps as exact training."""
     loss_speedup: float
-    """Speed-up of a run to the same loss over that all-reduce, with `UNMEASURED` steps for one where nothing is
-    known."""
+    """Speed-up of a run to the same loss over that all-reduce. If the steps to a loss are not known, the method counts
+    `UNMEASURED` steps for each exact one."""
 
     @property
     def measured(self) -> bool:
-        """Whether its steps to a loss are known."""
+        """Whether the method's steps to a loss are known."""
         return self.time.method.is_allreduce or (self.known is not None and self.known.ratio is not None)
 
     @property
     def steps(self) -> float:
-        """Steps for each step of exact training that the comparison counts."""
+        """How many steps the comparison counts for each step of exact training."""
         if self.time.method.is_allreduce:
             return 1.0
         return UNMEASURED if self.known is None else self.known.counted
@@ -66,13 +66,13 @@ class Advice:
     rows : tuple of Row
         All methods, the fastest first.
     plain : Row
-        The faster all-reduce of full precision.
+        The faster all-reduce at full precision.
     best : Row
         The recommended method.
     reason : str
         Sentences that explain the recommendation.
     task : str or None
-        The task whose studies say how many steps a method needs to a loss; None if only seconds were compared.
+        The task whose studies tell how many steps a method needs to a loss; None if only seconds were compared.
     """
 
     job: Job
@@ -101,8 +101,8 @@ class Advice:
     def document(self) -> dict[str, Any]:
         """The output of `qcomp plan --json`: seconds, bytes, bytes per second, and None for infinity.
 
-        ``pays_below`` is the bandwidth between nodes below which a method is faster: 0 for no link, None for any.
-        All-reduces do not have it.
+        ``pays_below`` is the bandwidth between nodes below which a method is faster: 0 if on no link, None if on every
+        link. All-reduces do not have it.
         """
         methods = []
         for row in self.rows:
@@ -169,7 +169,7 @@ class Advice:
         return cells
 
     def _known(self) -> list[str]:
-        """Return what is known of steps to a loss, each record once, and what is not."""
+        """Return a line for each record about steps to a loss, and a line about methods without one."""
         if self.task is None:
             return []
         told = {f"{row.time.method.kind}: {row.known.text}." for row in self.rows if row.known is not None}
@@ -208,9 +208,9 @@ def methods_of(
 def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
     """Return all kinds of methods that the machine has figures for, and PowerSGD and Muon if the job has shapes.
 
-    These are those of `methods_of`, a sparse compressor, outer loops with published settings and with short rounds
-    (hierarchical where ranks share a node's link), PowerSGD of rank 1, 2 and 4, and Muon, with an owner for each matrix
-    and without.
+    These are the methods of `methods_of`; a sparse compressor; outer loops with published settings and with short
+    rounds, hierarchical if ranks share a node's link; PowerSGD of rank 1, 2 and 4; and Muon, with and without an owner
+    for each matrix.
     """
     found = methods_of(cluster, job.gradient_bytes)
     sparse = TopK(k=64, bucket_size=4096, value_bits=2)
@@ -260,14 +260,15 @@ def advise(
         The share of steps that are exact in a run that compresses, as in 1-bit Adam. PowerSGD, Muon and outer loops
         have none.
     task : {"language model", "residual network", "adversarial network"} or None
-        The task whose studies say how many steps a method needs to a loss. None compares seconds a step alone.
+        The task whose studies tell how many steps a method needs to a loss. None compares only seconds per step.
 
     Returns
     -------
     Advice
-        It recommends the method whose run reaches a loss first, if it is at least `WORTHWHILE` times as fast as every
-        all-reduce; and a compressed ring only if it is also that much faster than every other compressed method. A
-        method whose steps to a loss were not measured counts as if it needed `UNMEASURED` steps for one.
+        It recommends the method whose run reaches a loss first, if this run is at least `WORTHWHILE` times as fast as
+        with every all-reduce. It recommends a compressed ring only if the ring is also that much faster than every
+        other compressed method. A method whose steps to a loss were not measured counts as if it needed `UNMEASURED`
+        steps for each exact one.
 
     Examples
     --------
@@ -311,7 +312,7 @@ def _ratio(plain: float, seconds: float) -> float:
 
 
 def _merit(row: Row) -> float:
-    """Return the figure of merit of a compressed method: one that rounds in every hop must be clearly faster."""
+    """Return the figure of merit of a compressed method; methods that round in every hop must be clearly faster."""
     rounds_in_every_hop = topology(row.time.method.topology).roundings is None
     return row.loss_speedup / (WORTHWHILE if rounds_in_every_hop else 1.0)
 
@@ -324,7 +325,7 @@ def _recommend(rows: Sequence[Row], cluster: Cluster, task: str | None) -> tuple
     if not compressed:
         return exact, f"Nothing that compresses was compared; {exact.time.method.label} is the fastest."
     best = max(compressed, key=_merit)
-    if best.loss_speedup < WORTHWHILE * exact.loss_speedup:  # say it of what is known
+    if best.loss_speedup < WORTHWHILE * exact.loss_speedup:  # then name a method whose steps are known
         best = max((row for row in compressed if row.measured), key=_merit, default=best)
     gain = best.loss_speedup / exact.loss_speedup
     name, other = best.time.method.label, exact.time.method.label

@@ -1,4 +1,4 @@
-"""Chooses among methods of averaging during the first steps, by the seconds that they take."""
+"""Chooses among methods of averaging during the first steps, by the time that they take."""
 
 import math
 import statistics
@@ -19,51 +19,52 @@ __all__ = ["Autotune", "TunedState", "Tuning"]
 
 
 _CLOSE = 0.5
-"""How much longer than the fastest method those take, as a fraction of it, that are timed again."""
+"""Methods that take longer than the fastest by at most this fraction are timed again."""
 
 
 class Tuning(NamedTuple):
-    """How far the choice is, on this rank."""
+    """The progress of the choice, on this rank."""
 
     times: tuple[float, ...] = ()
-    """The seconds of each step of this round so far, all of one method and then all of the next."""
+    """The seconds of each step of this round so far: first all steps of one method, then all of the next."""
     seconds: tuple[float, ...] = ()
     """Seconds of a step of each method, the same on all ranks; empty before the end of the first round."""
     chosen: int | None = None
     """The number of the chosen method, the same on all ranks."""
     again: tuple[int, ...] = ()
-    """The numbers of the methods of the second round, in their order; empty before it, and if there is none."""
+    """The numbers of the methods in the second round, in order; empty before it, and if there is no second round."""
 
 
 class TunedState(NamedTuple):
-    """What a rank keeps between two means of an `Autotune`."""
+    """A rank's state between two means of an `Autotune`."""
 
     tuning: Tuning
     mean: MeanState
-    """Of the method of the next step."""
+    """The state of the next step's method."""
     nodes: tuple[tuple[int, ...], ...]
-    """The node of each rank, for each method; empty where nothing depends on it."""
+    """The node of each rank, for each method; empty for methods that do not depend on nodes."""
     owed: tuple[Array, ...] = ()
-    """What the next step adds to this rank's tensors, because the method before has lost it."""
+    """What the previous method has lost, and the next step adds to this rank's tensors."""
 
 
 @dataclass(frozen=True)
 class Autotune:
-    """Tries each of some means for a few steps, then keeps the fastest: used like a `CompressedMean`.
+    """Tries each of several means for a few steps, then keeps the fastest: used like a `CompressedMean`.
 
-    All steps count: each is a mean of what it was given, and what a method still owes when it is left, this rank adds
-    to its values of the next step. For DistributedDataParallel pass it to `qcomp.integrations.ddp.autotune`, which
-    times whole steps, with what overlaps.
+    All steps count: each returns a mean of its inputs. When a method is left, each rank adds its part of what the
+    method still owes to its values of the next step. For DistributedDataParallel pass it to
+    `qcomp.integrations.ddp.autotune`, which times whole steps, including overlap.
 
     Parameters
     ----------
     methods : mapping of str to CompressedMean
-        The methods that may be chosen, by name, in the order of preference: first those that lose the least, such as
-        ``CompressedMean(Identity())``. Each needs a residual that says what it has lost, or none.
+        The methods that may be chosen, by name, in order of preference: first those that lose the least, such as
+        ``CompressedMean(Identity())``. The state of each must hold residuals of what it has lost, or nothing.
     steps : int, default 5
-        Timed steps of each method in a round, at least 1, after one that is not timed. The median counts.
+        Timed steps of each method in a round, at least 1, after one that does not count. The median counts.
     margin : float, default 0.05
-        A method is chosen over an earlier one only if that takes longer by more than this fraction, >= 0.
+        A later method is chosen only if every earlier one takes longer than the fastest by more than this fraction,
+        >= 0.
     clock : callable, default time.perf_counter
         Returns the time in seconds on this rank.
 
@@ -74,13 +75,13 @@ class Autotune:
 
     Notes
     -----
-    A method's time is that of the slowest rank, the largest of the ranks' medians. Methods that take at most 1.5 times
-    as long as the fastest have a second round, in the reverse order, and the lower of their two times counts: what else
-    a machine does can only make steps slower. All ranks compute the choice from the same numbers, of which every rank
-    sends 8 bytes a method to each other rank, once a round. Chosen is the first method whose time is at most
-    (1 + margin) times that of the fastest. It stays chosen.
+    A method's time is the largest of the ranks' medians, that is, the time of the slowest rank. Methods that take at
+    most 1.5 times as long as the fastest have a second round, in reverse order. The lower of their two times counts,
+    since other work of the machine can only make steps slower. All ranks compute the choice from the same numbers: once
+    a round, every rank sends 8 bytes per method to each other rank. The choice is the first method whose time is at
+    most (1 + margin) times that of the fastest. It is final.
 
-    Sum identity: after any step, the means add up to those of the exact means, minus what the current method and
+    Sum identity: after any step, the means add up to the sum of the exact means, minus what the current method and
     ``TunedState.owed`` still owe, up to rounding.
 
     Examples
@@ -153,7 +154,7 @@ class Autotune:
         tuning : Tuning
             Before the choice.
         seconds : float
-            What the step took on this rank.
+            The time that the step took on this rank.
         comm : Communicator
         like : array
             Gives the library and device of what is sent.
@@ -174,7 +175,7 @@ class Autotune:
         return Tuning(times, tuple(found), self._first_within(found))
 
     def _first_within(self, seconds: Sequence[float]) -> int:
-        """Return the number of the first method that takes as long as the fastest, within the margin."""
+        """Return the number of the first method whose time is within the margin of the fastest."""
         most = (1 + self.margin) * min(seconds)
         return next(i for i, one in enumerate(seconds) if one <= most)
 
@@ -264,19 +265,19 @@ class Autotune:
         return means, TunedState(tuning, begun, state.nodes, tuple(owed(mean, kept)))
 
     def _require_no_draws(self) -> None:
-        """Raise ValueError, before the turn of the first method that does, if one draws random numbers."""
+        """Raise ValueError if any method draws random numbers, not only when its turn comes."""
         for name, mean in self.methods.items():
             if any(compressor.traits.random for compressor in mean.sends):
                 raise ValueError(f"key is None; {name!r} draws random numbers and needs a qcomp.Key")
 
     def _begin(self, number: int, x: Any, before: MeanState, nodes: Sequence[tuple[int, ...]]) -> MeanState:
-        """Return a state of a method without residuals."""
+        """Return the initial state of a method, with residuals of zero."""
         mean = self.methods[self.names[number]]
         return mean.zeros(as_list(x), rank=before.rank, size=before.size, nodes=nodes[number])
 
 
 def _plus(x: Any, owed: Sequence[Array]) -> Any:
-    """Return arrays plus what is owed to them, in the dtype in which they are computed."""
+    """Return arrays plus what is owed, in the dtype of computation."""
     tensors = as_list(x)
     found, expected = [math.prod(t.shape) for t in tensors], [e.shape[0] for e in owed]
     if found != expected:

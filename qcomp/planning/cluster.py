@@ -1,4 +1,4 @@
-"""The inputs of a prediction: the job, the link, the ranks."""
+"""The inputs of a prediction: the job, the ranks and their links."""
 
 import math
 from dataclasses import dataclass

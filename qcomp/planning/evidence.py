@@ -1,4 +1,4 @@
-"""What committed studies say of the steps that a method needs to a loss."""
+"""Evidence from committed studies on how many steps a method needs to a loss."""
 
 import json
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from qcomp.planning.model import Method
 __all__ = ["TASKS", "UNMEASURED", "Evidence", "evidence_of", "studies"]
 
 UNMEASURED = 3.0
-"""Steps for each step of exact training that a method is charged whose steps to a loss were not measured."""
+"""Steps that a comparison counts for each step of exact training, if a method's steps to a loss were not measured."""
 TASKS = ("language model", "residual network", "adversarial network")
 """The tasks of the studies."""
 _PRESETS = {"LocalSGD": local_sgd, "DiLoCo": diloco, "SparseLoCo": sparse_loco, "MuLoCo": muloco}
@@ -21,7 +21,7 @@ _PRESETS = {"LocalSGD": local_sgd, "DiLoCo": diloco, "SparseLoCo": sparse_loco, 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A record of a study, made by benchmarks/steps_to_loss.py.
+    """A record from a study, made by benchmarks/steps_to_loss.py.
 
     Parameters
     ----------
@@ -30,20 +30,20 @@ class Evidence:
     method : str
         The name of the method in the study.
     label : str
-        What it is.
+        A description of the method.
     warmup : float
-        Its share of exact steps.
+        The method's share of exact steps.
     ratio : float or None
-        Steps to the lower of the losses that both reach, for each step of exact training; None if the study has no
-        curves.
+        The method's steps to the lowest loss that both reach, for each step of exact training; None if the study has
+        no curves.
     gap : float
-        Loss after equally many steps, minus that of exact training.
+        The method's loss after equally many steps, minus that of exact training.
     seeds : int
-        Trainings of each.
+        Trainings of the method, and of exact training.
     steps, ranks, parameters : int
-        Of a training.
+        Of each training.
     reference : str
-        The optimizer of exact training: where a method leaves the choice, the same as the method's.
+        The optimizer of exact training; the same as the method's, if the method works with several.
     source : str
         Where the study is.
     """
@@ -63,10 +63,10 @@ class Evidence:
 
     @property
     def counted(self) -> float:
-        """Steps for each step of exact training that a comparison counts.
+        """How many steps a comparison counts for each step of exact training.
 
-        Fewer count as equally many: a method that loses something is no better than the exact one, and a study of few
-        seeds may say so by chance.
+        A ratio below 1 counts as 1: a method that loses something is no better than the exact one, and a study of few
+        seeds may show a better result by chance.
         """
         return UNMEASURED if self.ratio is None else max(1.0, self.ratio)
 
@@ -89,17 +89,17 @@ def studies() -> tuple[Evidence, ...]:
 
 
 def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) -> Evidence | None:
-    """Return what is known of a method on a task, or None.
+    """Return what is known about a method on a task, or None.
 
     Parameters
     ----------
     method : Method
         A compressor stands for the optimizer that was studied with it: after exact steps `ScaledSign` for 1-bit Adam
-        and `MinMaxUInt8` for QAdam; without exact steps `ScaledSign` and QSGD of 4 bits for gradients that Adam gets.
-        Of an outer loop, everything but the topology must be as it was studied.
+        and `MinMaxUInt8` for QAdam; without exact steps `ScaledSign` and QSGD of 4 bits for compressed gradients that
+        Adam receives. An outer loop must have the settings of a study, except for the topology.
     warmup : float
-        The share of exact steps of a run. Of several studies one that has curves counts, with the closest share, with
-        the most seeds, and then the least favourable.
+        The share of exact steps of a run. Among several studies, those with curves come first, then those with the
+        closest share, then those with the most seeds, then the least favourable ones.
     task : str
         One of `TASKS`.
 
@@ -122,7 +122,7 @@ def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) ->
 
 
 def _names(method: Method, warmup: float) -> tuple[str, ...]:
-    """Return the names in the studies of what a method stands for."""
+    """Return the names under which the studies list a method."""
     if isinstance(method, MuonMethod):
         return _names_of_muon(method)
     if isinstance(method, OuterMethod):
@@ -153,7 +153,7 @@ def _names_of_muon(method: MuonMethod) -> tuple[str, ...]:
 
 
 def _names_of_loop(loop: OuterLoop) -> tuple[str, ...]:
-    """Return the names of the presets whose settings a loop has, in a topology of any kind."""
+    """Return the names of the presets whose settings a loop has, whatever its topology."""
     topology = loop.averaging.topology
     names = []
     for name, preset in _PRESETS.items():

@@ -11,7 +11,7 @@ __all__ = ["CPU", "PURE", "LowRankSpeed", "Machine", "Speed", "gpu"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds per element.
+    """The speed of a compressor, in seconds per element.
 
     Parameters
     ----------
@@ -37,14 +37,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class LowRankSpeed:
-    """Seconds per element of a matrix that is averaged by two factors, whatever is sent.
+    """Seconds per element of a matrix that PowerSGD averages as two factors, however these are compressed.
 
     Parameters
     ----------
     fixed : float
-        For any rank of the approximation.
+        Seconds at any rank of the approximation.
     column : float
-        For each column of a factor.
+        Additional seconds for each column of a factor.
     """
 
     fixed: float
@@ -126,7 +126,7 @@ class Machine:
 
 
 def _kind(compressor: Compressor) -> tuple[str, bool]:
-    """Return what determines the kernels: the innermost name, and whether a coder runs on the host after them."""
+    """Return what determines a compressor's kernels: the innermost name, and whether a coder runs on the host."""
     spec = compressor.spec
     while "(" in spec.partition(":")[0]:
         spec = spec.partition("(")[2].rpartition(")")[0]
@@ -201,15 +201,15 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
     Parameters
     ----------
     memory_bandwidth : float
-        Bytes per second that a kernel reaches; 600 GB/s is two thirds of a V100's nominal bandwidth.
+        Bytes per second that a kernel achieves; 600 GB/s is two thirds of a V100's nominal bandwidth.
 
     Notes
     -----
     An encoder reads vector and residual for the scale, reads them again, and writes the residual: 20 bytes per element.
     A decoder writes 4 bytes; one that adds also reads them. PowerSGD reads gradient and residual and writes their sum,
     reads it for each factor, and at the end reads it and writes the mean and the residual: 32 bytes. Products of
-    matrices are taken to make 5e12 multiplications a second. The estimate ignores the payload and launches, some 10
-    microseconds each. It has no speeds of payloads that are coded on the host.
+    matrices are assumed to run at 5e12 multiplications a second. The estimate ignores payloads, and launches of some 10
+    microseconds each. It has no speeds for payloads that are coded on the host.
     """
     if not memory_bandwidth > 0:
         raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes a second, above 0")

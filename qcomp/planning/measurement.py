@@ -1,4 +1,4 @@
-"""Measurements on ranks, as a value and as a file."""
+"""The result of measurements on the ranks, in memory and in a file."""
 
 import json
 import math

@@ -1,6 +1,6 @@
 """Methods that are more than a compressor in a topology: PowerSGD, Muon and outer loops.
 
-Bytes are those of the objects' own messages and payloads.
+The numbers of bytes come from the messages and payloads of the implementations themselves.
 """
 
 import math
@@ -27,7 +27,7 @@ __all__ = ["MuonMethod", "OuterMethod", "PowerSGDMethod"]
 _EXACT_BYTES = 4
 """Bytes of an exact element."""
 _OUTER_COPIES = 5
-"""Copies of an element that an outer round costs: its outer gradient, momentum and update, read and written."""
+"""The cost of an outer round per element, in copies: outer gradient, momentum and update are read and written."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class PowerSGDMethod(Method):
 class MuonMethod(Method):
     """Muon, with one owner for each matrix, or computed by every rank. Needs ``Job.shapes`` and ``Machine.product``.
 
-    Compared with the others it also makes an update of its own: Newton-Schulz iterations. All matrices of the job
-    count as matrices of Muon, all other tensors are averaged exactly.
+    Unlike other methods it includes the computation of its update: Newton-Schulz iterations. All matrices of the job
+    count as matrices of Muon; all other tensors are averaged exactly.
 
     Parameters
     ----------
@@ -150,13 +150,13 @@ class MuonMethod(Method):
 
 @dataclass(frozen=True)
 class OuterMethod(Method):
-    """An outer loop: ``every`` steps alone, then an exchange of what they did; times and bytes are means of a step.
+    """An outer loop: ``every`` inner steps, then an exchange of their result; times and bytes are means per step.
 
     Parameters
     ----------
     loop : OuterLoop
-        Its warm-up and its policies are not counted. Exchanges overlap with ``delay`` steps, as those of
-        `qcomp.outer.Overlapped` and `qcomp.torch.OuterLoop` do. Topology ``"auto"`` is the fastest here.
+        Its warm-up and its policies are ignored. Exchanges overlap with ``delay`` steps, as in
+        `qcomp.outer.Overlapped` and `qcomp.torch.OuterLoop`. Topology ``"auto"`` means the fastest one here.
     """
 
     topology: str = field(default="two_phase", init=False)
@@ -191,7 +191,7 @@ class OuterMethod(Method):
         codec = sum(cost.codec for cost in fragments) + job.tensors * machine.tensor
         codec += _OUTER_COPIES * job.params * machine.copy
         wire, sent = sum(cost.wire for cost in fragments), sum(cost.sent for cost in fragments)
-        # A fragment travels while the steps of its delay compute; the link is busy with one after the other.
+        # A fragment travels during the steps of its delay; fragments use the link one after the other.
         waiting = sum(max(0.0, cost.wire - loop.delay * job.compute) for cost in fragments)
         codec, wire, sent, waiting = (total / loop.every for total in (codec, wire, sent, waiting))
         seconds = max(job.compute + codec + waiting, wire)
@@ -199,14 +199,14 @@ class OuterMethod(Method):
 
     @property
     def _low_rank(self) -> PowerSGDMethod | None:
-        """What an outer round does in one step, if it averages by PowerSGD."""
+        """The method of an outer round's exchange, if that is PowerSGD."""
         averaging = self.loop.averaging
         if isinstance(averaging, PowerSGD):
             return PowerSGDMethod(compressor=self.loop.compressor, averaging=averaging)
         return None
 
     def _fragments(self, job: Job, cluster: Cluster, machine: Machine) -> Sequence[Cost | StepTime]:
-        """Return what the exchange of each fragment costs."""
+        """Return the cost of each fragment's exchange."""
         pieces, asked, low_rank = self.loop.fragments, self.loop.averaging.topology, self._low_rank
         if low_rank:
             shapes = _shapes(job, self.label)
@@ -238,14 +238,14 @@ def _shapes(job: Job, label: str) -> tuple[tuple[int, ...], ...]:
 def _by_owners(
     messages: tuple[Sequence[int], Sequence[int]], exact: int, cluster: Cluster, *, exchanges: int
 ) -> tuple[float, float]:
-    """Return the seconds and the bytes that a rank sends, of messages to owners and from owners.
+    """Return the seconds and the bytes per rank of the exchanges to owners and from owners.
 
     Parameters
     ----------
     messages : two sequences of int
-        The bytes of the message of each owner, of the first and of the second kind.
+        For messages of the first and of the second kind, the bytes of each owner's message.
     exact : int
-        Bytes of what is averaged exactly, in two of the exchanges.
+        Bytes of exact tensors, which travel in the first two exchanges.
     exchanges : int
         Exchanges of each kind: one, or one to the owners and one from them.
     """
@@ -254,7 +254,8 @@ def _by_owners(
     wire, sent = 0.0, 2 * beside
     for number, sizes in enumerate(messages):
         total, largest, least = sum(sizes), max(sizes), min(sizes)
-        # Who owns the most receives it from all, or sends it to all; who owns the least does the opposite.
+        # The link of the largest owner carries its part from or to all other ranks; that of the smallest owner carries
+        # all other parts.
         worst = max((ranks - 1) * largest, total - least)
         for exchange in range(exchanges):
             more = beside if number * exchanges + exchange < 2 else 0.0

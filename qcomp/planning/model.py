@@ -31,7 +31,7 @@ class Method:
         Without a compressor ``"ring"`` or ``"tree"``, an all-reduce of a communication library. With one, a topology of
         `CompressedMean`.
     compressor : Compressor, optional
-        The compressor of a compressed mean; None for an all-reduce.
+        The compressor of the compressed mean; None for an all-reduce.
     half : bool
         Whether an all-reduce sends 16-bit values converted from 32-bit ones.
     """
@@ -65,7 +65,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """What it sends, by which pictures colour it: methods of one kind differ in their topology alone."""
+        """What the method sends; pictures use one colour per kind. Methods of one kind differ only in topology."""
         if self.compressor is None:
             return "16-bit" if self.half else "plain"
         return self.compressor.spec
@@ -77,7 +77,7 @@ class Method:
         ----------
         job : Job
         cluster : Cluster
-            Of several ranks.
+            With at least two ranks.
         machine : Machine
         """
         overlaps = self.is_allreduce or job.overlap_compressed
@@ -91,8 +91,8 @@ class Method:
         codec, wire, sent = (buckets * value for value in one)
         if self.compressor is not None:
             codec += job.tensors * machine.tensor
-        # Pieces become ready at equal intervals. Either the last one is sent after the overlap, or, if sending is
-        # slower, all follow the first one without a pause.
+        # Pieces become ready at equal intervals. Either only the last one is sent after the overlap, or, if sending is
+        # slower, all others follow the first one without a pause.
         hidden = overlap * job.compute
         sending = max(hidden / buckets + wire, hidden + wire / buckets)
         return StepTime(self, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
@@ -103,7 +103,7 @@ class StepTime(NamedTuple):
 
     method: Method
     seconds: float
-    """Of the step."""
+    """Seconds of the whole step."""
     compute: float
     """Seconds of computation without communication."""
     codec: float
@@ -122,7 +122,7 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
     job : Job
     cluster : Cluster
     machine : Machine
-        Of each rank.
+        The speed of each rank.
     method : Method
         How to average.
 
@@ -139,7 +139,7 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
 
 
 def load(size: int, job: Job, compressor: Compressor, machine: Machine) -> Load:
-    """Return what a rank compresses of a part of a job."""
+    """Return what a rank compresses and sends exactly in a part of a job."""
     speed, exact = machine.speed(compressor), size * job.exact // job.params
     parts = ((compressor, size - exact), (Identity(), exact))
     payload = sum(c.payload_spec(elements).nbytes for c, elements in parts if elements)

@@ -1,4 +1,4 @@
-"""Measuring the links between the ranks of a communicator."""
+"""Measures the links between the ranks of a communicator."""
 
 import statistics
 import struct
@@ -57,7 +57,7 @@ def measure_network(
     -------
     Network
         Measured with both directions in use at once, as in every exchange of this package. So ``duplex`` is True, and
-        ``bandwidth`` is that of each direction.
+        ``bandwidth`` is the bandwidth of each direction.
 
     Raises
     ------
@@ -68,8 +68,8 @@ def measure_network(
     -----
     Latency: half of a round trip of 8 bytes between two ranks, on different nodes if there are several, minus the
     transfer time of the bytes. Further messages: the additional time per message of an exchange of 8 bytes between the
-    first ranks of all nodes. Bandwidth: a large exchange between these ranks, minus its latencies; the slowest rank
-    counts. Streams: how much more a node sends if all its ranks send.
+    first ranks of all nodes. Bandwidth: from the time of a large exchange between these ranks, minus its latencies; the
+    slowest rank counts. Streams: how many times as much a node sends if all its ranks send.
     """
     if comm.size < 2:
         raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure the links between them")
@@ -120,15 +120,15 @@ class _Probe:
         return from_host_bytes(bytes(size), self.like)
 
     def link(self, teams: Sequence[Sequence[int]], size: int) -> tuple[Link, _Spread, _Spread]:
-        """Return the link of the ranks of a team, the spread of its latency, and that of the seconds of the bytes."""
+        """Return the link of the ranks of a team, and the spreads of its latency and of its transfer seconds."""
         latency = self._slowest(self._round_trips([(team[0], team[1]) for team in teams]))
         peers = len(teams[0]) - 1
         further = latency.median
         if peers > 1:
             together = self._slowest(self._exchanges(teams, _SMALL))
             further = max(0.0, (together.median - latency.median) / (peers - 1))
-        # Small messages take some transfer time too. Their bytes do not count in the large exchange, and their
-        # transfer time is subtracted from the latencies at the end.
+        # Small messages take some transfer time too, so the measured latency contains it. That many bytes therefore do
+        # not count in the large exchange, and their transfer time is subtracted from the latencies at the end.
         share = self._share(size, peers)
         waiting = latency.median + (peers - 1) * further
         moved = self._moving(teams, share, waiting, size / ((share - _SMALL) * peers))
@@ -151,14 +151,14 @@ class _Probe:
         return max(-(-size // peers), 2 * _SMALL)
 
     def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
-        """Return ``factor`` times the transfer seconds of the shares, without waiting."""
+        """Return ``factor`` times the seconds of exchanges of the shares, minus ``waiting``."""
         taken = self._slowest(self._exchanges(teams, share))
-        # The bytes took some of the time, however large the measured latency.
+        # However large the measured latency is, the bytes took some of the time.
         middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))
         return _Spread(middle, (low, high))
 
     def _round_trips(self, pairs: Sequence[tuple[int, int]]) -> Iterator[float]:
-        """Yield half of the seconds of round trips on the first rank of each pair; 0 on the others."""
+        """Yield half of each round trip's seconds on the first rank of each pair, and 0 on the other ranks."""
         there = dict(pairs)
         back = {second: first for first, second in pairs}
         for _ in range(self.rounds + 1):
@@ -193,7 +193,7 @@ class _Probe:
         self.comm.all_gather(self._buffer(1), [1] * self.comm.size)
 
     def _slowest(self, times: Iterator[float]) -> _Spread:
-        """Return the spread over rounds of the slowest rank's time, without the first, which warms up."""
+        """Return the spread over rounds of the slowest rank's time, without the first round, which warms up."""
         of_ranks = agreed(self.comm, list(times)[1:], self.like)
         return _spread([max(of_round) for of_round in zip(*of_ranks, strict=True)])
 

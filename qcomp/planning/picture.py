@@ -14,7 +14,7 @@ __all__ = ["draw"]
 _POINTS = 61
 _MOST_CURVES = 8
 _DECADES = 2.0
-"""Factor of bandwidth on each side of the given link."""
+"""Decades of bandwidth on each side of the given link."""
 _STYLES = ("-", (0, (1, 1, 4, 1)), ":", "-.", "--")
 """Line styles of the topologies, in the order of their names; further ones start again."""
 _PLAIN_STYLES = dict(zip(ALLREDUCES, ("-", "--"), strict=True))
@@ -25,8 +25,8 @@ _PLAIN = {"plain": "black", "16-bit": "0.5"}
 def draw(advice: Advice, path: str | Path) -> None:
     """Write a picture of the step time over the bandwidth between nodes; the suffix names the format.
 
-    It shows, of the methods that send the same in different topologies, the one that is fastest on the given link; at
-    most eight methods.
+    It shows at most eight methods. Of methods that send the same in different topologies, it shows the one that is
+    fastest on the given link.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def draw(advice: Advice, path: str | Path) -> None:
 
 
 def _shown(advice: Advice) -> list[Row]:
-    """Return the fastest method of each kind of payload: plain ones, and the best of the others."""
+    """Return the fastest method of each kind of payload: all plain kinds, and the best of the others."""
     fastest = {advice.best.time.method.kind: advice.best}
     for row in advice.rows:  # fastest first
         fastest.setdefault(row.time.method.kind, row)

@@ -1,4 +1,4 @@
-"""Measures compressors and steps and, together with the links between ranks, all inputs of a prediction."""
+"""Measures all inputs of a prediction: compressors, steps, and the links between ranks."""
 
 import math
 import statistics
@@ -21,11 +21,11 @@ from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network
 __all__ = ["measure", "measure_speed", "measure_step"]
 
 _FEW = 64
-"""Elements of tensors so small that only the calls take time."""
+"""Elements of a tensor that is so small that only the calls take time."""
 _MANY = 17
-"""Number of these that are averaged together, compared with one."""
+"""How many small tensors are averaged together, for comparison with a single one."""
 _RANKS = (1, 4)
-"""Ranks of the approximation whose times tell what a matrix costs, and what a column of its factors."""
+"""Ranks of the approximation; the difference of their times is the cost of a column of the factors."""
 _SIDE = 512
 """Rows and columns of the largest matrices whose product is timed."""
 
@@ -106,15 +106,15 @@ def measure(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Measured:
-    """Measure links, calls, compressors, matrix products and a step. Collective; ranks return the slowest figures.
+    """Measure links, calls, compressors, matrix products and a step. Collective; all ranks return the slowest figures.
 
     Parameters
     ----------
     comm : Communicator
         With one rank there is no link to measure.
     compressors : sequence of Compressor
-        The compressors to measure, on all ranks at once, as in a step. The first one also averages small tensors, which
-        measures the time of calls.
+        The compressors to measure, on all ranks at once, as in a step. The first one also averages small tensors, to
+        measure the time of calls.
     like : array
         See `measure_speed`.
     step : callable, optional
@@ -162,7 +162,7 @@ def _measure_copy(like: Array, rounds: int, clock: Clock) -> float:
 
 
 def _measure_product(like: Array, rounds: int, clock: Clock) -> float:
-    """Return the seconds of a multiplication in a product of square matrices."""
+    """Return the seconds per multiplication in a product of square matrices."""
     square = _square(like, _SIDE)
     times: list[float] = []
     for _ in range(rounds + 1):
@@ -174,7 +174,7 @@ def _measure_product(like: Array, rounds: int, clock: Clock) -> float:
 
 
 def _measure_low_rank(like: Array, rounds: int, clock: Clock) -> tuple[float, float]:
-    """Return the seconds that PowerSGD computes for an element: fixed ones, and those for each column of a factor."""
+    """Return PowerSGD's seconds per element: the fixed ones, and those for each column of a factor."""
     square = _square(like)
     seconds = []
     for rank in _RANKS:
@@ -191,7 +191,7 @@ def _measure_low_rank(like: Array, rounds: int, clock: Clock) -> tuple[float, fl
 
 
 def _square(like: Array, most: int | None = None) -> Array:
-    """Return a square matrix of values of a vector, as large as they allow."""
+    """Return the largest square matrix that the values of a vector fill, of at most ``most`` rows."""
     side = math.isqrt(like.shape[0])
     side = side if most is None else min(side, most)
     return array_namespace(like).reshape(like[: side * side], (side, side))
@@ -214,7 +214,7 @@ class _Alone:
 def _measure_calls(
     comm: Transport, compressor: Compressor, cluster: Cluster, *, like: Array, rounds: int, clock: Clock
 ) -> tuple[float, float]:
-    """Return the fixed seconds of an exchange and of a tensor, from means of one and of many small tensors."""
+    """Return the fixed seconds per exchange and per tensor, from means of one and of many small tensors."""
     mean = CompressedMean(compressor, feedback=not compressor.traits.unbiased)
 
     def seconds(tensors: int) -> float:

@@ -31,9 +31,9 @@ def count(text: str) -> int:
 
 
 def bandwidth(text: str) -> float:
-    """Return bytes per second from bits, ``"10gbit"`` or ``"100mbit/s"``, or from bytes, ``"1.2GB/s"``.
+    """Return bytes per second from a text in bits, ``"10gbit"`` or ``"100mbit/s"``, or in bytes, ``"1.2GB/s"``.
 
-    Case does not matter, so ``Gb/s`` could mean bytes, and is refused.
+    Case does not matter, so ``Gb/s`` could mean bits or bytes, and is refused.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def show_seconds(value: float) -> str:
 
 
 def show_bandwidth(value: float) -> str:
-    """Return a bandwidth in bytes per second as bits per second.
+    """Return a bandwidth, given in bytes per second, as a text in bits per second.
 
     Examples
     --------

@@ -22,7 +22,7 @@ __all__ = ["warn_if_slower"]
 
 
 def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured: Measured) -> None:
-    """Warn if an optimizer will be slower than plain training, without an exchange; call it beside `Optimizer.init`.
+    """Warn if an optimizer will be slower than plain training; call it beside `Optimizer.init`. It exchanges nothing.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     UserWarning
         On rank 0, if averaging all tensors takes longer than the faster plain all-reduce of float32. For 0/1 Adam this
         refers to a step that sends; Muon is compared with Muon on all-reduced gradients. The computation of a step does
-        not matter, since both have it; overlap in plain training is not counted.
+        not matter, since it is the same for both; overlap in plain training is ignored.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
 def _method(
     optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], cluster: Cluster, machine: Machine
 ) -> Method | None:
-    """Return how an optimizer averages; None if what that computes was not measured."""
+    """Return an optimizer's method of averaging; None if its computations were not measured."""
     mean = optimizer.mean
     if isinstance(optimizer, Muon):
         return None if machine.product is None else MuonMethod(optimizer=optimizer)

@@ -28,7 +28,7 @@ class Compressed(NamedTuple):
     """The payload."""
     decoded: Array
     residual: Array
-    """The residual after error feedback; zeros without."""
+    """The residual after error feedback; zeros without feedback."""
 
 
 class Case:
@@ -96,7 +96,7 @@ class Case:
 
     @cached_property
     def _compiled(self) -> dict[Source | None, Callable[..., Any]]:
-        """The compiled functions, one for each source of draws; jit itself caches one per shape."""
+        """The compiled functions, one for each source of draws; jit itself caches a program for each shape."""
         return {}
 
     @cached_property
@@ -110,11 +110,11 @@ class Case:
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of the computation."""
+        """The dtypes that the library can compute in."""
         return ("float32", "float64") if has_dtype(self.xp, "float64") else ("float32",)
 
     def takes(self, x: Array) -> bool:
-        """Return whether the compressor accepts the values of x, without its documented error."""
+        """Return whether the compressor accepts the values of x, that is, does not raise its documented error."""
         if float(np.max(np.abs(x), initial=0.0)) < 8:
             return True  # ordinary values must be accepted
         try:

@@ -1,4 +1,4 @@
-"""The laws of communicators, each a collective function that raises AssertionError on ranks that see it broken."""
+"""The laws of communicators, each a collective function that raises AssertionError on ranks that notice a violation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +14,16 @@ __all__ = ["COMMUNICATOR_LAWS", "another_size_closes_it"]
 
 Vector = np.ndarray[Any, Any]
 _SCALES = (0, 1, 333, 400_000)
-"""Factors of the sizes of messages: none, few, and more than a network sends in one piece."""
+"""Factors for message sizes: nothing, a few bytes, and more than a network sends in one piece."""
 
 
 def _share(sender: int, receiver: int, size: int) -> Vector:
-    """Return what a rank sends another: bytes that say from whom and for whom they are."""
+    """Return what a rank sends another: bytes that identify the sender and the receiver."""
     return np.resize(np.array([sender, receiver, 255, 0, 17], dtype=np.uint8), size)
 
 
 def _size(sender: int, receiver: int, scale: int) -> int:
-    """Return a size, different for most pairs and 0 for some; most ranks also have a share of their own."""
+    """Return a message's size, which differs for most pairs and is 0 for some; most ranks also send to themselves."""
     return (sender * 7 + receiver * 4 + 1) % 5 * scale
 
 
@@ -40,7 +40,7 @@ def _require_buffers(found: Sequence[Any], expected: Sequence[Vector], like: Any
 
 
 def has_a_place(comm: Communicator, xp: Namespace) -> None:
-    """Each rank has a number of its own, and the name of its machine; nothing has been sent by others' count."""
+    """Each rank has its own number, which all-gathers follow, and the name of its machine."""
     assert 0 <= comm.rank < comm.size, f"rank is {comm.rank}, size is {comm.size}"
     mine = to_library(xp, np.array([comm.rank], dtype=np.uint8))
     found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [1] * comm.size)]
@@ -50,7 +50,7 @@ def has_a_place(comm: Communicator, xp: Namespace) -> None:
 
 
 def all_to_all_delivers(comm: Communicator, xp: Namespace) -> None:
-    """`all_to_all` brings each rank what each other sent it, of uneven sizes, and counts it."""
+    """`all_to_all` delivers to each rank what each other rank sent it, in uneven sizes, and counts the bytes."""
     me, ranks = comm.rank, range(comm.size)
     for scale in _SCALES:
         before = comm.bytes_sent
@@ -62,7 +62,7 @@ def all_to_all_delivers(comm: Communicator, xp: Namespace) -> None:
 
 
 def all_gather_delivers(comm: Communicator, xp: Namespace) -> None:
-    """`all_gather` brings each rank what each sent, of uneven sizes, and counts it."""
+    """`all_gather` delivers to each rank what every rank sent, in uneven sizes, and counts the bytes."""
     me, ranks = comm.rank, range(comm.size)
     for scale in _SCALES:
         before, sizes = comm.bytes_sent, [_size(r, 1, scale) for r in ranks]
@@ -79,12 +79,12 @@ def _require_counted(comm: Communicator, before: int, sizes: Sequence[int], verb
 
 
 def exchanges_keep_their_order(comm: Communicator, xp: Namespace) -> None:
-    """In many small exchanges, in which ranks run ahead of others, each gets what belongs to it."""
+    """In many small exchanges, in which some ranks run ahead of others, each exchange delivers its own bytes."""
     me, ranks = comm.rank, range(comm.size)
     for i in range(60):
         mine = to_library(xp, np.full(5, (i + me) % 251, dtype=np.uint8))
         found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [5] * comm.size)]
-        assert found == [(i + r) % 251 for r in ranks], f"all_gather number {i} brings bytes of another"
+        assert found == [(i + r) % 251 for r in ranks], f"all_gather number {i} delivers another one's bytes"
         send = [to_library(xp, np.full(r, i % 251, dtype=np.uint8)) for r in ranks]
         received = comm.all_to_all(send, [me] * comm.size)
         _require_buffers(received, [np.full(me, i % 251, dtype=np.uint8)] * comm.size, send[0], "all_to_all")
@@ -96,7 +96,7 @@ def memory_is_its_own(comm: Communicator, xp: Namespace) -> None:
     mine = to_library(xp, np.full(64, comm.rank, dtype=np.uint8))
     received = comm.all_gather(mine, [64] * n)
     if not _write(mine, 99):
-        return  # of an immutable library
+        return  # the library is immutable
     _write(received[0], 77, comm.rank)
     comm.all_gather(mine[:0], [0] * n)  # now all ranks have written
     expected = np.repeat(np.arange(n, dtype=np.uint8), 64).reshape(n, 64)
@@ -131,7 +131,7 @@ def _sums(comm: Communicator, xp: Namespace, number: int) -> Stages[list[int]]:
 
 
 def stages_run_over_it(comm: Communicator, xp: Namespace) -> None:
-    """Computations in stages, one or several interleaved ones, get what belongs to them."""
+    """Computations in stages, a single one or several interleaved ones, each receive their own bytes."""
 
     def expected(number: int) -> list[int]:
         pairs = [x for r in range(comm.size) for x in (r + number, comm.rank)]
@@ -155,12 +155,12 @@ def starts_wait_in_any_order(comm: Communicator, xp: Namespace) -> None:
         for rank, x in enumerate(each.wait()):
             same = np.array_equal(to_numpy(x), np.full(size, 10 * number + rank, dtype=np.uint8))
             assert same, (
-                f"of {len(sizes)} exchanges under way, number {number} brings other bytes from rank {rank}"
+                f"of {len(sizes)} exchanges in flight, number {number} delivers wrong bytes from rank {rank}"
             )
 
 
 def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
-    """A message of another size than the receiver announces is a CommunicatorError, and so is all that follows."""
+    """A message of another size than the receiver announces raises CommunicatorError, and so do all later calls."""
     if comm.size == 1:
         return
     last = comm.size - 1
@@ -170,7 +170,7 @@ def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
     errors = []
     for _ in range(2):
         try:
-            comm.all_to_all(send, [4 + (comm.rank == last and r == 0 == last) for r in range(comm.size)])
+            comm.all_to_all(send, [4] * comm.size)
         except CommunicatorError as error:
             errors.append(error)
     wanted = 2 if comm.rank == 0 else 1

@@ -17,10 +17,9 @@ _HAS = ("rank", "size", "host", "bytes_sent", "all_to_all", "all_gather")
 def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool = False) -> None:
     """Check that a communicator keeps the promises of `qcomp.comm.Communicator`. Collective.
 
-    Every message arrives whole and in order, whatever its size and whoever runs ahead; results are arrays of the
-    library that was sent, and share no memory with what was sent; ``bytes_sent`` counts what goes to others,
-    and ``tag_bytes`` more for each message if it has that attribute; and exchanges that are started before others are
-    waited for keep apart.
+    Every message arrives whole and in order, whatever its size and whichever rank runs ahead. Results are arrays of the
+    library of the sent arrays, and share no memory with them. ``bytes_sent`` counts the bytes sent to other ranks, and
+    ``tag_bytes`` more for each message if the communicator has that attribute. Several exchanges in flight do not mix.
 
     Parameters
     ----------
@@ -29,7 +28,7 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
     xp : namespace
         The array library of the buffers.
     failures : bool
-        Whether to check at last that a message of another size is an error, after which the communicator is closed.
+        Whether to check, as the last law, that a message of a wrong size is an error. The communicator is then closed.
 
     Raises
     ------
@@ -37,7 +36,7 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
         If a law is broken on this rank. Other ranks then wait for this one in the next law, until their communicator
         gives up.
     TypeError
-        If ``comm`` is no communicator.
+        If ``comm`` is not a communicator.
 
     Examples
     --------
@@ -49,7 +48,7 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
 
 
 def communicator_contract(comm: Communicator, xp: Namespace = np, *, failures: bool = False) -> Contract:
-    """Return the laws about a communicator, each in a group of its own: after a broken one, ranks are out of step."""
+    """Return the laws about a communicator, each in a group of its own, since a broken law leaves ranks out of step."""
     lacking = [name for name in _HAS if not hasattr(comm, name)]
     if lacking:
         raise TypeError(f"comm is {comm!r}; expected a communicator, which has {', '.join(lacking)}")

@@ -1,4 +1,4 @@
-"""Runs all laws on a compressor and reports the broken ones."""
+"""The contract of a compressor: runs all laws and reports the broken ones."""
 
 from functools import partial
 from typing import Any
@@ -46,8 +46,9 @@ def check_compressor(
     Raises
     ------
     ContractError
-        If laws are broken; it names those of the first group with a broken law. The groups are laws about
-        announcements, about what results depend on, about values, and about averages, each relying on earlier ones.
+        If laws are broken; it names the broken laws of the first group that has any. The groups are laws about
+        announcements, about what results depend on, about values, and about averages. Each group relies on the earlier
+        ones.
     TypeError
         If ``compressor`` is not an instance of a compressor.
 

@@ -1,4 +1,4 @@
-"""The contract of anything that has one, and a test for each of its laws."""
+"""The contract of any object that has one, and a test for each of its laws."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ def contract_of(thing: Any, xp: Namespace = np, *, thorough: bool = False) -> Co
     Raises
     ------
     TypeError
-        If it is none of these.
+        If ``thing`` is none of these.
 
     Examples
     --------
@@ -63,12 +63,12 @@ def contract_of(thing: Any, xp: Namespace = np, *, thorough: bool = False) -> Co
 def every_law(
     thing: Any, *, xp: Namespace | Sequence[Namespace] = np, thorough: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run a pytest test once for each law of a contract: a decorator of a test with the argument ``law``.
+    """Run a pytest test once for each law of a contract. It decorates a test that has the argument ``law``.
 
     Parameters
     ----------
     thing : Compressor, Topology, Optimizer or KernelSet
-        What to check; the laws of a communicator need ranks, see `check_communicator`.
+        What to check. The laws of a communicator need several ranks, see `check_communicator`.
     xp : namespace or sequence of namespaces
         The array libraries to run on.
     thorough : bool
@@ -77,7 +77,8 @@ def every_law(
     Returns
     -------
     callable
-        A decorator, `pytest.mark.parametrize`. The test calls ``law()``, which raises `ContractError` if it is broken.
+        A decorator, `pytest.mark.parametrize`. The test calls ``law()``, which raises `ContractError` if the law is
+        broken.
 
     Raises
     ------

@@ -67,7 +67,7 @@ def double_precision(case: Case) -> None:
 
 
 def one_way(case: Case) -> None:
-    """`compress` makes the same payload as `qcomp.feedback.compress` with a zero residual; means use the latter."""
+    """`compress` returns the same payload as `qcomp.feedback.compress` with a zero residual, which means use."""
     if case.jit:
         return
     bucket = min(case.compressor.traits.bucket_size, 4096)
@@ -78,7 +78,7 @@ def one_way(case: Case) -> None:
                 fed = case.compress_with_feedback(x, np.zeros_like(x), key=key)
                 alone = case.compress(x, key=key)
                 assert fed.data == alone.data, (
-                    f"compress and feedback.compress make two payloads of {size} elements of {dtype}"
+                    f"compress and feedback.compress make different payloads of {size} elements of {dtype}"
                 )
 
 

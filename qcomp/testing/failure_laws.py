@@ -1,4 +1,4 @@
-"""The laws of topologies about what goes wrong: refusals and damage, and whether anybody is left waiting."""
+"""The laws of topologies about failures: refusals, damage, and whether any rank is left waiting."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ __all__ = ["CODED", "damage_is_noticed", "over_a_communicator", "refusals", "ref
 CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
 """Its payloads vary in length."""
 _SECONDS = 30.0
-"""Within which ranks in threads must end; a law takes a fraction of a second."""
+"""Time in which ranks in threads must end; a law takes a fraction of a second."""
 
 
 def refusals_are_shared(world: World) -> None:
-    """A value that is not finite, on any rank, raises NonFiniteError on all, in the same stage, and changes nothing."""
+    """A non-finite value on any rank raises NonFiniteError on all ranks in the same stage, and changes nothing."""
     for spec in (*SPECS, CODED):
         for _ in refusals(world, spec):
             pass
@@ -63,14 +63,14 @@ def damage_is_noticed(world: World) -> None:
                 _senders_to_first(world, mean, damaged=sender)
             except PayloadError as error:
                 text = str(error)
-            assert text, f"rank 0 takes a message of rank {sender} that lacks 8 bytes"
+            assert text, f"rank 0 accepts a message of rank {sender} that lacks 8 bytes"
             assert f"rank {sender}" in text, f"the error does not name rank {sender}: {text}"
 
 
 def _senders_to_first(world: World, mean: CompressedMean, damaged: int | None = None) -> list[int]:
-    """Return the ranks that send rank 0 something in the first exchange in which any other does.
+    """Return the ranks that send rank 0 something in the first exchange in which any other rank does.
 
-    With ``damaged``, what that rank sends there lacks 8 bytes. Exchanges that announce lengths are not looked at.
+    With ``damaged``, that rank's message in this exchange lacks 8 bytes. Exchanges that announce lengths are skipped.
     """
     found: list[int] = []
 
@@ -95,7 +95,7 @@ def _senders_to_first(world: World, mean: CompressedMean, damaged: int | None = 
 
 
 def over_a_communicator(world: World) -> None:
-    """Over a communicator it gives what the stages give, and nobody waits for a rank that refuses."""
+    """Over a communicator it returns the same as the stages, and no rank waits for a rank that refuses."""
     mean = world.mean()
     found = average(mean, world.values(0), world.start(mean, inputs(0, 0)))
 
@@ -113,7 +113,7 @@ def over_a_communicator(world: World) -> None:
 
     for rank, held in enumerate(run_local(world.size, rank_main, timeout=_SECONDS, hosts=world.hosts)):
         expected = bits(found.means), held_by(found.states[rank])
-        assert held == expected, f"over a communicator, rank {rank} gets something else than its stages give"
+        assert held == expected, f"over a communicator, rank {rank} gets another result than from its stages"
 
 
 def _held(states: Sequence[MeanState]) -> bytes:

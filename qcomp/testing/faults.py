@@ -15,11 +15,11 @@ class Death(NamedTuple):
     Parameters
     ----------
     rank : int
-        Who dies.
+        The rank that dies.
     exchange : int
         The number of the exchange, from 0, that it begins and does not complete.
     reached : collection of int
-        The ranks for which this exchange is complete all the same; for the others it fails.
+        The ranks for which this exchange completes nevertheless; for the others it fails.
     """
 
     rank: int
@@ -30,9 +30,9 @@ class Death(NamedTuple):
 def until_death(
     computations: Sequence[Generator[Any, Any, Any]], death: Death, *, order: Sequence[int] | None = None
 ) -> list[Any]:
-    """Run one computation in stages per rank until a rank dies, and the others to where they notice it.
+    """Run one computation in stages per rank until a rank dies, and the other ranks until they notice it.
 
-    An exchange needs all ranks, so whoever is reached goes on to its next exchange at most.
+    An exchange needs all ranks, so ranks whose exchange completes go on to their next exchange at most.
 
     Parameters
     ----------
@@ -40,13 +40,13 @@ def until_death(
         The stages of rank 0, of rank 1 and so on.
     death : Death
     order : sequence of int, optional
-        The order in which the ranks compute between two exchanges; by default that of their numbers.
+        The order in which the ranks compute between two exchanges; by default the order of their numbers.
 
     Returns
     -------
     list
-        What each computation returned; the `CommunicatorError` of those whose exchange failed; None for the dead rank.
-        If all end before, none dies.
+        What each computation returned, the `CommunicatorError` that it raised because its exchange failed, or None for
+        the dead rank. If all computations end before the death, no rank dies.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def until_death(
 
 
 def _failure(stages: Generator[Any, Any, Any], death: Death) -> CommunicatorError:
-    """Return what a computation raises whose exchange fails."""
+    """Let the exchange of a computation fail, and return the error that it raises."""
     reason = f"rank {death.rank} is dead"
     try:
         stages.throw(CommunicatorError(reason))

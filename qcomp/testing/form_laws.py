@@ -1,4 +1,4 @@
-"""Laws about form: the names of a compressor, its announcements, and whether its payloads match them."""
+"""Laws about form: a compressor's names and announcements, and whether its payloads match them."""
 
 import copy
 import math
@@ -110,11 +110,11 @@ def round_trip_of_bytes(case: Case) -> None:
 
 
 def identity_of_configuration(case: Case) -> None:
-    """Compressors with equal fields are equal, with equal hash and spec; with other fields they differ."""
+    """Compressors with equal fields are equal, and have equal hashes and specs; with other fields they differ."""
     own = case.compressor
     for how, other in (("copied", copy.deepcopy(own)), ("made from its spec", from_spec(own.spec))):
         assert other == own, f"{how}, it is not equal to itself"
-        assert hash(other) == hash(own), f"{how}, it has another hash"
+        assert hash(other) == hash(own), f"{how}, it has a different hash"
         assert other.spec == own.spec, f"{how}, its spec is {other.spec!r}; expected {own.spec!r}"
         assert other.traits == own.traits, f"{how}, its traits are {other.traits}; expected {own.traits}"
     try:
@@ -123,7 +123,7 @@ def identity_of_configuration(case: Case) -> None:
         pickled = b""  # a class that cannot be imported by name
     if pickled:
         assert pickle.loads(pickled) == own, "pickled and loaded, it is not equal to itself"
-    assert own != object(), "it is equal to anything"
+    assert own != object(), "it is equal to an unrelated object"
     for sibling in siblings(own):
         assert sibling != own, f"{sibling!r} is equal to {own!r}"
         assert sibling.spec != own.spec, f"{sibling!r} and {own!r} have the same spec {own.spec!r}"

@@ -1,4 +1,4 @@
-"""The test vectors for compressors: ordinary ones, and ones that break implementations."""
+"""The test vectors for compressors: ordinary ones, and ones that tend to break implementations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +72,7 @@ _CHANGES: dict[str, Callable[[np.ndarray[Any, Any], np.random.Generator], np.nda
     "uniform": lambda normal, rng: rng.uniform(-1, 1, normal.size),
     "heavy": lambda normal, rng: rng.standard_t(1.5, normal.size),
 }
-"""The families: functions of normal values and a generator."""
+"""The families that are functions of normal values and a generator."""
 
 
 def adversarial(size: int) -> Vector:

@@ -1,4 +1,4 @@
-"""Checks of arithmetic without compressors: momenta, sums over ranks, steps of Adam, and matrices of low rank."""
+"""Checks of arithmetic without compressors: momenta, sums over ranks, Adam's steps, and matrices of low rank."""
 
 import math
 from collections.abc import Sequence
@@ -127,7 +127,7 @@ class _Tensors:
 def _exact_steps(
     kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
 ) -> list[bytes]:
-    """Return parameters, momenta and variances after a step of each of several tensors."""
+    """Return parameters, momenta and variances of several tensors after a step."""
     params, momenta, variances, gradients = tensors.arrays.values()
     untouched = tensors.keep("gradients") if donate else tensors.keep(*tensors.arrays)
     with use_kernels(kernels):
@@ -139,7 +139,7 @@ def _exact_steps(
 def _frozen_steps(
     kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
 ) -> list[bytes]:
-    """Return parameters and momenta after a step with a frozen variance of each of several tensors."""
+    """Return parameters and momenta of several tensors after a step with a frozen variance."""
     params, momenta, variances, _ = tensors.arrays.values()
     untouched = tensors.keep("variances") if donate else tensors.keep("params", "variances")
     with use_kernels(kernels):
@@ -220,7 +220,7 @@ def _compare_multiples(kernels: KernelSet, xp: Namespace, size: int, layout: str
 
 
 def _compare_nesterov(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
-    """Compare a momentum, and that of it and the gradient."""
+    """Compare the momentum, and Nesterov's momentum of it and the gradient."""
     values, gradient = vector("wide", size, 1), vector("gaussian", size, 2)
     for beta1 in (0.0, 0.95):
         results = []
@@ -237,7 +237,7 @@ def _compare_nesterov(kernels: KernelSet, xp: Namespace, size: int, layout: str)
 
 
 def _check_ranges(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
-    """Check that nothing is said to be in range that `compensate` changes or refuses."""
+    """Check that `in_range` never accepts a value that `compensate` changes or refuses."""
     for value in (0.0, -0.0, -(2.0**-126), 2.0**-127, -(2.0**-149), 2.0**99, -(2.0**100), math.inf, math.nan):
         changes = (value != 0 and abs(value) < 2.0**-126) or math.copysign(1, value) < 0 == value
         fits = not changes and abs(value) < 2.0**100
@@ -250,11 +250,11 @@ def _check_ranges(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> 
             with use_kernels(kernels):
                 found = primitives.in_range(x)
             untouched.check()
-            assert fits or not found, f"{value} is in range, as element {place} of {size}, {layout}"
+            assert fits or not found, f"in_range accepts {value}, as element {place} of {size}, {layout}"
 
 
 def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str, decay: float) -> None:
-    """Compare steps along a direction: in new arrays, in a given buffer, and in that of the parameters."""
+    """Compare steps along a direction: in new arrays, in a given buffer, and in the parameters' buffer."""
     values, direction = vector("wide", size, 1), vector("gaussian", size, 2)
     for place in ("new", "given", "own"):
         results = []
@@ -275,13 +275,13 @@ def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str,
 
 
 _MATRICES = ((1, 1, 1), (1, 3, 5), (2, 7, 64), (3, 33, 129), (4, 5, 5000), (2, 5000, 3), (5, 300, 301))
-"""Ranks, rows and columns: small ones, and enough of each for several threads and more than a cache."""
+"""Ranks, rows and columns: small numbers, and ones large enough for several threads and to exceed a cache."""
 
 
 def check_low_rank(kernels: KernelSet, xp: Namespace) -> None:
     """Check the two primitives of PowerSGD, in new arrays and in given buffers."""
     writes = is_mutable(to_library(xp, np.zeros(1, np.float32)))
-    matrices = _MATRICES if writes else _MATRICES[:3]  # a library that compiles for every shape takes long
+    matrices = _MATRICES if writes else _MATRICES[:3]  # immutable libraries compile for every shape: slow
     for (rank, rows, columns), layout in product(matrices, ("dense", "offset", "strided")):
         if layout != "dense" and rows * columns > 5000:
             continue
@@ -319,7 +319,7 @@ def _low_rank(
     *,
     given: bool,
 ) -> list[bytes]:
-    """Return the product of two factors, what it leaves of a matrix, and that matrix plus a residual."""
+    """Return the product of two factors, a matrix minus this product, and the matrix plus a residual."""
     untouched = Untouched()
     (left, left_memory), (right, right_memory), (matrix, _), (residual, residual_memory) = (
         laid_out(xp, x, layout) for x in vectors

@@ -35,7 +35,7 @@ class _Tensors(NamedTuple):
 
 
 def check_chunks(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
-    """Check that chunks of several tensors, each with one of these compressors, have the bytes of the pure version.
+    """Check that chunks of several tensors, each with one of these compressors, get the pure version's bytes.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def check_chunks(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compre
     xp : namespace
         The array library to run on.
     compressors : sequence of Compressor
-        The tensors of a chunk have one of them, or two that follow each other here.
+        The tensors of a chunk have one of these compressors, or two that are adjacent in this sequence.
     """
     for chosen in ([c] for c in compressors):
         _check(kernels, xp, chosen)
@@ -64,7 +64,7 @@ def _check(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor])
 
 
 def _operands(compressors: Sequence[Compressor]) -> Operands:
-    """Return tensors of which some are cut into chunks, some have a tail, and one has a single element."""
+    """Return tensors: some are cut into chunks, some have a tail, and one has a single element."""
     sizes: list[int] = []
     chosen: list[Compressor] = []
     for index, extra in enumerate((5, 0, 1, 9, 3)):
@@ -90,7 +90,7 @@ def _tensors(xp: Namespace, operands: Operands, rank: int) -> _Tensors:
 
 
 def _frames(operands: Operands) -> list[Frame]:
-    """Return the frame of each rank's chunk, and between them of one without tensors, as there is of few buckets."""
+    """Return the frame of each rank's chunk, and between them that of an empty chunk, as means of few buckets have."""
     first, *others = operands.chunks(_RANKS)
     return [operands.frame(chunk) for chunk in (first, (), *others)]
 
@@ -109,7 +109,7 @@ def _encoded(codec: Codec, operands: Operands, tensors: _Tensors, way: str, key:
 def _results(
     kernels: KernelSet | None, xp: Namespace, operands: Operands, way: str, key: Key
 ) -> dict[str, list[bytes]]:
-    """Return the bytes of all that a codec makes of the tensors of some ranks."""
+    """Return the bytes of everything that a codec computes from the tensors of some ranks."""
     untouched, ranks = Untouched(), [_tensors(xp, operands, rank) for rank in range(_RANKS)]
     for tensors in ranks:
         kept = tensors.residuals + tensors.momenta + ([] if way == _WAYS[2] else tensors.values)
@@ -148,7 +148,7 @@ def _results(
 def _decoded(
     codec: Codec, means: Sequence[Opened], opened: Sequence[Sequence[Opened]]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the decompressed means of all chunks and the averages of what was sent, in buffers if they can be."""
+    """Return the decompressed means of all chunks and the averages of the messages, in given buffers if possible."""
     decoded: list[Any] = []
     averaged: list[Any] = []
     if all(map(is_mutable, codec.tensors)):

@@ -63,8 +63,8 @@ COMPRESSORS: tuple[Compressor, ...] = (
     TopK(k=1, bucket_size=8, value_bits=1, coding="fixed"),
 )
 """One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not. Of the
-widths that exist only with a coder: the narrowest, the widest and one other, also with a factor that rounds to 1. Also
-buckets that are not full."""
+widths that exist only with a coder there are the narrowest, the widest and one other, also with a factor that rounds to
+1. Some buckets are not full."""
 
 
 class _Results(NamedTuple):
@@ -124,13 +124,13 @@ def check_kernels(
 ) -> None:
     """Check that a kernel set returns the same bytes as the pure version.
 
-    Equal to the last bit must be: the payload; the residual (in a new buffer, the donated one, that of x, and a given
-    one); the decompressed vector, and its sum with another one; the mean of two and of three payloads, compressed or
-    not; the division of a sum over ranks; the momentum; and the steps of Adam, also of several tensors at once and in
-    donated buffers; the messages of chunks of several tensors, and what they decompress to; the product of two factors,
-    and what it leaves of a matrix. Sizes are chosen so that tails and padding matter, values include zeros, subnormals,
-    ties and huge magnitudes, and dtypes are all that are computed in float32. A vector that the pure version refuses
-    must be refused, and a donated residual is then unchanged.
+    These must be equal to the last bit: the payload; the residual (in a new buffer, the donated one, the buffer of x,
+    and a given one); the decompressed vector, and its sum with another one; the mean of two and of three payloads,
+    compressed or not; the division of a sum over ranks; the momentum; the steps of Adam, also of several tensors at
+    once and in donated buffers; the messages of chunks of several tensors, and their decompressed contents; and the
+    product of two factors, and a matrix minus this product. Sizes are chosen so that tails and padding matter. Values
+    include zeros, subnormals, ties and huge magnitudes. The dtypes are all those that are computed in float32. A vector
+    that the pure version refuses must be refused, and a donated residual must then be unchanged.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def _ties(compressor: Compressor) -> list[Vector]:
         steps = rng.integers(-2 * top, 2 * top + 1, size) / 2.0
         steps[:: max(8, compressor.traits.bucket_size // 4)] = top
         found.append(steps)
-        halves = rng.integers(-top, top, size) + rng.integers(0, 1 << 17, size) / 2.0**17  # of a draw
+        halves = rng.integers(-top, top, size) + rng.integers(0, 1 << 17, size) / 2.0**17  # halves of a draw
         halves[:: max(8, compressor.traits.bucket_size // 4)] = top
         found.append(halves)
     levels = rng.integers(0, 256, size) + rng.choice([0.0, 0.5], size)
@@ -256,10 +256,10 @@ def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[st
     """Compare all results once, and the new residual in each of these places."""
     x = laid_out(xp, case.x, case.layout, case.dtype)[0]
     if case.dtype == "float64" and not kernels.takes(x):
-        return  # nothing of it is computed by the kernels
+        return  # the kernels leave it to the pure version
     try:
         expected = _compute(None, xp, case)
-    except NonFiniteError:  # its sums of values below 2^100 may exceed that: nothing to compare
+    except NonFiniteError:  # sums of values below 2^100 may exceed that: nothing to compare
         return
     what = f"of {case.x.size} elements of {case.dtype}, {case.layout}, under {case.key}"
     got = _compute(kernels, xp, case)
@@ -282,7 +282,7 @@ def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[st
 def _with_feedback(
     xp: Namespace, case: _Case, where: str, untouched: Untouched
 ) -> tuple[Encoded, Callable[[], None]]:
-    """Compress with feedback, the new residual in one of the places; also return a check of the memory around it.
+    """Compress with feedback, with the new residual in one of the places; also return a check of the memory around it.
 
     Inputs that must not change are added to ``untouched``.
     """
@@ -300,7 +300,7 @@ def _with_feedback(
         untouched.keep("the old residual", old_memory)
     encoded = primitives.encode(case.compressor, given, old, case.key, out=out)
     primitives.require_accepted(case.compressor, encoded)
-    if out is not None and out is not old:  # inputs may stay unchanged
+    if out is not None and out is not old:  # the old residual may stay unchanged
         _check_same(encoded.residual, out, "the new residual is not in the given buffer")
 
     def check_memory() -> None:

@@ -18,13 +18,13 @@ Array = np.ndarray[Any, Any]
 
 _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
-"""The number of bits of each part that must matter."""
+"""The number of bits of each part that must affect the draws."""
 _BASE = Key(seed=1, step=2, tensor=3, rank=4)
 _SIZE = 512
 
 
 def key_names_the_draws(case: Case) -> None:
-    """Each part of the key changes the draws of a random compressor; without randomness the key does not matter."""
+    """Each part of the key changes the draws of a random compressor; other compressors ignore the key."""
     random = case.compressor.traits.random
     for size in (_SIZE, 5000):
         x = vector("gaussian", size, 3)
@@ -38,7 +38,7 @@ def key_names_the_draws(case: Case) -> None:
 
 
 def no_key_repeats(case: Case) -> None:
-    """No two keys or buckets have the same draws: every bit of every part matters, and parts are not just added."""
+    """No two keys or buckets have the same draws: every bit of every part matters, and parts are not merely added."""
     if not case.compressor.traits.random:
         return
     plain = case.plain
@@ -108,9 +108,9 @@ def _check_buckets(case: Case) -> None:
 
 
 def draws_are_independent(case: Case) -> None:
-    """Errors under different keys are uncorrelated: the variance of the mean of R ranks is 1/R of that of one rank.
+    """Errors under different keys are uncorrelated: the variance of the mean of R ranks is 1/R of one rank's variance.
 
-    Checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector.
+    This is checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector.
     """
     if not case.compressor.traits.random:
         return
@@ -151,7 +151,7 @@ def draws_are_independent(case: Case) -> None:
 
 
 def _correlations(errors: Array) -> Array:
-    """Return the correlations of all pairs of rows, which are errors."""
+    """Return the correlations of all pairs of rows of errors."""
     norms = np.sqrt(np.maximum(np.sum(errors**2, axis=1), 1e-300))
     correlations: Array = errors @ errors.T / np.outer(norms, norms)
     return correlations

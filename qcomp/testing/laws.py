@@ -48,7 +48,7 @@ def _sizes(case: Case) -> tuple[int, ...]:
 
 
 def same_when_flat(case: Case) -> None:
-    """The compressor for a tensor gives the same result for the flattened tensor, since means flatten tensors."""
+    """The compressor for a tensor gives the same result for the flattened tensor; means rely on this."""
     for shape in ((), (5,), (4, 3, 2), (0, 3), (3, 1), (1, 40), (16, 8, 3, 3), (64, 100), (2, 2, 1, 3, 2, 5)):
         own = case.compressor.for_shape(shape)
         flat = own.for_shape((math.prod(shape),))
@@ -97,9 +97,9 @@ def cut_at_buckets(case: Case) -> None:
 
 
 def padding_never_leaks(case: Case) -> None:
-    """Padding does not matter: a tail is compressed no worse than full buckets of such values.
+    """Padding does not matter: a tail is compressed no worse than full buckets of the same kind of values.
 
-    Checked with equal values, and with positive ones far from zero, which suffer if padding counts as elements.
+    This is checked with equal values, and with positive ones far from zero, which suffer if padding counts as elements.
     """
     bucket = case.compressor.traits.bucket_size
     if bucket < 2 or bucket > 4096:
@@ -130,7 +130,7 @@ def padding_never_leaks(case: Case) -> None:
 
 
 def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None) -> float:
-    """Return the mean of ||C(v) - v||^2 / ||v||^2 over some draws, of all or of the last elements."""
+    """Return the mean of ||C(v) - v||^2 / ||v||^2 over some draws, for all or only for the last elements."""
     part = slice(None) if last is None else slice(x.size - last, None)
     v = x.astype(np.float64)
     count = calls if case.compressor.traits.random else 1
@@ -270,7 +270,7 @@ FORM_LAWS: tuple[Law, ...] = (
     identity_of_configuration,
     round_trip_of_bytes,
 )
-"""Laws about announcements. All other laws rely on these, and run only if these hold."""
+"""Laws about announcements. All other laws rely on them, and run only if they hold."""
 
 STATE_LAWS: tuple[Law, ...] = (
     independent_of_calls,
@@ -281,7 +281,7 @@ STATE_LAWS: tuple[Law, ...] = (
     nothing_is_shared,
     results_into_buffers,
 )
-"""Laws about what a result depends on, and what a call leaves behind. Laws that compare results rely on these."""
+"""Laws about what a result depends on, and what a call leaves behind. Laws that compare results rely on them."""
 
 VALUE_LAWS: tuple[Law, ...] = (
     one_way,

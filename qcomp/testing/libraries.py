@@ -11,7 +11,7 @@ __all__ = ["dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_libra
 
 
 class _ReadOnlyNumPy:
-    """NumPy with read-only arrays, which detect writes into the input."""
+    """NumPy with read-only arrays, which reveal writes into the input."""
 
     __name__ = "read_only_numpy"
     float16, float32, float64, uint8 = np.float16, np.float32, np.float64, np.uint8
@@ -55,7 +55,7 @@ def has_dtype(xp: Namespace, name: str) -> bool:
     if name in (
         "float16",
         "bfloat16",
-    ):  # dtypes outside the standard, which nothing else announces
+    ):  # the standard does not have these dtypes, so the namespace does not list them
         return True
     namespace = array_namespace(xp.asarray([0.0], dtype=xp.float32))
     return name in namespace.__array_namespace_info__().dtypes(kind="real floating")

@@ -1,4 +1,4 @@
-"""What checks of compressed means share: values, first states, one mean of all ranks, and what is owed."""
+"""Common parts of the checks of compressed means: values, first states, one mean of all ranks, and what is owed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ __all__ = [
 Shapes = Sequence[tuple[int, ...]]
 
 SHAPES: Shapes = [(3, 11), (0,), (), (170,), (2, 0, 4)]
-"""Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 11 and 0 buckets of 16, more than there are ranks."""
+"""Odd sizes, a scalar, and tensors without elements: 3, 0, 1, 11 and 0 buckets of 16, more buckets than ranks."""
 SPECS = ("sign:bucket_size=16", "qsgd:levels=7,bucket_size=16", "minmax:bucket_size=16", "cast", "identity")
 NODES = {
     "pairs": (0, 0, 1, 1),
@@ -79,7 +79,7 @@ class World:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is compressed there."""
+        """Whether the topology compresses nothing in this world."""
         known = topology(self.topology)
         return known.wants_nodes and known.is_exact_on(Nodes(self.nodes))
 
@@ -99,20 +99,20 @@ class World:
 def inputs(
     rank: int, step: int, dtype: Any = np.float32, shapes: Shapes = SHAPES
 ) -> list[np.ndarray[Any, Any]]:
-    """Return normal values, always the same for a rank and step."""
+    """Return normally distributed values, the same in every call with this rank and step."""
     rng = np.random.default_rng([rank, step])
     return [np.asarray(rng.standard_normal(shape)).astype(dtype) for shape in shapes]
 
 
 def start(mean: CompressedMean, tensors: Any, world: int | Sequence[int]) -> list[MeanState]:
-    """Return the first state of every rank of a world: of so many ranks, or with these nodes."""
+    """Return the first state of every rank of a world, which is given by its size or by its nodes."""
     nodes = () if isinstance(world, int) else tuple(world)
     size = world if isinstance(world, int) else len(nodes)
     return [mean.zeros(tensors, rank=rank, size=size, nodes=nodes) for rank in range(size)]
 
 
 class Outcome(NamedTuple):
-    """The result of a mean: the means, which are equal on all ranks, and the new state of each."""
+    """The result of a mean: the means, which are equal on all ranks, and the new state of each rank."""
 
     means: Any
     states: list[MeanState]
@@ -125,7 +125,7 @@ def average(
     key: Key | None = None,
     **options: Any,
 ) -> Outcome:
-    """Average the values of all ranks once; all ranks must hold the same mean bit for bit."""
+    """Average the values of all ranks once; the result must have the same bits on all ranks."""
     results = lockstep([mean.stages(x, s, key=key, **options) for x, s in zip(values, states, strict=True)])
     assert len({bits(means) for means, _ in results}) == 1, "the ranks hold different means"
     return Outcome(results[0][0], [state for _, state in results])
@@ -134,7 +134,7 @@ def average(
 def refused(
     mean: CompressedMean, values: Sequence[Any], states: Sequence[MeanState], **options: Any
 ) -> list[Exception]:
-    """Return the error that each rank raises, all in the same stage."""
+    """Return the error that each rank raises; all must raise in the same stage."""
     running = [mean.stages(x, s, **options) for x, s in zip(values, states, strict=True)]
     errors = lockstep(running, catch=NonFiniteError)
     for rank, error in enumerate(errors):
@@ -157,7 +157,7 @@ def owed(
 ) -> list[np.ndarray[Any, Any]]:
     """Return mean_i e_i + e_s of every element, from the residuals of all ranks.
 
-    The workers i are the nodes where a topology depends on them, as in `qcomp.core.checkpoint.reshard`.
+    If the topology depends on nodes, the workers i are the nodes, as in `qcomp.core.checkpoint.reshard`.
     """
     whole = [np.zeros(math.prod(t.shape)) for t in tensors]
     by_node = topology(mean.topology).wants_nodes
@@ -182,7 +182,7 @@ def require_sum_identity(
     shapes: Shapes = SHAPES,
     owes: Callable[..., list[np.ndarray[Any, Any]]] = owed,
 ) -> None:
-    """Require that the sum of the means is that of the exact means less mean_i e_i + e_s, after every step."""
+    """Require that after every step the means add up to the sum of the exact means, minus mean_i e_i + e_s."""
     tensors = inputs(0, 0, np.float64, shapes)
     states = start(mean, tensors, world)
     sums, exact = ([np.zeros(t.shape) for t in tensors] for _ in range(2))
@@ -206,7 +206,7 @@ def require_sum_identity(
 
 
 def draws_of(mean: CompressedMean, values: Sequence[Any], states: Sequence[MeanState]) -> list[Key]:
-    """Return the key of every bucket that is rounded in one mean, with its number."""
+    """Return a key for every bucket that is rounded in one mean; its ``bucket`` is the bucket's number."""
     seen: list[Key] = []
 
     def source(key: Key, block: Block) -> int:

@@ -148,7 +148,7 @@ def nothing_is_shared(case: Case) -> None:
 
 
 def results_into_buffers(case: Case) -> None:
-    """``out`` is filled and returned, and `add` adds, with the same values as without; nothing else is modified."""
+    """With ``out`` the buffer is filled and returned, and `add` adds; values are the same, and nothing else changes."""
     if case.jit:
         return
     for dtype in _dtypes(case):
@@ -180,7 +180,7 @@ def _require_filled(case: Case, payload: Any, x: Any, expected: Any, what: str) 
         room[...] = 7.0
         got = case.compressor.decompress(payload, like=x, out=out)
         assert got is out, f"decompress(out=...) does not return out ({name}, {what})"
-        assert to_numpy(out).tobytes() == values, f"in {name}, the result is another ({what})"
+        assert to_numpy(out).tobytes() == values, f"in {name}, the result differs ({what})"
         around = to_numpy(room)
         outside = np.concatenate([around[:3], around[3 + 2 * n :]])
         assert np.all(outside == 7), f"around {name}, memory changed ({what})"
@@ -204,4 +204,4 @@ def _require_refused(case: Case) -> None:
             case.compressor.decompress(payload, like=x, out=out)
         except (ValueError, TypeError):
             continue
-        raise AssertionError(f"out {what} was taken without an error")
+        raise AssertionError(f"out {what} was accepted without an error")

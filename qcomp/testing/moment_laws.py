@@ -1,4 +1,4 @@
-"""The law E C(v) = v, over sizes, magnitudes, keys and dtypes, and exactly where draws can be enumerated."""
+"""The law E C(v) = v, for sizes, magnitudes, keys and dtypes; exactly, if draws can be enumerated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ __all__ = ["unbiased", "unbiased_at_every_size", "unbiased_to_the_last_draw"]
 Array = np.ndarray[Any, Any]
 
 _SUSPICIOUS, _CERTAIN = 4.2, 6.0
-"""Deviation in standard errors at which more samples are drawn, and at which the law is broken."""
+"""Deviations in standard errors: from the first on more samples are drawn, from the second on the law is broken."""
 _MORE = (6, 30)
 """Factors for the number of samples with other keys, in the first and in the second repetition."""
 _DRAWS = 1 << 16
 _SPREAD = 128
-"""Number of equally spaced draws: a mean over them is off by at most 0.625 / this number."""
+"""Number of equally spaced draws; a mean over them is off by at most 0.625 / _SPREAD."""
 _KINDS = 8
 """Number of different values in a vector whose draws are enumerated."""
 
@@ -39,7 +39,7 @@ _KEYS = {
     "tensor 70000": Key(seed=31, tensor=70_000),
     "bucket 4097": Key(seed=31, step=1, bucket=4097),
 }
-"""Keys as they occur in a job."""
+"""Keys that occur in real jobs."""
 
 _FAMILIES = (
     "gaussian",
@@ -200,7 +200,8 @@ def _directions(v: Array, unit: int) -> Array:
 def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array, Array]:
     """Return the deviation of the mean in each direction, in standard errors and as a fraction of v.
 
-    ``unseen`` is the largest error of an element that may be too rare to be sampled, relative to the largest magnitude.
+    ``unseen`` is the largest error, relative to the largest magnitude, that an element may have too rarely to be
+    sampled.
     """
     x, unit = situation.x, situation.unit
     exact = flushed(x).astype(np.float64)
@@ -220,7 +221,7 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array
         squares += (each**2).sum(axis=1)
         jump = np.maximum(jump, np.abs(each).max(axis=1))
         level = max(level, float(np.abs(error).max()))
-    # Allows for unseen rare errors, as if a few more of the largest had occurred, and for 16-bit draws.
+    # Allow for rare errors that were not sampled, as if a few more of the largest had occurred, and for 16-bit draws.
     rare = np.maximum(jump, unseen * np.abs(directions).max(axis=1))
     chance = np.sqrt(squares + 9 * rare**2)
     level = max(level, float(np.sqrt(np.add.reduceat(v**2, starts).max())))
@@ -233,8 +234,8 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array
 def unbiased_to_the_last_draw(case: Case) -> None:
     """E C(v) = v exactly, over all 65536 draws of an element, up to 2^-17 of a level, the resolution of 16 bits.
 
-    For compressors in which a draw of `qcomp.core.numeric.random.draws16` affects only its own element; others can only
-    be tested by many draws.
+    It applies to compressors in which a draw of `qcomp.core.numeric.random.draws16` affects only its own element;
+    others can only be tested with many draws.
     """
     traits = case.compressor.traits
     if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):
@@ -253,7 +254,7 @@ def unbiased_to_the_last_draw(case: Case) -> None:
 def unbiased_at_every_size(case: Case) -> None:
     """E C(v) = v in every element of short vectors and tails, up to the resolution of `_SPREAD` equally spaced draws.
 
-    For the compressors of `unbiased_to_the_last_draw`.
+    It applies to the same compressors as `unbiased_to_the_last_draw`.
     """
     traits = case.compressor.traits
     if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):
@@ -286,7 +287,7 @@ def unbiased_at_every_size(case: Case) -> None:
 
 
 def _spread_draws() -> list[int]:
-    """Return draws at nearly equal distances, within an eighth of these, with varying low bits."""
+    """Return draws at equal distances, each shifted by at most an eighth of a distance to vary the low bits."""
     distance, bits = _DRAWS // _SPREAD, _SPREAD.bit_length() - 1
     reversed_numbers = [int(f"{index:0{bits}b}"[::-1], 2) for index in range(_SPREAD)]
     return [
@@ -339,7 +340,7 @@ def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
     bucket = case.compressor.traits.bucket_size
 
     def source(_: Key, block: Block) -> Array:
-        # Per bucket, since a compressor may pad its buckets.
+        # Numbered per bucket, since a compressor may pad its buckets.
         buckets = block.first_bucket + np.arange(block.rows)[:, None]
         elements = buckets * bucket + np.arange(block.length)
         return (elements // _KINDS % _DRAWS).astype(np.float32)

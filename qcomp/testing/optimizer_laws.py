@@ -23,13 +23,13 @@ SHAPES = ((110, 110), (40,), (7, 5), (), (0, 3))
 NAMES = ("layer.weight", "layer.bias", "small", "scale", "empty")
 STEPS = 12
 _SECONDS = 60.0
-"""Within which ranks in threads must end; a law takes a second or two."""
+"""Time in which ranks in threads must end; a law takes a second or two."""
 
 Vector = np.ndarray[Any, Any]
 
 
 def gradients(rank: int, step: int, dtype: str = "float32") -> list[Vector]:
-    """Return gradients that grow slowly and have a direction, always the same for a rank and step."""
+    """Return gradients that grow slowly and have a direction, the same in every call with this rank and step."""
     rng = np.random.default_rng([11, rank, step])
     return [((1 + step / 4) * (np.asarray(rng.standard_normal(s)) + 0.5)).astype(dtype) for s in SHAPES]
 
@@ -49,7 +49,7 @@ class OptimizerCase:
         return [to_library(self.xp, x) for x in values]
 
     def start(self, size: int, dtype: str = "float32") -> "Job":
-        """Return a job of so many ranks before its first step."""
+        """Return a job of ``size`` ranks before its first step."""
         first = [np.ones(shape, dtype) for shape in SHAPES]
         params = [self.arrays(first) for _ in range(size)]
         states = lockstep(
@@ -62,7 +62,7 @@ class OptimizerCase:
 
     @cached_property
     def whole_run(self) -> "list[Job]":
-        """A run of two ranks, after each step."""
+        """A run of two ranks: the job at the start and after each step."""
         jobs = [self.start(2)]
         for step in range(STEPS):
             jobs.append(jobs[-1].copy())
@@ -72,14 +72,14 @@ class OptimizerCase:
 
 @dataclass
 class Job:
-    """All ranks of a job: what each of them holds."""
+    """The parameters and states of all ranks of a job."""
 
     case: OptimizerCase
     params: list[list[Any]]
     states: list[OptimizerState]
 
     def copy(self) -> "Job":
-        """Return a job that goes on by itself."""
+        """Return a copy that can go on independently."""
         return Job(self.case, list(self.params), list(self.states))
 
     @property
@@ -125,7 +125,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _difference(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str | None:
-    """Return the first entry in which two ranks differ."""
+    """Return the key of the first entry in which two dicts differ; None if they are equal."""
     keys = [*one, *(key for key in other if key not in one)]
     return next((key for key in keys if one.get(key) != other.get(key)), None)
 
@@ -133,16 +133,16 @@ def _difference(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str | N
 def _require_same(found: Job, expected: Job, when: str) -> None:
     for rank, (one, other) in enumerate(zip(found.held(), expected.held(), strict=True)):
         key = _difference(one, other)
-        assert key is None, f"{when}, {key!r} of rank {rank} is another"
+        assert key is None, f"{when}, {key!r} of rank {rank} differs"
 
 
 def ranks_agree(case: OptimizerCase) -> None:
-    """After each step all ranks hold the same, but for residuals and what `own_kinds` and `apart` name."""
+    """After each step all ranks hold the same, except for residuals and what `own_kinds` and `apart` declare."""
     for size in (1, 2, 3):
         job = case.start(size)
         for step in range(STEPS):
             assert [s.step for s in job.states] == [step] * size, (
-                f"after {step} steps, states count otherwise"
+                f"after {step} steps, states count another number of steps"
             )
             places = [(s.rank, s.size) for s in job.states]
             assert places == [(rank, size) for rank in range(size)], f"states have the places {places}"
@@ -165,7 +165,7 @@ def ranks_agree(case: OptimizerCase) -> None:
 
 
 def compresses_soon(case: OptimizerCase) -> None:
-    """If it has an averaging, it compresses something soon; the other laws would see nothing of it else."""
+    """If it has an averaging, it compresses something soon; otherwise the other laws would not test compression."""
     if not hasattr(case.optimizer, "averaging"):
         return
     states = [job.states[0] for job in case.whole_run]
@@ -179,12 +179,12 @@ def compresses_soon(case: OptimizerCase) -> None:
 
 
 def shapes_and_dtypes(case: OptimizerCase) -> None:
-    """New parameters have the shapes and dtypes of old ones; an array alone stays alone, a list stays a list."""
+    """New parameters have the shapes and dtypes of old ones; an array stays an array, a list stays a list."""
     for dtype in ("float32", "float64", "float16"):
         if getattr(case.xp, dtype, None) is None:
             continue
         job = case.start(1, dtype)
-        if str(to_numpy(job.params[0][0]).dtype) != dtype:  # as in JAX without 64 bits
+        if str(to_numpy(job.params[0][0]).dtype) != dtype:  # JAX may have no 64-bit numbers
             continue
         for step in range(3):
             job.step(step)
@@ -197,12 +197,12 @@ def shapes_and_dtypes(case: OptimizerCase) -> None:
         state = case.optimizer.init(given, comm)
         params, _ = case.optimizer.step(given, given, state, comm)
         assert isinstance(params, kind), (
-            f"of parameters in a {type(given).__name__} it makes a {type(params).__name__}"
+            f"parameters in a {type(given).__name__} become a {type(params).__name__}"
         )
 
 
 def against_the_gradient(case: OptimizerCase) -> None:
-    """With all gradients positive on all ranks, parameters fall."""
+    """If all gradients are positive on all ranks, parameters fall."""
     job = case.start(2)
     ones = [case.arrays([np.ones(shape, np.float32) for shape in SHAPES]) for _ in range(2)]
     for _ in range(3):
@@ -215,7 +215,7 @@ def against_the_gradient(case: OptimizerCase) -> None:
 
 
 def only_results_are_new(case: OptimizerCase) -> None:
-    """A step writes to no parameter, gradient or state that it is given."""
+    """A step does not write to the parameters, gradients and state that it is given."""
     for job in case.whole_run[:-1]:
         step = job.states[0].step
         before, grads = job.held(), job.grads(step)
@@ -229,7 +229,7 @@ def only_results_are_new(case: OptimizerCase) -> None:
 
 
 def same_again(case: OptimizerCase) -> None:
-    """Another run, and one of an equal optimizer, gives the same."""
+    """Another run, with an equal optimizer, gives the same results."""
     again = OptimizerCase(replace(case.optimizer), case.xp).start(2)
     for step, expected in enumerate(case.whole_run):
         _require_same(again, expected, f"after {step} steps of another run")
@@ -238,7 +238,7 @@ def same_again(case: OptimizerCase) -> None:
 
 
 def donation_changes_nothing(case: OptimizerCase) -> None:
-    """Steps that may use up the old parameters and moments give the same."""
+    """Steps that may overwrite the old parameters and moments give the same results."""
     job = case.start(2)
     for step, expected in enumerate(case.whole_run[1:]):
         job.step(step, donate=True)
@@ -269,7 +269,7 @@ def _through_a_file(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusals_are_shared(case: OptimizerCase) -> None:
-    """A gradient that is not finite on one rank stops all, in the same stage, and changes nothing."""
+    """A non-finite gradient on one rank stops all ranks in the same stage, and changes nothing."""
     raising = OptimizerCase(replace(case.optimizer, nonfinite="raise"), case.xp)
     skipping = _that_skips(case)
     for job in case.whole_run[:-1]:
@@ -277,7 +277,7 @@ def refusals_are_shared(case: OptimizerCase) -> None:
         after = case.whole_run[step + 1].states[0].stage
         alone = case.optimizer.apart(stage) or case.optimizer.apart(after)
         if alone or not _exchanges(job, step):
-            continue  # no rank can tell another
+            continue  # no rank can tell the others
         before = job.held()
         for tensor, bad in ((0, np.nan), (1, np.inf), (2, -np.inf)):
             drawn = [gradients(rank, step) for rank in range(2)]
@@ -306,7 +306,7 @@ def _exchanges(job: Job, step: int) -> bool:
 
 
 def _that_skips(case: OptimizerCase) -> OptimizerCase | None:
-    """Return the optimizer that skips a step; None if it refuses that setting, as it may."""
+    """Return the optimizer with nonfinite="skip"; None if it refuses that setting, which is allowed."""
     try:
         return OptimizerCase(replace(case.optimizer, nonfinite="skip"), case.xp)
     except ValueError:
@@ -314,7 +314,7 @@ def _that_skips(case: OptimizerCase) -> OptimizerCase | None:
 
 
 def starts_alike(case: OptimizerCase) -> None:
-    """Ranks with other parameters, shapes, names, seeds or rates raise MismatchError, all of them."""
+    """If ranks differ in parameters, shapes, names, seeds or rates, all of them raise MismatchError."""
     first = [np.ones(shape, np.float32) for shape in SHAPES]
     optimizer, other = case.optimizer, [x + np.float32(1) for x in first]
     rate = optimizer.learning_rate
@@ -337,7 +337,7 @@ def starts_alike(case: OptimizerCase) -> None:
 
 
 def rates_scale_the_step(case: OptimizerCase) -> None:
-    """A rate of 0 moves nothing, and a schedule is the same as the number that it returns."""
+    """A rate of 0 moves nothing, and a constant schedule has the same effect as its number."""
     still = OptimizerCase(replace(case.optimizer, learning_rate=0.0), case.xp)
     job = still.start(1)
     first = list(map(_bytes, job.params[0]))
@@ -351,11 +351,11 @@ def rates_scale_the_step(case: OptimizerCase) -> None:
     for step, expected in enumerate(case.whole_run[1:]):
         job.step(step)
         same = [list(map(_bytes, p)) for p in job.params] == [list(map(_bytes, p)) for p in expected.params]
-        assert same, f"with a schedule that always returns {rate}, step {step} is another"
+        assert same, f"with a schedule that always returns {rate}, step {step} differs"
 
 
 def over_a_communicator(case: OptimizerCase) -> None:
-    """`init` and `step` give what `init_stages` and `stages` give."""
+    """`init` and `step` return the same as `init_stages` and `stages`."""
     expected, size = case.whole_run[4], 2
     first = [np.ones(shape, np.float32) for shape in SHAPES]
 
@@ -373,7 +373,7 @@ def over_a_communicator(case: OptimizerCase) -> None:
 
 
 def another_world_goes_on(case: OptimizerCase) -> None:
-    """The dicts of two ranks load on three, which then agree; or all three refuse them."""
+    """Three ranks can load the dicts of two, and then agree; or all three refuse them."""
     for saved in case.whole_run[::3]:
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]
         stages = [

@@ -16,29 +16,29 @@ __all__ = ["check_optimizer", "optimizer_contract"]
 def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     """Check that an optimizer keeps the promises of `qcomp.Optimizer`.
 
-    All ranks hold the same after each of twelve steps; nothing that is passed in is written to; a job that is saved
-    after any step goes on bit for bit, also on another number of ranks; a gradient that is not finite stops all ranks
-    and changes nothing; ranks that were not started alike are told; and donation changes nothing.
+    All ranks hold the same after each of twelve steps. Arguments are not written to. A job that is saved after any step
+    goes on with the same bits; on another number of ranks it goes on, or all refuse it. A non-finite gradient stops all
+    ranks and changes nothing. Ranks that were not started alike raise. Donation changes nothing.
 
     Parameters
     ----------
     optimizer : Optimizer
         The optimizer to check. Its step takes one gradient of each parameter. Choose settings with which it passes
-        through all its stages within twelve steps, such as ``freeze=5``: laws see only the stages that it reaches. One
-        that has an ``averaging``, and compresses nothing within these steps, is refused by a law.
+        through all its stages within twelve steps, such as ``freeze=5``: laws test only the stages that it reaches. A
+        law is broken if the optimizer has an ``averaging`` but compresses nothing within these steps.
     xp : namespace
         The array library to run on.
 
     Raises
     ------
     ContractError
-        If laws are broken; it names those of the first group with a broken law.
+        If laws are broken; it names the broken laws of the first group that has any.
     TypeError
         If ``optimizer`` is not an instance of an optimizer.
 
     Examples
     --------
-    One law of it, which takes less time:
+    A single law takes less time:
 
     >>> import qcomp
     >>> contract = qcomp.testing.contract_of(qcomp.CompressedSGD(learning_rate=0.1))
@@ -57,7 +57,7 @@ def optimizer_contract(optimizer: Optimizer, xp: Namespace = np) -> Contract:
 
 
 def _quietly(law: OptimizerLaw, case: OptimizerCase) -> None:
-    """Check a law without what an optimizer warns of in so short a run."""
+    """Check a law without the warnings that an optimizer gives in such a short run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         law(case)

@@ -17,9 +17,9 @@ Vector = np.ndarray[Any, Any]
 
 
 def payload_size(case: Case) -> None:
-    """A payload has exactly the number of bytes in its spec, as uint8 on the device of the vector.
+    """A payload has exactly the number of bytes in its spec, or at most that with `Compressor.variable_length`.
 
-    With `Compressor.variable_length` it has at most that many bytes.
+    It is a uint8 array on the device of the vector.
     """
     varies = case.compressor.variable_length
     for size in sizes(case.compressor.traits.bucket_size):
@@ -47,7 +47,7 @@ def announced_length(case: Case, x: Vector) -> None:
 
 
 def coder_loses_nothing(case: Case, x: Vector) -> None:
-    """A coder restores the payload that it has shortened: the payload of the compressor without coder."""
+    """A coder restores the payload that it has shortened, that is, the compressor's payload without coder."""
     coder = case.compressor.coder
     if coder is None:
         return
@@ -65,7 +65,7 @@ def coder_loses_nothing(case: Case, x: Vector) -> None:
 
 
 def damaged_payload_is_an_error(case: Case) -> None:
-    """A truncated or extended payload raises PayloadError; other damage does so too, or gives a vector."""
+    """A truncated or extended payload raises PayloadError; other damage raises it too, or gives some vector."""
     size = case.compressor.traits.bucket_size + 9
     x = vector("sparse", size, 11)
     like, good = case.array(x), to_numpy(case.payload(x).data)

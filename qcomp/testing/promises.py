@@ -1,4 +1,4 @@
-"""What all checks share: laws in groups, run one after the other, and the report of those that are broken."""
+"""The common part of all checks: laws in groups, run one after the other, and a report of the broken ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +25,9 @@ class Contract:
     subject : str
         What is checked, and on which library.
     groups : sequence of sequences of Attempt
-        The laws. Those of a group rely on the groups before it, and run only if these hold.
+        The laws. Those of a group rely on the groups before it, and run only if all laws of these hold.
     before : mapping of str to callable
-        What runs before all laws for the sake of the law of that name.
+        Preparations by the name of the law that needs them; they run before all laws.
     """
 
     subject: str
@@ -70,16 +70,16 @@ class Contract:
                 yield name, found
 
     def require(self, *, only: str | None = None) -> None:
-        """Raise `ContractError` if laws are broken, naming those of the first group that has any."""
+        """Raise `ContractError` if laws are broken; it names the broken laws of the first group that has any."""
         broken = [f"- {name}: {found}" for name, found in self.broken(only=only)]
         if broken:
             raise ContractError(f"{self.subject} breaks {len(broken)} promise(s):\n" + "\n".join(broken))
 
 
 def _counterexample(law: Callable[[], None]) -> str | None:
-    """Return what a law says if it is broken."""
+    """Run a law; return its error text if it is broken, else None."""
     try:
-        with np.errstate(all="ignore"):  # of overflow before a documented error
+        with np.errstate(all="ignore"):  # NumPy warns of overflow before a documented error
             law()
     except Exception as error:
         text = str(error) or type(error).__name__

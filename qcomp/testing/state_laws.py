@@ -59,7 +59,7 @@ def first_calls(case: Case) -> Results:
 
 
 def independent_of_calls(case: Case) -> None:
-    """The first call, the hundredth, a call after others, and a call of a copy give the same result."""
+    """The first call, later calls, calls after different ones, and calls of a copy give the same result."""
     if case.jit:
         return
     sizes = _sizes(case)
@@ -74,7 +74,7 @@ def independent_of_calls(case: Case) -> None:
     )
     fresh = Case(from_spec(case.compressor.spec), case.xp)
     _results(fresh, (5,), seed=9)
-    _compare(first, _results(fresh, sizes), sizes, "by another instance with other calls before")
+    _compare(first, _results(fresh, sizes), sizes, "by another instance after different calls")
     small = (9,)
     expected = _results(case, small)
     for number in range(50):
@@ -128,14 +128,14 @@ def independent_of_threads(case: Case) -> None:
     got, others = _interrupted(lambda: call(x, key), lambda: call(y, other_key), files)
     assert got == expected, "a call in another thread at the same time changes the result"
     assert all(other == expected_other for other in others), (
-        "a call inside that of another thread has another result"
+        "a call during another thread's call has another result"
     )
 
 
 def _interrupted(
     call: Callable[[], Any], other: Callable[[], Any], files: set[str], most: int = 60
 ) -> tuple[Any, list[Any]]:
-    """Return the result of a call; after each of its lines in these files another thread makes another call."""
+    """Return the results of a call and of others, which another thread makes after each of its lines in these files."""
     others: list[Any] = []
     threads: list[threading.Thread] = []
 
@@ -162,7 +162,10 @@ def _interrupted(
 
 
 def independent_of_the_environment(case: Case) -> None:
-    """Results depend on no global generator, hash seed, thread count, clock, process or variable, and change none."""
+    """Results do not depend on global generators, hash seeds, thread counts, process ids or environment variables.
+
+    Calls do not draw from global generators.
+    """
     if case.jit:
         return
     sizes = _sizes(case)
@@ -254,7 +257,7 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def _variables(number: int) -> Iterator[None]:
-    """Simulate other environment variables and another process id."""
+    """Simulate other environment variables, program arguments and another process id."""
     names = (
         "RANK",
         "LOCAL_RANK",
@@ -275,7 +278,7 @@ def _variables(number: int) -> Iterator[None]:
 
 @contextmanager
 def _thread(number: int) -> Iterator[None]:
-    """Run in a thread with another name and stack depth."""
+    """Give this thread another name."""
     thread = threading.current_thread()
     before = thread.name
     thread.name = f"worker-{number}"

@@ -21,15 +21,15 @@ _SHAPES = [(40,), (5,), ()]
 def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = False) -> None:
     """Check that a topology keeps every promise of `qcomp.CompressedMean`.
 
-    In worlds of one to five ranks, and with shared nodes if it wants them, whose ranks take turns in one thread: all
-    ranks want the same exchanges and hold the same means; the sum identity holds; nothing that is passed in is written
-    to; each hop has draws of its own; a refusal is shared; damaged messages are noticed; rounds, coders, donation and
-    communicators change nothing; and the cost is a sensible number.
+    It is checked in worlds of one to five ranks, which take turns in one thread, and with shared nodes if the topology
+    wants them. All ranks request the same exchanges and hold the same means. The sum identity holds. Arguments are not
+    written to. Each hop has its own draws. All ranks share a refusal. Damaged messages are noticed. Rounds, coders,
+    donation and communicators change nothing. The cost is a sensible number.
 
     Parameters
     ----------
     topology : Topology
-        The topology to check. It is registered, if it is not yet.
+        The topology to check. It is registered if it is not registered yet.
     xp : namespace
         An array library that must give the same bytes as NumPy, on which the laws are checked.
     thorough : bool
@@ -38,13 +38,13 @@ def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = F
     Raises
     ------
     ContractError
-        If laws are broken; it names those of the first group with a broken law, and the world.
+        If laws are broken; it names the broken laws of the first group that has any, and the world.
     TypeError
         If ``topology`` is not an instance of a topology.
 
     Examples
     --------
-    One law of it, which takes less time:
+    A single law takes less time:
 
     >>> import qcomp
     >>> contract = qcomp.testing.contract_of(qcomp.topologies.topology("all_gather"))
@@ -67,7 +67,7 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
 
 
 def worlds_of(topology: Topology, *, thorough: bool) -> list[World]:
-    """Return worlds of one rank to five, and worlds with shared nodes if these matter; thorough ones are more."""
+    """Return worlds of one to five ranks, and some with shared nodes if the topology wants nodes; more if thorough."""
     sizes, shared = (range(1, 6), tuple(NODES.values())) if thorough else ((1, 2, 3, 5), (NODES["3 and 2"],))
     separate = [World(topology.name, tuple(range(n))) for n in sizes]
     return separate + [World(topology.name, nodes) for nodes in shared if topology.wants_nodes]
@@ -86,7 +86,7 @@ def _in_each(law: Callable[[World], None], worlds: Sequence[World]) -> None:
 
 
 def same_as_on_numpy(world: World, xp: Namespace) -> None:
-    """Means and residuals in another library have the bytes that they have on NumPy."""
+    """Means and residuals in another library have the same bytes as on NumPy."""
     for spec in SPECS[:2]:
         mean, held = world.mean(spec), []
         for library in (np, xp):

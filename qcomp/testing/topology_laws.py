@@ -35,7 +35,7 @@ __all__ = ["TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
 
 
 def ranks_agree(world: World) -> None:
-    """All ranks want the same exchanges, and hold the same means, of the shapes and dtypes of the values."""
+    """All ranks request the same exchanges and hold the same means, which have the shapes and dtypes of the values."""
     for spec in SPECS:
         mean = world.mean(spec)
         states = world.start(mean, inputs(0, 0))
@@ -47,13 +47,13 @@ def ranks_agree(world: World) -> None:
 
 
 def exact_without_loss(world: World) -> None:
-    """Of a compressor without loss, it is the mean, up to the rounding of the additions, in memory of its own."""
+    """With a lossless compressor the result is the mean, up to the rounding of the additions, in its own memory."""
     for feedback in (True, False):
         mean = world.mean("identity", feedback=feedback)
         values = world.values(0)
         states = world.start(mean, values[0])
         assert not any((*s.worker, *s.server) for s in states), (
-            "residuals of a compressor without loss are kept"
+            "residuals are kept for a compressor that loses nothing"
         )
         means, _ = average(mean, values, states)
         for i, got in enumerate(means):
@@ -80,7 +80,7 @@ def fewer_buckets_than_ranks(world: World) -> None:
 
 
 def own_precision(world: World) -> None:
-    """Each tensor keeps its dtype, is computed in float32 or float64, and so is what it leaves as residual."""
+    """Each tensor keeps its dtype; it is computed in float32 or float64, in which its residuals are kept."""
     for dtype in ("float16", "float32", "float64"):
         mean = world.mean("minmax:bucket_size=16")
         x = [values[0] for values in world.values(0, dtype=dtype, shapes=[(37,)])]
@@ -103,11 +103,11 @@ def own_precision(world: World) -> None:
             for i, got in enumerate(means):
                 exact = sum(of_rank[i].astype(np.float64) for of_rank in ordered) / world.size
                 assert got.dtype == ordered[0][i].dtype, "tensors of two dtypes do not keep theirs"
-                assert np.allclose(got, exact, rtol=1e-6, atol=0), "tensors of two dtypes have another mean"
+                assert np.allclose(got, exact, rtol=1e-6, atol=0), "tensors of two dtypes have a wrong mean"
 
 
 def residuals_as_laid_out(world: World) -> None:
-    """The first residuals are zeros of the ranges of the layout, in which no element has two servers."""
+    """The first residuals are zeros for the ranges of the layout, which give no element two servers."""
     mean = world.mean()
     served = [np.zeros(math.prod(shape), int) for shape in SHAPES]
     for state in world.start(mean, inputs(0, 0)):
@@ -138,7 +138,7 @@ def nothing_owed_without_feedback(world: World) -> None:
 
 
 def sum_identity(world: World) -> None:
-    """The means add up to the exact means, less what the residuals of all ranks hold."""
+    """The means add up to the exact means, minus what the residuals of all ranks hold."""
     others = ("sign:bucket_size=16,scale=rms", "onebit_sgd", "scaled(qsgd:levels=1)")
     for spec in (*SPECS[:3], *others, "qsgd:levels=31,bucket_size=16,coding=elias"):
         require_sum_identity(world.mean(spec), world.nodes)
@@ -159,7 +159,7 @@ def only_results_are_new(world: World) -> None:
 
 
 def donation_changes_nothing(world: World) -> None:
-    """Values that may be used up give the same result, and so do momenta that they are blended into."""
+    """Values that may be overwritten give the same result, also if they are blended into momenta."""
     mean = world.mean()
     momenta = inputs(77, 0)
     blends = [Blend(m, 0.9, 0.5) for m in momenta]
@@ -180,7 +180,7 @@ def donation_changes_nothing(world: World) -> None:
 
 
 def overwriting_changes_nothing(world: World) -> None:
-    """Means that may take the buffers of the values are the same, and take them."""
+    """Means that may overwrite the buffers of the values are the same, and use these buffers."""
     for spec in (*SPECS[:2], "identity"):
         mean = world.mean(spec)
         plain = over = world.start(mean, inputs(0, 0))
@@ -200,7 +200,7 @@ def overwriting_changes_nothing(world: World) -> None:
 
 
 def side_by_side(world: World) -> None:
-    """Fused with other means, or one after the other without waiting, it gives the same."""
+    """Fused with other means, or pipelined with them, it gives the same result."""
     other = "all_gather" if world.topology != "all_gather" else "ring"
     means = [
         world.mean(),
@@ -216,11 +216,11 @@ def side_by_side(world: World) -> None:
         )
         for i, expected in enumerate(alone):
             same = {bits(together[rank][i][0]) for rank in world.ranks} == {bits(expected)}
-            assert same, f"beside other means, in a {how.__name__}, it gives another result"
+            assert same, f"beside other means, with {how.__name__}, it gives another result"
 
 
 def rounds_change_nothing(world: World) -> None:
-    """If it allows rounds: in several rounds it gives the same means and residuals."""
+    """If it allows rounds, several rounds give the same means and residuals as one."""
     resolved = topology(world.topology)
     if not resolved.allows_rounds or world.is_exact:
         return
@@ -249,7 +249,7 @@ def rounds_change_nothing(world: World) -> None:
 
 
 def coding_changes_nothing(world: World) -> None:
-    """Payloads whose length depends on the values give the means and residuals of plain ones."""
+    """Payloads whose length depends on the values give the same means and residuals as plain payloads."""
     for coding in ("elias", "range"):
         for levels in (7, 700):
             coded = QSGD(levels=levels, bucket_size=32, norm="l2", coding=coding)
@@ -274,22 +274,22 @@ def stays_unbiased(world: World) -> None:
 
 
 def distance_of_an_unbiased_mean(world: World) -> float:
-    """Return how many standard deviations, at least, the mean of many equal values is off."""
+    """Return a lower bound of the deviation of the mean of many equal values, in standard deviations."""
     bucket, n = 1 << 10, 1 << 14
     values = [np.full(n, (1 + 3 * rank) / 16, dtype=np.float32) for rank in world.ranks]
     for x in values:
-        x[::bucket] = 1 + 3 * world.size / 16  # the step, on every rank
+        x[::bucket] = 1 + 3 * world.size / 16  # the bucket's step, equal on all ranks
     largest = float(values[0][0])
     mean = world.mean(QSGD(levels=1, bucket_size=bucket), feedback=False)
     got, _ = average(mean, values, world.start(mean, values[:1]), Key(seed=3))
     exact = sum(Fraction(1 + 3 * rank, 16) for rank in world.ranks) / world.size
     rest = np.delete(got.astype(np.float64), np.s_[::bucket])
-    # A value is rounded N + 1 times at most, in steps that are at most the largest value in the mean.
+    # The mean rounds a value at most N + 1 times, with steps of at most the largest value.
     return float(abs(rest.mean() - float(exact)) / largest / np.sqrt((world.size + 1) / 4 / rest.size))
 
 
 def draws_have_keys_of_their_own(world: World) -> None:
-    """No two buckets are rounded with the same draws, on no two ranks and in no two hops."""
+    """No two buckets are rounded with the same draws, whatever their ranks and hops."""
     mean, values = world.mean(SPECS[1]), world.values(0)
     seen = draws_of(mean, values, world.start(mean, values[0]))
     if world.is_exact:
@@ -332,7 +332,7 @@ def sends_what_fits(world: World) -> None:
 
 
 def costs_make_sense(world: World) -> None:
-    """Its cost is finite, not negative, and does not fall as vectors grow or links become slower."""
+    """Its cost is finite and not negative, and does not fall as vectors grow or links become slower."""
     resolved = topology(world.topology)
     per_node = world.size // len(set(world.nodes)) if world.size % len(set(world.nodes)) == 0 else 1
 

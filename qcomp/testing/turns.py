@@ -20,18 +20,18 @@ def lockstep(
     computations : sequence of generators
         The stages of rank 0, of rank 1 and so on.
     catch : type or tuple of types, optional
-        Exceptions that all ranks raise in the same stage.
+        Exceptions to return instead of raising. If one rank raises one, all ranks must raise one in the same stage.
 
     Returns
     -------
     list
-        What each computation returned, or the exception of these types that it raised.
+        What each computation returned, or the exception that it raised.
 
     Raises
     ------
     AssertionError
-        If the ranks yield different kinds or numbers of exchanges, or a rank sends another size than the receiver
-        announces.
+        If the ranks yield different kinds or numbers of exchanges, or a rank sends a size other than the one that the
+        receiver announces.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def deliver(requests: Mapping[int, Exchange]) -> list[list[Any]]:
     Raises
     ------
     AssertionError
-        As `lockstep` does.
+        As for `lockstep`.
     """
     ranks = range(len(requests))
     kinds = {rank: type(request).__name__ for rank, request in requests.items()}

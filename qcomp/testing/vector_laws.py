@@ -41,7 +41,7 @@ def feedback_law(case: Case, x: Vector) -> None:
 
 
 def deterministic(case: Case, x: Vector) -> None:
-    """The same vector and key give the same payload, and the same payload the same vector."""
+    """The same vector and key give the same payload, and the same payload gives the same vector."""
     first, second = case.compress(x), case.compress(x)
     assert first.data == second.data, "two payloads of the same vector and key differ"
     assert first.decoded.tobytes() == second.decoded.tobytes(), "decompressing twice gives two vectors"
@@ -62,7 +62,7 @@ def keeps_zero(case: Case, x: Vector) -> None:
 
 def _require_zeros(x: Vector, decoded: Vector) -> None:
     assert np.all(decoded[x == 0] == 0), (
-        f"an element that was 0 is not 0 any more, of {x.size} elements of {x.dtype}"
+        f"an element that was 0 becomes nonzero, of {x.size} elements of {x.dtype}"
     )
 
 
@@ -86,7 +86,7 @@ def _constant(draw: int, key: Key, block: Block) -> int:  # noqa: ARG001 - the s
 
 
 _SMALLEST, _LARGEST = partial(_constant, 0), partial(_constant, 65535)
-"""Sources of extreme draws; a case under jit compiles for each source and shape once."""
+"""Sources of extreme draws; a case under jit compiles once for each source and shape."""
 
 
 def extreme_draws(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Laws about worst cases: no known hard vector, and none found by ascent, breaks the bounds of the traits."""
+"""Laws about worst cases: no vector that is known to be hard or found by ascent breaks the bounds of the traits."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ Array = np.ndarray[Any, Any]
 _BATCH = 1 << 16
 """Elements per call, if buckets are independent."""
 _WIDEST = 1 << 13
-"""Longest bucket for the search."""
+"""Longest vector of whole buckets that is searched."""
 _ROUNDS = 8
 """Generations of the ascent."""
 _SIGMAS = 6.0
-"""Deviation of a mean over draws, in standard errors, that breaks the law."""
+"""Deviation of a mean over draws that breaks the law, in standard errors."""
 _ROUNDING = 2.0**-22
-"""Relative error that rounding scales and results to float32 can add."""
+"""Relative error that the rounding of scales and results to float32 can add."""
 
 
 class _Bound(NamedTuple):
@@ -146,13 +146,13 @@ def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
         order = np.argsort(every_ratios)[::-1][:keep]
         best, best_ratios = every[order], every_ratios[order]
         if case.compressor.traits.random:
-            best_ratios = _expected(case, best, draws=32)  # new draws, so that chance does not repeat
+            best_ratios = _expected(case, best, draws=32)  # new draws, so that lucky rows do not stay
     worst: Array = best[int(np.argmax(best_ratios))]
     return worst
 
 
 def _changed(row: Array, rng: np.random.Generator) -> Array:
-    """Return neighbours of a row: elements scaled, set to the value of others, or to zero."""
+    """Return neighbours of a row: some elements are scaled, replaced by another element's value, or shifted."""
     changed = np.tile(row, (8, 1)).astype(np.float64)
     for index, child in enumerate(changed):
         chosen = rng.random(row.size) < (1 / row.size if index % 2 else rng.random())

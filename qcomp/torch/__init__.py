@@ -2,8 +2,8 @@
 
     optimizer = qcomp.torch.OneBitAdam(model.parameters(), lr=1e-3)
 
-They average over the ranks themselves, started by torchrun or mpirun: wrap no model in DistributedDataParallel, which
-would average the gradients too.
+They average over the ranks themselves, which torchrun or mpirun starts. Do not wrap the model in
+DistributedDataParallel, which would average the gradients too, unless you pass the wrapped model as ``model=``.
 """
 
 import importlib
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is slow to import, or what only newer releases of torch can run, or only with torchft."""
+    """Import modules on first use that are slow to import, or need a newer torch or torchft."""
     if name in ("fsdp", "ft"):
         return importlib.import_module(f"qcomp.torch.{name}")
     if name == "LoadPlanner":

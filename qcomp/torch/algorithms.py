@@ -27,13 +27,13 @@ class CompressedSGD(AveragingOptimizer):
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors and for random draws; give them, or none, on all ranks alike.
+        in errors and for random draws; give names on all ranks, or on none.
     lr : float, default 0.1
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     momentum : float, default 0.9
         Decay rate of the momentum, from 0 to below 1. The same in all groups.
     weight_decay : float, default 0
-        Weight decay coefficient, >= 0. Each group has its own, and is added to the mean gradient.
+        Weight decay coefficient, >= 0. Each group has its own; the decay is added to the mean gradient.
     nesterov : bool, default False
         Whether to use Nesterov momentum; needs ``momentum`` above 0.
     compressor : Compressor, default QSGD(levels=7, bucket_size=128)
@@ -52,9 +52,9 @@ class CompressedSGD(AveragingOptimizer):
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
-        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
-        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
+        averaged, and a GradScaler cannot be used. By default no model is wrapped.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -163,7 +163,7 @@ class OneBitAdam(_FrozenVarianceAdam):
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors and for random draws; give them, or none, on all ranks alike.
+        in errors and for random draws; give names on all ranks, or on none.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
@@ -177,8 +177,8 @@ class OneBitAdam(_FrozenVarianceAdam):
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
     variance_floor : float, default 1e-3
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
-        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : callable, optional
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
         again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
@@ -203,9 +203,9 @@ class OneBitAdam(_FrozenVarianceAdam):
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
-        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
-        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
+        averaged, and a GradScaler cannot be used. By default no model is wrapped.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -232,7 +232,7 @@ class OneBitLamb(AveragingOptimizer):
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors and for random draws; give them, or none, on all ranks alike.
+        in errors and for random draws; give names on all ranks, or on none.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
@@ -246,8 +246,8 @@ class OneBitLamb(AveragingOptimizer):
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
     variance_floor : float, default 1e-3
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
-        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -277,9 +277,9 @@ class OneBitLamb(AveragingOptimizer):
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
-        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
-        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
+        averaged, and a GradScaler cannot be used. By default no model is wrapped.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -352,7 +352,7 @@ class QAdam(_FrozenVarianceAdam):
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors and for random draws; give them, or none, on all ranks alike.
+        in errors and for random draws; give names on all ranks, or on none.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
@@ -366,8 +366,8 @@ class QAdam(_FrozenVarianceAdam):
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
     variance_floor : float, default 1e-3
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
-        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : callable or None, default DoublingIntervals(4)
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
         again. None leaves it frozen, as published.
@@ -392,9 +392,9 @@ class QAdam(_FrozenVarianceAdam):
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
-        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
-        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
+        averaged, and a GradScaler cannot be used. By default no model is wrapped.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -464,7 +464,7 @@ class ZeroOneAdam(AveragingOptimizer):
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors and for random draws; give them, or none, on all ranks alike.
+        in errors and for random draws; give names on all ranks, or on none.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
@@ -500,9 +500,9 @@ class ZeroOneAdam(AveragingOptimizer):
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. A
-        parameter that no rank used then counts as having a gradient of zero, gradients of momenta that are averaged
-        already cannot be clipped but by ``clip_norm``, and no GradScaler fits. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
+        averaged, and a GradScaler cannot be used. By default no model is wrapped.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 

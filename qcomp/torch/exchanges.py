@@ -80,12 +80,12 @@ class _Sharded(_Allocates):
         return Shards(compressors, sizes, self._comm.rank, self._comm.size)
 
     def _for(self, unit: Unit, size: int) -> Shards | None:
-        """Return the shards in a message with so many elements for each rank; None if it has not all parameters."""
+        """Return the shards in a message with ``size`` elements for each rank; None if it lacks some parameters."""
         shards = self._shards(unit)
         return shards if shards.size == size else None
 
     def _joined(self, size: int) -> Shards:
-        """Return the shards of a message as those of one tensor, for want of the places of the parameters."""
+        """Return the shards of a message as those of one tensor, since the places of the parameters are not known."""
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
 
     def _key(self) -> Key:
@@ -120,7 +120,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: Any,  # noqa: ARG002 - the one that `comm` was made of
+        group: Any,  # noqa: ARG002 - the one that `comm` was made from
         op: Any,
         async_op: bool = False,  # noqa: ARG002 - backward passes wait for it at once
     ) -> None:
@@ -146,14 +146,14 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         output_tensor.copy_(mean if factor == 1 else mean * factor)
 
     def _factor(self, op: Any) -> float:
-        """Return by what the mean is multiplied in a reduction."""
+        """Return the factor of the mean in a reduction."""
         if op == ReduceOp.AVG:
             return 1
         if op == ReduceOp.SUM:
             return self._comm.size
         raise ValueError(
             f"{self._unit.label} has a gradient_divide_factor, which torch hides in its reduction {op!r}: call "
-            "set_force_sum_reduction_for_comms(True) too, so that FSDP2 divides itself"
+            "set_force_sum_reduction_for_comms(True) too, so that FSDP2 itself divides"
         )
 
     def _owed(self, shards: Shards | None, like: torch.Tensor) -> torch.Tensor:
@@ -169,8 +169,8 @@ class ScatteredGradients(_Sharded, ReduceScatter):
             return torch.zeros(like.shape, dtype=dtype, device=like.device)
         if self._residual.shape != like.shape:
             raise ValueError(
-                f"{self._unit.label} has other parameters that require a gradient than before; residuals are of those "
-                "it had: load a state, or call compress again"
+                f"{self._unit.label} has other parameters that require a gradient than when its residuals "
+                "were made: load a state, or call compress again"
             )
         return self._residual
 
@@ -210,10 +210,10 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         return calls.pop(), skipped // len(saved), residual
 
     def _residuals(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the residuals in a state, which are all or none."""
+        """Return the residuals in a state: those of all parameters, or none."""
         unit, label = self._unit.trained(), self._unit.label
         if saved and not self._terms.feedback:
-            raise ValueError(f"{label} has residuals in it; feedback is False here")
+            raise ValueError(f"the state has residuals of {label}; feedback is False here")
         if saved and tuple(saved) != unit.names:
             raise ValueError(
                 f"{label} has the parameters {unit.names}; the state is of {tuple(map(shown, saved))}"
@@ -231,7 +231,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         return found
 
     def agreed(self, known: tuple[int, int, torch.Tensor | None]) -> tuple[int, int, torch.Tensor | None]:
-        """Return what `read` returned, about which the ranks need not talk."""
+        """Return what `read` returned; the ranks need not exchange anything about it."""
         return known
 
     def load(self, agreed: tuple[int, int, torch.Tensor | None]) -> None:
@@ -247,7 +247,7 @@ class GatheredWeights(_Sharded, AllGather):
     unit, compressor, comm, terms
         As for `ScatteredGradients`.
     changes : bool
-        Whether only what has changed since the last all-gather is compressed.
+        Whether to compress only the changes since the last all-gather.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ def _flat(counters: Mapping[str, int], residuals: Mapping[str, Any]) -> dict[str
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The policy that `qcomp.torch.fsdp.compress` has asked already, about whole parameters."""
+    """The choices that the policy of `qcomp.torch.fsdp.compress` has made already, for whole parameters."""
 
     exact: Mapping[str, bool]
 

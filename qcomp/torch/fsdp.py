@@ -49,7 +49,7 @@ def compress(
         as they are.
     weights : Compressor or None, default None
         Compresses weights where they are gathered, for instance ``qcomp.MinMaxUInt8()``. Every rank computes with the
-        same decoded weights; the optimizer keeps its own as they are. None leaves them exact.
+        same decoded weights; the optimizer keeps its own weights exactly. None leaves them exact.
     replicas : DeviceMesh or ProcessGroup, optional
         The ranks that have the same shards as this one. The model must be sharded over a one-dimensional mesh without
         them, such as ``mesh["shard"]`` of a mesh with the dimensions ("replicas", "shard"), or replicated over a mesh
@@ -57,15 +57,15 @@ def compress(
         with compression between replicas, which are not.
     feedback : bool, optional
         Whether error feedback adds what compression loses to the next gradients. By default True unless ``gradients``
-        is unbiased. Residuals are as large as the gradients of the whole model on each rank, and between ``replicas``
-        as its shards.
+        is unbiased. On each rank, residuals are as large as the gradients of the whole model, or with ``replicas`` as
+        large as those of the rank's shards.
     topology : str, default "auto"
-        Of the mean between ``replicas``, see `qcomp.CompressedMean`.
+        Topology of the mean between ``replicas``, see `qcomp.CompressedMean`.
     exact : callable or None, default ExactBelow(10_000)
         Selects the parameters that stay exact; None for none. It sees their whole shapes.
     weight_changes : bool, default False
-        Whether ``weights`` compresses what has changed since weights were last gathered, of which less is lost, so
-        that one to four bits suffice. Each rank then keeps the last weights of the whole model, in float32.
+        Whether ``weights`` compresses only the changes since weights were last gathered. Less is lost then, so one to
+        four bits suffice. Each rank then keeps the last weights of the whole model, in float32.
     seed : int, default 0
         Seed of the random draws, equal on all ranks.
     nonfinite : {"raise", "propagate"}, default "raise"
@@ -83,16 +83,16 @@ def compress(
     TypeError
         If nothing of the model is sharded, or ``replicas`` is neither a mesh nor a process group.
     ValueError
-        If torch offers no place for what is asked: it says what, and what to do instead.
+        If torch offers no hook for a requested compression; the error says what to do instead.
     MismatchError
         On every rank, if the ranks differ in these settings or in the model, or replicas in their weights.
 
     Notes
     -----
     Per step, a rank of N sends (N - 1) / N of the payload of the whole gradient, and (N - 1) / N of that of the weights
-    each time they are gathered: twice where weights are freed after the forward pass. The parts of a module whose
-    gradients are absent on all ranks are compressed without regard to where a parameter begins. Source: Wang et al.
-    (ZeRO++), 2023; Markov et al. (QSDP), ICML 2023.
+    each time they are gathered: twice where weights are freed after the forward pass. If some parameters of a module
+    have no gradient on any rank, its other gradients are compressed as one tensor, without regard to where a parameter
+    begins. Source: Wang et al. (ZeRO++), 2023; Markov et al. (QSDP), ICML 2023.
 
     Examples
     --------
@@ -183,7 +183,7 @@ class Compression:
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor, because the next gradients have another scale.
 
-        See `qcomp.integrations.HookState.rescale`, which explains it.
+        See `qcomp.integrations.ddp.HookState.rescale`, which explains it.
 
         Parameters
         ----------
@@ -217,9 +217,9 @@ class Compression:
         Parameters
         ----------
         saved : mapping, or sequence of mappings
-            What `state_dict` returned on this rank. Or what it returned on all ranks that saved, in any order, whose
-            number may be another: then each rank continues with the mean of what they owed. Between ``replicas``
-            their number may be another, but not that of the shards.
+            What `state_dict` returned on this rank. Or a list of what it returned on all ranks that saved, in any
+            order. With another number of ranks, each rank continues with the mean of what the old ranks owed. With
+            ``replicas``, only the number of replicas may have changed, not that of the shards.
 
         Raises
         ------
@@ -270,7 +270,7 @@ def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapp
     if not places or sorted(places) != [(number, len(places)) for number in range(len(places))]:
         ranks = sorted(number for number, _ in places)
         raise ValueError(
-            f"it is a list with the states of the ranks {ranks}; expected each rank that saved once"
+            f"it is a list with the states of the ranks {ranks}; expected one state of each rank that saved"
         )
     return [parts[places.index((rank, size))]] if len(places) == size else parts
 
@@ -298,7 +298,7 @@ class _Communicators:
         return sum(comm.bytes_sent for comm in self._of.values())
 
     def agree(self, problem: Exception | None) -> None:
-        """Raise on every rank if any has a problem; what a rank hears in one group it tells in the next."""
+        """Raise on every rank if any has a problem; a rank passes on what it hears in one group to the next."""
         for comm in self._of.values():
             try:
                 agree(comm, problem, what="load its state", like=self._like)
@@ -322,7 +322,7 @@ def _group_of(replicas: Any) -> Any:
 
 
 def _require_place(units: Sequence[Unit], gradients: Compressor | None, between: Any) -> None:
-    """Raise ValueError where torch offers no place to compress what is asked."""
+    """Raise ValueError where torch offers no hook for the requested compression."""
     for unit in units:
         if not unit.is_sharded_once:
             raise ValueError(
@@ -332,11 +332,11 @@ def _require_place(units: Sequence[Unit], gradients: Compressor | None, between:
         if between is not None and unit.copies > 1:
             raise ValueError(
                 f"replicas is given, but {unit.label} has {unit.copies} copies of each shard in its own mesh, over "
-                "which FSDP2 sums exactly before it asks anybody: shard over mesh['shard'] alone, or replicate over a "
-                "mesh of one rank"
+                "which FSDP2 sums exactly before it calls any hook: shard over mesh['shard'] alone, or replicate "
+                "over a mesh of one rank"
             )
         if between is None and gradients is not None and unit.shards == 1 and unit.copies > 1:
             raise ValueError(
-                f"{unit.label} is replicated over {unit.copies} ranks, over which FSDP2 sums exactly before it asks "
-                "anybody: replicate over a mesh of one rank, and pass the mesh of all ranks as replicas"
+                f"{unit.label} is replicated over {unit.copies} ranks, over which FSDP2 sums exactly before it calls "
+                "any hook: replicate over a mesh of one rank, and pass the mesh of all ranks as replicas"
             )

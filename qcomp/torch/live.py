@@ -40,10 +40,10 @@ class LiveSettings:
         self._optimizer: Optimizer | None = None
         self._skipping: Optimizer | None = None
         self.text = ""
-        """What `optimizer` has read last, in words that are equal where that is."""
+        """The settings that `optimizer` has read last, as text; equal settings give equal text."""
 
     def anew(self) -> LiveSettings:
-        """Return these settings without what they remember of earlier steps."""
+        """Return these settings without their memory of earlier steps."""
         return LiveSettings(self._make, self._names, self._shared)
 
     def skipping(self) -> Optimizer:
@@ -130,8 +130,8 @@ def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
 class _Rate:
     """The largest learning rate of all groups as a schedule: known for the next step and the one before.
 
-    A freeze rule asks whether the rate will rise, which a scheduler decides only after the step: so the last change
-    counts once more.
+    A freeze rule asks whether the rate will rise, which a scheduler decides only after the step. So this assumes that
+    the last change repeats.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class _Rate:
         self._before = self._now = 0.0
 
     def advance(self, step: int, rate: float) -> None:
-        """Take the rate of the next step, after so many."""
+        """Set the rate of the next step, after ``step`` completed ones."""
         if step != self._step:
             self._before = self._now if self._step >= 0 else rate
         self._step, self._now = step, rate
@@ -154,7 +154,7 @@ class _Rate:
 
 @dataclass(frozen=True, repr=False)
 class _ByGroup:
-    """What the groups have for each of their tensors."""
+    """A policy that gives each tensor the setting of its group."""
 
     names: tuple[tuple[str, ...], ...]
     settings: tuple[Any, ...]

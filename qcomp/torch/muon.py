@@ -1,4 +1,4 @@
-"""Muon as an optimizer of torch: thin, the algorithm is the core's."""
+"""Muon as an optimizer of torch: a thin layer over the algorithm in the core."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Muon(AveragingOptimizer):
     """Muon for matrices with compressed gradients and updates, AdamW for all else: `qcomp.Muon` as a torch optimizer.
 
     Name the embeddings and the output head in ``others``, or put them into a group with ``others=True``: nothing else
-    tells them from the weights between hidden layers, which alone Muon suits.
+    tells them from the weights between hidden layers, and Muon suits only the latter.
 
     Parameters
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors, for random draws and for ``others``; give them, or none, on all ranks alike.
+        in errors, for random draws and for ``others``; give names on all ranks, or on none.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0; that of AdamW is ``adam_learning_rate_factor`` times it. Each group has its
         own, which schedulers may change.
@@ -49,13 +49,13 @@ class Muon(AveragingOptimizer):
     output_axis : {0, -1}, default 0
         The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional
-        The most rows of a matrix that are orthogonalised together. None, the default, orthogonalises whole matrices.
-        Blocks of 64 to 128 rows take a fraction of the time, see `qcomp.Muon`.
+        The largest number of rows of a matrix that are orthogonalised together. None, the default, orthogonalises whole
+        matrices. Blocks of 64 to 128 rows take a fraction of the time, see `qcomp.Muon`.
     newton_schulz_steps : int, default 5
         Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
-        Of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as fast
-        on GPUs and on CPUs that have it.
+        Dtype of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as
+        fast on GPUs and on CPUs that have it.
     adam_learning_rate_factor : float, optional
         The learning rate of AdamW, as a factor of that of the group. None, the default, is 0.1 with
         ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
@@ -150,7 +150,7 @@ class Muon(AveragingOptimizer):
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Return what all groups have, or a policy of the groups."""
+        """Return the ``others`` that all groups have, or a policy that asks each tensor's group."""
         first, *rest = [group["others"] for group in groups]
         if first == () and not any(rest) and not any(group.get("param_names") for group in groups):
             self._warn_without_names(groups)

@@ -46,14 +46,14 @@ class AveragingOptimizer(torch.optim.Optimizer):
         By default a `TorchCommunicator` if torch.distributed is initialised, else `qcomp.comm.world`; with ``model``
         one of its process group.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        Whose backward pass the exchange overlaps with; it must have no communication hook.
+        The model whose backward pass the exchange overlaps with; it must have no communication hook.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
     """The keys of param_groups that must be equal in all groups; read in every step."""
 
     fixed: ClassVar[tuple[str, ...]] = ("compressor", "exact")
-    """The keys of param_groups that stay as they are from the first step on, and that are no plain values."""
+    """The keys of param_groups that stay as they are from the first step on, and that are not plain values."""
 
     _step_supports_amp_scaling = True
 
@@ -221,10 +221,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
             On every rank, if a gradient on any rank is not finite, unless ``nonfinite="skip"`` or a GradScaler scales
             the loss. Parameters and state do not change.
         MismatchError
-            On every rank, if the settings of the groups differ between ranks, as where each rank's own loss steers a
-            scheduler. Parameters and state do not change.
+            On every rank, if the settings of the groups differ between ranks, as they do if each rank's own loss drives
+            a scheduler. Parameters and state do not change.
         RuntimeError
-            If a parameter requires a gradient now but did not when the optimizer was made, or is another one.
+            If a parameter requires a gradient now but did not when the optimizer was made, or has been replaced.
         ValueError
             If a setting of a group is out of range, or ``exact`` or ``compressor`` has changed.
         """
@@ -244,7 +244,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _stages(self, params: Sequence[Any], state: OptimizerState, *, donate: bool = False) -> Stages[Any]:
-        """Make one step with the gradients and settings of now as a generator of pure stages."""
+        """Make one step with the current gradients and settings as a generator of pure stages."""
         optimizer = self._core(state.step)
         require_dense(zip(self._names, self._tensors, strict=True))
         gradients, scaled = self._gradients()
@@ -255,7 +255,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         )
 
     def _core(self, step: int) -> Optimizer:
-        """Return the optimizer of the core for the step after so many, with the settings of now."""
+        """Return the optimizer of the core for the step after ``step`` completed ones, with the current settings."""
         self._require_unchanged()
         return self._settings.optimizer(self.param_groups, step)
 
@@ -268,14 +268,14 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._take(state)
 
     def _move(self, comm: Communicator) -> None:
-        """Go on over another communicator, whose ranks may know no rate of an earlier step."""
+        """Switch to another communicator, whose ranks may not know the rate of an earlier step."""
         self._comm, self._settings = comm, self._settings.anew()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each parameter, and the groups; the first parameter has what is of this rank alone.
+        """Return the states of the parameters, and the groups; the first parameter's also has this rank's own entries.
 
-        Residuals differ between ranks, so every rank must save its own, as a whole. torch.distributed.checkpoint keeps
-        what is of each rank, and what is of all ranks once.
+        Residuals differ between ranks, so every rank must save its own dict as a whole. torch.distributed.checkpoint
+        keeps the entries of each rank, and one copy of the entries that all ranks share.
         """
         saved = super().state_dict()
         state, overlapped = self.core_state, self._overlapped
@@ -303,7 +303,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         ----------
         state_dict : mapping, or sequence of mappings
             What `state_dict` returned on this rank, or what torch.distributed.checkpoint has read with a
-            `qcomp.torch.LoadPlanner`. Or a list with what it returned on all ranks that saved, whose number may be
+            `qcomp.torch.LoadPlanner`. Or a list with what it returned on all ranks that saved, even if their number was
             another.
 
         Raises
@@ -316,8 +316,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
         Notes
         -----
-        While the ranks of 0/1 Adam go on alone, their parameters differ; each rank's own are in its state, and are
-        put back here. So load the model before.
+        Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's own are in its state, and
+        are put back here. So load the model before.
         """
         flat, parameters, groups, several = self._agree_on(state_dict)
         before = [dict(group) for group in self.param_groups]
@@ -353,10 +353,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _agree_on(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[Any], Any, bool]:
-        """Return saved states as the core has them, parameters of this rank alone, and the groups.
+        """Return saved states in the form of the core, this rank's own parameters, the groups, and whether to regroup.
 
-        These are of the first rank that has some, if this has none. Also return whether any rank has anything else than
-        one state of a world of this size.
+        If this rank has no groups, they are those of the first rank that has some. The states must be regrouped if any
+        rank has anything other than one state of a world of this size.
 
         Raises
         ------
@@ -407,11 +407,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return [p.detach() for p in self._tensors]
 
     def _require_unchanged(self) -> None:
-        """Raise if something was changed that a step does not read again."""
+        """Raise if a setting or parameter has changed that a step does not read again."""
         if [[(id(p), p.shape) for p in group["params"]] for group in self.param_groups] != self._given:
             raise RuntimeError(
-                "the parameters in param_groups, or their shapes, are others now than when the optimizer was made, "
-                "which has moments of those: make the optimizer again, or another for new parameters"
+                "the parameters in param_groups, or their shapes, have changed since the optimizer was made, which has "
+                "moments of the old ones: make the optimizer again, or another for new parameters"
             )
         for number, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
             for key, value in fixed.items():
@@ -443,7 +443,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return gradients, getattr(self, "found_inf", None) is not None
 
     def _take(self, state: OptimizerState) -> None:
-        """Make a state the current one, and show each parameter's part of it where torch has it."""
+        """Make a state the current one, and show each parameter's part of it in torch's own ``state``."""
         self._state = state
         kinds = {"momentum": state.momentum, "variance": state.variance, **state.arrays}
         for number, p in enumerate(self._tensors):
@@ -451,7 +451,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
 
 def communicator() -> Communicator:
-    """Return that of torch.distributed if it is initialised, else `qcomp.comm.world`."""
+    """Return the communicator of torch.distributed if it is initialised, else `qcomp.comm.world`."""
     if dist.is_available() and dist.is_initialized():
         return TorchCommunicator()
     return world()

@@ -31,34 +31,35 @@ _LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
 class OuterLoop:
     """Lets the steps of torch's optimizers be the inner steps of a `qcomp.OuterLoop`.
 
-    After each step of the last optimizer it takes what the step has made, and where an outer round ends it exchanges,
-    and writes the shared parameters into the model. Everything else of a script stays. Collective: all ranks make one,
-    with equal parameters, and then the same number of steps.
+    After each step of the last optimizer it counts an inner step. Where an outer round ends, it exchanges, and writes
+    the shared parameters into the model. The rest of a script stays as it is. Collective: all ranks make one, with
+    equal parameters, and then the same number of steps.
 
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained. Parameters that require no gradient stay as they are. A module is not wrapped in
-        DistributedDataParallel, unless among the ranks of one worker.
+        What is trained. Parameters that require no gradient stay as they are. Do not wrap a module in
+        DistributedDataParallel, except over the ranks of one worker.
     optimizer : torch.optim.Optimizer, or sequence of them
-        The inner optimizers, in the order in which they step, or what a framework has wrapped them in. Their states
+        The inner optimizers, in the order in which they step, or the wrappers of a framework around them. Their states
         stay on their ranks.
     loop : qcomp.OuterLoop
         The settings, for instance ``qcomp.outer.diloco(100)``.
     comm : communicator, optional
         By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. If a worker has several
-        ranks, one of the ranks that have the same place in each worker. So must it be for models that FSDP2 shards
-        within a worker: each rank exchanges its own shards.
+        ranks, a communicator of the ranks that have the same place in each worker. Models that FSDP2 shards within a
+        worker need this too: each rank exchanges its own shards.
     buffers : bool, default True
         Whether a module's floating-point buffers, such as the running statistics of BatchNorm, are averaged exactly
-        once in ``every`` steps, with the last fragment. Others, and with False all, stay on their ranks.
+        once in ``every`` steps, with the last fragment. Other buffers stay on their ranks, and with False all do.
 
     Raises
     ------
     ValueError
-        If an optimizer has parameters that ``model`` has not, or has a loop already; or on every rank, if the model or
-        an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves anything,
-        if an optimizer has got other parameters since, or one requires a gradient that required none.
+        If an optimizer has parameters that ``model`` does not have, or has a loop already; or on every rank, if the
+        model or an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves
+        anything, if an optimizer has received other parameters since, or a parameter requires a gradient now that did
+        not then.
     MismatchError
         On every rank, if the ranks differ in settings or parameters.
 
@@ -154,7 +155,7 @@ class OuterLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return everything of this rank's loop and its parameters, as `qcomp.OuterLoop.state_dict` does.
 
-        Every rank saves its own, with that of its optimizers; and that of its model, for buffers.
+        Every rank saves its own dict, with those of its optimizers and, for buffers, that of its model.
         """
         return self._loop.state_dict(self._trained.values(), self._state)
 
@@ -168,12 +169,12 @@ class OuterLoop:
         state_dict : dict, or list of dict
             This rank's own, or those of all ranks that saved, see `qcomp.OuterLoop.load_state_dict`.
         strict : bool
-            As there.
+            As for `qcomp.OuterLoop.load_state_dict`.
 
         Raises
         ------
         ValueError, MismatchError
-            As there; nothing has changed then.
+            As for `qcomp.OuterLoop.load_state_dict`; nothing has changed then.
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
         params, state = self._loop.load_state_dict(
@@ -211,7 +212,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
-        """Take an inner step."""
+        """Count an inner step, exchange where it is due, and write the result into the model."""
         before, values = self._state, self._trained.values()
         if self._running is None:
             params, state = self._loop.step(values, before, self._comm, shares=True)
@@ -225,7 +226,7 @@ class OuterLoop:
 class Trained:
     """What an outer loop trains: the parameters of a model, its buffers, and the optimizers that make the inner steps.
 
-    Its methods that change tensors are called without gradients.
+    Call its methods that change tensors under ``torch.no_grad()``.
 
     Parameters
     ----------
@@ -254,14 +255,14 @@ class Trained:
         self._averaged = [b for b in self.buffers if buffers and b.is_floating_point() and b.numel()]
 
     def require_all(self) -> None:
-        """Raise ValueError if an optimizer moves a parameter that the loop would leave apart on every rank."""
+        """Raise ValueError if an optimizer moves a parameter that the loop would let differ between ranks."""
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     if p.requires_grad and id(p) not in self._known:
                         raise ValueError(
-                            f"optimizer {number} has a parameter of shape {tuple(p.shape)} that the model had not when "
-                            "the loop was made, or that required no gradient then; expected no others, since they "
+                            f"optimizer {number} has a parameter of shape {tuple(p.shape)} that the model did not have "
+                            "when the loop was made, or that required no gradient then; expected no others, since they "
                             "would differ between the ranks: make the loop again"
                         )
 
@@ -276,7 +277,7 @@ class Trained:
                 value.copy_(new)
 
     def average_stages(self, loop: CoreLoop, state: OptimizerState) -> Stages[None]:
-        """Replace the gradients by their means, in the warm-up; where no rank has one, none remains."""
+        """Replace the gradients by their means, in the warm-up; a parameter that no rank uses keeps none."""
         values, used = self.values(), [p.grad is not None for p in self.tensors]
         anywhere = yield from used_anywhere(used, state, values[0])
         grads = [
@@ -301,7 +302,7 @@ class Trained:
 
 
 def _inside(optimizer: Any) -> Any:
-    """Return the optimizer of torch in that of a framework, such as Accelerate or Lightning, which calls its step."""
+    """Return the torch optimizer inside a framework's wrapper, as of Accelerate or Lightning."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -328,8 +329,8 @@ def _own_part(x: Any) -> Any:
 def _require_workers(model: Any, trained: Trained, comm: Communicator) -> None:
     """Raise ValueError on every rank of a loop if one group averages over all of them in every step; collective.
 
-    A rank's group is known by bytes that its first rank has drawn: among the ranks of a loop, those of a worker may
-    share a group, but not all.
+    A group is identified by bytes that its first rank draws. Ranks of the loop may share such a group, but not all of
+    them.
     """
     drawn = [
         (

@@ -24,7 +24,7 @@ class LiveOverlapped(OverlappedOptimizer):
     model : torch.nn.parallel.DistributedDataParallel
         A model without a communication hook.
     live : callable
-        Returns the optimizer with the settings of now, and those settings in words.
+        Returns the optimizer with the current settings, and those settings as text.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group.
     """
@@ -54,7 +54,7 @@ class LiveOverlapped(OverlappedOptimizer):
         return self._step.optimizer
 
     def exchange(self, bucket: Any) -> Any:
-        """Start to average a bucket; before the first of a backward pass, read the settings of now."""
+        """Start to average a bucket; before the first of a backward pass, read the current settings."""
         if self._step.is_idle:
             optimizer, self._told = self._live()
             if optimizer is not self._used:
@@ -89,7 +89,7 @@ class LiveOverlapped(OverlappedOptimizer):
 
     def adopt(self, saved: Any, optimizer: Optimizer) -> None:
         """Continue from a saved state of the core, with an optimizer that has its settings."""
-        before, self._used = self._step.optimizer, None  # the next backward pass reads the settings of then
+        before, self._used = self._step.optimizer, None  # the next backward pass reads the settings anew
         self._step.use(optimizer)
         try:
             self.load_state_dict(saved)
@@ -106,6 +106,6 @@ class LiveOverlapped(OverlappedOptimizer):
         return None
 
     def _note(self, outcome: Any) -> None:
-        """Take the outcome of the comparison, or the error of the communicator, which the buckets report."""
+        """Record the outcome of the comparison; the buckets report an error of the communicator."""
         self._disagreement = outcome if isinstance(outcome, MismatchError) else None
         self._agreed.set()

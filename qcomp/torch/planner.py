@@ -15,8 +15,9 @@ __all__ = ["LoadPlanner"]
 class LoadPlanner(DefaultLoadPlanner):
     """Planner of ``torch.distributed.checkpoint.load`` for a state that another number of ranks has saved.
 
-    Each rank then reads its share of the states of the old ranks, which ``load_state_dict`` of the optimizer shares out
-    among all, so that feedback loses nothing. With the same number of ranks it reads what the default planner reads.
+    Each rank then reads its share of the states of the old ranks. ``load_state_dict`` of the optimizer distributes them
+    among all ranks, so that feedback loses nothing. With the same number of ranks it reads what the default planner
+    reads.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ def _of_ranks(entries: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _ask(entries: dict[str, Any], path: str, keys: Any) -> None:
-    """Put keys of old ranks instead of that of this rank."""
+    """Replace the key of this rank by keys of old ranks."""
     (own,) = [key for key in entries if rank_of(key)]
     (rank, size), prefix = rank_of(own) or (0, 1), f"{path}." if path else ""
     old = {found for key in keys if key.startswith(prefix) and (found := rank_of(key[len(prefix) :]))}

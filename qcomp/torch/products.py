@@ -1,4 +1,4 @@
-"""Matrix products in the dtype of their factors, whatever surrounds a step."""
+"""Matrix products in the dtype of their operands, even if autocast surrounds a step."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["plain_products"]
 
 
 def plain_products(like: torch.Tensor) -> Any:
-    """Return a context in which autocast does not make products coarser, for tensors on the device of this one."""
+    """Return a context in which autocast does not lower the precision of products, on the device of ``like``."""
     return torch.autocast(like.device.type, enabled=False)

@@ -12,7 +12,7 @@ from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 __all__ = ["flattened", "nested", "of_rank", "rank_of"]
 
 _SHARED = "shared"
-"""The key of what a parameter has on all ranks alike."""
+"""The key of a parameter's entries that are equal on all ranks."""
 
 _OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
 
@@ -21,7 +21,7 @@ _BEFORE = "averaging"
 
 
 def of_rank(rank: int, size: int) -> str:
-    """Return the key of what belongs to one rank."""
+    """Return the key of the entries that belong to one rank."""
     return f"rank {rank} of {size}"
 
 
@@ -39,15 +39,16 @@ def nested(
 ) -> dict[int, dict[str, Any]]:
     """Return a state of the core as the entries of parameters, for the "state" of a saved state.
 
-    Values are tuples, which torch.distributed.checkpoint saves and reads whole: else it would read into the arrays of
-    the optimizer, before anybody has seen whether they fit. It keeps one of equal keys, and all that differ.
+    Values are tuples, which torch.distributed.checkpoint saves and reads whole. Otherwise it would read into the arrays
+    of the optimizer before anything has checked that they fit. It keeps one of several entries with equal keys, and all
+    entries with different keys.
 
     Parameters
     ----------
     of_params : mapping of int
         The name of each parameter and the kinds of arrays that it has, by its number in the groups.
     whole : mapping
-        What ``state_dict`` of the core has returned.
+        The result of ``state_dict`` of the core.
     own_kinds : sequence of str
         Kinds of arrays that differ between ranks.
     parameters : sequence of arrays

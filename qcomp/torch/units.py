@@ -36,7 +36,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The unit in an error."""
+        """The unit's name in errors."""
         return f"the module {self.name!r}" if self.name else "the model"
 
     @property
@@ -58,7 +58,7 @@ class Unit:
 
     @property
     def shard(self) -> int:
-        """Number of this rank's shards."""
+        """The index of this rank's shard."""
         p = self.params[0]
         at = zip(p.placements, p.device_mesh.get_coordinate(), strict=True)
         return max((number for placement, number in at if isinstance(placement, Shard)), default=0)
@@ -79,7 +79,7 @@ class Unit:
         return Unit(self.module, self.name, tuple(n for n, _ in pairs), tuple(p for _, p in pairs))
 
     def sizes(self, world: int) -> tuple[int, ...]:
-        """Return the elements of a shard of each parameter, padded where they do not divide it."""
+        """Return the number of elements in a shard of each parameter, with padding if ``world`` does not divide it."""
         return tuple(_padded_shape(p, world).numel() for p in self.params)
 
     def own_shards(self, world: int) -> list[Any]:
@@ -102,7 +102,7 @@ class Unit:
         return whole
 
     def to_vector(self, whole: Sequence[Any], world: int) -> Any:
-        """Return the vector of which `to_whole` returns these tensors."""
+        """Return the vector from which `to_whole` returns these tensors."""
         of_params = []
         for x, p in zip(whole, self.params, strict=True):
             dim, shape = _shard_dim(p), _padded_shape(p, world)
@@ -154,7 +154,7 @@ def _shard_dims(p: Any) -> int:
 
 
 def _shard_dim(p: Any) -> int:
-    """Return the dimension along which a parameter is sharded; the first of one that is not."""
+    """Return the dimension along which a parameter is sharded; the first dimension if it is not sharded."""
     dims = [placement.dim for placement in p.placements if isinstance(placement, Shard)]
     return int(dims[0]) if dims else 0
 

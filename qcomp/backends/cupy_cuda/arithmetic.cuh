@@ -39,7 +39,7 @@ __device__ inline int round_to_int(float a) {
     return result;
 }
 
-// Round towards zero; otherwise as above.
+// Round towards zero; otherwise the same as round_to_int.
 __device__ inline int truncate_to_int(float a) {
     int result;
     asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(result) : "f"(a));

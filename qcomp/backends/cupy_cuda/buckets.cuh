@@ -1,4 +1,4 @@
-// How threads divide buckets among them, and the reductions over a bucket.
+// How threads share buckets, and the reductions over a bucket.
 //
 // In a bucket of B elements, padding included, W = B / 8, and byte j of a bit plane belongs to the elements d * W + j.
 // A group is four neighbouring bytes j and their 32 elements. A lane is one of the threads that share a bucket. It
@@ -35,7 +35,7 @@ __device__ inline Bucket bucket_at(long long index, long long size, int bucket_s
 
 __device__ inline int groups_of(int bucket_size) { return bucket_size < 32 ? 1 : bucket_size / 32; }
 
-// Whether this is an element and not padding.
+// Whether an element of a group exists, that is, is not padding.
 __device__ inline bool is_filled(const Bucket& bucket, int group, int plane, int v) {
     return group < bucket.groups && v < bucket.bytes && plane * bucket.width + 4 * group + v < bucket.filled;
 }
@@ -95,7 +95,7 @@ __device__ inline void put_group(X* out, const Bucket& bucket, int group, float 
     store_group(out, bucket, group, values);
 }
 
-// The bucket that this thread works on, and its groups in there: one for each step.
+// The bucket that this thread works on, and the thread's groups in it: one for each step.
 template <bool LARGE>
 struct Share {
     int lanes;
@@ -116,7 +116,7 @@ struct Share {
     }
 };
 
-// The halving tree over the groups of a lane, which arrive one by one: `levels[k]` waits for its other half.
+// The halving tree over the groups of a lane, which arrive one by one: the sum `levels[k]` waits for its other half.
 template <bool LARGE>
 struct LaneSum {
     float4 levels[LARGE ? 7 : 1];
@@ -182,8 +182,8 @@ __device__ inline float4 fold_magnitudes(const float (&p)[PLANES][4]) {
     return fold(p, [](float x) { return magnitude(x); });
 }
 
-// Squares of the values over a power of two; multiplying by its reciprocal rounds as the division does. Values below
-// 2^-63 count as zero, and the last bit of each square is cleared.
+// Squares of the values divided by a power of two; multiplying by its reciprocal rounds as the division does. Quotients
+// below 2^-63 count as zero, and the last bit of each square is cleared.
 __device__ inline float4 fold_squares(const float (&p)[PLANES][4], float inverse) {
     return fold(p, [inverse](float x) {
         const float scaled = multiply(magnitude(x), inverse);

@@ -4,7 +4,7 @@ constexpr unsigned MAGNITUDE = 0x7fffffffu;
 constexpr unsigned SIGN = 0x80000000u;
 constexpr unsigned INFINITE = 0x7f800000u;
 constexpr unsigned TINY = 0x00800000u;       // the bits of 2^-126
-constexpr unsigned TOO_LARGE = 0x71800000u;  // the bits of 2^100: refused from here on; NaN has larger ones
+constexpr unsigned TOO_LARGE = 0x71800000u;  // the bits of 2^100: refused from here on; NaN has larger bits
 
 __device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
 
@@ -64,7 +64,7 @@ __device__ inline void round_to(float x, BFloat16& result) {
     result.bits = (unsigned short)(rounded >> 16);
 }
 
-// Whether four neighbours can be read at once at any multiple of four elements from here.
+// Whether x is aligned for reading four neighbours at once at every multiple of four elements.
 template <class X>
 __device__ inline bool is_aligned(const X* x) {
     return (unsigned long long)x % (4 * sizeof(X)) == 0;

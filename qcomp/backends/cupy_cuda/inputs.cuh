@@ -9,8 +9,7 @@ struct Plain {
     }
 };
 
-// keep * m + fresh * x. A separate type, because a pointer that may be null would cost the encoders of plain x
-// registers.
+// keep * m + fresh * x. A separate type, because a pointer that may be null would cost encoders of plain x registers.
 template <class X>
 struct Blended {
     const X* x;
@@ -28,7 +27,7 @@ struct Blended {
     }
 };
 
-// The kernel parameters of each type of values, and the object that they make.
+// The kernel parameters for each type of values, and the object made from them.
 #define PLAIN_PARAMETERS(X) const X* x
 #define PLAIN_VALUES(X) Plain<X>{x}
 #define BLENDED_PARAMETERS(X) const X *x, const float *m, float keep, float fresh

@@ -20,7 +20,7 @@ OPTIONS = ("--std=c++17", "--fmad=false")
 
 
 class CupyRuntime:
-    """CuPy, imported only once an array of it exists; it needs a GPU from then on."""
+    """CuPy, imported only when a CuPy array exists, since CuPy needs a GPU."""
 
     def owns(self, x: Array) -> bool:
         """Return whether x is a CuPy array."""

@@ -1,4 +1,4 @@
-"""Chooses kernels, their arguments and their threads: a kernel set without the array library."""
+"""Chooses kernels, their arguments and their threads: a kernel set that is independent of the array library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     grid: int
     block: int
     arguments: Scalars
-    """They have the exact types of the parameters. A pointer is a uint64, 0 if it is null."""
+    """Of exactly the parameters' types. A pointer is a uint64, 0 if it is null."""
 
 
 class Runtime(Protocol):
@@ -76,8 +76,8 @@ class CudaKernels(Partial):
 
     Notes
     -----
-    Nothing waits for the device. When an encoder returns, it is not known whether x is refused, so an encoder never
-    overwrites the old residual: if ``out`` is the old residual, the new one is a new array.
+    Nothing waits for the device. When an encoder returns, the host does not know yet whether x is refused. So an
+    encoder never overwrites the old residual: if ``out`` is the old residual, the new one is a new array.
     """
 
     def __init__(self, name: str, runtime: Runtime) -> None:
@@ -207,7 +207,7 @@ class CudaKernels(Partial):
         )
 
     def _reaches(self, array: Array, like: Array) -> bool:
-        """Return whether kernels on the device of ``like`` need only an array's address: it is contiguous and there."""
+        """Return whether an array is contiguous and on the device of ``like``: kernels then need only its address."""
         return self.runtime.owns(array) and bool(array.flags.c_contiguous) and device(array) == device(like)
 
 
@@ -223,7 +223,7 @@ class _Codec(NamedTuple):
     inner: BucketedCompressor
     """The compressor itself, or the one inside `Scaled`."""
     encoder: Scalars
-    """Arguments of the encoder that are specific to the family, without those that name the draws."""
+    """Arguments of the encoder that are specific to the family, without those that identify the draws."""
     decoder: Scalars
 
     def code_bytes(self, size: int) -> int:
@@ -232,7 +232,7 @@ class _Codec(NamedTuple):
 
 
 def _codec(compressor: AnyCompressor) -> _Codec | None:
-    """Return a compressor as family and arguments; None without a kernel. A subclass has none: it may differ."""
+    """Return a compressor as family and arguments; None without a kernel. Subclasses have none: they may differ."""
     inner, factor = compressor, np.float32(0)  # 0: none
     if type(compressor) is Scaled:
         inner, factor = compressor.compressor, np.float32(compressor.factor)
@@ -248,7 +248,7 @@ def _codec(compressor: AnyCompressor) -> _Codec | None:
 
 
 def _stream(codec: _Codec, compressor: AnyCompressor, key: Key | None, like: Array) -> Scalars | None:
-    """Return the arguments that name an encoder's draws; None if draws are replaced, or the key is not on the host."""
+    """Return the arguments that identify an encoder's draws; None if draws are replaced or not keyed on the host."""
     if not compressor.traits.random:
         return ()
     if key is None or draws_are_replaced():

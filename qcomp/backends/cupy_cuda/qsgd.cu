@@ -30,8 +30,8 @@ struct Draws {
     __device__ int operator[](int d) const { return (int)(words[d / 2] >> 16 * (d % 2) & 0xffffu); }
 };
 
-// Pack the codes of a group, four to a word, into the words of its bytes, and back: as code planes if the bits divide
-// 8, else as bit planes.
+// Pack the codes of a group, four to a word, into the words of its bytes, and back: as code planes if BITS divides 8,
+// else as bit planes.
 template <int BITS>
 __device__ inline void pack(const unsigned (&codes)[PLANES], unsigned (&words)[8]) {
 #pragma unroll

@@ -27,7 +27,7 @@ class JaxKernels(Partial):
     """Compiled primitives for concrete JAX arrays, on their device.
 
     Traced arrays are left to the pure version, which becomes a part of the caller's program. So are calls with an
-    output buffer, for which it raises, since JAX arrays cannot be written to.
+    output buffer: there the pure version raises, since JAX arrays cannot be written to.
     """
 
     name = "jax"

@@ -27,7 +27,7 @@ Array = Any
 Program = Callable[..., Any]
 
 PROGRAMS = 512
-"""The most programs of a kind that are cached, one for each compressor, shape and dtype; the least recently used go."""
+"""The most cached programs of a kind, one for each compressor, shape and dtype; the least recently used are dropped."""
 
 
 def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array]] | None:
@@ -53,7 +53,7 @@ def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array
 def drawer(size: int, bucket_size: int, constant: tuple[tuple[str, int], ...]) -> Program:
     """Return the program that makes the draws of each block, on the device of x.
 
-    It is separate from the encoder because XLA would fuse the generator into every use of a draw, and run it each time.
+    It is separate from the encoder, because XLA would fuse the generator into every use of a draw and run it each time.
     """
 
     def draw(x: Array, traced: Mapping[str, Array]) -> tuple[Array, ...]:
@@ -78,7 +78,7 @@ def encoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]
         with use_kernels(None), replace_draws(lambda _, block: drawn[block]):
             data, new, _ = primitives.encode(compressor, x, residual, Key())
         p = to_compute_dtype(x) if residual is None else flush(flush(to_compute_dtype(x)) + residual)
-        # "Not below" includes NaN, "at or above" would not.
+        # "Not below" includes NaN; "at or above" would not.
         refused = jnp.any(~(jnp.abs(p) < LIMIT))
         return data, new, jnp.reshape(refused, (1,)).astype(jnp.uint8)
 

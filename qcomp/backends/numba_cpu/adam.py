@@ -26,7 +26,7 @@ from qcomp.core.kernels import AdamNumbers, StepNumbers
 __all__ = ["adam_steps", "frozen_adam_step", "frozen_steps"]
 
 _RUN = 1 << 10
-"""Elements per pass, so few that those of all arrays stay in the first-level cache."""
+"""Elements per pass, few enough that the runs of all arrays stay in the first-level cache."""
 
 Table = Longs | Sequence[Sequence[int]]
 """A row for each tensor: the addresses of its arrays, which are float32, contiguous and of one size."""
@@ -61,9 +61,9 @@ def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNum
     Parameters
     ----------
     tensors : Table
-        Of p, m and v, then of the arrays for the new p and m, which may be the old ones.
+        The addresses of p, m and v, then of the arrays for the new p and m, which may be the old ones.
     sizes : sequence of int
-        Their elements.
+        Elements of each tensor.
     numbers : sequence of StepNumbers
     """
     _run(_frozen_steps, tensors, sizes, [_row(step) for step in numbers])
@@ -75,9 +75,10 @@ def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbe
     Parameters
     ----------
     tensors : Table
-        Of p, m, v and the mean gradient, then of the arrays for the new p, m and v: the old ones, or three others.
+        The addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v: the old ones, or
+        three others.
     sizes : sequence of int
-        Their elements.
+        Elements of each tensor.
     numbers : sequence of AdamNumbers
     """
     rows = [
@@ -94,7 +95,7 @@ def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbe
 
 
 def _row(step: StepNumbers) -> tuple[float, ...]:
-    """Return the numbers of a step, and whether there is decay, since a decay may round to zero."""
+    """Return the numbers of a step, then whether there is decay, since a nonzero decay may round to zero."""
     return (*step, step.weight_decay != 0)
 
 
@@ -116,8 +117,8 @@ def _run(
     threads.run(work, int(ends[-1]), _RUN)
 
 
-# LLVM treats an array that is read and written under two names as an overlap, and does not vectorise. It also gives up
-# on loops over many arrays. So a step in place is one loop, and a step into new arrays has several.
+# LLVM does not vectorise a loop that reads and writes one array under two names, since it assumes an overlap. It also
+# gives up on loops over many arrays. So a step in place is one loop, and a step into new arrays has several.
 
 
 @inline

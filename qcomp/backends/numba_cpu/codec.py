@@ -1,4 +1,4 @@
-"""What the kernels of all families are to their callers: encoders and decoders of runs of buckets."""
+"""The common interface of the kernels of all families: encoders and decoders of runs of buckets."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ __all__ = [
 ]
 
 Weights = tuple[np.float32, np.float32]
-"""keep and new: where there is a momentum m, keep * m + new * x is what is compressed."""
+"""keep and new: with a momentum m, keep * m + new * x is compressed instead of x."""
 NO_MOMENTUM: Weights = (np.float32(0), np.float32(0))
 
 Mix = tuple[Floats, float, float]
-"""m, keep and new: keep * m + new * x is what is compressed, m of the shape of x."""
+"""m, keep and new: keep * m + new * x is compressed instead of x; m has the shape of x."""
 
 _SAFE = LIMIT / 2
-"""Rounding cannot bring what is below this to the limit."""
+"""Rounding cannot raise a sum below this to the limit."""
 
 
 EncodeRun = Callable[[Encoded, int, Weights, int, int], int]
-"""``run(vectors, mode, weights, first, last)`` compresses a run of the buckets of some vectors. The modes are those of
-`qcomp.backends.numba_cpu.primitives`. Returns the first bucket with a value that is too large, or -1."""
+"""``run(vectors, mode, weights, first, last)`` compresses a run of buckets of some vectors. The modes are those of
+`qcomp.backends.numba_cpu.primitives`. It returns the first bucket with a value that is too large, or -1."""
 DecodeRun = Callable[[Decoded, bool, bool, bool, int, int], None]
 """``run(vectors, accumulate, streams, finish, first, last)`` adds up the payloads of a run of buckets, in the order of
-the ranks: onto the vectors with ``accumulate``, past the caches with ``streams``. With ``finish`` the sums become
-means over the ranks."""
+the ranks. With ``accumulate`` it adds them to the vectors, with ``streams`` it writes past the caches, and with
+``finish`` it turns the sums into means over the ranks."""
 
 
 class Encoder(NamedTuple):
-    """Compresses an array, of which it is made, into a payload."""
+    """Compresses one given array into a payload."""
 
     run: EncodeRun
     bucket_size: int
@@ -68,11 +68,11 @@ class Encoder(NamedTuple):
     x: Floats
     vectors: Encoded
     weights: Weights | None
-    """Those of the momentum that x is blended into, if there is one."""
+    """The weights of the momentum that x is blended into and of x, or None without a momentum."""
 
 
 class Decoder(NamedTuple):
-    """Decompresses a payload into an array, for which it is made."""
+    """Decompresses a payload into one given array."""
 
     run: DecodeRun
     bucket_size: int
@@ -84,18 +84,18 @@ class Decoder(NamedTuple):
 def encoder_of(
     run: EncodeRun, bucket_size: int, x: Floats, data_out: Bytes, blend: Mix | None, bucket: int = 0
 ) -> Encoder:
-    """Return what compresses one array, whose draws begin with those of a bucket."""
+    """Return the encoder of one array, whose draws begin with those of bucket ``bucket``."""
     m, weights = (None, None) if blend is None else (blend[0], (np.float32(blend[1]), np.float32(blend[2])))
     return Encoder(run, bucket_size, x, encoded_vectors(x, bucket_size, data_out, m, bucket), weights)
 
 
 def decoder_of(run: DecodeRun, bucket_size: int, data: Bytes, out: Floats) -> Decoder:
-    """Return what decompresses one payload."""
+    """Return the decoder of one payload."""
     return Decoder(run, bucket_size, out, decoded_vectors([data], bucket_size, out))
 
 
 def run_encoder(run: EncodeRun, bucket_size: int, vectors: Encoded, mode: int, weights: Weights) -> bool:
-    """Compress vectors in as many threads as pay; return whether no value was too large."""
+    """Compress vectors in as many threads as are worthwhile; return whether no value was too large."""
     results = threads.run(
         lambda first, last: run(vectors, mode, weights, first, last), vectors.buckets, bucket_size
     )
@@ -105,7 +105,7 @@ def run_encoder(run: EncodeRun, bucket_size: int, vectors: Encoded, mode: int, w
 def run_decoder(
     run: DecodeRun, bucket_size: int, vectors: Decoded, *, accumulate: bool, streams: bool
 ) -> None:
-    """Decompress vectors in as many threads as pay."""
+    """Decompress vectors in as many threads as are worthwhile."""
     threads.run(
         lambda first, last: run(vectors, accumulate, streams, False, first, last),
         vectors.buckets,
@@ -114,23 +114,23 @@ def run_decoder(
 
 
 def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | None) -> bool:
-    """Compress x plus the residual, and put what that lost into the new residual.
+    """Compress x plus the residual, and store what is lost as the new residual.
 
     Parameters
     ----------
     encoder : Encoder
-        Of an array x of float32, shape (n,).
+        The encoder of an array x of float32, shape (n,).
     residual : array of float32, shape (n,), or None
         None compresses x alone.
     residual_out : array of float32, shape (n,), or None
-        For the new residual: the residual itself, x unless it is blended, an array that shares memory with neither, or
-        None if the residual is None.
+        Receives the new residual: the residual itself, x unless it is blended, an array that shares memory with
+        neither, or None if the residual is None.
 
     Returns
     -------
     bool
-        False if x plus the residual holds a NaN or a magnitude from 2**100 on. Then the payload is garbage, and a
-        residual that is donated is as it was; an x that is donated is lost.
+        False if x plus the residual holds a NaN or a magnitude of at least 2**100. Then the payload is garbage. A
+        donated residual is unchanged; a donated x is lost.
     """
     weights = NO_MOMENTUM if encoder.weights is None else encoder.weights
     if residual is None or residual_out is None:
@@ -142,7 +142,7 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
         mode = FRESH
     else:
         if encoder.weights is not None or not largest_sum(encoder.x, residual) < _SAFE:  # also for a NaN
-            # Something may be too large: find out beside the residual, which must then stay as it is.
+            # A value may be too large, and then the residual must not change. So try with another buffer.
             beside = np.empty_like(residual)
             accepted = encode(encoder, residual, beside)
             if accepted:
@@ -155,6 +155,6 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
 
 
 def decode(decoder: Decoder, *, accumulate: bool = False) -> None:
-    """Decompress a payload into an array, or add it to what is there."""
+    """Decompress a payload into an array, or add it to the array."""
     streams = not accumulate and pays(decoder.out.size)
     run_decoder(decoder.run, decoder.bucket_size, decoder.vectors, accumulate=accumulate, streams=streams)

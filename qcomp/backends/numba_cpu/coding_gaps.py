@@ -1,4 +1,4 @@
-"""Compiled loops of the code of kept elements, as in `qcomp.core.coding.gaps`."""
+"""Compiled loops of the code for kept elements, as in `qcomp.core.coding.gaps`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from qcomp.core.errors import PayloadError
 __all__ = ["decode", "encode"]
 
 LOST = -1
-"""What a reader's position becomes when the code is invalid."""
+"""A reader's position after it has met an invalid code."""
 LONGEST_HALF = 12
-"""Bits of the largest number that a gamma code may have: more than any difference needs."""
+"""Bits of the largest number that a gamma code may hold: more than any difference needs."""
 PADDING = 8
-"""Words, or an encoder's bytes, beyond the end: enough for what starts before it."""
+"""Words beyond a decoder's end, or bytes beyond an encoder's: enough for an element that starts before the end."""
 
 
 def encode(plain: memoryview, size: int, k: int, bucket_size: int, bits: int) -> bytes:
@@ -45,7 +45,7 @@ def decode(code: memoryview, size: int, k: int, bucket_size: int, bits: int) -> 
     end = _decode(words, 8 * len(code), size, *shape, shape.width, *layout[:3], out)
     if end < 0:
         raise PayloadError(
-            f"the {len(code)} bytes of the payload do not code what is kept of {size} elements"
+            f"the {len(code)} bytes of the payload are not a code of a vector of {size} elements"
         )
     if -(-end // 8) != len(code) or (end % 8 and code[-1] & (1 << -end % 8) - 1):
         raise PayloadError(
@@ -178,14 +178,14 @@ def _encode(
 
 @inline
 def _peek(words: Words, at: int, count: int) -> int:
-    """Return 1 to 32 bits from a position on."""
+    """Return the 1 to 32 bits that start at a position."""
     pair = np.uint64(words[at >> 5]) << np.uint64(32) | np.uint64(words[(at >> 5) + 1])
     return as_int(np.uint64(pair << np.uint64(at & 31)) >> np.uint64(64 - count))
 
 
 @inline
 def _take_difference(words: Words, at: int) -> tuple[int, int]:
-    """Return a difference, and where it ends; or `LOST`."""
+    """Return a difference and where it ends; the end is `LOST` if the code is invalid."""
     zeros = 0
     while _peek(words, at + zeros, 1) == 0:
         zeros += 1
@@ -210,7 +210,7 @@ def _leading_zeros(typing_context: Any, word: Any) -> Any:  # noqa: ARG001 - num
 def _take_element(
     words: Words, at: int, end: int, m: int, width: int, most: int, value_bits: int
 ) -> tuple[int, int, int]:
-    """Return a number up to ``most`` in Golomb's code, the code of a value, and where they end; or `LOST`."""
+    """Return a number up to ``most`` in Golomb's code, a value's code, and where they end; `LOST` if invalid."""
     g = 0
     zeros = _leading_zeros(_peek(words, at, 32)) - 32
     while zeros == 32:
@@ -252,7 +252,7 @@ def _decode(
 ) -> int:
     """Fill the plain payload, which is zero, and return the end of the code, or `LOST`.
 
-    Nothing is read far behind the end: what one element takes is bounded, and then the end is looked at.
+    It never reads far beyond the end: one element takes a bounded number of bits, and the end is checked after each.
     """
     words, plain = borrow(words), borrow(plain)
     at, last, ratio = 0, FIRST_LOWEST, FIRST_RATIO

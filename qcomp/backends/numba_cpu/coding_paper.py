@@ -15,14 +15,14 @@ from qcomp.core.errors import PayloadError
 __all__ = ["decode", "encode"]
 
 TABULATED = 1 << 10
-"""Codewords of smaller numbers are in a table, with their lengths in the lowest bits."""
+"""A table holds the codewords of all smaller numbers, with their lengths in the lowest bits."""
 LENGTH_BITS = 6
 PEEK = 12
-"""Bits with which a decoder looks up a codeword in a table, if it is not longer."""
+"""Bits with which a decoder looks up a codeword in a table, unless the codeword is longer."""
 LONGEST = 40
-"""Bits of the largest number that a decoder accepts: no vector has as many elements."""
+"""Bits of the largest number that a decoder accepts: more than any vector has elements."""
 PADDING = 8
-"""Words, or an encoder's bytes, beyond the end: enough for a codeword that starts before it."""
+"""Words beyond a decoder's end, or bytes beyond an encoder's: enough for a codeword that starts before the end."""
 
 
 def encode(levels: memoryview, negative: memoryview) -> bytes:
@@ -158,14 +158,14 @@ def _encode(levels: Halves, negative: Bytes, codewords: Longs, nonzero: int, dat
 
 @inline
 def _peek(words: Words, at: int, count: int) -> int:
-    """Return 1 to 33 bits from a position on."""
+    """Return the 1 to 33 bits that start at a position."""
     pair = np.uint64(words[at >> 5]) << np.uint64(32) | np.uint64(words[(at >> 5) + 1])
     return as_int(np.uint64(pair << np.uint64(at & 31)) >> np.uint64(64 - count))
 
 
 @inline
 def _take(words: Words, at: int, numbers: Longs) -> tuple[int, int]:
-    """Return the number of the omega codeword at a position, and the end of it; 0 if the number is too large."""
+    """Return the number of the omega codeword at a position, and its end; the number is 0 if it is too large."""
     entry = as_int(numbers[_peek(words, at, PEEK)])
     if entry > 0:
         return entry >> LENGTH_BITS, at + (entry & (1 << LENGTH_BITS) - 1)

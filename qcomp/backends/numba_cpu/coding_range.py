@@ -1,7 +1,7 @@
 """Compiled loops of the range coder, as in `qcomp.core.coding.rans`, with one state for each lane of a vector.
 
 Except at the ends, no branch depends on the data: whether a state emits or takes a word is as unpredictable as the
-vector itself.
+vector itself, so a branch on it would often be mispredicted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PADDING = 16
 
 
 def first_invalid(levels: memoryview, negative: memoryview, largest: int) -> int:
-    """See `qcomp.core.coding.PURE`; so do the other functions."""
+    """See `qcomp.core.coding.PURE`, also for the other public functions."""
     k, signs = _halves(levels), np.frombuffer(negative, dtype=np.uint8)
     if _are_valid(k, signs, largest):
         return -1
@@ -81,14 +81,14 @@ def _halves(data: memoryview) -> Halves:
 
 
 def _columns(model: Model) -> tuple[Longs, Longs, Longs, Longs]:
-    """Return the units of each class, those of earlier classes, its plain bits and its smallest level."""
+    """Return for each class its units, the units of all earlier classes, its plain bits and its smallest level."""
     units = np.array(model.units, dtype=np.int64)
     return units, np.cumsum(units) - units, np.array(model.plain, dtype=np.int64), np.array(model.smallest)
 
 
 @inline
 def as_int(x: Any) -> int:
-    """Return any integer as a signed 64-bit one, since numba turns mixed integers into floats."""
+    """Return any integer as a signed 64-bit one, since numba turns mixtures of signed and unsigned ones into floats."""
     return int(np.int64(x))
 
 
@@ -104,7 +104,7 @@ def _are_valid(levels: Halves, negative: Bytes, largest: int) -> bool:
 
 @kernel("void(u16_in, i64, i64, i64, i64)")
 def _count(levels: Halves, a: Longs, b: Longs, c: Longs, d: Longs) -> None:
-    """Count levels in four tables, since in one table equal neighbours would wait for each other."""
+    """Count levels in four tables, since in a single table equal neighbours would wait for each other."""
     whole = levels.size // 4 * 4
     for i in range(0, whole, 4):
         a[levels[i]] += 1
@@ -126,7 +126,7 @@ def _classify(counts: Longs, fine: int, classes: Longs) -> None:
 
 @kernel("void(i64, i64, i64, i64, i64)")
 def _tabulate_levels(units: Longs, before: Longs, plain: Longs, smallest: Longs, rows: Longs) -> None:
-    """Fill the row of each level of the classes that occur, with the level's spare bits in its place."""
+    """Fill the row of each level in the classes that occur; a row's level field holds the level's spare bits."""
     for c in range(units.size):
         for spare in range(1 << max(plain[c] - 1, 0) if units[c] > 0 else 0):
             rows[smallest[c] + spare] = units[c] | before[c] << BEFORE | plain[c] << PLAIN | spare << LEVEL

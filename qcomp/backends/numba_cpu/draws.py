@@ -16,7 +16,7 @@ L = np.uint64
 def philox(counter: int, hop: int, k0: np.uint32, k1: np.uint32, words: Words) -> None:
     """Fill four runs of words with the four outputs of Philox4x32-10 for consecutive counters.
 
-    Words are kept in the lower halves of 64-bit lanes. So a lane multiplies 32 by 32 bits in one instruction, without
+    Words are kept in the lower halves of 64-bit lanes, so a lane multiplies 32 by 32 bits in one instruction, without
     shuffles.
     """
     width = words.size // 4

@@ -1,4 +1,4 @@
-"""Chunks as tables: what the kernels need to know of the frames of messages, derived once for many steps."""
+"""Chunks as tables: what the kernels need to know about the frames of messages, derived once for many steps."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class CompressorKernels(NamedTuple):
     """The kernels of a compressor."""
 
     bucket_size: int
-    """Elements of a vector that the kernels take as a bucket."""
+    """Elements of a vector that the kernels treat as a bucket."""
     encode: Callable[[Key | None], EncodeRun | None]
-    """Returns what compresses with the draws of a key; None if the pure version would now draw in another way."""
+    """Returns the kernel that compresses with a key's draws; None if the pure version would draw in another way."""
     decode: DecodeRun
 
 
 def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
-    """Return the kernels of a compressor, None if there are none."""
+    """Return the kernels of a compressor, or None if there are none."""
     c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
     if kind is Identity:
         return _identity_kernels()
@@ -73,7 +73,7 @@ def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
 
 
 def _of_inner(c: AnyCompressor) -> CompressorKernels | None:
-    """Return the kernels of QSGD, which others may wrap."""
+    """Return the kernels of QSGD, plain or inside `Scaled` or `WholeFields`."""
     held: int | None = None
     factor: float | None = None
     if isinstance(c, WholeFields) and type(c) is WholeFields:
@@ -85,7 +85,7 @@ def _of_inner(c: AnyCompressor) -> CompressorKernels | None:
     return None
 
 
-# A call on a small vector would take longer to make these than to use them.
+# Cached, since for a small vector making these takes longer than using them.
 
 
 @lru_cache(1)
@@ -122,7 +122,7 @@ def _topk_kernels(k: int, bucket_size: int, value_bits: int) -> CompressorKernel
 def _qsgd_kernels(
     levels: int, bucket_size: int, norm: Literal["max", "l2"], factor: float | None, held: int | None
 ) -> CompressorKernels:
-    """Return the kernels of QSGD, perhaps scaled, and perhaps filled with zeros."""
+    """Return the kernels of QSGD, optionally with a factor, and with buckets filled up with zeros."""
 
     def encode(key: Key | None) -> EncodeRun | None:
         if key is None or draws_are_replaced():
@@ -144,9 +144,9 @@ class Group(NamedTuple):
     kernels: CompressorKernels
     elements: int
     positions: Longs
-    """The place of each segment's tensor in ``Plan.tensors``."""
+    """The index of each segment's tensor in ``Plan.tensors``."""
     numbers: Longs
-    """The place of each segment among those of all frames."""
+    """The index of each segment among the segments of all frames."""
     frames: Longs
     """The frame of each segment."""
     starts: Longs
@@ -160,14 +160,14 @@ class Group(NamedTuple):
     ends: Longs
 
     def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> Encoded:
-        """Return the segments as a table, from the addresses of all tensors for each column, and of the messages."""
+        """Return the segments as a table, from the addresses of all tensors, by column, and of the messages."""
         rows = self._into(messages, first_bucket)
         for column, of_tensors in addresses.items():
             rows[:, column] = of_tensors[self.positions] + self.starts
         return Encoded(rows, self.ends)
 
     def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> Encoded:
-        """Return the segments as a table, from addresses of each, where new residuals take the place of the values."""
+        """Return the segments as a table, from the addresses of each one; new residuals overwrite the values."""
         rows = self._into(messages, first_bucket)
         rows[:, VALUES] = rows[:, RESIDUAL_OUT] = values[self.numbers]
         rows[:, RESIDUAL] = residuals[self.numbers]
@@ -178,7 +178,7 @@ class Group(NamedTuple):
         return self._from(tensors[self.positions] + self.starts, payloads)
 
     def decoded_alone(self, vectors: Longs, payloads: Longs) -> Decoded:
-        """Return the segments as a table, from the address of each."""
+        """Return the segments as a table, from the address of each one."""
         return self._from(vectors[self.numbers], payloads)
 
     def of_each_frame(self, messages: Longs) -> Longs:
@@ -203,7 +203,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is known of some frames before any value."""
+    """Facts about some frames that do not depend on values."""
 
     frames: tuple[ref[AnyFrame], ...]
     tensors: tuple[int, ...]
@@ -211,7 +211,7 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]
     """Elements of each segment."""
     groups: tuple[Group, ...] | None
-    """None if the kernels cannot compress all of it."""
+    """The segments by compressor; None if the kernels cannot compress all of them."""
     gaps: tuple[Longs, ...]
     """The bytes in a message of each frame that belong to no payload."""
 
@@ -254,7 +254,10 @@ def _resolved(frames: tuple[AnyFrame, ...]) -> Plan:
 
 
 def _gaps(frame: AnyFrame) -> Longs:
-    """Return the bytes of a message, without lengths, that belong to no payload: the verdict, and what fills up."""
+    """Return the positions of the bytes of a message that belong to no payload: the verdict and padding.
+
+    There are none for messages of variable length.
+    """
     if frame.variable_length:
         return _longs([])
     *ends, _ = [offset + size for offset, size in zip(frame.offsets, frame.sizes, strict=True)]
@@ -269,7 +272,7 @@ class _Segment(NamedTuple):
     of_frame: int
     """The number of the frame."""
     number: int
-    """Its own number there."""
+    """The segment's number in the frame."""
 
     @property
     def compressor(self) -> AnyCompressor:
@@ -302,7 +305,7 @@ class _Segment(NamedTuple):
 
 
 def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequence[int]) -> Group | None:
-    """Return the group of some segments, None if there are no kernels for them."""
+    """Return the group of some segments, or None if there are no kernels for them."""
     own = [segments[number] for number in numbers]
     compressor = own[0].compressor
     kernels = kernels_of(compressor)

@@ -1,10 +1,10 @@
-"""Values as they are: `qcomp.core.compressors.identity`.
+"""Uncompressed values: `qcomp.core.compressors.identity`.
 
 Without a residual a payload holds x, or the momentum that x is blended into; with one it holds
 p = flush(flush(x) + residual), and residual' = 0.
 
-Bytes read and written per element: encode 4 and 4, with feedback 8 and 8; decode 4 and 4, and 4 more are read to
-accumulate. The bound is the memory: checking the values costs no pass of its own.
+Bytes read and written per element: encode 4 and 4, with feedback 8 and 8; decode 4 and 4, plus 4 read to accumulate.
+Memory bandwidth is the limit; checking the values takes no pass of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, out
 __all__ = ["RUN", "decode_identity", "encode_identity"]
 
 RUN = 1 << 10
-"""Elements that the kernels take as a bucket, so few that they stay in the first-level cache."""
+"""Elements that the kernels treat as a bucket, few enough to stay in the first-level cache."""
 
 
 def encode_identity() -> EncodeRun:
-    """Return what copies vectors into payloads."""
+    """Return a function that copies vectors into payloads."""
 
     def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(RUN, dtype=np.float32)
@@ -44,7 +44,7 @@ def encode_identity() -> EncodeRun:
 
 
 def decode_identity() -> DecodeRun:
-    """Return what copies payloads into vectors."""
+    """Return a function that copies payloads into vectors."""
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         _decode(*vectors, accumulate, streams, finish, first, last, np.empty(RUN, dtype=np.float32))
@@ -52,7 +52,7 @@ def decode_identity() -> DecodeRun:
     return run
 
 
-# As bytes, since a payload may be at any address.
+# Values are copied as bytes, since a payload may be at any address.
 
 
 @inline

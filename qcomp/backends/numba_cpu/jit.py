@@ -30,7 +30,7 @@ Longs = NDArray[np.int64]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# No fastmath, which would contract, reassociate and flush. With "numpy" a division by zero does not raise.
+# No fastmath, which would fuse, reassociate and flush operations. With "numpy" a division by zero does not raise.
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 _compiling = threading.RLock()
@@ -40,8 +40,8 @@ _log = logging.getLogger("qcomp")
 def inline(function: _Function) -> _Function:
     """Compile a function that becomes a part of each kernel that calls it.
 
-    Most contain one loop. LLVM vectorises a loop whose arrays are arguments of the function, but gives up if it must
-    prove for all code of a bucket that they do not overlap.
+    Most of these functions contain one loop. LLVM vectorises a loop whose arrays are arguments of the function, but
+    gives up if it must prove for all code of a bucket that the arrays do not overlap.
     """
     compiled: _Function = numba.njit(**_OPTIONS)(function)
     return compiled
@@ -67,7 +67,7 @@ def borrow(typing_context: Any, array: Any) -> Any:  # noqa: ARG001 - numba's pr
 class Kernel:
     """A function with one fixed signature, compiled or read from the cache at its first call.
 
-    The signature declares input arrays as read-only, and accepts both read-only and writable ones. numba by itself
+    The signature declares input arrays as read-only, and accepts both read-only and writable ones. Without it numba
     would compile a version for every combination.
 
     Parameters
@@ -80,9 +80,9 @@ class Kernel:
     Notes
     -----
     Compiled code is stored where ``NUMBA_CACHE_DIR`` or ``NUMBA_CACHE_LOCATOR_CLASSES`` say, else in a
-    `private_folder`. If that is refused, every process compiles again. numba would miss a change of a function that a
-    kernel inlines from another file. So the names of its cache files, taken from ``__qualname__``, contain a digest of
-    all files of this package, as does the name of the folder.
+    `private_folder`. If that folder is refused, every process compiles again. numba would miss a change of a function
+    that a kernel inlines from another file. So the names of its cache files, taken from ``__qualname__``, contain a
+    digest of all files of this package, as does the name of the folder.
     """
 
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
@@ -123,7 +123,7 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 
 class _Locator:
-    """Tells numba where the compiled form of a kernel is, and when it is out of date."""
+    """Tells numba where a compiled kernel is stored, and when it is out of date."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         self._py_file = function.__code__.co_filename  # numba names it in warnings
@@ -157,7 +157,7 @@ class _Cache(caching.FunctionCache):
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
-    """Return numba's cache of one function: where the user has said, else in a private folder, else None."""
+    """Return numba's cache of one function: in the user's folder if set, else in a private folder, else None."""
     is_set = numba.config.CACHE_DIR or getattr(numba.config, "CACHE_LOCATOR_CLASSES", "")
     try:
         return (caching.FunctionCache if is_set else _Cache)(function)
@@ -169,10 +169,10 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _folder() -> Path | None:
-    """Return the private folder of these kernels and this numba, None if there can be none."""
+    """Return the private folder for these kernels and this version of numba, or None if it cannot be made."""
     try:
         return private_folder(f"numba-{numba.__version__}-{_digest_of_sources()}")
-    except (OSError, RuntimeError) as error:  # of Path.home(), which finds none
+    except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() finds no home
         _log.warning(
             "every process compiles its kernels anew: %s; set NUMBA_CACHE_DIR to a folder of your own", error
         )
@@ -183,7 +183,7 @@ _told = False
 
 
 def _tell_once(cache: str, name: str) -> None:
-    """Log once per process that kernels are being compiled, if this one is not in the cache."""
+    """Log once per process that kernels are being compiled, if this kernel is not in the cache."""
     global _told  # noqa: PLW0603
     if not _told and not any(Path(cache).glob(f"*{name}-*.nbi")):
         _told = True

@@ -1,4 +1,4 @@
-"""The numba kernels as the set that the core calls."""
+"""The numba kernels as a kernel set, which the core calls."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 class NumbaKernels:
-    """Kernels for C-contiguous arrays in the memory of the CPU: NumPy's, and torch's without a copy.
+    """Kernels for C-contiguous NumPy arrays, and for torch tensors on the CPU, whose memory they share.
 
-    float32 is computed in place; float16 and bfloat16 are converted first, which the library does.
+    float32 needs no conversion; the array library converts float16 and bfloat16 first.
     """
 
     name = "numba"
@@ -74,7 +74,7 @@ class NumbaKernels:
             return False
         kind = type(x), x.dtype
         taken = _taken.get(kind)
-        if taken is None:  # the name of a dtype takes NumPy longer than a kernel takes for a small array
+        if taken is None:  # cached: NumPy takes longer for a dtype's name than a kernel for a small array
             known = isinstance(x, np.ndarray) or is_torch_array(x)
             taken = _taken[kind] = known and dtype_name(x.dtype) in _DTYPES
         return taken
@@ -106,14 +106,14 @@ class NumbaKernels:
             return None
         encoder = encoder_of(run, kernels.bucket_size, values, data, mixed, key.bucket if key else 0)
         new = None
-        if old is not None:  # the kernels tell by identity what shares memory
+        if old is not None:  # the kernels recognise shared memory by the arrays' identity
             shared = old if out is residual else values if out is x else None
             new = empty(old.shape) if out is None else _values(out) if shared is None else shared
             if new is None or not new.flags.writeable:
                 return None
         if not encode(encoder, old, new):
             if out is not x:
-                return None  # the pure version says so
+                return None  # the pure version raises
             raise refusal(compressor)
         rest = out
         if new is not None and out is None:
@@ -123,7 +123,7 @@ class NumbaKernels:
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return what a payload decompresses to, in ``out`` if that is given."""
+        """Return the decompressed payload, in ``out`` if given."""
         room = _room(like, out)
         if room is None:
             return None
@@ -135,13 +135,13 @@ class NumbaKernels:
         return target
 
     def empty_like(self, x: Array) -> Array | None:
-        """Return room for an array like x on memory that was used before, if it is computed in float32."""
+        """Return an uninitialised array like x, in reused memory if available; None unless x is float32."""
         return _empty(x) if dtype_name(x.dtype) == "float32" else None
 
     def average(
         self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
     ) -> Array | None:
-        """Return the mean of what payloads decompress to, a block at a time."""
+        """Return the mean of decompressed payloads, computed a block at a time."""
         room = _room(like, out)
         if room is None:
             return None
@@ -162,7 +162,7 @@ class NumbaKernels:
         *,
         out: Array | None,
     ) -> Encoded | None:
-        """Compress the mean of what payloads decompress to, a block at a time; None if a value is out of range."""
+        """Compress the mean of decompressed payloads, a block at a time; None if a value is out of range."""
         old = None if residual is None else _values(residual)
         room = _room(like, out)
         if room is None or (residual is not None and old is None):
@@ -199,7 +199,7 @@ class NumbaKernels:
         *,
         blends: Sequence[Blend],
     ) -> list[Array] | None:
-        """Compress all segments of some chunks in a call of a kernel for each compressor."""
+        """Compress all segments of some chunks, with one kernel call for each compressor."""
         plan = plan_of(frames)
         donated = outs is tensors
         if plan.groups is None or (blends and (donated or len({b[1:] for b in blends}) > 1)):
@@ -225,13 +225,13 @@ class NumbaKernels:
             if not run_encoder(run, group.kernels.bucket_size, vectors, mode, weights):
                 if donated:
                     raise refusal(group.compressor)
-                return None  # the pure version says so
+                return None  # the pure version raises
         return [_as_array_of(tensors[0], each) for each in messages]
 
     def decode_frames(
         self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
     ) -> bool:
-        """Decompress all segments of some chunks in a call of a kernel for each compressor."""
+        """Decompress all segments of some chunks, with one kernel call for each compressor."""
         plan = plan_of(frames)
         to, at = _addresses_of(outs, plan.tensors, written=True), _addresses_of_messages(messages)
         if plan.groups is None or to is None or at is None:
@@ -305,7 +305,7 @@ class NumbaKernels:
         return _as_array_of(m, mixed.reshape(m.shape))
 
     def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:
-        """Return the momentum and that of Nesterov in new arrays."""
+        """Return the momentum and Nesterov's momentum in new arrays."""
         old, gradient = _values(m), _values(g)
         if old is None or gradient is None:
             return None
@@ -314,7 +314,7 @@ class NumbaKernels:
         return _as_array_of(m, new.reshape(m.shape)), _as_array_of(m, ahead.reshape(m.shape))
 
     def descend(self, p: Array, d: Array, rate: float, decay: float, *, out: Array | None) -> Array | None:
-        """Return the parameters after a step, in ``out`` if that is given."""
+        """Return the parameters after a step, in ``out`` if given."""
         values, direction, room = _values(p), _values(d), _room(p, out)
         if values is None or direction is None or room is None:
             return None
@@ -324,7 +324,7 @@ class NumbaKernels:
         return target
 
     def scale(self, x: Array, factor: float) -> Array | None:
-        """Return a multiple in a new array."""
+        """Return ``factor * x`` in a new array."""
         values = _values(x)
         if values is None:
             return None
@@ -346,7 +346,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
-        """Return the parameters in new arrays or in their own, and the masked momenta in their buffers."""
+        """Return the parameters, in new arrays or in their own, and the masked momenta in the momenta's buffers."""
         moved = [p if donate and is_mutable(p) else _empty(p) for p in params]
         table = _table(params, momenta, variances, moved, momenta)
         if table is None or not all(map(is_mutable, momenta)):
@@ -388,7 +388,7 @@ class NumbaKernels:
     def compensate(
         self, x: Array, residual: Array | None, *, out: Array | None
     ) -> tuple[Array, float] | None:
-        """Return x, plus a residual if there is one, and its largest magnitude."""
+        """Return x plus the residual, if there is one, and the largest magnitude of the sum."""
         values, room = _values(x), _room(x, out)
         old = NO_VALUES if residual is None else _values(residual)
         if values is None or old is None or room is None:
@@ -401,7 +401,7 @@ class NumbaKernels:
     def take_low_rank(
         self, left: Array, right: Array, matrix: Array, *, out: Array | None
     ) -> tuple[Array, Array] | None:
-        """Return the product of two factors, and what it leaves of a matrix in the buffer of that."""
+        """Return the product of two factors, and the matrix minus this product in the matrix's buffer."""
         factors, whole, room = [_values(left), _values(right)], _values(matrix), _room(matrix, out)
         if factors[0] is None or factors[1] is None or whole is None or room is None:
             return None
@@ -416,7 +416,7 @@ class NumbaKernels:
 KERNELS = NumbaKernels()
 
 _taken: dict[tuple[type, object], bool] = {}
-"""Whether arrays of a class and dtype are taken, if they are in the memory of the CPU."""
+"""Whether arrays of a class and dtype are accepted, provided that they are in CPU memory."""
 
 
 def _is_tensor(x: Array) -> bool:
@@ -424,7 +424,7 @@ def _is_tensor(x: Array) -> bool:
 
 
 def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
-    """Return a NumPy array as an array of the library of x, on the same memory."""
+    """Return a NumPy array as an array of the library of x that shares its memory."""
     return array_namespace(x).asarray(values) if _is_tensor(x) else values
 
 
@@ -433,7 +433,7 @@ def _empty(like: Array) -> Array:
 
 
 def _table(*arrays: Sequence[Array]) -> Longs | None:
-    """Return the addresses of the arrays of each tensor, a row for each; None if the kernels do not reach them all."""
+    """Return the addresses of each tensor's arrays, one row per tensor; None if the kernels cannot access them all."""
     together = [x for of_kind in arrays for x in of_kind]
     shapes = [x.shape for x in together]
     found = _addresses(together)
@@ -443,7 +443,7 @@ def _table(*arrays: Sequence[Array]) -> Longs | None:
 
 
 def _addresses(arrays: Sequence[Array], *, written: bool = False) -> list[int] | None:
-    """Return the addresses of arrays, None if the kernels do not reach them all."""
+    """Return the addresses of arrays, or None if the kernels cannot access all of them."""
     if not arrays or type(arrays[0]) is np.ndarray or not is_torch_array(arrays[0]):
         return addresses(arrays, written=written)
     found = list(map(_address_of_tensor, arrays))
@@ -458,7 +458,7 @@ def _sizes(arrays: Sequence[Array]) -> list[int]:
 
 
 def _address_of_tensor(x: Array) -> int:
-    """Return where the elements of a tensor of torch are, -1 if they are not float32 side by side on the CPU."""
+    """Return the address of a torch tensor's elements, or -1 unless they are contiguous float32 on the CPU."""
     if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
         return -1
     at: int = x.data_ptr()
@@ -474,7 +474,7 @@ def _tell_torch(written: Sequence[Array]) -> None:
 
 
 def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
-    """Return an array for a result, and it as a flat NumPy array; None if the kernels cannot write to it."""
+    """Return an array for a result, and a flat NumPy view of it; None if the kernels cannot write to it."""
     if dtype_name(like.dtype) != "float32":
         return None
     target = _empty(like) if out is None else out
@@ -483,7 +483,7 @@ def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
 
 
 def _values(x: Array) -> Floats | None:
-    """Return an array as a flat NumPy array on the same memory, None if that is not possible."""
+    """Return a flat NumPy view of an array, or None if that is not possible."""
     if _is_tensor(x):
         if x.device.type != "cpu" or x.requires_grad or not x.is_contiguous():
             return None
@@ -504,14 +504,14 @@ def _received(kernels: CompressorKernels, payloads: Sequence[Array], out: Floats
 
 
 def _addresses_of(arrays: Sequence[Array], numbers: Sequence[int], *, written: bool = False) -> Longs | None:
-    """Return the addresses of some of several arrays, None if the kernels do not reach them all."""
+    """Return the addresses of the arrays with these numbers, or None if the kernels cannot access all of them."""
     some = arrays if len(numbers) == len(arrays) else [arrays[number] for number in numbers]
     found = _addresses(some, written=written)
     return None if found is None else np.asarray(found, dtype=np.int64)
 
 
 def _addresses_of_messages(messages: Sequence[Array]) -> Longs | None:
-    """Return the addresses of messages, None if their bytes are not side by side."""
+    """Return the addresses of messages, or None if one is not contiguous in CPU memory."""
     if _is_tensor(messages[0]):
         found = [x.data_ptr() if x.is_cpu and x.is_contiguous() else -1 for x in messages]
     else:

@@ -1,10 +1,10 @@
 """Nearest rounding to the best levels for a normal distribution, with feedback: `qcomp.core.compressors.lloyd_max`.
 
-p = flush(flush(x) + residual); code = the number of thresholds, times the root mean p^2 of the bucket, below |p|, with
-the sign on top; step = <|p|, level> / ||level||^2, cut to 17 bits; residual' = flush(p - signed level * step).
+p = flush(flush(x) + residual); code = how many thresholds * (root mean p^2 of the bucket) are below |p|, with the sign
+in the top bit; step = <|p|, level> / ||level||^2, cut to 17 bits; residual' = flush(p - signed level * step).
 
 Bytes read and written per element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8; decode b/8 and
-4, and 4 more are read to accumulate. The bound is arithmetic: a pass over the bucket for each threshold.
+4, plus 4 read to accumulate. Arithmetic is the limit: a pass over the bucket for each threshold.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["decode_lloyd_max", "encode_lloyd_max"]
 
 
 def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
-    """Return what compresses vectors to the levels of so many bits."""
+    """Return a function that compresses vectors to the levels for this many bits."""
     levels, thresholds = (np.asarray(table[bits], dtype=np.float32) for table in (LEVELS, THRESHOLDS))
 
     def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
@@ -68,7 +68,7 @@ def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
 
 
 def decode_lloyd_max(bits: int, bucket_size: int) -> DecodeRun:
-    """Return what decompresses payloads of levels of so many bits."""
+    """Return a function that decompresses payloads of levels of this many bits."""
     levels = np.asarray(LEVELS[bits], dtype=np.float32)
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:

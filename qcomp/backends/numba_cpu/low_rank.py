@@ -1,6 +1,7 @@
 """PowerSGD's passes over whole matrices: a gradient plus its residual, and the product of two factors.
 
-Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8, for low ranks bound by the memory.
+Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8. Memory bandwidth is the limit for
+low ranks.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from qcomp.backends.numba_cpu.primitives import U, as_bits, as_float, flush, lar
 __all__ = ["NO_VALUES", "compensate", "take_low_rank"]
 
 _RUN = 1 << 12
-"""Elements that stay in the first-level cache between the loops over them."""
+"""Elements per pass, few enough to stay in the first-level cache between loops over them."""
 
 NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
 def compensate(x: Floats, residual: Floats, out: Floats) -> float:
-    """Let out = flush(flush(x) + residual), and return its largest magnitude, NaN if there is one.
+    """Let out = flush(flush(x) + residual), and return its largest magnitude, or NaN if it holds one.
 
     Parameters
     ----------
     x : array of float32, shape (n,)
     residual : array of float32, shape (n,)
-        Or `NO_VALUES` for zeros, which are not read.
+        `NO_VALUES` stands for a residual of zeros, which is not read.
     out : array of float32, shape (n,)
         May be x.
     """
@@ -37,7 +38,7 @@ def compensate(x: Floats, residual: Floats, out: Floats) -> float:
 
 
 def take_low_rank(left: Floats, right: Floats, matrix: Floats, out: Floats, rows: int) -> None:
-    """Let out = the product of two factors, and matrix = what that leaves of it; see `qcomp.core.primitives`.
+    """Let out = the product of two factors, and subtract it from the matrix; see `qcomp.core.primitives`.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""The mean of what several ranks have sent, and its compression, a block at a time.
+"""The mean of the payloads of several ranks, and its compression, a block at a time.
 
 A block is decompressed, added up, divided and compressed again while it is in the caches. Bytes read and written per
-element: `average` 0 and 4, `compress_mean` with feedback 4 and 4, and those of the payloads.
+element, without the payloads: `average` 0 and 4, `compress_mean` with feedback 4 and 4.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from qcomp.backends.numba_cpu.tables import Decoded, Encoded
 __all__ = ["average", "compress_mean"]
 
 BLOCK = 1 << 17
-"""Elements of a block: it fits into a second-level cache of 1 MiB, and calling the kernels takes little of the time."""
+"""Elements of a block: it fits into a second-level cache of 1 MiB, yet kernel calls take little of the time."""
 
 
 def average(decode: DecodeRun, bucket_size: int, vectors: Decoded) -> None:
-    """Put the mean of the payloads of each vector into it, added in their order.
-
-    Below 2**-126 it is +0.
-    """
+    """Store in each vector the mean of its payloads, added in their order; a mean below 2**-126 becomes +0."""
 
     def work(first: int, last: int) -> None:
         for start, stop in _blocks(first, last, bucket_size):
@@ -39,20 +36,20 @@ def compress_mean(
     Parameters
     ----------
     decode, encode : callable
-        Of the same compressor.
+        Kernels of the same compressor.
     bucket_size : int
         Elements in a bucket.
     received : Decoded
-        The payloads, and where their means go.
+        The payloads, and the vectors that receive their means.
     sent : Encoded
         The same vectors, to be compressed.
     mode : int
-        ``OVER_INPUT``, and the vectors get the new residuals; or ``NO_RESIDUAL``, and they hold the means.
+        With ``OVER_INPUT`` the new residuals overwrite the vectors; with ``NO_RESIDUAL`` the vectors keep the means.
 
     Returns
     -------
     bool
-        Whether nothing was out of range; payloads and vectors are garbage otherwise.
+        Whether all values were in range; otherwise payloads and vectors are garbage.
     """
 
     def work(first: int, last: int) -> bool:

@@ -1,8 +1,8 @@
 """Reuses large buffers, since getting a new page from the system costs more than writing to it.
 
 New pages take half of a decoder's time, and a training step needs the same buffers as the step before. So unused
-buffers are kept for the next request of the same size: as many bytes as are in use, and always up to 256 MiB. torch
-does the same with GPU memory.
+buffers are kept for the next request of the same size: up to 256 MiB, or up to the bytes in use if these are more.
+torch does the same with GPU memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def message(nbytes: int, gaps: NDArray[np.int64]) -> Block:
-    """Return room for a message: zeros in its gaps and anything elsewhere, in reused memory if available."""
+    """Return a buffer for a message, with zeros in its gaps and anything elsewhere, in reused memory if available."""
     if nbytes < _LARGE:
         return np.zeros(nbytes, dtype=np.uint8)
     found = _stock.take(nbytes)
@@ -110,5 +110,5 @@ def message(nbytes: int, gaps: NDArray[np.int64]) -> Block:
 
 
 def release_memory() -> None:
-    """Return the memory that is kept for later calls to the system."""
+    """Give the memory that is kept for later calls back to the system."""
     _stock.release()

@@ -1,11 +1,11 @@
 """Eight bits between the extremes of every bucket, with feedback: `qcomp.core.compressors.minmax`.
 
-p = flush(flush(x) + residual); step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps where
-the bucket spans zero, else min; code = rint(flush(p - base) / step) within 0 to 255; residual' = flush(p - (base +
+p = flush(flush(x) + residual); step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps if the
+bucket spans zero, else min; code = rint(flush(p - base) / step), clamped to 0 to 255; residual' = flush(p - (base +
 code * step)).
 
-Bytes read and written per element: encode with feedback 8 and 5, without 4 and 1; decode 1 and 4, and 4 more are
-read to accumulate. Nearly bound by the memory; the division is most of the arithmetic.
+Bytes read and written per element: encode with feedback 8 and 5, without 4 and 1; decode 1 and 4, plus 4 read to
+accumulate. Memory bandwidth is nearly the limit; the division is most of the arithmetic.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["decode_minmax", "encode_minmax", "minmax_decoder", "minmax_encoder"]
 
 
 def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | None = None) -> Encoder:
-    """Return what compresses an array to eight bits an element.
+    """Return an encoder that compresses an array to eight bits per element.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | No
 
 
 def encode_minmax(bucket_size: int) -> EncodeRun:
-    """Return what compresses vectors to eight bits an element."""
+    """Return a function that compresses vectors to eight bits per element."""
 
     def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(bucket_size, dtype=np.float32)
@@ -68,7 +68,7 @@ def encode_minmax(bucket_size: int) -> EncodeRun:
 
 
 def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
-    """Return what decompresses a payload of eight bits an element.
+    """Return a decoder of a payload of eight bits per element.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
 
 
 def decode_minmax(bucket_size: int) -> DecodeRun:
-    """Return what decompresses payloads of eight bits an element."""
+    """Return a function that decompresses payloads of eight bits per element."""
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
@@ -99,9 +99,9 @@ def decode_minmax(bucket_size: int) -> DecodeRun:
 
 @inline
 def _ordered(bits: np.uint32) -> np.int32:
-    """Return an integer that is ordered as the float32 of these bits, NaN outside the infinities; its own inverse.
+    """Return an integer that is ordered like the float32 with these bits, NaN beyond the infinities; its own inverse.
 
-    Comparisons of floats that may be NaN do not vectorise.
+    The kernels compare integers because comparisons of floats that may be NaN do not vectorise.
     """
     signed = np.int32(bits)
     return np.int32(signed ^ (signed >> np.int32(31) & np.int32(0x7FFFFFFF)))
@@ -129,7 +129,7 @@ def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32
     """Fill the codes, and let p = flush(p - decoded)."""
     for i in range(p.size):
         value = p[i]
-        # Clamped before it is rounded, which changes nothing, and rounded by an addition: the code is in the last byte.
+        # Clamping before rounding gives the same code. An addition rounds: the code is then in the last byte.
         rounded = _clamp(flush(value - base) / divisor) + ROUND
         codes[i] = np.uint8(as_bits(rounded))
         p[i] = flush(value - (base + (rounded - ROUND) * step))
@@ -161,7 +161,7 @@ def _encode_vector(
     for bucket in range(first, last):
         start = bucket * bucket_size
         stop = min(start + bucket_size, size)
-        # No padding: it has no part in the extremes.
+        # No padding, which must not affect the extremes.
         p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch)
         low, high = _extremes(p)
         if too_large(as_bits(low)) or too_large(as_bits(high)):

@@ -98,7 +98,7 @@ def _split4(data: Bytes, codes: Codes) -> None:
 def _collect(source: Codes, come: int, go: int, target: Codes) -> None:
     """Copy bit ``come`` of every source element to bit ``go`` of the target.
 
-    It uses masks, since numba shifts by a variable in 64 bits, which uses only an eighth of the lanes.
+    It uses masks, since numba shifts by a variable in 64 bits, which would use only an eighth of a vector's lanes.
     """
     from_bit, to_bit, none = source.dtype.type(1 << come), target.dtype.type(1 << go), target.dtype.type(0)
     for j in range(target.size):

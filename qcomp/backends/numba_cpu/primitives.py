@@ -1,4 +1,4 @@
-"""Building blocks of the kernels: loops over one bucket, which stays in the first-level cache between them.
+"""Building blocks of the kernels: loops over one bucket, which stays in the first-level cache between these loops.
 
 The arithmetic equals that of `qcomp.core`, operation by operation. Loops that read a vector from memory run straight
 through it, in the order that prefetchers expect.
@@ -56,11 +56,11 @@ MAGNITUDE = U(0x7FFFFFFF)
 SIGN = U(0x80000000)
 
 ROUND = F(1.5 * 2.0**23)
-"""Added to a magnitude of up to 2**22, it leaves the nearest integer, half to even, in the last bits."""
+"""Adding it to a magnitude of up to 2**22 leaves the nearest integer, half to even, in the last bits."""
 ROUND_BITS = np.int32(0x4B400000)
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
-"""The buffer of an encoder's new residual: none, that of the old residual, a new one, or that of x."""
+"""The buffer of an encoder's new residual: none, the old residual's, a new one, or the buffer of x."""
 
 
 @inline
@@ -119,10 +119,10 @@ def load(
     length: int,
     beside: Floats,
 ) -> Floats:
-    """Return p = flush(flush(x) + residual) of the elements from start to stop, with zeros up to a length.
+    """Return p = flush(flush(x) + residual) of the elements from start to stop, padded with zeros to a length.
 
-    It is stored where the new residual will be, or in the scratch ``beside`` without a residual or with padding. If m
-    is not empty, keep * m + new * x takes the place of x.
+    p is stored where the new residual will be; without a residual or with padding, it is in the scratch ``beside``. If
+    m is not empty, keep * m + new * x takes the place of x.
     """
     filled = stop - start
     if m.size > 0:
@@ -162,7 +162,7 @@ def _copy_flushed(x: Floats, p: Floats) -> None:
 
 @inline
 def mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) -> None:
-    """Let out = keep * m + new * g, in an array that overlaps with neither."""
+    """Let out = keep * m + new * g; out must overlap neither m nor g."""
     for i in range(out.size):
         out[i] = keep * m[i] + new * g[i]
 
@@ -175,7 +175,7 @@ def _add(x: Floats, residual: Floats, p: Floats) -> None:
 
 @inline
 def _add_into(x: Floats, p: Floats) -> None:
-    """Add x to p, the old residual; `_add` would do the same in scalar code, since LLVM would assume an overlap."""
+    """Add x to p, the old residual; `_add` would run as scalar code here, since LLVM would assume an overlap."""
     for i in range(p.size):
         p[i] = flush(flush(x[i]) + p[i])
 
@@ -211,7 +211,8 @@ def _blend_and_add(
 def largest_bits(p: Floats) -> np.uint32:
     """Return the bits of the largest magnitude.
 
-    Integers order NaN above infinity, and vectorise. They are signed, because numba compares unsigned ones in 64 bits.
+    Comparing integers puts NaN above infinity, and vectorises. They are signed, because numba compares unsigned ones in
+    64 bits.
     """
     largest = np.int32(0)
     for i in range(p.size):
@@ -221,7 +222,7 @@ def largest_bits(p: Floats) -> np.uint32:
 
 @inline
 def too_large(bits: np.uint32) -> bool:
-    """Return whether these are the bits of a magnitude from 2**100 on, an infinity or NaN, of any sign."""
+    """Return whether these bits encode a magnitude of at least 2**100, an infinity or NaN, of any sign."""
     return bool(np.int64(bits & MAGNITUDE) >= TOO_LARGE)
 
 

@@ -1,12 +1,11 @@
 """Stochastic rounding to evenly spaced levels, with feedback: `qcomp.core.compressors.qsgd`.
 
-p = flush(flush(x) + residual); step = norm of the bucket over the levels, rounded up to 17 bits;
-position = min(|p| / step, levels); level = floor(position), one more if draw < rint(fraction * 65536);
-code = level, with the sign on top; residual' = flush(p - signed level * step).
+p = flush(flush(x) + residual); step = norm of the bucket / levels, rounded up to 17 bits;
+position = min(|p| / step, levels); level = floor(position), plus 1 if draw < rint(fraction * 65536);
+code = level, with the sign in the top bit; residual' = flush(p - signed level * step).
 
 Bytes read and written per element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8.
-The bound is arithmetic: ten rounds of Philox for eight
-elements and a division for each.
+Arithmetic is the limit: ten rounds of Philox for eight elements and a division for each.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from qcomp.backends.numba_cpu.tables import Encoded, input_vectors, run_of
 __all__ = ["encode_qsgd", "qsgd_encoder", "round_up_step"]
 
 BATCH = 1 << 9
-"""Elements that are worked on at a time, in whole buckets if these are small. Loops get long enough; and memory that is
-read in pieces of no more than a page keeps coming during the arithmetic."""
+"""Elements per batch: several whole buckets if these are small, so that loops are long enough. Reading memory in pieces
+of at most a page lets prefetching go on during the arithmetic."""
 
 
 def qsgd_encoder(
@@ -63,7 +62,7 @@ def qsgd_encoder(
     factor: float | None = None,
     held: int | None = None,
 ) -> Encoder:
-    """Return what compresses an array to levels and steps.
+    """Return an encoder that compresses an array to levels and steps.
 
     Parameters
     ----------
@@ -78,10 +77,11 @@ def qsgd_encoder(
     hop, first_bucket : int
         ``hop`` and ``bucket`` of the key.
     factor : float, optional
-        What the decoder multiplies with as `qcomp.Scaled` does, also where it rounds to 1; the payload does not depend
-        on it.
+        The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it. A factor that rounds to
+        1 still counts as one.
     held : int, optional
-        The elements that a bucket is filled with, the rest being zeros, as in `qcomp.WholeFields`; all by default.
+        How many elements a bucket takes from x, as in `qcomp.WholeFields`; the rest of the bucket is zeros. By default
+        all.
     """
     run = encode_qsgd(levels, bucket_size, norm, key, hop, factor=factor, held=held)
     return encoder_of(run, held or bucket_size, x, data_out, blend, first_bucket)
@@ -97,7 +97,7 @@ def encode_qsgd(
     factor: float | None = None,
     held: int | None = None,
 ) -> EncodeRun:
-    """Return what compresses vectors to levels and steps; see `qsgd_encoder`."""
+    """Return a function that compresses vectors to levels and steps; see `qsgd_encoder`."""
     bits, l2 = levels.bit_length() + 1, norm == "l2"
     options = bucket_size, held or bucket_size, levels, bits, l2, *key, hop
     kernel = _encode if bits <= 8 else _encode_wide
@@ -125,7 +125,7 @@ def encode_qsgd(
 
 @inline
 def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
-    """Return norm / levels with the bits of ``low`` rounded up to zero; see `qcomp.core.compressors.qsgd`.
+    """Return norm / levels, rounded up until the bits of ``low`` are 0; see `qcomp.core.compressors.qsgd`.
 
     Norms are float32 here, so the step cannot have come out too small in a conversion from float64.
     """
@@ -137,18 +137,18 @@ def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
 
 @inline
 def _level(value: np.float32, draw: np.uint16, divisor: np.float32, levels: np.float32) -> np.float32:
-    """Return the level that a value is rounded to by a draw."""
+    """Return the level that a value is rounded to, given a draw."""
     position = abs(value) / divisor
     position = position if position < levels else levels
     level: np.float32 = np.floor(position)
-    # rint(fraction * 65536), with the bits of ROUND above it: the comparison of integers saves two conversions.
+    # rint(fraction * 65536), with the bits of ROUND above it: comparing integers saves two conversions.
     threshold = np.int32(as_bits((position - level) * F(65536) + ROUND))
     return level + F(1) if threshold > np.int32(np.int32(draw) + ROUND_BITS) else level
 
 
 @inline
 def _code(value: np.float32, level: np.float32, top: np.uint32) -> np.uint32:
-    """Return the code of a level: with ``top`` where it is negative."""
+    """Return the code of a level, with the bit ``top`` set if the level is negative."""
     code = U(np.int32(level))
     return U(code | top if value < ZERO and level > ZERO else code)
 
@@ -169,7 +169,7 @@ def _quantise(
     top: np.uint32,
     codes: Codes,
 ) -> None:
-    """Fill the codes, and let p be the rest."""
+    """Fill the codes, and let p = flush(p - decoded)."""
     for j in range(p.size):
         value = p[j]
         level = _level(value, draws[j], divisor, levels)
@@ -237,7 +237,7 @@ def _encode_vector(
     beside = scratch[2 * room :]
     batch = first
     while batch < last:
-        # As many full buckets as there is room for, or the tail alone, or one that has padding.
+        # A batch is as many full buckets as fit, or the tail alone, or one bucket with padding.
         start = batch * held
         filled = min(held, size - start)
         length = bucket_size if filled == held else bucket_length(filled)
@@ -342,4 +342,4 @@ _encode, _encode_wide = (
     )(_encode_vectors)
     for codes in ("u8", "u16")
 )
-"""For codes of up to 8 bits and of up to 16: narrow ones fill a vector with twice as many."""
+"""For codes of up to 8 bits and of up to 16: twice as many narrow codes fit into a vector."""

@@ -1,6 +1,6 @@
-"""Levels and steps back to values: the decoder of `qcomp.core.compressors.qsgd`, and of that scaled.
+"""Levels and steps back to values: the decoder of `qcomp.core.compressors.qsgd`, also inside `qcomp.Scaled`.
 
-Bytes read and written per element, with b bits: b/8 and 4, and 4 more are read to accumulate.
+Bytes read and written per element, with b bits: b/8 and 4, plus 4 read to accumulate.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def qsgd_decoder(
     factor: float | None = None,
     held: int | None = None,
 ) -> Decoder:
-    """Return what decompresses a payload of levels and steps.
+    """Return a decoder of a payload of levels and steps.
 
     Parameters
     ----------
     data, out
         See `qcomp.backends.numba_cpu.sign.sign_decoder`.
     levels, bucket_size : int
-        Those of the encoder.
+        The same as the encoder's.
     factor, held : optional
         See `qcomp.backends.numba_cpu.qsgd.qsgd_encoder`.
     """
@@ -53,7 +53,7 @@ def qsgd_decoder(
 def decode_qsgd(
     levels: int, bucket_size: int, *, factor: float | None = None, held: int | None = None
 ) -> DecodeRun:
-    """Return what decompresses payloads of levels and steps; see `qsgd_decoder`."""
+    """Return a function that decompresses payloads of levels and steps; see `qsgd_decoder`."""
     bits, filled = levels.bit_length() + 1, held or bucket_size
     kernel = _decode if bits <= 8 else _decode_wide
 
@@ -148,7 +148,7 @@ def _decode_vector(
         part, values = codes[: stop - start], out[start:stop]
         if streams:
             values = beside[: stop - start]
-        if factor == F(0):  # not scaled: a factor that rounds to 1 still clears a bit
+        if factor == F(0):  # not scaled; unlike 0, a factor that rounds to 1 still clears a bit
             if accumulate:
                 _accumulate(part, sign, step, values)
             else:

@@ -3,9 +3,9 @@
 p = flush(flush(x) + residual); scale = mean |p| or root mean p^2 of the bucket; code = 1 where p < 0;
 residual' = flush(p - (scale or -scale)).
 
-Bytes read and written per element: encode with feedback 8 and 4.125, without 4 and 0.125; decode 0.125 and 4, and
-4 more are read to accumulate. The bound is the memory: encoding runs through a bucket three times (sum; signs
-and sums; new residual), but only the first time does it come from memory.
+Bytes read and written per element: encode with feedback 8 and 4.125, without 4 and 0.125; decode 0.125 and 4, plus
+4 read to accumulate. Memory bandwidth is the limit: encoding passes over a bucket three times (sum; signs and sums;
+new residual), but only the first pass reads it from memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["decode_sign", "encode_sign", "sign_decoder", "sign_encoder"]
 def sign_encoder(
     x: Floats, bucket_size: int, scale: Literal["l1", "rms"], data_out: Bytes, blend: Mix | None = None
 ) -> Encoder:
-    """Return what compresses an array to signs and scales.
+    """Return an encoder that compresses an array to signs and scales.
 
     Parameters
     ----------
@@ -64,15 +64,15 @@ def sign_encoder(
     scale : {"l1", "rms"}
         See `qcomp.ScaledSign`.
     data_out : array of uint8, shape (nbytes,)
-        For the payload; all of it is written.
+        Receives the payload; all of it is written.
     blend : Mix, optional
-        What to blend x into first.
+        The momentum to blend x into first.
     """
     return encoder_of(encode_sign(bucket_size, scale), bucket_size, x, data_out, blend)
 
 
 def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
-    """Return what compresses vectors to signs and scales."""
+    """Return a function that compresses vectors to signs and scales."""
 
     def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(2 * bucket_size, dtype=np.float32)
@@ -85,7 +85,7 @@ def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
 
 
 def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
-    """Return what decompresses a payload of signs and scales.
+    """Return a decoder of a payload of signs and scales.
 
     Parameters
     ----------
@@ -94,13 +94,13 @@ def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
     bucket_size : int
         Elements that share a scale.
     out : array of float32, shape (n,)
-        Gets the values, or is added to.
+        Receives the values, or their sum with what it holds.
     """
     return decoder_of(decode_sign(bucket_size), bucket_size, data, out)
 
 
 def decode_sign(bucket_size: int) -> DecodeRun:
-    """Return what decompresses payloads of signs and scales."""
+    """Return a function that decompresses payloads of signs and scales."""
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
         beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
@@ -122,8 +122,8 @@ def decode_sign(bucket_size: int) -> DecodeRun:
 def _signs_and_sums(p: Floats, codes: Bytes, sums: Floats) -> None:
     """Pack the signs, and let sums hold the third level of the halving tree over the magnitudes.
 
-    Bit k of byte j is the sign of element k * W + j, and these eight elements are those that three halvings add up:
-    one loop does both.
+    Bit k of byte j is the sign of element k * W + j. Three halvings add up the same eight elements, so one loop does
+    both.
     """
     width = codes.size
     p0, p1, p2, p3 = p[:width], p[width : 2 * width], p[2 * width : 3 * width], p[3 * width : 4 * width]
@@ -198,7 +198,7 @@ def _encode_vector(
             total, power = scaled_squares(p, largest, sums[: length // 2])
             scale = flush(F(math.sqrt(total / F(filled))) * power)
         else:
-            # No magnitude is larger than their sum; only if that is too large is there more to look at.
+            # No magnitude exceeds the sum, so the elements are checked only if the sum is too large.
             total = tree_sum(sums[:width])
             if too_large(as_bits(total)) and too_large(largest_bits(p)):
                 return bucket
@@ -240,7 +240,7 @@ def _encode(
     return -1
 
 
-# A choice between two values, of which vector units have one for every lane: shifts of bytes numba does in 64 bits.
+# Choosing between two values uses every lane of a vector; numba would shift bytes in 64 bits.
 
 
 @inline

@@ -1,9 +1,9 @@
-"""Stores that bypass the caches, for results larger than these.
+"""Stores that bypass the caches, for results larger than the caches.
 
 An ordinary store first reads the line that it will overwrite, which doubles a decoder's traffic. Stores past the caches
-avoid that, as large copies of the C library do. Whether this pays depends on the processor: on an Ice Lake Xeon a sign
-decoder takes a third less time. On a Zen 4 EPYC, which writes past its caches at a fifth of its read rate, it takes two
-thirds more.
+avoid that; the C library uses them for large copies. Whether they pay depends on the processor. With them a sign
+decoder takes a third less time on an Ice Lake Xeon. It takes two thirds more on a Zen 4 EPYC, which writes past its
+caches at a fifth of its read rate.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["finish_streams", "pays", "stream"]
 _LANES = 8
 """Elements of a vector store: 32 bytes, which every x86 with AVX supports; elsewhere the compiler splits it."""
 _LARGE = 1 << 23
-"""Elements of an array that is too large to be still cached when it is read."""
+"""Elements from which an array is too large to be still in the caches when it is read."""
 _SLOW = binding.get_host_cpu_name().startswith("znver")
 
 
 def pays(size: int) -> bool:
-    """Return whether to stream this many float32: too many for the caches, on a processor that streams fast."""
+    """Return whether to stream this many float32: they exceed the caches, and the processor streams fast."""
     return size >= _LARGE and not _SLOW
 
 
 @extending.intrinsic
 def _stream_vectors(typing_context: Any, target: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
-    """Copy ``count`` vectors from ``start`` on, where the target is aligned."""
+    """Copy ``count`` vectors, beginning at ``start``, where the target is aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = ir.VectorType(ir.FloatType(), _LANES)

@@ -1,7 +1,7 @@
 """Tables of vectors: a kernel takes addresses, so that one call works on many vectors, however small they are.
 
-The buckets of all vectors of a table are numbered in order. A call of a kernel works on a run of these numbers, so that
-threads share a table evenly, whatever its vectors are.
+The buckets of all vectors of a table are numbered in order. A kernel call works on a run of these numbers, so threads
+share a table evenly, however its vectors differ in size.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Encoded(NamedTuple):
 
     rows: Longs
     """Shape (n, 8): the addresses of the values, of the old and the new residual, of the momentum that the values are
-    blended into, and of the payload, 0 where there is none; the number of values, the bytes of the payload, and the
-    number of the first bucket, from which it draws."""
+    blended into, and of the payload, 0 where there is none; the number of values; the bytes of the payload; and the
+    number of the first bucket, with which the draws begin."""
     ends: Longs
     """The number of the bucket after the last of each vector."""
 
@@ -58,7 +58,7 @@ class Encoded(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Vectors to decompress, each from one or several payloads, which are added up."""
+    """Vectors to decompress, each the sum of one or several payloads."""
 
     rows: Longs
     """Shape (n, 3): the address of the vector, the number of values, and the bytes of a payload."""
@@ -79,10 +79,10 @@ def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
 
 
 def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, bucket: int = 0) -> Encoded:
-    """Return the table of one vector, its payload, and the momentum that it is blended into."""
+    """Return the table of one vector, its payload, and the momentum that the vector is blended into."""
     momentum = 0 if m is None else address(m)
     end = -(-x.size // bucket_size)
-    # One array for both tables: making it takes as long as compressing a hundred elements.
+    # One array for both tables, since making an array takes as long as compressing a hundred elements.
     row = np.array(
         (address(x), 0, 0, momentum, address(data), x.size, data.size, bucket, end), dtype=np.int64
     )
@@ -97,21 +97,21 @@ def decoded_vectors(payloads: Sequence[Bytes], bucket_size: int, out: Floats) ->
 
 
 def address(x: Floats | Bytes) -> int:
-    """Return where the elements of a flat array are, of float32 or uint8; NumPy would take ten times as long."""
+    """Return the address of a flat array of float32 or uint8, ten times as fast as NumPy does."""
     at: int = (_address_of_bytes if x.itemsize == 1 else _address_of_floats).compiled(x)
     return at
 
 
 def addresses(arrays: Sequence[Any], *, written: bool = False) -> list[int] | None:
-    """Return where the elements of NumPy arrays are, of float32 and without gaps.
+    """Return the addresses of contiguous float32 NumPy arrays.
 
-    None if one is another array, or is read-only and will be written to.
+    Returns None if one of them is something else, or is read-only and will be written to.
     """
     if written and [x for x in arrays if not x.flags.writeable]:
         return None
     try:
         return list(map(_address_of_floats.compiled, [x if x.ndim == 1 else _flat(x) for x in arrays]))
-    except TypeError:  # the kernels take no other arrays
+    except TypeError:  # from a kernel, which accepts no other arrays, or from `_flat`
         return None
 
 
@@ -145,7 +145,7 @@ def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> A
 
 @inline
 def floats_at(address: int, size: int) -> Floats:
-    """Return the float32 array at an address, which counts no references."""
+    """Return the float32 array at an address; it is not reference-counted."""
     array: Floats = numba.carray(_float_pointer(address), (size,))
     return array
 
@@ -158,7 +158,7 @@ def _bytes_at(address: int, size: int) -> Bytes:
 
 @inline
 def run_of(ends: Longs, number: int, first: int, last: int) -> tuple[int, int, int]:
-    """Return the vector, not before ``number``, that has bucket ``first``, and its buckets from there to ``last``."""
+    """Return the vector from ``number`` on that holds bucket ``first``, and its buckets from there to ``last``."""
     while ends[number] <= first:
         number += 1
     begin = ends[number - 1] if number > 0 else 0
@@ -167,7 +167,7 @@ def run_of(ends: Longs, number: int, first: int, last: int) -> tuple[int, int, i
 
 @inline
 def input_vectors(rows: Longs, number: int) -> tuple[Floats, Floats, Floats, Floats, Bytes]:
-    """Return values, old and new residual, momentum and payload of a vector; empty where there is none."""
+    """Return a vector's values, old and new residual, momentum and payload; what does not exist is an empty array."""
     size = rows[number, 5]
     return (
         floats_at(rows[number, 0], size),
@@ -180,6 +180,6 @@ def input_vectors(rows: Longs, number: int) -> tuple[Floats, Floats, Floats, Flo
 
 @inline
 def output_vectors(rows: Longs, payloads: Longs, number: int, rank: int) -> tuple[Bytes, Floats]:
-    """Return the payload of a vector from a rank, and the vector."""
+    """Return a rank's payload for a vector, and the vector."""
     payload = _bytes_at(payloads[number, rank], rows[number, 2])
     return payload, floats_at(rows[number, 0], rows[number, 1])

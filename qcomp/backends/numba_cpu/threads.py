@@ -1,7 +1,7 @@
-"""Several threads: kernels that release the GIL, each on a run of buckets, in a pool of this package's own.
+"""Runs kernels, which release the GIL, in the threads of this package's own pool, each on a run of buckets.
 
-Not numba's ``parallel=True``: its default threading layer ends the process when two threads call it at once, which the
-ranks of an in-process world do, and its OpenMP layer does not survive a fork.
+numba's ``parallel=True`` is no alternative: its default threading layer ends the process when two threads call it at
+once, as the ranks of an in-process world do, and its OpenMP layer does not survive a fork.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["default_threads", "get_num_threads", "run", "set_num_threads"]
 _Result = TypeVar("_Result")
 
 _LEAST_ELEMENTS = 1 << 16
-"""Elements that are worth a thread: about 20 microseconds of work, several times what a hand-over costs."""
+"""Fewest elements that are worth a thread: about 20 microseconds of work, several times the cost of a hand-over."""
 
-# Where each launcher leaves the number of ranks on this node.
+# The variables in which launchers store the number of ranks on this node.
 _RANKS_ON_NODE = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
@@ -42,7 +42,7 @@ class _Pool:
     def submit(
         self, work: Callable[[int, int], _Result], bounds: Sequence[tuple[int, int]]
     ) -> list[Future[_Result]]:
-        with self.lock:  # against a change of the number of threads in between
+        with self.lock:  # the number of threads must not change in between
             if self.executor is None:
                 self.executor = ThreadPoolExecutor(
                     max(1, get_num_threads() - 1), thread_name_prefix="qcomp-numba"
@@ -56,7 +56,7 @@ class _Pool:
             old.shutdown()
 
     def forget(self) -> None:
-        """Start anew in a forked child, which has none of its parent's threads."""
+        """Reset the pool in a forked child, which has none of its parent's threads."""
         self.lock, self.executor = Lock(), None
 
 
@@ -66,10 +66,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def default_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the cores that this process may use, shared among the ranks that were started on this node.
+    """Return the number of cores that this process may use, divided by the number of ranks on this node.
 
-    So ranks do not take each other's cores unless asked to. ``NUMBA_NUM_THREADS`` lowers it, as for numba's own
-    threads.
+    So ranks do not take each other's cores by default. ``NUMBA_NUM_THREADS`` limits the number of cores, as it does for
+    numba's own threads.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -92,9 +92,9 @@ def set_num_threads(threads: int | None) -> None:
 
 
 def run(work: Callable[[int, int], _Result], buckets: int, bucket_size: int) -> list[_Result]:
-    """Call ``work(first, last)`` on runs of buckets that together are all of them, in as many threads as pay.
+    """Call ``work(first, last)`` on runs that together cover all buckets, in as many threads as are worthwhile.
 
-    Which thread does a bucket has no influence on its bytes.
+    The bytes of a bucket do not depend on the thread that works on it.
     """
     threads = get_num_threads()
     if threads > 1:

@@ -1,12 +1,12 @@
 """The largest elements of every bucket, with feedback: `qcomp.core.compressors.topk`.
 
-p = flush(flush(x) + residual); C(p) keeps the k largest magnitudes of a bucket, the first ones of equals;
-residual' = flush(p - C(p)), which changes only what is kept.
+p = flush(flush(x) + residual); C(p) keeps the k largest magnitudes of a bucket, the first ones among equals;
+residual' = flush(p - C(p)), which differs from p only in the kept elements.
 
-Bytes read and written per element: encode with feedback 8 and 4, without 4 and 0, and the payload; decode 0 and 4, and
-4 more are read to accumulate, but only what is kept is written then. An encoder counts, in the first-level cache, the
-magnitudes from a threshold on, and tries other thresholds until few more than k are left; it begins with the threshold
-of the bucket before. Only these candidates are compared with each other.
+Bytes read and written per element, without the payload: encode with feedback 8 and 4, without 4 and 0; decode 0 and 4.
+To accumulate, 4 more are read, but only the kept elements are written. In the first-level cache, an encoder counts the
+magnitudes at or above a threshold, and tries other thresholds until it finds few more than k. It begins with the
+threshold of the bucket before. Only these candidates are compared with each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["decode_topk", "encode_topk"]
 EXACT = 32
 """The bits of a value that is not rounded."""
 ENOUGH = 4
-"""Times k candidates are few."""
+"""At most this many times k candidates count as few."""
 EIGHTH = 1 << 20
 """An eighth of an octave, in the bits of a float32."""
 HALF = U(1 << DROPPED_BITS - 1)
@@ -52,7 +52,7 @@ KEPT_BITS = U(0xFFFFFFFF << DROPPED_BITS & 0xFFFFFFFF)
 
 
 def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
-    """Return what compresses vectors to their largest elements."""
+    """Return a function that compresses vectors to their largest elements."""
     width = _width(bucket_size, value_bits)
     room = bucket_length(k)
 
@@ -79,7 +79,7 @@ def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
 
 
 def decode_topk(k: int, bucket_size: int, value_bits: int) -> DecodeRun:
-    """Return what decompresses payloads of largest elements."""
+    """Return a function that decompresses payloads of largest elements."""
     width = _width(bucket_size, value_bits)
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
@@ -96,7 +96,7 @@ def _width(bucket_size: int, value_bits: int) -> int:
 
 @inline
 def _magnitude_bits(x: np.float32) -> np.int32:
-    """Return the bits of a magnitude, which are ordered like it."""
+    """Return the bits of a magnitude; they are ordered like the magnitudes."""
     return np.int32(as_bits(x) & MAGNITUDE)
 
 
@@ -110,7 +110,7 @@ def _count_from(p: Floats, threshold: np.int32) -> int:
 
 @inline
 def _candidates_from(p: Floats, threshold: np.int32, found: Longs) -> int:
-    """Store the indices of all magnitudes from a threshold on, and return how many there are."""
+    """Store the indices of all magnitudes at or above a threshold, and return how many there are."""
     count = 0
     for i in range(p.size):
         found[count] = i
@@ -120,7 +120,7 @@ def _candidates_from(p: Floats, threshold: np.int32, found: Longs) -> int:
 
 @inline
 def _threshold(p: Floats, k: int, top: int, guess: int) -> int:
-    """Return the bits of a magnitude from which on there are at least k elements, and not many more if that can be."""
+    """Return the bits of a magnitude that at least k elements reach, and, if possible, not many more."""
     most = ENOUGH * k
     low, high, stride = 0, top + 1, 2 * EIGHTH
     if p.size <= most:
@@ -155,7 +155,7 @@ def _count_among(bits: Longs, threshold: int) -> int:
 def _select(p: Floats, k: int, top: int, guess: int, zeros: bool, found: Longs) -> tuple[int, int]:
     """Store the indices of the k largest magnitudes in rising order; return how many, and a guess for the next bucket.
 
-    Without ``zeros`` there may be fewer.
+    Without ``zeros``, zeros do not count, so there may be fewer.
     """
     low = _threshold(p, k, top, guess)
     count = _candidates_from(p, np.int32(low), found)
@@ -163,7 +163,7 @@ def _select(p: Floats, k: int, top: int, guess: int, zeros: bool, found: Longs) 
     for i in range(count):
         bits[i] = _magnitude_bits(p[found[i]])
     high = top + 1
-    if count > k:  # the largest magnitude that at least k reach
+    if count > k:  # find the largest magnitude that at least k elements reach
         while high - low > 1:
             middle = (low + high) // 2
             if _count_among(bits, middle) >= k:
@@ -191,7 +191,7 @@ def _short(x: np.float32) -> np.float32:
 
 @inline
 def _mean_between(magnitudes: Floats, low: np.float32, high: np.float32, sums: Floats) -> np.float32:
-    """Return the mean of what is above 0, from low on and below high; 0 if there is nothing."""
+    """Return the mean of the magnitudes above 0, at least ``low`` and below ``high``; 0 if there are none."""
     count = 0
     for i in range(magnitudes.size):
         chosen = magnitudes[i] > ZERO and magnitudes[i] >= low and magnitudes[i] < high
@@ -202,7 +202,7 @@ def _mean_between(magnitudes: Floats, low: np.float32, high: np.float32, sums: F
 
 @inline
 def _scales(magnitudes: Floats, sums: Floats, value_bits: int) -> tuple[np.float32, np.float32]:
-    """Return the lowest level and the step of some magnitudes, after which there are zeros."""
+    """Return the lowest level and the step of some magnitudes, which are padded with zeros."""
     if value_bits <= 2:
         mean = _mean_between(magnitudes, ZERO, F(np.inf), sums)
         if value_bits == 1:
@@ -289,7 +289,7 @@ def _encode_vector(
     for bucket in range(first, last):
         start = bucket * bucket_size
         stop = min(start + bucket_size, size)
-        # No padding: it has no part in the choice.
+        # No padding, which must not be chosen.
         p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch[:bucket_size])
         top = largest_bits(p)
         if too_large(top):
@@ -386,7 +386,7 @@ def _has_negative_zero(out: Floats) -> bool:
 
 @inline
 def _add_zero(out: Floats) -> None:
-    """Let -0 become +0, as adding zeros does; in what is decompressed, and in its sums, there is none."""
+    """Turn -0 into +0, as adding zeros does; decompressed values and their sums contain no -0."""
     if _has_negative_zero(out):
         for i in range(out.size):
             out[i] += ZERO
@@ -405,7 +405,7 @@ def _decode_bucket(
     accumulate: bool,
     out: Floats,
 ) -> None:
-    """Write or add what a bucket decompresses to."""
+    """Decompress a bucket into ``out``, or add it to ``out``."""
     lowest, step = ZERO, ZERO
     if value_bits != EXACT:
         lowest = load_scale(data, numbers + 4 * bucket)

@@ -1,7 +1,7 @@
-"""Passes over whole vectors: the largest of a sum, the end of a mean over ranks, the momentum, a step, a multiple.
+"""Passes over whole vectors, such as the division of a sum over ranks, the momentum and a step.
 
 Bytes read and written per element: `largest_sum` 8 and 0, `in_range` 4 and 0, `finish_mean` and `scale` 4 and 4,
-`momentum` and `descend` 8 and 4, `nesterov` 8 and 8. All of them are bound by the memory.
+`momentum` and `descend` 8 and 4, `nesterov` 8 and 8. Memory bandwidth limits all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from qcomp.backends.numba_cpu.primitives import (
 __all__ = ["descend", "finish_mean", "in_range", "largest_sum", "momentum", "nesterov", "scale"]
 
 _RUN = 1 << 12
-"""Elements that a thread's share is a multiple of."""
+"""A thread's share is a multiple of this many elements."""
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def largest_sum(x: Floats, y: Floats) -> float:
-    """Return the largest ``|x_i| + |y_i|``, rounded to float32, NaN if there is one, 0 if there is none.
+    """Return the largest ``|x_i| + |y_i|``, rounded to float32; NaN if one is NaN, 0 if the arrays are empty.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def largest_sum(x: Floats, y: Floats) -> float:
 
 
 def finish_mean(total: Floats, count: int) -> None:
-    """Divide a sum over ranks by their number, in place; below 2**-126 it is +0.
+    """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> N
     m, g : array of float32, shape (n,)
         The common momentum, and this rank's gradient.
     beta1, scale : float
-        Decay, and the factor of the gradient that clipping demands.
+        The decay, and the factor by which clipping scales the gradient.
     out : array of float32, shape (n,)
         May be m.
     """
@@ -82,7 +82,7 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> N
 
 
 def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> None:
-    """Let new = beta1 * m + (1 - beta1) * g, and ahead = beta1 * new + (1 - beta1) * g, rounded as `momentum` does.
+    """Let new = beta1 * m + (1 - beta1) * g, and ahead = beta1 * new + (1 - beta1) * g, rounded like `momentum`.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> 
         The momentum and the gradient.
     beta1 : float
     new, ahead : array of float32, shape (n,)
-        Other memory than that of m and g.
+        Must not overlap m or g.
     """
     weights = F(beta1), F(1 - beta1)
     threads.run(
@@ -99,7 +99,7 @@ def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> 
 
 
 def in_range(x: Floats) -> bool:
-    """Return whether every value is +0, or of a magnitude from 2^-126 to below 2^100.
+    """Return whether every value is +0, or has a magnitude from 2^-126 to below 2^100.
 
     Parameters
     ----------
@@ -129,20 +129,20 @@ def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> Non
 
 
 def scale(x: Floats, factor: float, out: Floats) -> None:
-    """Let out = factor * x, rounded once, and +0 below 2**-126.
+    """Let out = factor * x, rounded once; a product below 2**-126 becomes +0.
 
     Parameters
     ----------
     x : array of float32, shape (n,)
     factor : float
     out : array of float32, shape (n,)
-        Other memory than that of x.
+        Must not overlap x.
     """
     threads.run(lambda a, b: _scale(x, F(factor), out, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
 
 
 def _maximum(parts: Sequence[float]) -> float:
-    """Return the largest, NaN if there is one: `max` alone would let the order decide."""
+    """Return the largest part, or NaN if one is NaN: the result of `max` alone would depend on their order."""
     return max(parts) if all(part == part for part in parts) else float("nan")  # noqa: PLR0124
 
 
@@ -189,7 +189,7 @@ def _momentum(
 
 
 _CACHED = 1 << 11
-"""Elements of which four vectors stay in the first-level cache between two loops over them."""
+"""Elements per pass, few enough that those of four vectors stay in the first-level cache between two loops."""
 
 
 @kernel("void(f32_in, f32_in, float32, float32, f32, f32, int64, int64)")

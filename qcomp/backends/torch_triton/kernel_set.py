@@ -56,8 +56,8 @@ class TritonKernels(Partial):
     ) -> Encoded | None:
         """Compress x, or the momentum that x is blended into, plus the residual.
 
-        If ``out`` is the old residual, the new residual gets a new buffer: whether x is refused, and the old residual
-        is still needed, is known only on the device.
+        If ``out`` is the old residual, the new residual gets a new buffer: only the device knows whether x is refused,
+        and then the old residual is still needed.
         """
         inner, factor = _unwrapped(compressor)
         if not _has_kernel(inner) or x.numel() == 0 or not _matches(x, x, x.dtype):

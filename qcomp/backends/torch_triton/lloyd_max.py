@@ -1,12 +1,12 @@
 """Nearest rounding to the best levels for a normal distribution, with feedback: `qcomp.core.compressors.lloyd_max`.
 
-p = flush(flush(x) + residual); code = the number of thresholds, times the root mean p^2 of the bucket, below |p|, with
-the sign on top; step = <|p|, level> / ||level||^2, cut to 17 bits; residual' = flush(p - signed level * step).
+p = flush(flush(x) + residual); code = how many thresholds * (root mean p^2 of the bucket) are below |p|, with the sign
+in the top bit; step = <|p|, level> / ||level||^2, cut to 17 bits; residual' = flush(p - signed level * step).
 
 Bytes read and written per float32 element, with b bits: encode with feedback 8 and 4 + b/8, without 4 and b/8; decode
 b/8 and 4, plus 4 read to accumulate. A 16-bit element takes 2 bytes less per access; a blend reads 4 more. Each
-threshold takes about six instructions for an element: with 4 bits the encoder has a quarter more instructions than that
-of `QSGD(7)`.
+threshold takes about six instructions per element: with 4 bits the encoder has a quarter more instructions than the
+encoder of `QSGD(7)`.
 """
 
 from __future__ import annotations

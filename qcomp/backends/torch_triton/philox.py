@@ -19,7 +19,8 @@ def draws16(
 ) -> tl.tensor:
     """Return a 16-bit draw for each element of the tile that starts with bucket ``first``, as int32.
 
-    ``seed`` has the two key words, the first one low; ``first_block`` is the counter of the vector's first bucket.
+    ``seed`` holds the two key words, the first one in the low half; ``first_block`` is the counter of the vector's
+    first bucket.
     Counters wrap around at 2**32. A column of the tile takes the eight halves of the four words of one block.
     """
     bucket = (first + tl.arange(0, BUCKETS))[:, None]

@@ -44,7 +44,8 @@ __all__ = ["sign_decode", "sign_encode"]
 Array = Any
 
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
-"""Code for the rare tail would take more registers, so that fewer warps keep memory busy; almost nothing is spilled."""
+"""Without this limit, code for the rare tail takes more registers, so that fewer warps keep memory busy. Almost nothing
+is spilled."""
 
 
 def sign_encode(

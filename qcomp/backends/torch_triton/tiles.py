@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 MAX_BUCKET_SIZE = 1 << 15
-"""A program keeps its tile in registers, which hold no more."""
+"""A program keeps its tile in registers, which hold at most this many elements."""
 _TILE = 512
 """Elements of a tile of small buckets, and of a warp: four 16-byte loads per thread."""
 _MAX_WARPS = 16 if torch.version.hip else 32
-"""1024 threads; a warp of an AMD GPU may have 64."""
+"""For at most 1024 threads; a warp of an AMD GPU may have 64."""
 
 
 class Cut(NamedTuple):
@@ -143,7 +143,7 @@ def compensated(
 
 @triton.jit
 def refuse(refused: tl.tensor, largest: tl.tensor) -> None:
-    """Set the flag if any of these bits are of a magnitude from 2**100 on, an infinity or NaN."""
+    """Set the flag if any of these magnitude bits encode 2**100 or more, infinity or NaN."""
     if tl.max(tl.ravel(largest), axis=0) >= TOO_LARGE:
         tl.store(refused, 1)
 

@@ -1,4 +1,4 @@
-"""The base of the three optimizers: a first call that only counts, masks, and errors in the state."""
+"""The base of the three optimizers: a first call that does no step, masks, and errors in the state."""
 
 import math
 from abc import abstractmethod
@@ -28,26 +28,27 @@ _WORKER, _SERVER = "worker_error", "server_error"
 class DeepSpeedOptimizer(Optimizer):
     """Base of the optimizers that reproduce DeepSpeed's step by step.
 
-    The first call changes nothing but counts: DeepSpeed uses it to set up its buffers. No call corrects the bias.
+    The first call is counted but changes nothing: DeepSpeed uses it to set up its buffers. No call corrects the bias.
     Weight decay is decoupled.
 
     Parameters
     ----------
     learning_rate, weight_decay, nonfinite, groups
-        See `qcomp.Optimizer`. A schedule receives the number of completed calls, including the first one.
+        See `qcomp.Optimizer`. A schedule receives the number of completed calls, including the first call.
     betas : tuple of two floats
         Decay rates of momentum and variance, each from 0 to below 1.
     eps : float
         Added to the square root of the variance, above 0.
     exp_avg_mask : mapping of str to array, optional
-        Factors of exchanged momenta, by parameter name and of the parameter's shape. One bit cannot represent zero, so
-        elements that never have a gradient need a 0 here.
+        Factors for exchanged momenta, by parameter name, each of the parameter's shape. One bit cannot represent zero,
+        so elements that never have a gradient need a 0 here.
     clip_norm, seed
         ``clip_norm`` must be None: clip gradients before the step. ``seed`` has no effect, since nothing is drawn.
 
     Notes
     -----
-    The exchange depends on parameters as well as gradients, so a step has no two halves: drive `stages`.
+    The exchange depends on parameters as well as gradients, so a step cannot be split into `prepare` and `apply`: drive
+    `stages`.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -132,8 +133,8 @@ class DeepSpeedOptimizer(Optimizer):
     ) -> Stages[OptimizerState]:
         """Return the state saved by `state_dict`, including errors; see `qcomp.Optimizer.load_state_dict`.
 
-        DeepSpeed drops the errors on loading, which changes a resumed run; here it continues as if it had never
-        stopped. Worlds of another size are refused, since padding and shards depend on the size.
+        DeepSpeed drops the errors on loading, which changes a resumed run; here a run continues as if it had never
+        stopped. A state saved by a world of another size is refused, since padding and shards depend on the size.
 
         Raises
         ------
@@ -143,14 +144,14 @@ class DeepSpeedOptimizer(Optimizer):
         if not isinstance(saved, Mapping):
             known = facts_of(
                 saved, lambda _: None
-            )  # a text if they are damaged, which all ranks are told below
+            )  # a text if the dicts are damaged, which all ranks learn below
             others = isinstance(known, list) and any(of != size for _, of, _, _ in known)
             told = {"saved by another number of ranks": others}
             yield from handshake_stages(told, size=size, like=as_tensors(params, "params")[0])
             if others:
                 raise ValueError(
-                    f"saved comes from another number of ranks; expected {size}: the errors belong to the shards "
-                    "of these"
+                    f"saved comes from another number of ranks; expected {size}: the saved errors fit only the "
+                    "shards of the old ranks"
                 )
         stages = super().load_stages(
             saved, params, rank=rank, size=size, host=host, names=names, strict=strict
@@ -181,7 +182,7 @@ class DeepSpeedOptimizer(Optimizer):
     def _errors(
         self, state: OptimizerState, counts: Iterable[int] | None = None
     ) -> dict[str, tuple[Array, ...]]:
-        """Return zero errors, for the elements of each tensor or the given numbers."""
+        """Return zero errors for each tensor, of the tensors' sizes or of the given numbers of elements."""
         sizes = [math.prod(m.shape) for m in state.momentum] if counts is None else counts
         return _by_kind(
             [Errors.zeros(m, count, state.size) for m, count in zip(state.momentum, sizes, strict=True)]

@@ -18,8 +18,8 @@ class OnebitAdam(DeepSpeedOptimizer):
     """The optimizer that `onebit_adam` returns.
 
     - Stage "warmup": momentum and variance of the exact mean gradient.
-    - Stage "compressed", from the call after number max(2, ``freeze_step``): every rank adds its own gradient to the
-      common momentum, `sign_mean` averages the results, and the variance is constant.
+    - Stage "compressed", after call number max(2, ``freeze_step``): every rank adds its own gradient to the common
+      momentum, `sign_mean` averages the results, and the variance is constant.
 
     Examples
     --------
@@ -122,6 +122,6 @@ def onebit_adam(
 
 
 def require_step(argument: str, value: int, least: int = 0) -> None:
-    """Raise ValueError unless a number of steps is an integer, large enough."""
+    """Raise ValueError unless a number of steps is an integer, and at least ``least``."""
     if type(value) is not int or value < least:
         raise ValueError(f"{argument} is {value!r}; expected an integer, at least {least}")

@@ -24,8 +24,8 @@ class OnebitLamb(DeepSpeedOptimizer):
     """The optimizer that `onebit_lamb` returns.
 
     - Stage "warmup": LAMB with the exact mean gradient; it keeps a running average of each tensor's coefficient.
-    - Stage "compressed", from the call after number max(2, ``freeze_step``): all momenta are exchanged as one vector,
-      and the average of the coefficient, times a factor, replaces the coefficient.
+    - Stage "compressed", after call number max(2, ``freeze_step``): all momenta are exchanged as one vector, and the
+      average of the coefficient, times a factor, replaces the coefficient.
 
     Examples
     --------
@@ -77,7 +77,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         others = len(state.momentum) - 1
         padding = padded_size(count, state.size) - count if state.size > 1 else 0
         arrays = {
-            # One buffer for all tensors, so one error, stored with the first tensor.
+            # All tensors share one buffer, so there is one error. It is stored with the first tensor.
             **self._errors(state, (count, *(0 for _ in range(others)))),
             _FRESH: tuple(xp.zeros_like(v) for v in state.variance),
             _PADDING: (zeros(padding), *(zeros(0) for _ in range(others))),
@@ -128,7 +128,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         united = sum(scales.values()) / max(1, len(scales))
         scaling = {f"{_SCALING}.{name}": united / scale for name, scale in scales.items()}
         new_state = self.enter(state._replace(numbers={**state.numbers, **scaling}), "compressed")
-        if call == self.freeze_step:  # not in a later call, as with freeze_step < 2
+        if call == self.freeze_step:  # not in a later call, which happens with freeze_step < 2
             new_state = new_state._replace(arrays={**new_state.arrays, _FRESH: state.variance})
         return new_state
 
@@ -226,16 +226,17 @@ def onebit_lamb(
 
     Notes
     -----
-    Calls are counted from 1. Call 1 changes nothing. Up to call ``freeze_step``, of every tensor: m and v of the
-    exact mean gradient, d = m / (sqrt(v) + eps) + weight_decay x, c = ||x|| / ||d|| within its bounds, 1 if one of
-    them is zero, x = x - rate c d, and unless c = 1 the average a = coeff_beta a + (1 - coeff_beta) c, from zero and
-    not corrected.
+    Calls are counted from 1. Call 1 changes nothing. Up to call ``freeze_step``, for every tensor: m and v are Adam's
+    moments of the exact mean gradient; d = m / (sqrt(v) + eps) + weight_decay x; c = ||x|| / ||d||, clipped to its
+    bounds, or 1 if one of the norms is zero; x = x - rate c d. Unless c = 1, the average a = coeff_beta a + (1 -
+    coeff_beta) c is updated; it starts at zero and its bias is not corrected.
 
-    At the freeze f = v, and s is the mean of ||m|| / sqrt(size) over all tensors, divided by that of the tensor. From
-    then on one `sign_mean` averages all s (b1 m + (1 - b1) g_i) together, followed by the padding of the last mean; the
-    results divided by s, times the mask, are the new momenta m'. With g = (m' - b1 m) / (1 - b1), f = b2 f + (1 - b2)
-    g^2, and factor = max (sqrt(v) + eps) / (sqrt(f) + eps), with weight decay drawn towards 1 by the share of the
-    update that does not come from the momentum, within its bounds: x = x - rate a factor d with the frozen v.
+    At the freeze f = v, and s of a tensor is the mean of ||m|| / sqrt(size) over all tensors, divided by the tensor's
+    own ||m|| / sqrt(size). From then on one `sign_mean` averages all s (b1 m + (1 - b1) g_i) together, followed by the
+    padding of the last mean. The results, divided by s and times the mask, are the new momenta m'. Then g = (m' - b1 m)
+    / (1 - b1), f = b2 f + (1 - b2) g^2, and factor = max (sqrt(v) + eps) / (sqrt(f) + eps), clipped to its bounds.
+    With weight decay the factor is first drawn towards 1 by the share of the update that does not come from the
+    momentum. The step is x = x - rate a factor d with the frozen v.
 
     Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which it reproduces step
     by step; Li et al., 2021 (arXiv 2104.06069).

@@ -25,7 +25,7 @@ from qcomp.core.reporting import name_ranks
 __all__ = ["Errors", "norm", "padded_size", "sign_mean"]
 
 _LIMIT = 2.0**48
-"""Magnitudes from here on are refused like infinities; below, no sum of squares overflows."""
+"""Magnitudes of at least this are refused like infinities; below it, no sum of squares overflows."""
 
 
 class Errors(NamedTuple):
@@ -81,7 +81,7 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
     Returns
     -------
     mean : array
-        Has the shape and dtype of x, and is equal on all ranks bit for bit.
+        Has the shape and dtype of x; all ranks get the same bits.
     errors : Errors
 
     Raises
@@ -91,13 +91,13 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
 
     Notes
     -----
-    With P the padded size, b = (x, 0) + worker error, s = ||b||_2 / sqrt(P) and sign(0) = +1, worker i sends s_i
-    sign(b_i); a server takes c = sum_i s_i sign(b_i) / N + server error of its P / N elements and sends t sign(c), t =
-    ||c||_2 / sqrt(P / N). What each of them loses is its new error. The padding counts in the scales and has errors
-    too. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice.
+    Let P be the padded size, b = (x, 0) + worker error, s = ||b||_2 / sqrt(P) and sign(0) = +1. Worker i sends s_i
+    sign(b_i). A server computes c = sum_i s_i sign(b_i) / N + server error for its P / N elements, and sends t sign(c)
+    with t = ||c||_2 / sqrt(P / N). What each of them loses is its new error. The padding counts in the scales and has
+    errors too. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice.
 
-    The bits are those of `qcomp.core.numeric.bitplanes`, 1 for negative; DeepSpeed's wire format has the most
-    significant bits first and 1 for positive; this is the only difference. Source: DeepSpeed 0.19.6, whose
+    The bits are packed as in `qcomp.core.numeric.bitplanes`, with 1 for negative. DeepSpeed's wire format puts the most
+    significant bits first, with 1 for positive; this is the only difference. Source: DeepSpeed 0.19.6, whose
     ``compressed_allreduce`` this reproduces; Tang et al., ICML 2021.
 
     Examples
@@ -148,7 +148,7 @@ class _Signed(NamedTuple):
     negative: Array
     error: Array
     refusal: NonFiniteError | None
-    """The reason why they could not be compressed; the scale is then NaN, which tells all ranks."""
+    """The reason why the values could not be compressed; the scale is then NaN, which tells all ranks."""
 
     def messages(self, count: int) -> tuple[Array, ...]:
         """Return the scale and the packed signs of each of ``count`` equal parts."""

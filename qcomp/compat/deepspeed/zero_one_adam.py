@@ -21,10 +21,11 @@ _ACCUMULATOR = "momentum_accumulator"
 class ZeroOneAdam(DeepSpeedOptimizer):
     """The optimizer that `zero_one_adam` returns.
 
-    - Stage "warmup": in some calls momentum and variance use the exact mean gradient, in the others the momentum uses
-      the compressed one.
-    - Stage "local", from the second call after number max(1, ``var_freeze_step``): the variance is constant, every rank
-      makes local steps, and in some calls the ranks synchronise. In between, their parameters and momenta differ.
+    - Stage "warmup": in some calls momentum and variance use the exact mean gradient; in the others the momentum uses
+      the compressed mean gradient.
+    - Stage "local", from the second call after call number max(1, ``var_freeze_step``): the variance is constant, every
+      rank makes local steps, and in some calls the ranks synchronise. Between these calls their parameters and momenta
+      differ.
 
     Examples
     --------
@@ -57,7 +58,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         return stage == "local"
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
-        """Return what the intervals and counters may be."""
+        """Return the valid ranges of the intervals and counters."""
         interval, counter = Number(least=1, whole=True), Number(least=0, whole=True)
         return {
             "var_interval": interval,
@@ -208,16 +209,16 @@ def zero_one_adam(
     Notes
     -----
     Calls are counted from 1. Call 1 changes nothing. While the variance changes, in every k-th call m = b1 m + (1 - b1)
-    g, v = b2 v + (1 - b2) g^2 with the exact mean gradient g, and in the others m = b1 m + (1 - b1) `sign_mean` (g_i),
-    times the mask; a single rank then does not change m, and its gradient has no effect. Always x = x - rate (m /
-    (sqrt(v) + eps) + weight_decay x), without bias correction.
+    g, v = b2 v + (1 - b2) g^2 with the exact mean gradient g. In the other calls m = b1 m + (1 - b1) `sign_mean` (g_i),
+    times the mask; a single rank then does not change m, and its gradient has no effect. In every call x = x - rate (m
+    / (sqrt(v) + eps) + weight_decay x), without bias correction.
 
-    Once the variance is constant, the errors restart at zero, and a rank makes such steps with its own gradient and
+    Once the variance is constant, the errors restart at zero, and each rank makes such steps with its own gradient and
     adds them up in u. In every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if there are several
-    ranks, replaces them: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
+    ranks, replaces these steps: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
 
-    Every rank subtracts the u that it has added itself, so after a synchronisation the ranks' parameters are equal only
-    up to rounding; `qcomp.ZeroOneAdam` keeps the common parameters instead.
+    Every rank subtracts its own u, so after a synchronisation the ranks' parameters are equal only up to rounding;
+    `qcomp.ZeroOneAdam` keeps the common parameters instead.
 
     Sends 2 (N - 1) / N bits per element for a `sign_mean`, 32 times as much for an exact mean, and nothing in local
     steps. A non-finite gradient in a local step goes unnoticed until the next synchronisation, where all ranks raise.

@@ -1,4 +1,4 @@
-"""Copies of a job's state in the memory of nodes: who keeps what, and which of it is the newest that is whole."""
+"""Copies of a job's state in the memory of nodes: which rank keeps which part, and the newest complete generation."""
 
 import hashlib
 import re
@@ -33,11 +33,11 @@ _AGREED = re.compile(_GENERATION + r"\.agreed")
 
 
 class Generation(NamedTuple):
-    """The parts that all ranks kept together; the greatest is the newest."""
+    """The parts that all ranks kept after the same step; the greatest generation is the newest."""
 
     step: int
     life: str
-    """Drawn whenever the ranks start, so that parts of different runs through one step are never mixed."""
+    """Drawn anew whenever the ranks start, so that parts of the same step from different runs are never mixed."""
     size: int
 
     def __str__(self) -> str:
@@ -45,12 +45,12 @@ class Generation(NamedTuple):
 
     @property
     def agreed(self) -> str:
-        """The name of the file that says that all ranks had kept their parts."""
+        """The name of the file that records that all ranks kept their parts."""
         return f"{self}.agreed"
 
 
 class Part(NamedTuple):
-    """The state of one rank, as one rank keeps it."""
+    """A copy of one rank's state, kept by its holder."""
 
     generation: Generation
     rank: int
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A way of a part from one rank to another."""
+    """A transfer of a part from one rank to another."""
 
     source: int
     dest: int
@@ -75,7 +75,7 @@ def _generation_of(step: str, life: str, size: str) -> Generation:
 
 
 def neighbours(hosts: Sequence[str]) -> list[int | None]:
-    """Return for each rank the one on the next node that keeps a copy of its part; None if there is one node only.
+    """Return, for each rank, the rank on the next node that keeps a copy of its part; None if there is only one node.
 
     Examples
     --------
@@ -95,23 +95,24 @@ def neighbours(hosts: Sequence[str]) -> list[int | None]:
 
 
 def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[Route]] | None:
-    """Return the newest generation of which every part is in some folder, and who gets which part from whom.
+    """Return the newest generation whose parts are all in some folder, and the routes of the parts to the ranks.
 
     Parameters
     ----------
     listings : sequence of collections of str
-        The names of the files in each rank's folder, which ranks may share.
+        The names of the files in each rank's folder; ranks may share a folder.
 
     Returns
     -------
     tuple or None
-        None if nothing was ever kept by all ranks. A route may begin and end on one rank. In a world like the old one
-        each rank gets its own part; else every part goes to some rank, and every rank gets at least one.
+        None if the ranks never kept a generation together. A route may begin and end on the same rank. In a world of
+        the same size, each rank gets its own part; otherwise every part goes to some rank, and every rank gets at
+        least one.
 
     Raises
     ------
     FileNotFoundError
-        If all ranks had kept their parts, but no generation is whole.
+        If all ranks once kept their parts, but no generation is complete any more.
     """
     held: dict[Generation, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     agreed = set()
@@ -129,14 +130,14 @@ def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[
         newest = max(agreed)
         missing = name_ranks(set(range(newest.size)) - held[newest].keys())
         raise FileNotFoundError(
-            f"no copy is left of what {missing} had of {newest.size} after step {newest.step}: nodes that kept it are "
-            "gone, or files are damaged; resume from a checkpoint"
+            f"no copy is left of the state of {missing} of {newest.size} after step {newest.step}: nodes that kept it "
+            "are gone, or files are damaged; resume from a checkpoint"
         )
     return None
 
 
 def survives(listings: Sequence[Collection[str]], hosts: Sequence[str], generation: Generation) -> bool:
-    """Return whether a generation survives the loss of any one node, as far as there are others."""
+    """Return whether a generation survives the loss of any one node; with a single node, always True."""
     nodes = defaultdict(set)
     for host, names in zip(hosts, listings, strict=True):
         for name in names:
@@ -146,7 +147,7 @@ def survives(listings: Sequence[Collection[str]], hosts: Sequence[str], generati
 
 
 def _routes(parts: Mapping[int, Mapping[int, str]], size: int) -> list[Route]:
-    """Return who gets which part from whom."""
+    """Return the routes of the parts of a generation to ``size`` ranks."""
     routes = []
     for dest in range(size):
         for old in range(dest, len(parts), size) if dest < len(parts) else (dest % len(parts),):
@@ -157,14 +158,14 @@ def _routes(parts: Mapping[int, Mapping[int, str]], size: int) -> list[Route]:
 
 
 def digest_of(name: str, data: Any) -> bytes:
-    """Return the digest of a part under its name, whoever holds it."""
+    """Return the digest of a part's data and name; the same for all holders."""
     found = hashlib.sha256(name.rpartition("-")[0].encode())
     found.update(data)
     return found.digest()
 
 
 def intact(name: str, content: bytes) -> bytes | None:
-    """Return the data of a file, which ends with their digest; None if they are damaged, or of another name."""
+    """Return the data of a file that ends with their digest; None if they are damaged or belong to another name."""
     data, digest = memoryview(content)[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return bytes(data) if digest == digest_of(name, data) else None
 
@@ -172,14 +173,14 @@ def intact(name: str, content: bytes) -> bytes | None:
 def carry_stages(
     routes: Sequence[tuple[int, int, int]], held: Mapping[int, Any], *, rank: int, size: int, like: Array
 ) -> Stages[dict[int, bytearray]]:
-    """Bring buffers from rank to rank, all at once, in pieces.
+    """Send buffers between ranks in pieces, all routes in parallel.
 
     Parameters
     ----------
     routes : sequence of tuple of int
         Source, destination and bytes of each buffer; the same on all ranks.
     held : mapping of int to bytes
-        What this rank sends, by the number of its route.
+        The buffers that this rank sends, by the number of their route.
     rank, size : int
         This rank, and the number of ranks.
     like : array
@@ -188,7 +189,7 @@ def carry_stages(
     Returns
     -------
     dict of int to bytearray
-        What this rank gets, by the number of its route.
+        The buffers that this rank receives, by the number of their route.
     """
     outgoing: list[list[int]] = [[] for _ in range(size)]
     incoming: list[list[int]] = [[] for _ in range(size)]

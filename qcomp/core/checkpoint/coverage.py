@@ -23,6 +23,7 @@ def coverage(parts: Sequence[Part], size: int, what: str) -> int:
     edges = sorted(edge for edge in changes if changes[edge] or edge in (0, size))
     if size and (edges != [0, size] or not changes[0]):
         raise ValueError(
-            f"the states have {what} of {sorted(set(parts))}; expected all of its {size} elements"
+            f"the states have {what} for the ranges {sorted(set(parts))}; expected ranges that cover all its {size} "
+            "elements equally often"
         )
     return max(1, changes[0])

@@ -75,7 +75,7 @@ _KINDS: Mapping[str, Kind] = {
     TOPOLOGY: Text(),
     DIGESTS: Text(),
 }
-"""What the entries may be that are neither arrays nor numbers of an optimizer; the last three may be absent."""
+"""The accepted values of all entries except arrays and numbers of an optimizer; the last three may be absent."""
 
 WORKER, SERVER = CompressedMean.kinds
 """Kinds of arrays that belong to one rank in every optimizer."""
@@ -130,12 +130,12 @@ def to_arrays(saved: Mapping[str, Any], like: Array) -> dict[str, Array]:
 
 
 def read_scalars(saved: Any) -> dict[str, Any]:
-    """Return the entries of a saved dict that are not arrays, in their own types, in whatever format they were saved.
+    """Return the entries of a saved dict that are not arrays, in their own types, whatever format they were saved in.
 
     Raises
     ------
     ValueError
-        If it is no such dict, one is missing, or it has a value that no optimizer saves.
+        If ``saved`` is not such a dict, lacks an entry, or has a value that no optimizer saves.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"saved has a {type(saved).__name__}; expected dicts from state_dict")
@@ -158,23 +158,23 @@ def read_scalars(saved: Any) -> dict[str, Any]:
 
 
 def read_arrays(saved: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the arrays of a saved dict; raise ValueError if any is none."""
+    """Return the arrays of a saved dict; raise ValueError if any of them is not an array of numbers."""
     return {key: read(saved, key, NumericArray()) for key in array_keys(saved)}
 
 
 def sealed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict with the digests of its entries, which any format may then hold."""
+    """Return a dict with the digests of its entries, which stay valid in any file format."""
     return {**entries, DIGESTS: json.dumps(_digests(entries))}
 
 
 def require_intact(entries: Mapping[str, Any]) -> None:
-    """Raise ValueError unless entries in their own types are what was sealed; dicts without digests pass."""
+    """Raise ValueError if entries, in their own types, differ from their digests; dicts without digests pass."""
     if DIGESTS not in entries:
         return
     now = _digests(entries)
     try:
         then = dict(from_json(entries[DIGESTS]))
-    except (TypeError, ValueError):  # no JSON text of a dict: then nothing is as it was
+    except (TypeError, ValueError):  # not the JSON text of a dict: every entry counts as changed
         then = {}
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     if changed:
@@ -185,7 +185,7 @@ def require_intact(entries: Mapping[str, Any]) -> None:
 
 
 def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each entry but the digests, the same for equal entries in all libraries and formats."""
+    """Return the digest of each entry but the digests; equal entries have equal ones in all libraries and formats."""
     return {key: _digest_of(key, entries[key]) for key in sorted(entries) if key != DIGESTS}
 
 
@@ -194,7 +194,7 @@ def _digest_of(key: str, value: Any) -> str:
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
     try:
         content = [dtype_name(value.dtype), list(value.shape), digest(value)]
-    except Exception as error:  # of the library of the array
+    except Exception as error:  # any error of the array's library
         raise ValueError(f"the state has {key}, which cannot be read: {error}") from error
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
@@ -205,23 +205,24 @@ def from_state_dict(
     mean: CompressedMean,
     limits: Callable[[OptimizerState], Mapping[str, Number]],
 ) -> OptimizerState:
-    """Return the state in a dict, in the form that ``begin`` returns for its step and stage.
+    """Return the state in a dict, in the form that ``begin`` returns for the dict's step and stage.
 
     Parameters
     ----------
     saved : mapping
-        What `read_scalars` and `read_arrays` return.
+        The results of `read_scalars` and `read_arrays` together.
     begin : callable
-        Returns a state with the step and the arrays that a dict must have.
+        Takes a step and a stage. Returns a state with that step and the arrays that the dict must have.
     mean : CompressedMean
-        Of the state.
+        The mean whose residuals the state holds.
     limits : callable
-        Returns what the numbers of a state may be, if not any finite ones.
+        Takes a state. Returns the accepted values of its numbers, by name. A number without an entry must be finite if
+        it is finite in the state from ``begin``.
 
     Raises
     ------
     ValueError
-        If the dict has another rank, number of ranks, other parameters, or a number that no state has.
+        If the dict belongs to another rank, number of ranks or model, or has a number that is not accepted.
     """
     template = begin(saved["step"], saved["stage"])
     rank, size = saved["rank"], saved["size"]
@@ -315,10 +316,10 @@ def require_fit(shape: Any, dtype: Any, like: Array, key: str) -> None:
 
 
 def require_sizes(saved: Mapping[str, Any], sizes: Iterable[int], template: Iterable[Array]) -> None:
-    """Raise ValueError if a saved array is larger than any could be, before its bytes are looked at.
+    """Raise ValueError if a saved array is larger than any valid one, before its bytes are read.
 
     ``sizes`` has the elements of each parameter. A state of another world may have other arrays than ``template``, but
-    none with more elements than all parameters together and than the largest of these.
+    none has more elements than both the largest array of ``template`` and all parameters together.
     """
     most = max(sum(sizes), *(math.prod(like.shape) for like in template), 0)
     for key, value in saved.items():
@@ -335,17 +336,17 @@ def require_dtype(dtype: Any, like: Array, key: str) -> None:
 
 
 def some(keys: Iterable[str]) -> str:
-    """Name the first of some keys, and count the others."""
+    """Return a text that names the first keys and counts the others."""
     names = [shown(key) for key in keys]
     listed = ", ".join(names[:5])
     return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed
 
 
 def _like(value: Any, like: Array, key: str) -> Array:
-    """Return a saved array in the library, and on the device, of another of the same shape and dtype."""
+    """Return a saved array in the library and on the device of ``like``, which has its shape and dtype."""
     try:
         return array_namespace(like).asarray(value, dtype=like.dtype, device=device(like))
-    except Exception as error:  # of one of both libraries
+    except Exception as error:  # any error of either library
         raise ValueError(f"the state has {key}, which cannot be read: {error}") from error
 
 

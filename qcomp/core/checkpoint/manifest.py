@@ -25,7 +25,7 @@ _NAMED = 8
 """The most ranks in a message."""
 
 _LONGEST = 100
-"""The most characters of a stage in a message; several fragments may be under way in one."""
+"""The most characters of a stage in a message; a stage may name many fragments that are under way."""
 
 
 def kind_of(key: str) -> str:
@@ -79,7 +79,7 @@ def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
 
 
 def require_no_problem(told: Sequence[Any]) -> None:
-    """Raise ValueError, with the same text on all ranks, if a rank has told a problem as a text."""
+    """Raise ValueError, with the same text on all ranks, if any rank has reported a problem, as a text."""
     problems = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if isinstance(text, str)]
     if problems:
         raise ValueError("; ".join(problems))
@@ -99,7 +99,7 @@ def holders(held: Sequence[Any]) -> list[int]:
     old_size = dicts[0][2]
     counts = Counter((new, old) for new, old, *_ in dicts)
     twice = [
-        f"rank {new} passes that of old rank {old} {count} times"
+        f"rank {new} passes {count} dicts of old rank {old}"
         for (new, old), count in counts.items()
         if count > 1
     ]
@@ -109,7 +109,7 @@ def holders(held: Sequence[Any]) -> list[int]:
     strange = [each for each in dicts if each[1] >= old_size]
     if strange:
         raise ValueError(f"{_told(strange[0])}: it is damaged; load an earlier one")
-    if len(given) < old_size:  # as many as a damaged dict says: so look no further than at the first few
+    if len(given) < old_size:  # a damaged dict may claim any size, so look for the first few only
         missing = list(islice((old for old in range(old_size) if old not in given), _NAMED))
         more = old_size - len(given) - len(missing)
         raise ValueError(
@@ -123,7 +123,10 @@ def holders(held: Sequence[Any]) -> list[int]:
 
 def _told(fact: Sequence[Any]) -> str:
     new, old, size, step, stage = fact
-    return f"rank {new} passes that of old rank {old} of {size} after step {step}, {ascii(stage)[1:-1][:_LONGEST]}"
+    return (
+        f"rank {new} passes the dict of old rank {old} of {size} after step {step}, "
+        f"{ascii(stage)[1:-1][:_LONGEST]}"
+    )
 
 
 def describe(scalars: Mapping[str, Any], found: Mapping[str, Array], own_kinds: Sequence[str]) -> Manifest:
@@ -158,6 +161,6 @@ def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] 
 
 
 def _shared(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, Any]:
-    """Return what must be equal in all dicts; digests of arrays that belong to one rank are empty."""
+    """Return the entries that must be equal in all dicts; digests of arrays that belong to one rank are empty."""
     scalars = {name: value for name, value in manifest.scalars.items() if name != "skipped"}
     return {**scalars, **manifest.but_kinds(WORKER, SERVER, *owned_kinds)}

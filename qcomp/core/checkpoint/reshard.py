@@ -1,4 +1,4 @@
-"""Resuming a saved state in another world: on other ranks, each of which may have only a part of it."""
+"""Resuming a saved state in another world: on other ranks, each of which may have only a part of the state."""
 
 import json
 import math
@@ -62,11 +62,11 @@ class World(NamedTuple):
     rank: int
     size: int
     own_kinds: Callable[[str], tuple[str, ...]]
-    """Returns the optimizer's kinds that belong to one rank, in a stage."""
+    """Takes a stage. Returns the kinds of the optimizer's arrays that belong to one rank in it."""
     sizes: Mapping[str, int]
     """Elements of each parameter, by name."""
     template: Callable[[int, str], Mapping[str, Array]]
-    """Returns the arrays that this rank holds after a step, at the start of a stage, by key."""
+    """Takes a step and a stage. Returns the arrays that this rank then holds at the start of the stage, by key."""
     like: Array
     """Gives the library and the device of exchanged arrays."""
     accept: Callable[[Saved], None]
@@ -101,13 +101,13 @@ class World(NamedTuple):
 def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     """Return this rank's dict in a new world from the dicts of an old one, which the new ranks hold in any way.
 
-    In a world like the old one every rank gets the dict with its own number, unchanged. In any other, every worker
-    residual becomes mean_i e_i + e_s of the old world, server residuals become zero, the optimizer's own kinds become
-    their means, arrays that exist once in the world go to their new owners, and everything else, which must be equal in
-    all dicts, stays. A server that is not a worker for its
-    chunk, as around a ring, gets the Nth part of that residual, which its own worker residual would have contributed to
-    the mean. Where arrays of old ranks are lost, the total lacks their residuals, and the optimizer's own kinds are
-    means over the other ranks.
+    In a world like the old one, every rank gets the dict with its own number, unchanged. In any other world, every
+    worker residual becomes mean_i e_i + e_s of the old world, and server residuals become zero. Arrays of the
+    optimizer's own kinds become their means, arrays that exist once in the world go to their new owners, and everything
+    else, which must be equal in all dicts, stays the same. A server that is not a worker for its chunk, as around a
+    ring, gets the Nth part of that worker residual: the share that it would have contributed to the mean as a worker.
+    Where arrays of old ranks are lost, the total lacks their residuals, and the optimizer's own kinds are means over
+    the other ranks.
 
     Parameters
     ----------
@@ -129,8 +129,9 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     Notes
     -----
     The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
-    of `CompressedMean` continues to hold. Sends the facts of each dict as text, 2 (N - 1) / N * 32 bits per averaged
-    element and, if a rank has no dict to contribute, the entries that are equal in all dicts from one rank to all.
+    of `CompressedMean` continues to hold. Each rank sends the facts of its dicts as text, and 2 (N - 1) / N * 32 bits
+    per averaged element. If a rank has no dict to contribute, one rank sends the entries that are equal in all dicts to
+    all ranks.
     """
     facts = yield from _told(facts_of(saved, world.accept), world)
     old_holders = holders(facts)
@@ -170,13 +171,13 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
 
 def _told(own: Any, world: World) -> Stages[list[Any]]:
-    """Return what every rank tells."""
+    """Exchange a value that JSON can hold; return the value of every rank."""
     texts = yield from gather_texts(json.dumps(own), world.size, world.like)
     return [json.loads(text) for text in texts]
 
 
 def _damage(saved: Mapping[int, Saved]) -> str | None:
-    """Return which dict is not what was sealed, or None."""
+    """Return a text about the first dict that differs from its digests, or None."""
     try:
         for one in saved.values():
             require_intact(one)
@@ -229,7 +230,7 @@ def _merge(
     covered = _require_mergeable(manifests, template, world)
     if world.lost:
         warn_caller(
-            f"a state of {len(manifests)} ranks resumes with {world.size}, without what feedback owed on "
+            f"a state of {len(manifests)} ranks resumes with {world.size}, without the residuals of "
             f"{name_ranks(world.lost)}: every rank starts with the total of the other residuals"
         )
     else:
@@ -286,7 +287,7 @@ def _unmerged(
     """Return the arrays that need no arithmetic: those that are equal in all dicts, and those that exist once."""
     apart = (WORKER, SERVER, *world.own_kinds(manifests[0].scalars["stage"]), *world.owned_kinds)
     arrays = {}
-    for key in world.owned:  # one after the other, so that no rank needs memory for those of others
+    for key in world.owned:  # one at a time, so that no rank needs memory for the arrays of all others
         old = next(old for old, manifest in enumerate(manifests) if key in manifest.arrays)
         found = yield from _from_one(by[old], mine.get(old), key, manifests[old].arrays[key], world)
         if key in template:
@@ -324,8 +325,8 @@ def _require_mergeable(
 ) -> dict[str, int]:
     """Return the number of old ranks over which each tensor's residuals are averaged, by tensor name.
 
-    It is the number of ranks with a residual for an element, of any kind: the server of a chunk may not be a worker for
-    it.
+    This is the number of ranks with a worker or a server residual for an element: the server of a chunk may not be a
+    worker for it.
 
     Raises
     ------
@@ -373,13 +374,13 @@ def _require_mergeable(
 
 
 def _require_owned(manifests: Sequence[Manifest], world: World) -> None:
-    """Raise ValueError, on all ranks alike, unless some dict has each array that exists once, in its size."""
+    """Raise ValueError, on all ranks alike, unless one dict has each array that exists once, of its size and dtype."""
     owned = [entry for manifest in manifests for entry in manifest.of_kinds(*world.owned_kinds).items()]
     require_keys((key for key, _ in owned), world.owned)
     twice = sorted(key for key, count in Counter(key for key, _ in owned).items() if count > 1)
     if twice:
         raise ValueError(
-            f"several states have {twice[0]}, which only one rank has: they belong to different jobs"
+            f"several states have {twice[0]}, which exists once in a job: they belong to different jobs"
         )
     dtype = compute_dtype_name(dtype_name(world.like.dtype))
     for key, entry in owned:

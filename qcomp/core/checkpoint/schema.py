@@ -1,4 +1,4 @@
-"""What the entries of a saved state may be: checked before anything is made of them."""
+"""The accepted values of the entries of a saved state, checked before they are used."""
 
 import json
 import math
@@ -25,20 +25,20 @@ __all__ = [
 ]
 
 LARGEST = 1 << 53
-"""The largest integer in a saved state; a float64 holds all up to it."""
+"""The largest integer in a saved state; float64 represents all integers up to it."""
 
 _LONGEST_TEXT = 1 << 26
-"""Bytes of JSON text; the digests of a model take about a hundred for each array."""
+"""The most bytes of JSON text; the digests of a model take about a hundred for each array."""
 
 _LONGEST = 60
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 
 
 _CURE = "it is damaged, or not from qcomp; load an earlier one"
 
 
 class Kind(Protocol):
-    """What an entry may be."""
+    """The accepted values of an entry."""
 
     @property
     def expected(self) -> str:
@@ -46,18 +46,18 @@ class Kind(Protocol):
         ...
 
     def read(self, value: Any) -> Any:
-        """Return a value in its own type, the same for equal values of all formats.
+        """Return a value in its own type; equal values have the same type in all formats.
 
         Raises
         ------
         ValueError, TypeError
-            If it is nothing that the entry may be.
+            If the entry may not have this value.
         """
         ...
 
 
 class Whole(NamedTuple):
-    """An integer; booleans and floats are none."""
+    """An integer; booleans and floats are refused."""
 
     least: int = 0
     most: int = LARGEST
@@ -87,7 +87,7 @@ class Number(NamedTuple):
     whole : bool
         Whether it must be a whole number.
     finite : bool
-        Whether it must be finite. If not, the range counts for nothing unless ``whole`` is true.
+        Whether it must be finite. If not, the range only applies if ``whole`` is true.
 
     Examples
     --------
@@ -189,29 +189,29 @@ class Several:
 
 
 def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
-    """Return an entry in its own type, which equal values share, whatever format it was saved in.
+    """Return an entry in its own type; equal values have the same type, whatever format they were saved in.
 
     Parameters
     ----------
     saved : mapping or sequence
-        It may read the entry from a file now.
+        May read the entry from a file only now.
     key : str or int
-        The entry.
+        The key or index of the entry.
     kind : Kind
-        What the entry may be.
+        The accepted values.
     where : str
-        What the mapping is, in messages.
+        The name of ``saved`` in messages.
 
     Raises
     ------
     ValueError
-        If it is missing or anything else, naming entry, value, and what was expected.
+        If the entry is missing or not accepted. The message names the entry, its value and what was expected.
     """
     try:
         value = saved[key]
     except LookupError:
         raise ValueError(f"{where} lacks {shown(key)}; expected {kind.expected}: {_CURE}") from None
-    except Exception as error:  # of the library that reads the file
+    except Exception as error:  # any error of the library that reads the file
         raise ValueError(
             f"{where} has {shown(key)}, which cannot be read ({type(error).__name__}: {shown(str(error))}): it is "
             "damaged; load an earlier one"
@@ -234,7 +234,7 @@ def plain(value: Any) -> Any:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Return what JSON text says; raise ValueError if it is none, or nested deeper than Python follows."""
+    """Return the value of JSON text; raise ValueError if it is malformed, or nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -258,7 +258,7 @@ def shown(value: Any) -> str:
 
 
 def _is_scalar(value: Any, *dtypes: str) -> bool:
-    """Return whether a value is a number of Python, or an array without axes of such a dtype."""
+    """Return whether a value is a Python number, or an array without axes of one of these dtypes."""
     if hasattr(value, "shape"):
         return (
             _is_array(value) and value.shape == () and dtype_name(value.dtype).rstrip("0123456789") in dtypes

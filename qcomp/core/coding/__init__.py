@@ -72,8 +72,8 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
     Returns
     -------
     bytes
-        ``"range"``: with b one more than the bits of ``largest``, at most n*b/8 + 5 bytes, or + 17 from 2^14 elements
-        on. ``"elias"``: at most 24 bits per element, plus 1 byte.
+        ``"range"``: at most n*b/8 + 5 bytes, or + 17 from 2^14 elements on, where b is one more than the bits of
+        ``largest``. ``"elias"``: at most 24 bits per element, plus 1 byte.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
         level = int.from_bytes(levels[2 * bad : 2 * bad + 2], "little")
         raise ValueError(
             f"levels is {level} and negative {negative[bad]} at {bad}; "
-            f"expected 0 to {largest}, and 0 or 1, at a level 0 only 0"
+            f"expected levels from 0 to {largest}, and negative 0 or 1, but 0 where the level is 0"
         )
     if coding == "elias":
         return coders.paper_encode(levels, negative)

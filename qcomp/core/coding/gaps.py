@@ -1,24 +1,25 @@
 """A code for the few elements that a sparse compressor keeps of every bucket: gaps between them, levels and signs.
 
-The plain payload has, for k elements of each bucket, or all of a shorter one, an entry of 1 to 3 bytes, the low bytes
-of all entries first: position * 2^b + sign * 2^(b - 1) + level, in rising order. An entry is of nothing if its position
-is not above that of the one before it in its bucket; in a bucket whose lowest level is 0, all are. After the entries,
-at a multiple of 4, come the lowest level of each bucket and then the step of each, float32 with zeros in the last 20
-bits. What is above these bits is called their number here.
+The plain payload has k entries for each bucket, or one for each element of a bucket shorter than k. With b bits for a
+sign and a level, an entry is position * 2^b + sign * 2^(b - 1) + level, in 1 to 3 bytes. Positions rise within a
+bucket; the low bytes of all entries come first. An entry is unused if its position is not above that of the entry
+before it in its bucket; in a bucket whose lowest level is 0, all entries are unused. After the entries, at a multiple
+of 4 bytes, come the lowest levels of all buckets and then their steps. These scales are float32 with zeros in the last
+20 bits; the bits above them are called the *number* of a scale here.
 
-The code of a bucket of n elements of which c are kept, at most K = min(k, n):
+The code of a bucket of n elements, of which c are kept, at most K = min(k, n):
 
-- a 1 if c = K, else a 0, and c in the bits of K - 1;
-- if c > 0: the number of the lowest level, minus that of the last bucket with an element (`FIRST_LOWEST` in the first
-  one); then, if b > 1, the number of the step minus that of the lowest level, minus the same difference in the last
-  bucket with an element (`FIRST_RATIO`). A difference d is sent as u = 2d, or -2d - 1 if it is negative: the gamma code
-  of u // 2 + 1, and the last bit of u;
-- for each of the c elements, the number of those skipped since the last one, in Golomb's code, then sign and level in b
-  bits.
+- a 1 if c = K; else a 0, and c in as many bits as K - 1 has;
+- if c > 0: the number of the lowest level, minus that of the previous bucket with c > 0, or minus `FIRST_LOWEST` if
+  there is none; then, if b > 1, the number of the step minus that of the lowest level, minus the same difference in the
+  previous bucket with c > 0, or minus `FIRST_RATIO`. A difference d is sent as u = 2d, or as u = -2d - 1 if d is
+  negative: the gamma code of u // 2 + 1, and the last bit of u;
+- for each of the c elements, the number of elements skipped since the previous kept one, in Golomb's code, then sign
+  and level in b bits.
 
-Golomb's code with m = max(1, (11 n + 8 c) // 16 c), about 0.69 n / c: g // m zeros and a one, then g mod m in truncated
-binary. For 64 of 4096 positions at random it needs 0.07 bits each more than log2 binom(n, c) / c. Sources: Golomb, IEEE
-Trans. Information Theory 12, 1966; Gallager and van Voorhis, IEEE Trans. Information Theory 21, 1975.
+Golomb's code of g, with m = max(1, (11 n + 8 c) // (16 c)), about 0.69 n / c: g // m zeros and a one, then g mod m in
+truncated binary. For 64 random positions of 4096, each needs 0.07 bits more than log2 binom(n, c) / c. Sources: Golomb,
+IEEE Trans. Information Theory 12, 1966; Gallager and van Voorhis, IEEE Trans. Information Theory 21, 1975.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ __all__ = [
 ]
 
 SMALLEST, LARGEST = 8, 1816
-"""The numbers of 2^-126 and 2^100, the smallest and the largest that are not 0."""
+"""The numbers of 2^-126 and 2^100, the smallest and the largest scale that is not 0."""
 FIRST_LOWEST = 952
 """The number of 2^-8: gradients are small."""
 FIRST_RATIO = -16
-"""That of a step of a quarter of the lowest level."""
+"""The number of the step minus that of the lowest level, if the step is a quarter of the lowest level."""
 _DROPPED = 20
 
 
 class Shape(NamedTuple):
-    """What payloads are of."""
+    """The parameters of a sparse compressor, which determine the layout of its payloads."""
 
     k: int
     bucket_size: int
     bits: int
-    """Of a level and a sign."""
+    """Bits of a level and a sign."""
 
     @property
     def width(self) -> int:
@@ -68,14 +69,14 @@ class Shape(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """Where things lie in a plain payload."""
+    """The layout of a plain payload."""
 
     entries: int
-    """How many there are."""
+    """The number of entries."""
     lowest: int
-    """Where the lowest levels begin."""
+    """The offset of the lowest levels."""
     step: int
-    """Where the steps begin."""
+    """The offset of the steps."""
     nbytes: int
 
     @classmethod
@@ -96,7 +97,7 @@ def longest(size: int, shape: Shape) -> int:
 
 @lru_cache(1024)
 def _longest_bucket(n: int, shape: Shape) -> int:
-    """Return the most bits of a bucket of n elements; a difference has at most 22 or, of ratios, 24."""
+    """Return the most bits of a bucket of n elements; a difference has at most 22 bits, or 24 if it is of ratios."""
     if not n:
         return 0
     most = min(shape.k, n)
@@ -111,7 +112,7 @@ def _longest_elements(n: int, c: int, bits: int) -> int:
 
 
 def divisor(n: int, c: int) -> int:
-    """Return Golomb's m for c of n elements."""
+    """Return Golomb's m for c kept elements of n."""
     return max(1, (11 * n + 8 * c) // (16 * c))
 
 
@@ -197,7 +198,7 @@ def _numbers(scales: memoryview) -> list[int]:
 
 
 def _filled(positions: list[int]) -> int:
-    """Return how many positions there are before one that is not above the last."""
+    """Return how many positions there are before the first that is not above its predecessor."""
     for i in range(1, len(positions)):
         if positions[i] <= positions[i - 1]:
             return i
@@ -219,12 +220,12 @@ def _put_golomb(writer: BitWriter, g: int, m: int) -> None:
     quotient, rest = divmod(g, m)
     writer.put(1, quotient + 1)
     width = (m - 1).bit_length()
-    short = (1 << width) - m  # so many remainders have a bit less
+    short = (1 << width) - m  # the number of remainders that take one bit less
     writer.put(*((rest, width - 1) if rest < short else (rest + short, width)))
 
 
 def _take_golomb(reader: BitReader, m: int, most: int) -> int:
-    """Return a number up to ``most``."""
+    """Return the next number; raise PayloadError if it is above ``most``."""
     g = 0
     while not reader.take(1):
         g += m

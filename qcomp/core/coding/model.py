@@ -4,11 +4,11 @@ A level k >= 1 is sent as its class (`qcomp.core.coding.classes`), in fewer bits
 followed by plain bits: the spare bits of k, then 1 for a negative sign. A 0 is sent as its class alone. The number of
 fine bits is chosen for each vector, so that the model's own size never dominates.
 
-In bits: the method, `FLAT` or 1 plus the fine bits of the classes, in three bits. If it is not `FLAT`, the number of
-classes up to the last that occurs follows in gamma, then the weight of each class. A weight is the class, with 2 fine
-bits, of the number of occurrences, rounded to nearest. It is sent as its difference d to the previous weight: gamma of
-1 - 2d, or of 2d if d is positive. The weight before the first is that of the number of elements. Zeros pad the last
-byte.
+The bits of the model: first the method in three bits, `FLAT` or 1 plus the fine bits of the classes. If it is not
+`FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A weight is
+the class, with 2 fine bits, of the number of occurrences, rounded to nearest. It is sent as its difference d to the
+previous weight: gamma of 1 - 2d, or of 2d if d is positive. The weight before the first is that of the number of
+elements. Zeros pad the last byte.
 
 Shares: every class that occurs gets one of the 2^13 units. The other units are divided in proportion to the smallest
 number of each weight's class, rounded down; the remainder goes to the first of the most frequent classes.
@@ -30,7 +30,7 @@ __all__ = ["FLAT", "UNITS_BITS", "Model", "finest", "fit", "flat", "read"]
 FLAT = 0
 """The method without a model: all bits are plain."""
 UNITS_BITS = 13
-"""Shares are multiples of 2 to the minus this."""
+"""Shares are multiples of 2^-UNITS_BITS."""
 _METHOD_BITS = 3
 FINEST = 6
 """The most fine bits; levels up to 127 can then have a class each."""
@@ -156,7 +156,7 @@ def _weight(count: int) -> int:
 
 @cache
 def _least_counts() -> list[int]:
-    """Return the smallest count of each weight: half the width of the class before is rounded up."""
+    """Return the smallest count of each weight: counts in the upper half of a class are rounded up to the next one."""
     widths = [1 << spare_bits(weight, WEIGHT_FINE) for weight in range(LARGEST_WEIGHT)]
     return [0, *(smallest(weight, WEIGHT_FINE) - width // 2 for weight, width in enumerate(widths, 1))]
 

@@ -33,7 +33,7 @@ class LevelCoder:
         The largest level. A code is a level, less the lowest one, with the sign bit on top.
     bucket_size : int
     lowest : int, default 0
-        The lowest level: 0, or 1 where a code of zeros has a sign too.
+        The lowest level: 0, or 1 if elements of the lowest level have a sign too.
 
     Notes
     -----

@@ -5,7 +5,7 @@ are short: float32 with 4 significant bits, so that ``j * step`` is exact and th
 be sent in a few bits. Each magnitude takes the nearest level, the higher one at a tie.
 
 - b = 1: the level is the mean magnitude.
-- b = 2: the means of the magnitudes below the mean, and of the others.
+- b = 2: the mean of the magnitudes below the mean of all, and the mean of the others.
 - b > 2: evenly spaced from the smallest to the largest magnitude.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["DROPPED_BITS", "MOST_BITS", "kept_delta", "levels_of", "scales_of", 
 
 MOST_BITS = 4
 DROPPED_BITS = 20
-"""The last bits of a short number, which are zero."""
+"""How many of the last bits of a short number are zero."""
 _HALF = 1 << DROPPED_BITS - 1
 
 
@@ -25,18 +25,19 @@ def kept_delta(k: int, bucket_size: int, bits: int) -> float:
 
     Notes
     -----
-    Let a_1 >= ... >= a_k be what is kept, and e_i the error of a_i. What is captured is sum a_i^2 - e_i^2; what is lost
-    is sum e_i^2 plus the dropped, at most (n - k) a_k^2. A short number is off by at most 2^-4 of itself.
+    Let a_1 >= ... >= a_k be the kept magnitudes, and e_i the error of a_i. The captured part is sum a_i^2 - e_i^2. The
+    lost part is sum e_i^2 plus the squares of the dropped elements, at most (n - k) a_k^2. A short number is off by at
+    most 2^-4 of itself.
 
-    Up to two bits, S = sum a_i, the errors are at most those of one level at the mean, so that at least (1 - 2^-8) S^2
-    / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j = k, and k / j
-    from there on. So delta is min(1 / k, k / n), but for the rounding.
+    With up to two bits, let S = sum a_i. The errors are at most those of one level at the mean, so at least (1 - 2^-8)
+    S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j = k, and
+    k / j from there on. So delta is min(1 / k, k / n), but for the rounding.
 
-    With m > 2 levels, let X = a_1 - a_k. The largest is captured but for 2^-8 of it, and so is a_k^2 of each: at least
-    (1 - 2^-8) (X^2 + k a_k^2). The others lose at most half a step, X / (2 (m - 1)), and what rounding the two numbers
-    adds. With q = 4 (m - 1)^2, the sum of e_i^2 is at most 1.2 k X^2 / q + 0.006 k a_k^2. A quotient of sums is at
-    least the least of the quotients: of the terms with X^2, 1 / (1 + 1.21 k / q), and of those with a_k^2, (k / n) (1 -
-    2^-7).
+    With m > 2 levels, let X = a_1 - a_k. The largest square is captured but for 2^-8 of it, and so is a_k^2 of each
+    element: together at least (1 - 2^-8) (X^2 + k a_k^2). The others lose at most half a step, X / (2 (m - 1)), plus
+    the rounding of the two scales. With q = 4 (m - 1)^2, the sum of e_i^2 is at most 1.2 k X^2 / q + 0.006 k a_k^2. A
+    quotient of sums is at least the smallest quotient of the terms: 1 / (1 + 1.21 k / q) for those with X^2, and
+    (k / n) (1 - 2^-7) for those with a_k^2.
     """
     equal = k / bucket_size * (1 - 2**-7)
     if bits <= 2:
@@ -101,7 +102,7 @@ def _mean_where(magnitudes: Array, chosen: Array) -> Array:
 
 
 def _short(x: Array) -> Array:
-    """Return numbers from 0 on as float32, rounded to 4 significant bits, half up; what is not 0 is at least 2^-126."""
+    """Return non-negative numbers as float32, rounded to 4 significant bits, half up; only 0 is below 2^-126."""
     xp = array_namespace(x)
     single = xp.astype(x, xp.float32, copy=False)
     single = xp.where((x > 0) & (single < TINY), xp.full_like(single, TINY), single)

@@ -27,21 +27,21 @@ from qcomp.core.traits import Traits
 __all__ = ["LloydMax"]
 
 LEVELS = {1: (1,), 2: (3, 10), 3: (10, 31, 55, 88), 4: (5, 15, 25, 36, 48, 62, 79, 104)}
-"""The magnitudes that codes of so many bits stand for, in steps: those of Max (1960) in proportion, which whole numbers
-up to 127 meet so well that the error for a normal distribution is larger by a thousandth at most."""
+"""The magnitudes of the codes, in steps, by the bits of a code: those of Max (1960), scaled and rounded to whole
+numbers up to 127, which increases the error for a normal distribution by a thousandth at most."""
 THRESHOLDS: dict[int, tuple[float, ...]] = {
     1: (),
     2: (0.9816,),
     3: (0.5006, 1.0500, 1.7479),
     4: (0.2582, 0.5224, 0.7995, 1.0993, 1.4371, 1.8435, 2.4008),
 }
-"""The magnitudes between them, in roots of the mean square."""
+"""The thresholds between these magnitudes, in units of the root mean square."""
 
 
 @register
 @dataclass(frozen=True)
 class LloydMax(BucketedCompressor):
-    """C(v)_i = sign(v_i) * l_k * step: the levels l have the least error for a normal distribution, without chance.
+    """C(v)_i = sign(v_i) * l_k * step, with the levels l of least error for a normal distribution; nothing is random.
 
     Parameters
     ----------
@@ -51,7 +51,8 @@ class LloydMax(BucketedCompressor):
         Elements that share a step, a power of two from 8.
     coding : {"fixed", "range"}
         ``"fixed"``: all codes have the same width. ``"range"``, for 2 bits or more: a range coder, which runs on the
-        host, shortens payloads; for values of a normal distribution codes of 2, 3 and 4 bits have 1.91, 2.82 and 3.77.
+        host, shortens payloads; for values of a normal distribution, codes of 2, 3 and 4 bits then take 1.91, 2.82 and
+        3.77 bits.
 
     Notes
     -----
@@ -159,11 +160,11 @@ class LloydMax(BucketedCompressor):
 
 
 def _step(magnitude: Array, level: Array, filled: int) -> Array:
-    """Return <magnitude, level> / ||level||^2 of each row, with 17 bits: a level times it is exact in float32."""
+    """Return <magnitude, level> / ||level||^2 of each row, with 17 bits, so that level * step is exact in float32."""
     xp = array_namespace(magnitude)
     index = xp.arange(level.shape[1], device=device(level))
     squares = xp.where((index < filled)[None, :], level * level, xp.zeros_like(level))
-    products = truncate_last_bit(magnitude * level)  # as nothing may contract the product and the sum
+    products = truncate_last_bit(magnitude * level)  # so that no compiler contracts the product and the sum
     step = xp.astype(divide(tree_sum(products), tree_sum(squares)), xp.float32, copy=False)
     mask = xp.asarray([~0x7F], dtype=xp.int32, device=device(step))
     return bitcast(xp.bitwise_and(bitcast(step, xp.int32), mask), xp.float32)

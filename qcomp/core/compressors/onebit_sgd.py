@@ -37,10 +37,11 @@ class OneBitSGD(BucketedCompressor):
 
     Notes
     -----
-    The two means minimise the loss for this threshold: in every column the losses of each sign add up to 0, <v - C(v),
-    C(v)> = 0, and ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2 with m elements, the loss of `ScaledSign`;
-    up to the rounding of the means to float32. A column in which each sign has one value stays exact in float32, so
-    compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column, and 64 bits per column.
+    The two means minimise the loss for this threshold. In every column the losses of each sign add up to 0, so <v -
+    C(v), C(v)> = 0, and with m elements ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2, the loss of
+    `ScaledSign`. This holds up to the rounding of the means to float32. A column in which each sign has one value stays
+    exact in float32, so compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column, and 64
+    bits per column.
     Source: Seide et al., Interspeech 2014, section 3; with feedback, two phases are the double quantization of their
     section 3.2.
 

@@ -1,4 +1,4 @@
-"""Wire format of numbers such as positions in a bucket, in one to three bytes; for compressors that keep a few."""
+"""Wire format of numbers such as positions in a bucket, in one to three bytes; for sparse compressors."""
 
 from collections.abc import Sequence
 

@@ -30,7 +30,7 @@ class QSGD(BucketedCompressor):
     Parameters
     ----------
     levels : int
-        Number of levels s above zero, 1 to 127, with a coder up to 32767. A code has one bit for the sign and as many
+        Number of levels s above zero: 1 to 127, or to 32767 with a coder. A code has one bit for the sign and as many
         as s needs; 1, 7 and 127 fill 2, 4 and 8 bits.
     bucket_size : int
         Elements that share a step, a power of two from 8.

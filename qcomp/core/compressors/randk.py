@@ -20,7 +20,7 @@ from qcomp.core.traits import Traits
 __all__ = ["RandK"]
 
 _VALUES = 1 << 30
-"""Added to the hop of a key for the draws that round values, which must not depend on those of the positions."""
+"""Added to the hop of a key for the draws that round values: they must not depend on the draws of the positions."""
 
 
 @register
@@ -38,8 +38,8 @@ class RandK(Compressor):
     bucket_size : int
         Elements to draw from, a power of two from 8 to 65536.
     value_bits : int
-        32 sends the values in float32, with their positions. 2 to 8 round them with `QSGD`, of 2^(value_bits - 1) - 1
-        levels and one step for all that is kept of a bucket, and send no positions: the receiver draws them again.
+        32 sends the values in float32, with their positions. 2 to 8 round them with `QSGD`, with 2^(value_bits - 1) - 1
+        levels and one step for the kept elements of a bucket, and send no positions: the receiver draws them again.
 
     Notes
     -----
@@ -48,10 +48,10 @@ class RandK(Compressor):
     element, its value in float32 and its number within the stratum in a byte; 48 bits if a stratum has more than 256
     elements. A tail draws from its padded length, a power of two from 8.
 
-    With fewer bits a value, omega is at most bucket_size / k * (1 + omega of the rounding) - 1. Sends these bits for
-    each kept element, but for at least 8 a bucket, 32 bits a bucket, and 128 bits that determine the draws. Source:
-    Stich et al., NeurIPS 2018, definition 2.1, with strata instead of all subsets; the probability of each element is
-    the same.
+    With fewer bits a value, omega is at most bucket_size / k * (1 + omega of the rounding) - 1. Sends ``value_bits``
+    bits for each kept element, counting at least 8 elements a bucket, 32 bits for each bucket, and 128 bits that
+    determine the draws. Source: Stich et al., NeurIPS 2018, definition 2.1, with strata instead of all subsets; the
+    probability of each element is the same.
 
     Examples
     --------
@@ -78,12 +78,12 @@ class RandK(Compressor):
 
     @cached_property
     def spec(self) -> str:
-        """The spec string, without the bits of values if they are 32, so that such payloads keep their name."""
+        """The spec string, without ``value_bits`` if it is 32, so that such payloads keep their name."""
         return super().spec.removesuffix(",value_bits=32")
 
     @cached_property
     def _rounding(self) -> QSGD | None:
-        """What rounds the kept values of a bucket."""
+        """The compressor that rounds the kept values of a bucket; None for 32 bits."""
         if self.value_bits == 32:
             return None
         return QSGD(levels=(1 << self.value_bits - 1) - 1, bucket_size=max(8, self.k))
@@ -97,9 +97,9 @@ class RandK(Compressor):
         return Traits(self.bucket_size, random=True, unbiased=True, omega=omega, keeps_zero=True, kept=self.k)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
-        """Return the layout: the bytes of the numbers, the low ones first, and the values.
+        """Return the layout: the bytes of the numbers within strata, the low ones first, and the values.
 
-        With fewer bits a value: their codes, the step of each bucket, and what determines the draws.
+        With fewer bits a value: the codes of the values, the step of each bucket, and the stream of the draws.
         """
         if self._rounding is not None:
             codes = sum(block.rows * self._held(block).length for block in blocks(size, self.bucket_size))
@@ -116,7 +116,7 @@ class RandK(Compressor):
         )
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the number of the drawn element within each stratum, and its value; or codes, steps and the draws."""
+        """Return the number of the drawn element within each stratum, and its value; or codes, steps and the stream."""
         assert key is not None  # `compress` has checked it
         xp = array_namespace(x)
         rounding = self._rounding
@@ -184,7 +184,7 @@ class RandK(Compressor):
         return min(self.k, block.length)
 
     def _held(self, block: Block) -> Block:
-        """Return the buckets of what is kept of a block."""
+        """Return the block of the kept elements of a block, with as many buckets."""
         strata = self._strata(block)
         return Block(block.start, block.rows, max(8, strata), strata, block.first_bucket)
 

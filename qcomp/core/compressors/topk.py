@@ -25,7 +25,7 @@ __all__ = ["TopK"]
 class TopK(Compressor):
     """C(v)_i = v_i for the k elements of largest magnitude in every bucket, and 0 for the others.
 
-    Among equal magnitudes the lowest index wins. With fewer than 32 bits a value, what is kept is rounded to the
+    Among equal magnitudes the lowest index wins. With fewer than 32 bits a value, each kept element is rounded to the
     nearest of a few levels of its bucket, and elements that are 0 are never kept.
 
     Parameters
@@ -36,7 +36,7 @@ class TopK(Compressor):
         Elements to choose from, a power of two from 8 to 65536.
     value_bits : int
         32 sends the values in float32. 1 to 4 round each to a sign and one of 2^(value_bits - 1) magnitudes: 1 to the
-        mean magnitude of the kept elements of its bucket; 2 to the means of those below that mean, and of the others; 3
+        mean magnitude of the kept elements of its bucket; 2 to the mean of those below that mean, or of the others; 3
         and 4 to magnitudes evenly spaced from the smallest to the largest.
     coding : "fixed", optional
         For values of fewer than 32 bits: send positions in whole bytes, so that payloads have a fixed length. By
@@ -48,13 +48,13 @@ class TopK(Compressor):
     ||v||^2, with equality only if all magnitudes are equal. Sends 40 bits for each kept element, its value in float32
     and its index in a byte; 48 bits in buckets of more than 256. Source: Stich et al., NeurIPS 2018, definition 2.1.
 
-    With fewer bits, the error of what is kept is added. Up to 2 bits, delta is min(k / bucket_size, 1 / k), with more
-    min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2; up to 2^-7 of it for the rounding
-    of levels. The worst case needs one element far above k - 1 small ones; on gradients the error of what is kept is
-    one or two percent of its norm squared with 2 bits. A fixed length is 1 to 3 bytes for each of k elements, an index
-    with the value below it, and 64 bits a bucket. The coder sends at most 9.6 bits for each of 64 of 4096 elements with
-    2 bits, of which log2 binom(4096, 64) / 64 = 7.36 are the least for the positions. The 2-bit values are after
-    SparseLoCo, arXiv 2508.15706.
+    With fewer bits, the rounding error of the kept elements is added. With up to 2 bits, delta is min(k / bucket_size,
+    1 / k); with more, it is min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2. The
+    rounding of levels reduces delta by up to 2^-7 of it. The worst case needs one element far above k - 1 small ones;
+    on gradients, the rounding error with 2 bits is one or two percent of the squared norm of the kept elements. A
+    payload of fixed length has 1 to 3 bytes for each of k elements, an index with the value below it, and 64 bits a
+    bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096; the positions alone need at
+    least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after SparseLoCo, arXiv 2508.15706.
 
     Examples
     --------
@@ -89,12 +89,12 @@ class TopK(Compressor):
             raise ValueError(f"coding is {self.coding!r}; expected 'fixed' or None")
         if self.coding and self.value_bits == 32:
             raise ValueError(
-                "coding is 'fixed', as values of 32 bits always are; expected None, or fewer value_bits"
+                "coding is 'fixed' with value_bits=32, whose length is always fixed; expected None, or fewer value_bits"
             )
 
     @cached_property
     def spec(self) -> str:
-        """The spec string, without what is the default, so that payloads of 32-bit values keep their name."""
+        """The spec string, without default ``value_bits`` and ``coding``, so that 32-bit payloads keep their name."""
         return super().spec.replace(",value_bits=32", "").replace(",coding=None", "")
 
     @cached_property
@@ -114,8 +114,8 @@ class TopK(Compressor):
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the bytes of the indices, the low ones first, and the values.
 
-        With fewer bits a value: the bytes of the indices times 2^value_bits, plus the value; the lowest level and the
-        step of each bucket. With a coder, its bits.
+        With fewer bits a value: the bytes of index * 2^value_bits + value, then the lowest level and the step of each
+        bucket. With a coder: its bits.
         """
         if self.coder is not None:
             return self.coder.payload_spec(size)
@@ -164,7 +164,7 @@ class TopK(Compressor):
         return bytes_below(self.bucket_size << (0 if self.value_bits == 32 else self.value_bits))
 
     def _rounded(self, chosen: Array, kept: Array) -> tuple[Array, Array, Array]:
-        """Return what is sent of kept values in rows: indices with levels and signs, 0 for nothing; the scales."""
+        """Return the entries of kept values in rows (index, sign and level; 0 for an absent one), and the scales."""
         xp = array_namespace(kept)
         magnitudes, bits = xp.abs(kept), self.value_bits
         lowest, step = scales_of(magnitudes, bits)
@@ -176,7 +176,7 @@ class TopK(Compressor):
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return zeros with the values at their indices; each element searches for its index among them.
 
-        With fewer bits a value, an entry is of nothing if its index is not above that of the one before it.
+        With fewer bits a value, an entry is unused if its index is not above that of the entry before it.
         """
         data = parts["entries"]
         xp = array_namespace(data)

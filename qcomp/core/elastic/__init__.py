@@ -1,1 +1,1 @@
-"""Steps that outlive ranks, in the core."""
+"""Steps that survive the loss of ranks: the pure part."""

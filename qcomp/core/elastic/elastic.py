@@ -1,4 +1,4 @@
-"""Steps that outlive ranks: what a rank keeps to go back to, and how those that are left, or have come, go on."""
+"""Steps that survive the loss of ranks: the snapshots that a rank keeps, and how remaining and new ranks resume."""
 
 import json
 import math
@@ -36,31 +36,31 @@ __all__ = ["Elastic", "ElasticState", "Snapshot"]
 
 
 class Snapshot(NamedTuple):
-    """What a rank had after a computation."""
+    """The parameters and the state of a rank after a computation."""
 
     label: int
     """The number of the computation; equal on all ranks that completed it."""
     params: Any
     state: OptimizerState
     left: OptimizerState | None = None
-    """The state of the rank to the left, whose arrays of its own are copies; None if there is no copy.
+    """The state of the rank to the left, with copies of the arrays that it alone has; None if there is no copy.
 
-    With an `OuterLoop` it has that rank's parameters, see `OuterLoop.whole`.
+    With an `OuterLoop`, the state includes that rank's parameters; see `OuterLoop.whole`.
     """
     owed: tuple[Mapping[str, float], ...] = ()
-    """For each rank the norms of what it alone had, by kind, when the ranks last told each other."""
+    """For each rank, the norms by kind of the arrays that it alone had when the ranks last exchanged these norms."""
 
 
 class ElasticState(NamedTuple):
-    """What a rank keeps to go on with other ranks: a few snapshots, which share what is equal.
+    """The snapshots from which a rank can resume with other ranks; they share equal arrays.
 
     Parameters
     ----------
     since : int
         The label of the first snapshot that this rank ever had.
     history : tuple of Snapshot
-        The last is the current one. Before it comes the one before the last computation that exchanged anything, to
-        which others may have to go back; and with ``lost="restore"`` the last one with copies before that.
+        The last is the current one. Before it comes the one from before the last computation that exchanged anything:
+        other ranks may have to go back to it. With ``lost="restore"``, the last one with copies comes before that.
     """
 
     since: int
@@ -77,12 +77,12 @@ class ElasticState(NamedTuple):
         return self.history[-1].state
 
     def moved(self, params: Any) -> "ElasticState":
-        """Return the same with other current parameters: those after an inner step of an outer loop.
+        """Return this state with other current parameters: those after an inner step of an outer loop.
 
         Parameters
         ----------
         params : array or sequence of arrays
-            They must not be written to as long as anybody may go back to them.
+            Must not be written to while a rank may go back to them.
         """
         return self._replace(history=(*self.history[:-1], self.history[-1]._replace(params=params)))
 
@@ -91,45 +91,46 @@ class ElasticState(NamedTuple):
 class Elastic:
     """Makes the steps of an optimizer, and lets ranks die, leave and join between any two exchanges.
 
-    The steps give the same results as the optimizer's own, bit for bit. After a failed exchange a rank still has the
-    `ElasticState` from before. Those that are left make a communicator of their own, perhaps with new ranks, and call
-    `resume`: they go back to the last snapshot that all of them have, and move its state to their number of ranks. If
-    `resume` fails too, they do the same again.
+    The steps give the same results as the optimizer's own, bit for bit. After a failed exchange, a rank still has the
+    `ElasticState` from before it. The remaining ranks make a new communicator, perhaps with new ranks, and call
+    `resume`: they go back to the last snapshot that all of them have, and convert its state to the new number of ranks.
+    If `resume` fails too, they repeat this.
 
-    What dies with a rank is what it alone had: residuals, and in some optimizers momenta. With N ranks, E = mean_i e_i
-    + e_s is owed; of that a dead rank d had D = e_d / N + e_s of the chunk that it served. After `resume` exactly E - D
-    is owed: what was sent and what is owed add up to the same as before, less D.
+    The arrays that a rank alone has die with it: residuals and, in some optimizers, momenta. With N ranks, E = mean_i
+    e_i + e_s is owed; of that, a dead rank d had D = e_d / N + e_s of the chunk that it served. After `resume`, exactly
+    E - D is owed: the sum of what was sent and what is owed is the same as before, less D.
 
     Parameters
     ----------
     optimizer : Optimizer or OuterLoop
-        The optimizer whose steps are made. Those of an `OuterLoop` are made with `run`.
+        The optimizer whose steps are made. For the steps of an `OuterLoop`, use `run`.
     lost : {"drop", "restore"}, default "drop"
         What happens to D. ``"drop"``: it is lost, and at most one step that exchanges is repeated. ``"restore"``:
-        each rank copies what it alone has to the next rank every so many steps; after a death all go back to the last
-        copies that all have completed, and nothing is lost. If a rank dies together with the next one, or before the
-        first copies, this is as ``"drop"``.
+        after every ``every`` steps, each rank copies the arrays that it alone has to the next rank. After a death, all
+        ranks go back to the last copies that all have completed, and nothing is lost. If a rank dies together with the
+        next one, or before the first copies, its arrays are lost as with ``"drop"``.
     every : int, default 100
-        After how many steps ranks tell each other the norms of what they alone have, by which `resume` reports what
-        was dropped, and with ``lost="restore"`` copy it. For an `OuterLoop`, after how many outer rounds.
+        Number of steps, or of outer rounds for an `OuterLoop`, between exchanges of the norms of the arrays that each
+        rank alone has. `resume` uses the norms to report what was dropped. With ``lost="restore"``, the ranks copy
+        these arrays at the same time.
 
     Notes
     -----
     `resume` returns a report, equal on all ranks: ``ranks``; ``joined_ranks``, those without the snapshot;
-    ``restored_ranks`` and ``dropped_ranks``; ``repeated_steps``, how many of the steps that any rank had made are to be
-    made again; and, if the norms are known, ``dropped_KIND`` for each kind of array that is dropped, such as
-    ``dropped_worker_residual``: the norm of all that dead ranks had when ranks last told each other. A worker residual
-    counts with 1 / N in the mean, a server residual in full.
+    ``restored_ranks`` and ``dropped_ranks``; ``repeated_steps``, the number of steps that some rank had made and that
+    all must make again; and, if the norms are known, ``dropped_KIND`` for each kind of array that is dropped, such as
+    ``dropped_worker_residual``: the norm of these arrays on the dropped ranks when the ranks last exchanged norms. A
+    worker residual counts with 1 / N in the mean, a server residual in full.
 
-    A rank that completes a step has heard from all others in its last exchange. So all others have begun it, and no
-    rank is further than one exchanging step ahead: the snapshot before that is enough. It costs the memory of another
-    set of parameters and moments, and steps cannot donate. ``"restore"`` keeps a third set, and sends 32 bits per
-    element that a rank alone has.
+    A rank that completes a step has received messages from all others in its last exchange. So all others have begun
+    that step, and no rank is more than one exchanging step ahead: the snapshot from before that step is enough. It
+    costs the memory of another set of parameters and moments, and steps cannot donate. ``"restore"`` keeps a third set,
+    and sends 32 bits per element that a rank alone has.
 
     Momenta and sums that differ between ranks by design, as in `ZeroOneAdam` between synchronisations, become the mean
-    of those that are left. What only one rank has of a tensor, as an owner in `Muon`, begins at zero if it is dropped.
-    In an outer round, so do the ranks' parameters and what they have under way: the mean outer gradient is that of
-    those that are left. The state of inner optimizers is the caller's.
+    over the remaining ranks. In an outer round, so do the ranks' parameters and their outer gradients under way: the
+    mean outer gradient is that of the remaining ranks. An array that only one rank has, as the owner of a tensor in
+    `Muon`, begins at zero if it is dropped. The caller is responsible for the state of inner optimizers.
 
     Examples
     --------
@@ -167,7 +168,7 @@ class Elastic:
             raise ValueError(f"every is {self.every!r}; expected an integer of at least 1")
 
     def begin(self, params: Any, state: OptimizerState) -> ElasticState:
-        """Return what a rank keeps before its first step.
+        """Return a rank's `ElasticState` before its first step.
 
         Parameters
         ----------
@@ -188,7 +189,7 @@ class Elastic:
         held : ElasticState
             From `begin`, `resume` or the last step.
         comm : Communicator
-            One of the same rank and size.
+            A communicator with the rank and size of the state.
 
         Raises
         ------
@@ -209,7 +210,7 @@ class Elastic:
         optimizer = self.optimizer
         if isinstance(optimizer, OuterLoop):
             raise TypeError(
-                "optimizer is an OuterLoop, whose steps take parameters and no gradients; expected them in run"
+                "optimizer is an OuterLoop, whose steps take parameters and no gradients; call run instead"
             )
         return self.run_stages(lambda params, state: optimizer.stages(params, grads, state), held)
 
@@ -224,8 +225,8 @@ class Elastic:
         Parameters
         ----------
         computation : callable
-            Returns stages that return new parameters and a new state, given the current ones. For an `OuterLoop` it
-            makes the inner step from these parameters, and in the warm-up averages before.
+            Takes the current parameters and state, and returns stages that return the new ones. For an `OuterLoop`, it
+            makes the inner step from these parameters; in the warm-up, it averages the gradients before.
         held, comm
             As for `step`.
 
@@ -261,9 +262,9 @@ class Elastic:
         return held._replace(history=history)
 
     def share(self, held: ElasticState, comm: Transport) -> ElasticState:
-        """Copy what each rank alone has to the next one, so that a rank may leave and nothing is lost.
+        """Copy the arrays that each rank alone has to the next rank, so that nothing is lost if a rank leaves.
 
-        All ranks call it, then some leave, and the others call `resume`. Of two neighbours only one may leave at a
+        All ranks call this, then some leave, and the others call `resume`. Of two neighbours only one may leave at a
         time; the last rank is a neighbour of the first.
 
         Parameters
@@ -284,7 +285,7 @@ class Elastic:
         """
         last = held.history[-1]
         shared = yield from self._copy(last)
-        new = shared._replace(label=last.label + 1)  # others may not get that far
+        new = shared._replace(label=last.label + 1)  # a new label, since other ranks may not get this far
         return held._replace(history=self._followed(held.history, new, last, exchanged=True))
 
     def resume(
@@ -295,18 +296,18 @@ class Elastic:
         params: Any = None,
         names: Sequence[str] | None = None,
     ) -> tuple[ElasticState, Report]:
-        """Go on with the ranks of another communicator.
+        """Continue with the ranks of another communicator.
 
         Parameters
         ----------
         held : ElasticState or None
-            What this rank has; None for one that joins.
+            The last state of this rank; None for a rank that joins.
         comm : Communicator
-            A new one, whose ranks may have any order. At least one must have been there before.
+            A new communicator, whose ranks may have any order. At least one of them must not be new.
         params : array or sequence of arrays, optional
-            The parameters of a rank that joins, with any values: it gets those of the others.
+            For a rank that joins: its parameters, with any values, since it gets those of the others.
         names : sequence of str, optional
-            As for ``optimizer.init``, of a rank that joins.
+            For a rank that joins: as for ``optimizer.init``.
 
         Returns
         -------
@@ -317,7 +318,7 @@ class Elastic:
         Raises
         ------
         ValueError, MismatchError
-            On every rank, if they do not belong together.
+            On every rank, if the ranks do not belong to the same job, or have no snapshot in common.
         CommunicatorError
             If an exchange failed; ``held`` is still valid, for another try.
 
@@ -349,7 +350,7 @@ class Elastic:
         held, params, names
             As for `resume`.
         rank, size : int
-            This rank, and the number of ranks, from now on.
+            This rank's new number, and the new number of ranks.
         host : str, optional
             As for ``optimizer.init_stages``.
         """
@@ -399,32 +400,32 @@ class Elastic:
         return states
 
     def _whole(self, here: Snapshot) -> OptimizerState:
-        """Return everything that this rank contributes to another world, its parameters in an outer loop included."""
+        """Return everything that this rank contributes to another world, including its parameters in an outer loop."""
         loop = self.optimizer
         return loop.whole(here.params, here.state) if isinstance(loop, OuterLoop) else here.state
 
     def _saved(self, whole: OptimizerState, like: Any) -> dict[str, Any]:
-        """Return it as a dict."""
+        """Return a state that `_whole` returned as a dict."""
         optimizer = self.optimizer
         if isinstance(optimizer, OuterLoop):
             return optimizer.state_dict(*optimizer.parted(like, whole))
         return optimizer.state_dict(whole)
 
     def _is_turn(self, state: OptimizerState) -> bool:
-        """Return whether the ranks tell each other something before the next step."""
+        """Return whether the ranks exchange norms, and copies if any, before the next step."""
         turn, loop = state.step, self.optimizer
         if isinstance(loop, OuterLoop) and state.stage != WARMUP:
             if not loop.exchanges(state):
-                return False  # they are not waiting for each other
+                return False  # the ranks do not wait for each other in this step
             turn = int(state.numbers[rounds_key(0)])
         return turn % self.every == 0
 
     def _followed(
         self, history: Sequence[Snapshot], new: Snapshot, last: Snapshot, *, exchanged: bool
     ) -> tuple[Snapshot, ...]:
-        """Return the snapshots to keep after a computation; ``last`` stands for the last one before it.
+        """Return the snapshots to keep after a computation; ``last`` replaces the last one before it.
 
-        If it exchanged anything, all ranks have completed what came before.
+        If the computation exchanged anything, all ranks have completed the one before it.
         """
         before = history[:-1]
         if not exchanged:
@@ -434,7 +435,7 @@ class Elastic:
         return (*copied, last, new) if needed else (last, new)
 
     def _tell(self, last: Snapshot) -> Stages[tuple[Mapping[str, float], ...]]:
-        """Return the norms of what each rank alone has, by kind."""
+        """Exchange and return the norms of the arrays that each rank alone has, by kind."""
         squares: dict[str, list[float]] = defaultdict(list)
         for key, x in self._own(self._whole(last)):
             squares[kind_of(key)].append(sum_of_squares(flat(x)))
@@ -445,7 +446,7 @@ class Elastic:
         return tuple([json.loads(text) for text in texts])
 
     def _copy(self, last: Snapshot) -> Stages[Snapshot]:
-        """Send what this rank alone has to the next one; return the snapshot with what the previous one has."""
+        """Send the arrays that this rank alone has to the next rank; return the snapshot with those of the previous."""
         state, like = self._whole(last), as_tensors(last.params, "params")[0]
         if state.size == 1:
             return last
@@ -473,13 +474,13 @@ class Elastic:
         return {WORKER, SERVER, *owned, *self.optimizer.own_kinds(state.stage)}
 
     def _own(self, state: OptimizerState) -> list[tuple[str, Array]]:
-        """Return what a rank alone has."""
+        """Return the arrays that a rank alone has, with their keys."""
         kinds = self._own_kinds(state)
         arrays = named_arrays(state, self.optimizer.mean_of(state))
         return [(key, x) for key, x in arrays if kind_of(key) in kinds]
 
     def _with_own(self, state: OptimizerState, arrays: Iterator[Array]) -> OptimizerState:
-        """Return a state with other arrays of its own, in the order of `_own`."""
+        """Return a state with these as the arrays that its rank alone has, in the order of `_own`."""
         kinds, of_mean = self._own_kinds(state), self.optimizer.mean_of(state).kinds
 
         def taken(kind: str, group: Sequence[Array]) -> tuple[Array, ...]:
@@ -506,7 +507,7 @@ class Elastic:
 
 
 def _facts_of(held: ElasticState | None) -> Any:
-    """Return what a rank tells the others about its snapshots."""
+    """Return the facts about its snapshots that a rank sends to the others."""
     if held is None:
         return None
     seats = [

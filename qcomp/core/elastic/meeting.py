@@ -1,4 +1,4 @@
-"""Where ranks go on from that meet with different histories: all compute the same from what all have told."""
+"""The snapshot from which ranks with different histories continue: all compute the same one from the facts of all."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,22 @@ Report = dict[str, float]
 
 
 class Meeting(NamedTuple):
-    """What ranks that meet agree on."""
+    """The agreement of ranks that meet."""
 
     label: int
-    """The snapshot that they go back to."""
+    """The label of the snapshot that they go back to."""
     next_label: int
     members: Mapping[int, int]
     """For each rank of the old world that is here, its new number."""
     copies: Mapping[int, int]
-    """For each of the others of which there is a copy, who has it."""
+    """For each absent rank of the old world whose arrays were copied, the new number of the rank that has the copy."""
     lost: tuple[int, ...]
-    """The rest of them."""
+    """The absent ranks without a copy."""
     repeated: int
     dropped: Mapping[str, float]
 
     def report(self, size: int) -> Report:
-        """Return what is reported to the caller."""
+        """Return the report for the caller."""
         return {
             "ranks": float(size),
             "joined_ranks": float(size - len(self.members)),
@@ -37,22 +37,22 @@ class Meeting(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A snapshot of a rank, as the others are told of it."""
+    """The facts about a snapshot of a rank that are sent to the others."""
 
     label: int
     rank: int
     size: int
     step: int
     copied: bool
-    """Whether it has a copy of what the rank to the left alone has."""
+    """Whether the snapshot has a copy of the arrays that the rank to the left alone has."""
     owed: Sequence[Mapping[str, float]]
 
 
 def meet(told: Sequence[Any], *, restoring: bool) -> Meeting:
-    """Return what ranks agree on; all compute the same from the same facts.
+    """Return the agreement of ranks; all compute the same from the same facts.
 
-    They go back to the last snapshot that is of all ranks that were there when it was made, as far as they are here.
-    With ``restoring``, they prefer the last of those in which nothing is lost.
+    They go back to the last snapshot that is held by all present ranks that were in the job when it was made. With
+    ``restoring``, they prefer the last of these snapshots in which nothing is lost.
     """
     seats = [[Seat(*seat) for seat in facts["seats"]] if facts else [] for facts in told]
     labels = sorted({seat.label for of_rank in seats for seat in of_rank}, reverse=True)
@@ -63,8 +63,8 @@ def meet(told: Sequence[Any], *, restoring: bool) -> Meeting:
             found.append((label, of_label))
     if not found:
         raise ValueError(
-            "the ranks have no snapshot in common; expected at least one rank that was there before, and each of them "
-            "with what it held last"
+            "the ranks have no snapshot in common; expected at least one rank of the old world, and from each of these "
+            "the last ElasticState that it held"
         )
     steps = max(seat.step for of_rank in seats for seat in of_rank)
     meetings = [_meeting(label, of_label, labels[0] + 1, steps) for label, of_label in found]
@@ -73,7 +73,7 @@ def meet(told: Sequence[Any], *, restoring: bool) -> Meeting:
 
 
 def _meeting(label: int, of_label: Mapping[int, Seat], next_label: int, steps: int) -> Meeting:
-    """Return what ranks agree on if they go back to a snapshot, after the most of them have made so many steps."""
+    """Return the agreement if the ranks go back to a snapshot; ``steps`` is the most steps that any rank has made."""
     members = {seat.rank: new for new, seat in of_label.items()}
     sizes = {seat.size for seat in of_label.values()}
     if len(members) < len(of_label) or len(sizes) > 1:

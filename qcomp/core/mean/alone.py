@@ -16,18 +16,18 @@ __all__ = ["alone"]
 def alone(
     values: Sequence[Array], what: str, *, shares: bool = False, donate: bool = False
 ) -> Stages[Averaged]:
-    """Return what an exchange with oneself would: the values, and zero for those below 2^-126.
+    """Return the result of an exchange with oneself: the values, with zero for magnitudes below 2^-126.
 
     Parameters
     ----------
     values : sequence of arrays
         Flat, of one dtype.
     what : str
-        What refuses values, in errors.
+        What refuses values, for error texts: the spec string of a compressor.
     shares : bool
         Whether the result may be the values themselves, where nothing changes.
     donate : bool
-        Whether the result may also overwrite them. With neither it is in new arrays.
+        Whether the result may also overwrite the values. With neither, the result is in new arrays.
 
     Raises
     ------
@@ -54,5 +54,5 @@ def alone(
     unread = verdicts.require_accepted(None)
     if len(means) < len(values):
         means = cut_like(means[0], [x.shape[0] for x in values])
-    yield from ()  # as every mean, this is a generator
+    yield from ()  # makes this a generator, as every mean is
     return Averaged(means, (), (), unread)

@@ -16,7 +16,7 @@ __all__ = ["Averaging", "PowerSGD", "TakesAveraging"]
 
 @dataclass(frozen=True)
 class Averaging:
-    """How an optimizer averages what it compresses over the ranks.
+    """How an optimizer averages its compressed tensors over the ranks.
 
     Parameters
     ----------
@@ -71,14 +71,15 @@ class PowerSGD(Averaging):
     Parameters
     ----------
     rank : int, default 1
-        Columns of a factor, at least 1. 1, 2 and 4 are usual; what is sent grows in proportion.
+        Columns of a factor, at least 1. 1, 2 and 4 are usual; the bytes sent grow in proportion.
     min_compression : float, default 2
-        A tensor that is an n x m matrix is averaged exactly unless ``rank * (n + m) * min_compression < n * m``, >= 0.
-        So are vectors, and what the optimizer's policy ``exact`` selects.
+        At least 0. A tensor that is an n x m matrix is averaged exactly unless
+        ``rank * (n + m) * min_compression < n * m``. Vectors are always averaged exactly, and so are the tensors that
+        the optimizer's policy ``exact`` selects.
 
     Notes
     -----
-    See `PowerSGDMean` for the algorithm, what it sends, and its source. There is no choice of a topology.
+    See `PowerSGDMean` for the algorithm, what it sends, and its source. The topology is fixed.
 
     Examples
     --------
@@ -111,10 +112,10 @@ class PowerSGD(Averaging):
 
 
 class TakesAveraging:
-    """A dataclass, perhaps with a field ``averaging``; it refuses what belongs into that."""
+    """Base of dataclasses that may have a field ``averaging``; refuses settings that belong in that field."""
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Raise TypeError for settings of the averaging, and for an averaging that is none."""
+        """Raise TypeError for settings of the averaging, and for an ``averaging`` that is not an `Averaging`."""
         if "averaging" not in getattr(cls, "__dataclass_fields__", ()):
             return super().__new__(cls)
         moved = {f.name: settings[f.name] for f in fields(Averaging) if f.name in settings}

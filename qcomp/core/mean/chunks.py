@@ -39,9 +39,9 @@ def cut(sizes: Sequence[int], bucket_size: int | Sequence[int], count: int) -> C
     """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
 
     A bucket never crosses a tensor's boundary. The last chunks are shorter or empty if the count does not divide the
-    buckets. The bucket size is the same for all tensors, or given for each. A tensor's first bucket is numbered by the
-    elements before it, in units of its bucket size. There every bucket size is rounded up to a power of two, since a
-    compressor may pad a bucket to that and draw for the padding.
+    buckets. The bucket size is the same for all tensors, or given for each. The number of a tensor's first bucket is
+    the number of elements before it, in units of its bucket size. For these numbers, every bucket size is rounded up to
+    a power of two, since a compressor may pad a bucket to that size and draw for the padding.
 
     Examples
     --------

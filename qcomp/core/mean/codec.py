@@ -28,29 +28,29 @@ _FINE, _NON_FINITE = 0, 1
 
 
 class Compressed(NamedTuple):
-    """What a rank has compressed for one exchange."""
+    """The result of compressing for one exchange, on one rank."""
 
     messages: tuple[Array, ...]
     """A message for each chunk."""
     residuals: tuple[Array, ...]
     """The new residual of each tensor, flat; empty without feedback."""
     error: NonFiniteError | None
-    """What kept this rank from compressing; the messages then say so, and every rank will raise."""
+    """The error that kept this rank from compressing; the messages are then refusals, and every rank will raise."""
 
 
 class Verdicts:
-    """What the ranks say of their values, read once for all exchanges of a mean.
+    """The verdicts of the ranks on their values, read once for all exchanges of a mean.
 
     A rank that cannot compress, because a value is not finite, sends refusals to all its peers: so no rank blocks,
     and all raise in the same stage. A verdict lies in the memory of its message, and reading it stalls a device; so
-    the verdicts are collected, and read when the last has arrived. Until then the ranks go on with what they have,
-    whose result is thrown away.
+    the verdicts are collected, and read when the last has arrived. Until then the ranks continue even after a refusal,
+    and the result is then discarded.
 
     Parameters
     ----------
     at_once : bool
         Whether each exchange's verdicts are read as they arrive. It must be the same on all ranks. Messages of variable
-        length need it: a refusal cannot be decoded there.
+        length need it, since their refusals cannot be decoded.
     """
 
     def __init__(self, *, at_once: bool) -> None:
@@ -67,7 +67,7 @@ class Verdicts:
         """Read all verdicts, and raise `NonFiniteError` on every rank alike if any rank has refused.
 
         The ranks to blame are those that refused in the first exchange with a refusal. The error is raised from
-        ``error``, what kept this rank from compressing.
+        ``error``, which kept this rank from compressing.
 
         Returns the verdicts that cannot be read, because a compiler is tracing; see `Averaged.verdicts`.
         """
@@ -106,7 +106,7 @@ class Codec:
     def __init__(self, tensors: Sequence[Array], like: Array | None = None) -> None:
         self.tensors = tensors
         self.like = tensors[0] if like is None else like
-        self._kernels = chosen(self.like) if tensors else None  # which read the library of the first
+        self._kernels = chosen(self.like) if tensors else None  # kernels read the library of the first tensor
 
     def encode(
         self,
@@ -121,10 +121,10 @@ class Codec:
     ) -> Compressed:
         """Compress all chunks of these tensors, with feedback if there are residuals.
 
-        The chunks cover the tensors, each in order. With ``donate`` the new residuals take the buffers of the tensors,
-        whose values are lost then; the old residuals are never written to, so that they are still there when any
-        rank refuses. With ``blends``, the momentum that each tensor is blended into is what is compressed. ``into`` may
-        have a buffer for the new residual of each tensor; it is ignored with ``donate``.
+        The chunks cover each tensor in order. With ``donate`` the new residuals take the buffers of the tensors, whose
+        values are lost then; the old residuals are never written to, so that they survive if any rank refuses. With
+        ``blends``, the momenta that the tensors are blended into are compressed instead. ``into`` may have a buffer for
+        the new residual of each tensor; it is ignored with ``donate``.
         """
         news = _new_residuals(tensors, residuals, into, donate=donate)
         kernels = self._kernels
@@ -149,7 +149,7 @@ class Codec:
         """Return the message of each chunk, whose segments are compressed one after the other."""
         of_chunks = [_encode_chunk(frame, tensors, news, key, blends) for frame in frames]
         verdict = self._verdict([encoded for of_chunk in of_chunks for encoded in of_chunk])
-        # A message is a copy: half of the memory, as they go.
+        # A message is a copy of its payloads: freeing these one chunk at a time halves the memory.
         return [frame.join([encoded.data for encoded in of_chunks.pop(0)], verdict) for frame in frames]
 
     def encode_average(
@@ -196,7 +196,7 @@ class Codec:
         verdicts: Verdicts,
         error: NonFiniteError | None,
     ) -> list[Opened]:
-        """Return what is in a message from each rank, and hand over its verdict.
+        """Return the contents of the message from each rank, and add the verdicts to ``verdicts``.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class Codec:
         return opened
 
     def open_from(self, rank: int, message: Array, frame: Frame) -> Opened:
-        """Return what is in a message from a rank, without a look at its verdict."""
+        """Return the contents of a message from a rank, without reading its verdict."""
         try:
             return frame.open(message)
         except PayloadError as error_of_message:
@@ -249,9 +249,9 @@ class Codec:
         ]
 
     def average(self, opened: Sequence[Opened], places: Sequence[Array] | None = None) -> list[Array]:
-        """Return the mean over ranks of the segments of a chunk, added in rank order; below 2^-126 it is zero.
+        """Return the mean over ranks of the segments of a chunk, added in rank order; zero for means below 2^-126.
 
-        With ``places``, buffers like all tensors, they are written there, and nothing is returned.
+        With ``places``, buffers like all tensors, the means are written there; the returned list may then be empty.
         """
         kernels = self._kernels
         frame = opened[0].frame
@@ -269,10 +269,10 @@ class Codec:
         return [primitives.add_up(*of_segment) for of_segment in self._by_segment(opened)]
 
     def refusals(self, frames: Sequence[Frame], error: NonFiniteError | None) -> Compressed:
-        """Return what a rank sends that cannot compress.
+        """Return the messages of a rank that cannot compress.
 
         A peer may decode a message before it reads the verdict, so a refusal holds the payloads of zeros. Messages of
-        variable length are only decoded if the verdict allows it, and hold the shortest buffers.
+        variable length are only decoded if the verdict allows it, so their refusals hold the shortest buffers.
         """
         return Compressed(tuple(map(self._refusal, frames)), (), error)
 
@@ -291,7 +291,7 @@ class Codec:
         return frame.join(payloads, self._byte(_NON_FINITE))
 
     def _by_segment(self, opened: Sequence[Opened]) -> Iterator[tuple[Compressor, list[Payload], Array]]:
-        """Yield of each segment its compressor, the payload of each rank, and an array like it."""
+        """Yield, for each segment, its compressor, the payload of each rank, and an array like it."""
         frame = opened[0].frame
         for index, (compressor, segment) in enumerate(zip(frame.compressors, frame.chunk, strict=True)):
             yield compressor, [one.payloads[index] for one in opened], self._like(segment)
@@ -300,7 +300,7 @@ class Codec:
         return self.tensors[segment.tensor][segment.start : segment.stop]
 
     def _verdict(self, compressed: Sequence[Encoded]) -> Array:
-        """Return the byte that ends a message: what devices have found, without waiting for them."""
+        """Return the byte that ends a message: the verdict of the devices, without waiting for them."""
         flags = [encoded.refused for encoded in compressed if encoded.refused is not None]
         if not flags:
             return self._byte(_FINE)
@@ -333,7 +333,7 @@ class _NewResiduals:
         self._parts: list[list[Array]] = [[] for _ in old]
 
     def buffer(self, tensor: int, part: slice, values: Array) -> Array | None:
-        """Return where the next part goes: ``values``, which is that part of the tensor, if that is used up."""
+        """Return the buffer of the next part: ``values``, that part of the tensor, if the tensor is used up."""
         if not self.old:
             return None
         if self._over_values:

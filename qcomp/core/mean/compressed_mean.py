@@ -55,7 +55,7 @@ _MOST_LAYOUTS = 256
 
 
 class MeanState(NamedTuple):
-    """What a rank keeps between two compressed means."""
+    """The state of a rank between two compressed means."""
 
     rank: int
     size: int
@@ -126,8 +126,8 @@ class CompressedMean:
     `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, each
     exchange is preceded by one of 16 N bytes to every rank that announces the lengths. All ranks decode the same
     bytes, so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum
-    identity: the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the
-    last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    identity: the means of T steps add up to the sum of the exact means minus what is owed, mean_i e_i + e_s, with the
+    residuals after the last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
     All-gather rounds a value once. Two phases round it twice, and so does the hierarchical mean between nodes; inside
     a node it rounds nothing. A ring rounds sums N - 1 times and their mean once. With an unbiased compressor the mean
@@ -147,7 +147,7 @@ class CompressedMean:
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "server_residual")
-    """The names in checkpoints of what is in ``MeanState.worker``, then of what is in ``MeanState.server``."""
+    """The names in checkpoints of the arrays in ``MeanState.worker``, then of those in ``MeanState.server``."""
 
     owned_kinds: ClassVar[tuple[str, ...]] = ()
     """Those of ``kinds`` that exist once in the world for each tensor, on the rank that owns it."""
@@ -271,7 +271,7 @@ class CompressedMean:
 
     @property
     def resolved(self) -> Topology:
-        """The topology of this mean's name."""
+        """The object of this mean's topology."""
         return topology(self.topology)
 
     def chosen(
@@ -385,7 +385,7 @@ class CompressedMean:
         return CompressedMean(Identity(), feedback=False)
 
     def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:  # noqa: ARG002 - for means that depend on them
-        """Return what cuts tensors of these shapes into chunks."""
+        """Return the function that cuts tensors of these shapes into chunks."""
         return cut
 
     def __call__(

@@ -88,11 +88,11 @@ class Cluster:
     ----------
     ranks : int
     link : Link
-        Between nodes; between all ranks if each node has one.
+        The link between nodes; between all ranks if each node has one rank.
     ranks_per_node : int
         A divisor of the number of ranks.
     inside : Link
-        Between the ranks of a node.
+        The link between the ranks of a node.
     """
 
     ranks: int

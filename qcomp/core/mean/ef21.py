@@ -40,7 +40,7 @@ class EF21Mean(CompressedMean):
     |x_i - g_i'|^2 <= (1 - delta) |x_i - g_i|^2; top-k of d elements is exact after ceil(d / k) steps. All ranks decode
     the same bytes and add in rank order, so they hold the same g bit for bit. The additions to g and to the estimates
     are rounded separately: after T steps g differs from the mean of the estimates by up to about T roundings of the
-    largest values (6e-8 of them each in float32), and that error stays. If it matters, use float64 or restart.
+    largest values (each 6e-8 of the value in float32), and that error stays. If it matters, use float64 or restart.
 
     Every rank sends its payload to every other, (N - 1) * b bytes. There is no server, because ranks would not know
     what a server's compression had lost. A state holds g_i as ``worker`` and g as ``server``. Source: Richtarik,

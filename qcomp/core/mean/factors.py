@@ -1,4 +1,4 @@
-"""Which tensors are averaged by two factors, who owns each factor, and how its mean gets to all ranks."""
+"""Which tensors are averaged by two factors, which rank owns each factor, and how its mean gets to all ranks."""
 
 import heapq
 import math
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 Finish = Callable[[Sequence[Array]], Sequence[Array]]
-"""What an owner makes of the means of its factors."""
+"""A function that an owner applies to the means of its factors."""
 
 
 class Matrix(NamedTuple):
-    """A tensor of which two factors are sent."""
+    """A tensor that is sent as two factors."""
 
     tensor: int
     rows: int
@@ -50,9 +50,9 @@ class Factors(NamedTuple):
     """How the left or the right factors of all matrices get to all ranks."""
 
     layout: Layout
-    """Of the packs, each of which is a vector."""
+    """The layout of the packs, each of which is a vector."""
     packs: tuple[tuple[int, ...], ...]
-    """The factors in each pack: of one owner, and compressed element by element if there are several."""
+    """The factors in each pack. They have one owner; several only share a pack if compressed element by element."""
     shapes: tuple[tuple[int, int], ...]
     """The rank and the length of the rows of each factor."""
 
@@ -68,7 +68,7 @@ class Factors(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a mean of tensors of these shapes needs to know, for one rank."""
+    """All facts about a mean of tensors of some shapes that do not depend on values, for one rank."""
 
     matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
 @lru_cache(256)  # asked several times in every step
 def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression: float) -> tuple[Matrix, ...]:
-    """Return how the tensors of these shapes are approximated that do not stay exact, see `PowerSGDMean`."""
+    """Return the tensors of these shapes that do not stay exact, as matrices; see `PowerSGDMean`."""
     found = []
     for tensor, shape in enumerate(shapes):
         size = math.prod(shape)
@@ -111,17 +111,17 @@ def make_plan(
     ----------
     matrices : tuple of Matrix
     compressors, dtypes : sequence
-        Of each tensor: what compresses its factors, and the name of the dtype in which it is computed.
+        For each tensor: the compressor of its factors, and the name of its compute dtype.
     numbers : sequence of int
         The number of each tensor's first bucket, for draws.
     state : MeanState
-        Of this rank.
+        The state of this rank.
     """
     low_rank = {m.tensor for m in matrices}
     rest = tuple(i for i in range(len(dtypes)) if i not in low_rank)
 
     def factors(lengths: Sequence[int], shift: int) -> Factors:
-        """Return how a factor of each matrix gets to all ranks, whose rows have these lengths."""
+        """Return how one factor of each matrix, with rows of these lengths, gets to all ranks."""
         shapes = tuple((m.rank, length) for m, length in zip(matrices, lengths, strict=True))
         chosen = [compressors[m.tensor].for_shape(s) for m, s in zip(matrices, shapes, strict=True)]
         owners = _owners([math.prod(shape) for shape in shapes], state.size, shift)
@@ -151,7 +151,7 @@ def make_plan(
         )
         return Factors(Layout(operands, chunks, Residuals((), ())), tuple(map(tuple, packs.values())), shapes)
 
-    # So means of single tensors, as of the parts of a model, share the work too.
+    # The shift by bucket numbers spreads owners over the ranks, even for means of single tensors of a model.
     first = zlib.crc32(repr(numbers[:1]).encode())
     right = first + (state.size + 1) // 2
     return Plan(
@@ -163,7 +163,7 @@ def make_plan(
 
 
 def _owners(sizes: Sequence[int], ranks: int, shift: int) -> list[int]:
-    """Return the owner of each factor: the largest first, each to the rank with the least."""
+    """Return the owner of each factor: the largest first, each to the rank with the least elements so far."""
     loads = [(0, index, (index + shift) % ranks) for index in range(ranks)]
     owners = [0] * len(sizes)
     for size, number in sorted(
@@ -185,10 +185,10 @@ def by_owners(
     least: float,
     served: Callable[..., Compressed],
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
-    """Return what all ranks decode of the mean of each factor, after its owner has served it.
+    """Return the mean of each factor as all ranks decode it, after its owner has served it.
 
-    Magnitudes below ``least`` are replaced by zero. ``error`` is what kept this rank from computing the values; also
-    returned is what has by now. ``served`` is what `serve` does, with its ``finish``.
+    Magnitudes below ``least`` are replaced by zero. ``error`` is the error that kept this rank from computing the
+    values; the first error so far is also returned. ``served`` is `serve`, with its ``finish``.
     """
     layout, packs = factors.layout, factors.joined(values)
     codec = Codec(packs)
@@ -219,7 +219,7 @@ def serve(
     key: Key,
     finish: Finish,
 ) -> Compressed:
-    """Average what has arrived of the factors that this rank owns, finish the means, and compress them for all."""
+    """Average the arrived factors that this rank owns, finish the means, and compress them for all."""
     own, codec, packs = factors.layout.own, Codec(packs), list(packs)
     opened = codec.open(arrived, (own,) * factors.layout.world, verdicts, error)
     means: dict[int, Array] = {}
@@ -232,7 +232,7 @@ def serve(
 
 
 def together(function: Callable[..., Array], *lists: Sequence[Array]) -> list[Array]:
-    """Return what a function of stacks returns for the arrays of each list, with one call for all of one shape."""
+    """Apply a function of stacked arrays to the arrays of the lists, with one call for all arrays of one shape."""
     alike: dict[Any, list[int]] = {}
     for index, x in enumerate(lists[0]):
         alike.setdefault((tuple(x.shape), x.dtype), []).append(index)

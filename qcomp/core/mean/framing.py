@@ -1,4 +1,4 @@
-"""Messages: how buffers share one, how a chunk's payloads lie in one, and who is to blame for a refusal."""
+"""Messages: how buffers share one, the frame of a chunk's payloads, and the ranks to blame for a refusal."""
 
 import struct
 from collections.abc import Collection, Sequence
@@ -75,7 +75,7 @@ def split(message: Any, sizes: Sequence[int]) -> list[Any]:
 class Frame:
     """How the payloads of a chunk lie in a message: one for each segment, and a verdict of one byte at the end.
 
-    Where the length of any payload of the mean varies, every message begins with the lengths of its buffers.
+    If the length of any payload of the mean varies, every message begins with the lengths of its buffers.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class Frame:
     dtypes : tuple of str
         The name of the dtype in which each segment is computed.
     variable_length : bool
-        Whether the messages of the mean have lengths of their own.
+        Whether the length of any payload of the mean varies.
     """
 
     chunk: Chunk
@@ -122,7 +122,7 @@ class Frame:
 
     @cached_property
     def as_tensors(self) -> "Frame":
-        """The frame of the same payloads where each segment is a tensor of its own, with the draws of its buckets."""
+        """The frame of the same payloads with each segment as a whole tensor, which keeps the draws of its buckets."""
         chunk = tuple(Segment(index, 0, s.size, s.bucket) for index, s in enumerate(self.chunk))
         return Frame(chunk, self.compressors, self.dtypes, self.variable_length)
 
@@ -132,7 +132,7 @@ class Frame:
         return join_lengths(buffers) if self.variable_length else join(buffers)
 
     def open(self, message: Array) -> "Opened":
-        """Return what is in a message, the inverse of `join`.
+        """Return the contents of a message, the inverse of `join`.
 
         Raises
         ------
@@ -155,7 +155,7 @@ class Opened:
     frame : Frame
     message : array of uint8
     verdict : array of uint8, shape (1,)
-        0, or the sender could not compress.
+        Not 0 if the sender could not compress.
     buffers : list of arrays, optional
         The data of each payload, if the message begins with their lengths.
     """
@@ -186,7 +186,7 @@ def most_bytes(bounds: Sequence[Bounds]) -> int:
 def join_lengths(buffers: Sequence[Array]) -> Array:
     """Join one or more buffers into one message, after a table of their lengths.
 
-    On the host: a library that compiles for every shape would do so for every message.
+    This runs on the host, since a library that compiles for every shape would do so for every message.
     """
     parts = [host_bytes(buffer) for buffer in buffers]
     parts.insert(0, struct.pack(f"<{len(parts)}Q", *map(len, parts)))
@@ -200,7 +200,7 @@ def split_lengths(message: Array, bounds: Sequence[Bounds]) -> list[Array]:
     Raises
     ------
     PayloadError
-        If the message is not one of buffers within these bounds.
+        If the message does not consist of buffers within these bounds.
     """
     raw = host_bytes(message)
     start = _NUMBER * len(bounds)
@@ -217,18 +217,18 @@ def split_lengths(message: Array, bounds: Sequence[Bounds]) -> list[Array]:
 
 
 def seal(message: Array, blamed: Collection[int], ranks: int) -> Array:
-    """Return a message that is passed on, with a byte for each rank: 1 if it is to blame for a refusal."""
+    """Return a message to pass on, followed by a byte for each rank: 1 if that rank is to blame for a refusal."""
     flags = from_host_bytes(bytes(rank in blamed for rank in range(ranks)), message)
     return join([message, flags])
 
 
 def sealed_size(size: int, ranks: int) -> int:
-    """Return the bytes of a sealed message of so many bytes."""
+    """Return the bytes of a sealed message that has ``size`` bytes without the seal."""
     return joined_size([size, ranks])
 
 
 def unseal(sealed: Array, ranks: int) -> tuple[Array, set[int]]:
-    """Return a message and the ranks to blame if it is a refusal; none if its sender refused."""
+    """Return a message and the ranks to blame if it is a refusal; an empty set blames the sender."""
     end = sealed.shape[0] - joined_size([ranks])
     flags = host_bytes(sealed[end : end + ranks])
     return sealed[:end], {rank for rank, flag in enumerate(flags) if flag}

@@ -1,4 +1,4 @@
-"""What a compressed mean needs to know before it sees a value: resolved once, then only asked."""
+"""All facts about a compressed mean that do not depend on values, resolved once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Operands:
     cut : callable
         Cuts tensors into chunks; see `qcomp.core.mean.chunks.cut`.
     shapes : tuple of tuple of int
-        The shape of each tensor; empty where nobody asks.
+        The shape of each tensor; empty if nothing needs it.
     """
 
     compressors: tuple[Compressor, ...]
@@ -67,11 +67,11 @@ class Operands:
 
     @property
     def whole(self) -> Chunk:
-        """All tensors, each as one segment without draws of its own."""
+        """All tensors, each as one segment, whose bucket number is not used for draws."""
         return tuple(Segment(i, 0, size, 0) for i, size in enumerate(self.sizes))
 
     def chunks(self, count: int) -> Chunks:
-        """Return the tensors, cut into so many chunks of whole buckets."""
+        """Return the tensors, cut into ``count`` chunks of whole buckets."""
         return self.cut(self.sizes, self.bucket_sizes, count)
 
     def frame(self, chunk: Chunk, compressor: Compressor | None = None) -> Frame:
@@ -83,15 +83,15 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where everything lies in a mean of these tensors on these ranks, for one rank.
+    """The layout of a mean of these tensors on these ranks, for one rank.
 
-    A topology resolves it once from the operands. Each step asks it and derives nothing.
+    A topology resolves it once from the operands. Each step looks it up and derives nothing.
 
     Parameters
     ----------
     operands : Operands
     chunks : tuple of chunks
-        What the messages of the topology hold; one for each server, in the order of the ranks.
+        The chunks that the topology's messages hold: one for each server, in the order of the ranks.
     residuals : Residuals
         The tensor ranges whose residuals this rank stores.
     """
@@ -132,7 +132,7 @@ class Layout:
 
     @cached_property
     def server_residuals(self) -> dict[int, int]:
-        """The number of the server residual of each tensor that this rank serves a segment of."""
+        """For each tensor of which this rank serves a segment, the index of its server residual."""
         return {segment.tensor: number for number, segment in enumerate(self.residuals.server)}
 
     def frame_of(self, chunks: Sequence[Chunk]) -> tuple[Frame, ...]:

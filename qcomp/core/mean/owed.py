@@ -15,7 +15,7 @@ _WORKER, _SERVER = "worker_residual", "server_residual"
 
 
 def require_residuals(mean: CompressedMean) -> None:
-    """Raise ValueError if a state of this mean holds something else than what compression has lost."""
+    """Raise ValueError unless `owed` can be computed for states of this mean: they must hold residuals."""
     if mean.kinds[0] != _WORKER or mean.owned_kinds:
         raise ValueError(
             f"a method is {mean!r}, whose state is no residual; expected a qcomp.CompressedMean or PowerSGDMean"
@@ -26,15 +26,15 @@ def owed(mean: CompressedMean, state: MeanState) -> list[Array]:
     """Return for each tensor, flat, what this rank adds to its next values so that the ranks' mean lacks nothing.
 
     By the sum identity of `CompressedMean` the means so far lack mean_i e_i + e_s, the residuals of workers and
-    servers. So with N ranks it is e_i, plus N e_s where this rank is the server; with residuals of K nodes instead of
-    ranks it is N / K e_i. Empty if there are no residuals.
+    servers. So with N ranks the result is e_i, plus N e_s where this rank is the server; with residuals of K nodes
+    instead of ranks, N / K e_i replaces e_i. The list is empty if there are no residuals.
 
     Parameters
     ----------
     mean : CompressedMean
-        Whose state holds residuals, see `require_residuals`.
+        A mean whose state holds residuals, see `require_residuals`.
     state : MeanState
-        This rank's.
+        The state of this rank.
     """
     if not state.worker and not state.server:
         return []
@@ -66,9 +66,9 @@ def _ranges(mean: CompressedMean, state: MeanState, rank: int) -> Residuals:
 
 
 def _workers(mean: CompressedMean, state: MeanState, own: Residuals, sizes: Sequence[int]) -> int:
-    """Return the number of ranks that keep a residual for the same element as this rank; a server may do so alone."""
+    """Return the number of ranks that keep a residual for an element, including servers that are not workers for it."""
     if _covered(own.worker) == sum(sizes) and not mean.resolved.wants_nodes:
-        return state.size  # without the layouts of all others
+        return state.size  # the layouts of the other ranks are not needed
     ranges = [own if rank == state.rank else _ranges(mean, state, rank) for rank in range(state.size)]
     served = sum(_covered(each.server) - _overlap(each.server, each.worker) for each in ranges)
     return round((sum(_covered(each.worker) for each in ranges) + served) / sum(sizes))
@@ -79,7 +79,7 @@ def _covered(chunk: Chunk) -> int:
 
 
 def _overlap(chunk: Chunk, others: Chunk) -> int:
-    """Return the number of elements that are in both."""
+    """Return the number of elements that are in both chunks."""
     return sum(
         max(0, min(a.stop, b.stop) - max(a.start, b.start))
         for a in chunk

@@ -1,4 +1,4 @@
-"""Tensors that one rank owns each: it averages what all send, and sends them something that it makes of the mean."""
+"""Tensors with one owner each, which averages them over the ranks and sends all ranks an update made from the mean."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,14 +27,14 @@ Shape = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """What an owner makes of means; equal rules do the same."""
+    """How an owner turns means into updates; equal rules do the same."""
 
     def cost(self, shape: Shape) -> int:
-        """Return what the work on a tensor costs, in any unit: ranks get tensors of about equal costs."""
+        """Return the cost of the work on a tensor, in any unit; all ranks get tensors of about equal total cost."""
         ...
 
     def sides(self, shape: Shape) -> tuple[int, int]:
-        """Return the shape of the matrix as which a tensor lies in memory."""
+        """Return the shape of the matrix that a tensor is stored as."""
         ...
 
     def updates(
@@ -46,37 +46,38 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class OwnedMean(CompressedMean):
-    """Updates of tensors that one rank owns each: used like `CompressedMean`, whose two phases it has.
+    """Updates of tensors with one owner each, in two phases; used like `CompressedMean`.
 
-    Every rank sends its compressed tensors to their owners. An owner averages each, makes an update of the mean and of
-    a momentum that only it has, compresses the update and sends it to all. All ranks decode the same bytes, so they
-    hold the same updates bit for bit, whatever the owners compute.
+    Every rank sends its compressed tensors to their owners. An owner averages each of its tensors, makes an update from
+    the mean and from a momentum that only it has, compresses the update and sends it to all. All ranks decode the same
+    bytes, so they hold the same updates bit for bit, whatever the owners compute.
 
     Parameters
     ----------
     compressor : Compressor or sequence of Compressor
-        Compresses what workers send to owners: one for all tensors, or one for each.
+        Compresses the tensors that workers send to owners: one for all tensors, or one for each.
     updates : Compressor
-        Compresses what owners send to all.
+        Compresses the updates that owners send to all.
     rule : Rule
-        What an owner computes.
+        Makes the updates from the means.
     repaid : float, default 1
-        The part of what a worker owes that it adds to its next tensors, above 0 and at most 1.
+        The fraction of its residual that a worker adds to its next tensors, above 0 and at most 1.
 
     Notes
     -----
-    With feedback on both ways: the means of T steps add up to those of the exact means minus mean_i e_i, and the
-    decoded updates to those of the rule minus e_s. A worker keeps r_i = repaid * e_i, and sends q_i = C(x_i + r_i);
-    then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
+    Feedback works in both directions: the means of T steps add up to the sum of the exact means minus mean_i e_i, and
+    the decoded updates add up to the sum of the rule's updates minus e_s. A worker keeps r_i = repaid * e_i, and sends
+    q_i = C(x_i + r_i); then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
 
-    With a whitener W for each tensor (`Terms`), a worker sends q_i = C(W x_i + r_i), and the owner makes its update of
-    W^-1 mean_i q_i: where the singular values of x_i differ, errors of q_i get smaller in the directions of the small
-    ones, see `qcomp.core.numeric.whitening`. All of the above holds for W x_i then, and r_i is in its units.
+    With a whitener W for each tensor (`Terms`), a worker sends q_i = C(W x_i + r_i), and the owner makes its update
+    from W^-1 mean_i q_i. Where the singular values of x_i differ, this makes the errors of q_i smaller in the
+    directions of the small ones; see `qcomp.core.numeric.whitening`. All of the above then holds for W x_i instead of
+    x_i, and r_i is in the same units.
 
-    With b bytes in the payload of all tensors, c in that of all updates and tensors shared equally, each of N ranks
-    sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al.
-    (EF21-Muon), arXiv:2510.00643, for the compression on both ways; Gao, Islamov and Stich (EControl),
-    arXiv:2311.05645, for feedback of a part; owners as in ZeRO, Rajbhandari et al., SC 2020.
+    With b bytes in the payload of all tensors, c bytes in that of all updates, and tensors shared equally, each of N
+    ranks sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al. (EF21-Muon), arXiv:2510.00643, for compression
+    in both directions; Gao, Islamov and Stich (EControl), arXiv:2311.05645, for feedback of a fraction; owners as in
+    ZeRO, Rajbhandari et al., SC 2020.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "owner_momentum", "owner_residual")
@@ -98,12 +99,12 @@ class OwnedMean(CompressedMean):
 
     @property
     def sends(self) -> tuple[Compressor, ...]:
-        """The compressors of both ways."""
+        """The compressors of both directions."""
         return (*self.compressors, self.updates)
 
     @cached_property
     def lossless(self) -> bool:
-        """False: an update is no mean."""
+        """False: an update is not a mean."""
         return False
 
     @property
@@ -128,7 +129,7 @@ class OwnedMean(CompressedMean):
         return layout.message_sizes, self._owners.answers(layout).message_sizes
 
     def work(self, shapes: Sequence[Shape], size: int) -> list[int]:
-        """Return what the work of each owner costs, in the unit of the rule."""
+        """Return the cost of the work of each owner, in the unit of the rule."""
         chunks = self.layout(shapes, rank=0, size=size).chunks
         return [sum(self.rule.cost(shapes[segment.tensor]) for segment in chunk) for chunk in chunks]
 
@@ -141,7 +142,7 @@ class OwnedMean(CompressedMean):
         return state._replace(server=(*state.server, *residuals))
 
     def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
-        """Raise ValueError unless the state holds what this rank owns of these tensors."""
+        """Raise ValueError unless the state holds the arrays of the tensors that this rank owns."""
         super()._require_own(state, tensors)
         owned = self.layout(state.shapes, rank=state.rank, size=state.size).residuals.server
         expected = [segment.size for segment in owned] * len(self.owned_kinds)
@@ -154,15 +155,15 @@ class OwnedMean(CompressedMean):
 
 @dataclass(frozen=True, eq=False)
 class _OwnedLayout(Layout):
-    """The layout of what workers send, with that of the updates."""
+    """The layout of the workers' messages, with that of the updates."""
 
     updates: Layout
 
 
 class _Owners(TwoPhase):
-    """Two phases in which a chunk has whole tensors, and whose servers compute; see `OwnedMean`.
+    """Two phases in which a chunk has whole tensors, and servers send updates instead of means; see `OwnedMean`.
 
-    ``server`` holds the momentum of each tensor that this rank owns, then the residual of each of their updates.
+    ``server`` holds the momentum of each tensor that this rank owns, then the residual of each tensor's update.
     """
 
     allows_rounds = False
@@ -174,7 +175,7 @@ class _Owners(TwoPhase):
         self._repaid = repaid
 
     def stages(self, call: Call) -> Stages[Averaged]:
-        """Send each tensor to its owner, and its update to all; keep a part of what workers still owe."""
+        """Send each tensor to its owner, and its update to all; keep ``repaid`` times what a worker owes."""
         ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
         if call.layout.world == 1 and call.layout.own.chunk and all(c.traits.lossless for c in ways):
             return (yield from self._alone(call))
@@ -192,7 +193,7 @@ class _Owners(TwoPhase):
         return averaged._replace(worker=tuple(kept))
 
     def _alone(self, call: Call) -> Stages[Averaged]:
-        """Return what the exchanges of the only rank with itself would, if they lose nothing."""
+        """Return the result of the exchanges of the only rank with itself, if compression loses nothing."""
         operands, owned = call.layout.operands, [segment.tensor for segment in call.layout.own.chunk]
         momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
         of_rank = yield from alone(call.values, operands.compressors[0].spec, shares=True)
@@ -204,7 +205,7 @@ class _Owners(TwoPhase):
         return Averaged(values, (), (*momenta, *owed), (*of_rank.verdicts, *sent.verdicts))
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
-        """Give every tensor to an owner; workers keep no residuals of what loses nothing."""
+        """Give every tensor to an owner; workers keep no residuals if their compressors lose nothing."""
         costs = [self._rule.cost(shape) for shape in operands.shapes]
         found = deal(operands.sizes, operands.bucket_sizes, operands.world, costs=costs)
         compressors = tuple(self._compressor.for_shape(shape) for shape in operands.shapes)
@@ -227,7 +228,7 @@ class _Owners(TwoPhase):
         verdicts: Verdicts,
         error: NonFiniteError | None,
     ) -> Compressed:
-        """Average what has arrived for this rank's tensors, and compress the updates for all."""
+        """Average the tensors that this rank owns over the ranks, and compress their updates for all."""
         layout = call.layout
         opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
         shapes = [layout.operands.shapes[segment.tensor] for segment in layout.own.chunk]

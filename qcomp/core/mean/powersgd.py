@@ -1,4 +1,4 @@
-"""PowerSGD: ranks average two thin factors of each matrix, and keep what these lose."""
+"""PowerSGD: ranks average two thin factors of each matrix, and keep what the factors lose."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,14 +53,17 @@ from qcomp.core.numeric.random import Key
 __all__ = ["PowerSGDMean"]
 
 _LEFT, _RIGHT = 0, 2
-"""The hops of the draws of a rank for each factor; those of its owner are one more."""
+"""The hops of a rank's draws for each factor; the owner of the factor draws from the next hop."""
 _LARGEST_ERROR = 1 / 6
-"""The most that a factor may lose, times the rank; feedback could diverge from (sqrt(2) - 1)^2 on, a little more."""
+"""The largest relative squared error of a factor, times the rank.
+
+Feedback could diverge from (sqrt(2) - 1)^2 on, which is a little more.
+"""
 
 
 @dataclass(frozen=True)
 class PowerSGDMean(TensorwiseMean):
-    """The mean over all ranks by PowerSGD: of each matrix a product of two thin factors, with error feedback.
+    """The mean over all ranks by PowerSGD: each matrix as a product of two thin factors, with error feedback.
 
     With M_i = x_i + e_i of rank i, seen as n x m matrices, and Q of the last step: P = orthonormal(mean_i M_i Q), Q' =
     mean_i M_i^T P. All ranks return P Q'^T, and rank i keeps e_i' = M_i - P Q'^T. Over time nothing is lost, and P Q'^T
@@ -72,10 +75,10 @@ class PowerSGDMean(TensorwiseMean):
         Compresses the factors, one for all tensors or one for each: ``Cast("bfloat16")`` halves what is sent. It must
         lose little, see Notes.
     rank : int, default 1
-        Columns of a factor, at least 1; at most rows and columns of a matrix.
+        Columns of a factor, at least 1. A matrix with fewer rows or columns has only that many.
     min_compression : float, default 2
-        A tensor is averaged exactly unless its factors have fewer elements by more than this factor, >= 0: unless
-        ``rank * (n + m) * min_compression < n * m``. Vectors always are.
+        At least 0. A tensor is averaged exactly unless its factors have fewer elements by more than this factor:
+        ``rank * (n + m) * min_compression < n * m``. Vectors are always averaged exactly.
     numbers : sequence of int
         See `TensorwiseMean`.
 
@@ -88,16 +91,16 @@ class PowerSGDMean(TensorwiseMean):
     -----
     The first axes of a tensor are the n rows of its matrix, all others the m columns, cut where n + m is smallest:
     after the first axis of a convolution kernel of torch, before the last of one of Flax. With N ranks, a rank
-    sends on average 2 (N - 1) / N * 4 rank (n + m) bytes of a matrix as float32, in four exchanges, and 2 (N - 1) /
-    N * 4 bytes per element of what stays exact, in the first two of them. Each factor has an owner among the ranks,
-    who averages it, makes P orthonormal, and sends it to all: so ranks may have different hardware and libraries,
-    and hold the same mean bit for bit. Factors are shared out by size. M_i Q and M_i^T P are the contributions of
-    one rank, by the matrix product of its library. A column of Q that would be zero, as for a gradient of zero,
+    sends on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges, and 2 (N - 1) /
+    N * 4 bytes per element of the exact tensors, in the first two of them. Each factor has an owner among the ranks,
+    which averages it, makes P orthonormal, and sends it to all: so ranks may have different hardware and libraries,
+    and hold the same mean bit for bit. Factors are dealt to owners by size. Each rank computes its contributions M_i Q
+    and M_i^T P by the matrix product of its library. A column of Q that would be zero, as for a gradient of zero,
     stays as it was. Elements of Q' below 2^-72 count as zero and stay in the residuals, so gradients should be
     larger.
 
-    Sum identity: the means of T steps add up to those of the exact means minus mean_i e_i after the last step, whatever
-    was lost on the way, by compressed factors too. Feedback is stable because P P^T is a projection, and with
+    Sum identity: the means of T steps add up to the sum of the exact means minus mean_i e_i after the last step,
+    whatever was lost on the way, also by compressed factors. Feedback is stable because P P^T is a projection, and with
     compressed factors if it is close to one: the compressor must be a `Cast`, or its ``traits`` must promise that it
     is lossless or has a relative squared error of at most 1 / (6 rank). A state holds e_i as ``worker``, and the
     columns of Q one after the other as ``server``, which is the same on all ranks. Source: Vogels, Karimireddy and
@@ -137,7 +140,7 @@ class PowerSGDMean(TensorwiseMean):
 
     @property
     def lossless(self) -> bool:
-        """Whether the mean is exact: no, whatever compresses the factors."""
+        """False: a product of factors is not exact, whatever their compressor."""
         return False
 
     def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
@@ -175,7 +178,7 @@ class PowerSGDMean(TensorwiseMean):
         nodes: tuple[int, ...] = (),
         dtypes: tuple[str, ...] = (),
     ) -> Layout:
-        """Return where the residuals and factors of tensors of these shapes lie; messages have layouts of their own."""
+        """Return the ranges of the residuals and factors for tensors of these shapes; messages have other layouts."""
         operands = self._operands(shapes, dtypes, rank, Nodes.of(size, nodes))
         matrices = self._matrices(tuple(shapes))
         worker = tuple(Segment(m.tensor, 0, m.rows * m.columns, 0) for m in matrices)
@@ -232,7 +235,7 @@ class PowerSGDMean(TensorwiseMean):
         state: MeanState,
         terms: Terms,
     ) -> Stages[Averaged]:
-        """Average the factors of the matrices, and exactly what is left, in the same messages."""
+        """Average the factors of the matrices and, exactly, the other tensors, in the same messages."""
         side_by_side: list[Stages[Any]] = []
         if plan.rest:
             nothing = MeanState(state.rank, state.size, (), ())
@@ -314,13 +317,16 @@ class PowerSGDMean(TensorwiseMean):
         return state.rank
 
     def _server(self, finish: Finish) -> Callable[..., Compressed]:
-        """Return what an owner does with the factors that arrive, see `qcomp.core.mean.factors.serve`."""
+        """Return the function that an owner applies to arriving factors; see `qcomp.core.mean.factors.serve`."""
         return partial(serve, finish=finish)
 
     def _compensated(
         self, plan: Plan, vectors: Sequence[Array], used_up: Sequence[bool], residuals: Sequence[Array]
     ) -> tuple[list[Array], list[Array | None], NonFiniteError | None]:
-        """Return each matrix plus its residual, flat, with what a device says of it; zeros if a value is refused."""
+        """Return each matrix plus its residual, flat, its refusal flag if a device has one, and the error if any.
+
+        With an error, the matrices are zeros.
+        """
         found = []
         try:
             for matrix, residual in zip(plan.matrices, residuals, strict=True):
@@ -371,7 +377,7 @@ class PowerSGDMean(TensorwiseMean):
         shapes = state.shapes or given
         super()._require_own(state._replace(shapes=shapes), tensors)
         for index, (found_shape, expected_shape) in enumerate(zip(given, shapes, strict=True)):
-            if found_shape != expected_shape:  # whose rows would be others
+            if found_shape != expected_shape:  # its matrix could have other rows
                 raise ValueError(
                     f"x has an array of shape {found_shape} at {index}; state is for {expected_shape}"
                 )
@@ -387,12 +393,12 @@ class PowerSGDMean(TensorwiseMean):
             dtype, kept = dtype_name(tensors[m.tensor].dtype), dtype_name(residual.dtype)
             if compute_dtype_name(dtype) != kept:
                 raise ValueError(
-                    f"x has an array of dtype {dtype} at {m.tensor}; state is for what is computed in {kept}"
+                    f"x has an array of dtype {dtype} at {m.tensor}; state is for arrays that are computed in {kept}"
                 )
 
 
 _MOST_PLANS = 256
-"""As for the layouts of a `CompressedMean`."""
+"""How many plans a mean remembers, as for the layouts of a `CompressedMean`."""
 
 
 def require_rank(rank: int, min_compression: float) -> None:
@@ -406,8 +412,9 @@ def require_rank(rank: int, min_compression: float) -> None:
 def _require_faithful(compressor: Compressor, rank: int) -> None:
     """Raise ValueError if a compressor may lose so much of a factor that feedback would not be stable.
 
-    For P with orthonormal columns and what is left of it after compression, P + E: |P + E| <= 1 + |E|, which must stay
-    below sqrt(2) for I - (P + E)(P + E)^T to have a norm below 1, and |E|^2 <= rank times the relative squared error.
+    Compression makes P + E of P, which has orthonormal columns, with |E|^2 <= rank times the relative squared error.
+    For feedback to be stable, I - (P + E)(P + E)^T must have a norm below 1, so |P + E| <= 1 + |E| must stay below
+    sqrt(2).
     """
     traits = compressor.traits
     losses = [1 - traits.delta] if traits.delta is not None else []
@@ -437,7 +444,7 @@ def _rows(x: Array, count: int) -> Array:
 
 
 def _product(first: Array, second: Array) -> Array:
-    """Return a matrix product in the dtype of its factors, whatever a context of the library does."""
+    """Return a matrix product in the dtype of its factors, even in a context such as ``torch.autocast``."""
     xp = array_namespace(first)
     return xp.astype(xp.matmul(first, second), first.dtype, copy=False)
 
@@ -447,7 +454,7 @@ def _transposed(matrix: Array) -> Array:
 
 
 def _unless(refused: Array | None, x: Array) -> Array:
-    """Return x, or NaN if a device has refused what it was made of."""
+    """Return x, or NaN if a device has refused the values that x was made from."""
     if refused is None:
         return x
     xp = array_namespace(x)

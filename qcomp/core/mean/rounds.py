@@ -1,4 +1,4 @@
-"""How a large mean is cut into rounds, so that one is on its way while the next is compressed."""
+"""How a large mean is cut into rounds, so that one travels while the next is compressed."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -30,16 +30,16 @@ class Round(NamedTuple):
 
     layout: Layout
     tensors: tuple[_Place, ...]
-    """The part of the whole tensors that each tensor of the round is; also of the worker residuals."""
+    """For each tensor of the round, its place in the whole tensors, and in the whole worker residuals."""
     server: tuple[_Place, ...]
-    """The part of the whole server residuals that each of the round is."""
+    """For each server residual of the round, its place in the whole server residuals."""
 
 
 def count_rounds(dtypes: Sequence[str], sizes: Sequence[int]) -> int:
     """Return in how many rounds tensors are averaged: one if they are small, or of several dtypes.
 
-    One round below 32 MiB, two up to 96 MiB, then one for each 32 MiB: the second round hides half of what encoding
-    takes, each further one less, and the messages of a round take the same time each.
+    One round below 32 MiB, two up to 96 MiB, then one for each 32 MiB. The second round hides half of the encoding
+    time, and each further round hides less, while the messages of each round add the same time.
     """
     if len(set(dtypes)) != 1:
         return 1
@@ -49,7 +49,7 @@ def count_rounds(dtypes: Sequence[str], sizes: Sequence[int]) -> int:
 
 @lru_cache(maxsize=64)
 def lay_out_rounds(topology: Topology, layout: Layout, count: int) -> tuple[Round, ...]:
-    """Return the rounds of a mean; those in which there is nothing are left out. Resolved once for a layout."""
+    """Return the rounds of a mean, without empty ones; resolved once for a layout."""
     operands = layout.operands
     return tuple(
         _round(topology, layout, chunks) for chunks in cut_rounds(layout.chunks, operands.bucket_sizes, count)
@@ -79,18 +79,18 @@ def _round(topology: Topology, whole: Layout, chunks: Chunks) -> Round:
 
 
 def cut_rounds(chunks: Chunks, bucket_sizes: Sequence[int], count: int) -> list[Chunks]:
-    """Cut each chunk into parts of whole buckets, one for each round and as long as each other.
+    """Cut each chunk into parts of whole buckets and about equal length, one for each round.
 
     So all ranks send and serve in every round.
 
     Parameters
     ----------
     chunks : sequence of sequences of Segment
-        Of each rank.
+        The chunk of each rank.
     bucket_sizes : sequence of int
-        Of each tensor.
+        The bucket size of each tensor.
     count : int
-        Number of rounds; those in which there is nothing are left out.
+        Number of rounds; empty ones are left out.
 
     Examples
     --------
@@ -126,10 +126,10 @@ def _cut_chunk(chunk: Chunk, bucket_sizes: Sequence[int], count: int) -> list[Ch
 def in_rounds(
     topology: Topology, call: Call, rounds: Sequence[Round]
 ) -> tuple[list[Stages[Averaged]], Callable[[Sequence[Averaged]], Averaged]]:
-    """Return the mean of a call as a computation for each round, and what makes one result of theirs.
+    """Return the mean of a call as a computation for each round, and the function that joins their results.
 
-    Payloads of buckets, draws and residuals are those of the whole mean: only which of them share a payload and a
-    message differs.
+    Codes, draws and residuals are those of the whole mean; only the grouping of buckets into payloads and messages
+    differs.
     """
     given = call.donate and all(map(is_mutable, call.values))
     worker = _Wholes(call.worker, call.values if given and call.worker else None)
@@ -171,14 +171,14 @@ def _parts(arrays: Sequence[Array], places: Sequence[_Place]) -> tuple[Array, ..
 
 
 class _Wholes:
-    """Arrays of which every round has parts, and the buffers that the new ones are written to.
+    """Arrays of which every round has parts, and the buffers that the new arrays are written to.
 
     Parameters
     ----------
     arrays : sequence of arrays
-        The old ones, flat; empty without feedback.
+        The old arrays, flat; empty without feedback.
     buffers : sequence of arrays, optional
-        By default new ones, and none where arrays are immutable.
+        By default new buffers; none where arrays are immutable.
     """
 
     def __init__(self, arrays: Sequence[Array], buffers: Sequence[Array] | None = None) -> None:
@@ -187,13 +187,13 @@ class _Wholes:
         self._rounds: list[tuple[Sequence[_Place], Sequence[Array | None]]] = []
 
     def parts(self, places: Sequence[_Place]) -> tuple[Array, ...]:
-        """Return the old values there."""
+        """Return the old values at these places."""
         return _parts(self._arrays, places) if self._arrays else ()
 
     def room(
         self, places: Sequence[_Place], given: Sequence[Array] | None = None
     ) -> tuple[Array | None, ...]:
-        """Return where the new values of the next round go, by default to parts of the buffers."""
+        """Return the buffers for the new values of the next round, by default parts of the whole buffers."""
         if not self._arrays:
             return ()
         found = [(self._buffers[p.array], p) for p in places]
@@ -203,7 +203,7 @@ class _Wholes:
         return room
 
     def joined(self, results: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
-        """Return the new arrays: the buffers if all their parts are where they belong, and else copies."""
+        """Return the new arrays: the buffers if the rounds wrote all their parts there, else copies."""
         found: list[list[tuple[int, Array, bool]]] = [[] for _ in self._arrays]
         for (places, room), values in zip(
             self._rounds, results, strict=False

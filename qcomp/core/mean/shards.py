@@ -1,4 +1,4 @@
-"""Tensors in shards: the mean of which each rank keeps its shard, and the shards of all ranks for all."""
+"""Tensors in shards: averaging so that each rank keeps its shard of the mean, and gathering all shards on all ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ __all__ = ["Shards"]
 
 @dataclass(frozen=True)
 class Shards:
-    """Tensors of which every rank has a shard of the same size, and how they are compressed.
+    """Tensors of which every rank has a shard of the same size, with their compressors.
 
     All shards form one vector: rank after rank, and for each rank its shard of every tensor.
 
@@ -40,7 +40,7 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """Elements of what each rank has."""
+        """Elements of all shards of one rank."""
         return sum(self.sizes)
 
     def require_contraction(self) -> None:
@@ -58,14 +58,15 @@ class Shards:
         values : array, shape (world * size,)
             This rank's values of all shards.
         residual : array or None, shape (world * size,)
-            What earlier calls have not sent, in float64 for float64 and in float32 otherwise; None without feedback.
+            The residual from the last call, at first zeros, in float64 for float64 and in float32 otherwise; None
+            without feedback.
         key : Key
             Seed, step and tensor; the rank is filled in.
 
         Returns
         -------
         mean : array, shape (size,)
-            In the dtype of the residual.
+            In float64 for float64 and in float32 otherwise.
         residual : array or None
             A new array; the old one is not written to.
 
@@ -85,7 +86,7 @@ class Shards:
         return result
 
     def gather(self, own: Array, key: Key, *, into: Array | None = None) -> Stages[Array]:
-        """Return the shards of all ranks, as all of them decode them: also this rank's own.
+        """Return the shards of all ranks as every rank decodes them, including this rank's own.
 
         Parameters
         ----------
@@ -112,14 +113,14 @@ class Shards:
         return result
 
     def gather_changes(self, own: Array, reference: Array, key: Key) -> Stages[Array]:
-        """Return the shards of all ranks as a reference plus what has changed since, of which less is lost.
+        """Return the shards of all ranks as a reference plus the decoded changes since, which loses less.
 
         Parameters
         ----------
         own : array, shape (size,)
             This rank's shards.
         reference : array, shape (world * size,)
-            What the last call returned, the same on all ranks; in float64 for float64 and in float32 otherwise.
+            The result of the last call, the same on all ranks; in float64 for float64 and in float32 otherwise.
         key : Key
             As for `scatter_mean`.
 

@@ -1,4 +1,4 @@
-"""What a pure stage asks of the outside world, and the loop that answers it over a communicator."""
+"""The exchanges that a computation in stages requests, and the loop that makes them over a communicator."""
 
 import contextlib
 import struct
@@ -31,7 +31,7 @@ class AllToAll(NamedTuple):
     send: tuple[Array, ...]
     receive: tuple[int, ...]
     later: bool = False
-    """Whether the computation has more to start before it looks at what arrives, see `pipeline`."""
+    """Whether the computation starts more exchanges before it reads what arrives; see `pipeline`."""
 
 
 class AllGather(NamedTuple):
@@ -77,7 +77,7 @@ class _Pending(Protocol):
 
 
 class Arriving(Sequence[Array]):
-    """What each rank sends here: whoever looks at it waits for it."""
+    """The buffers that each rank sends here; reading them waits for their arrival."""
 
     def __init__(self, pending: _Pending) -> None:
         self._pending: _Pending | None = pending
@@ -85,7 +85,7 @@ class Arriving(Sequence[Array]):
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody has looked at it."""
+        """Whether the exchange has been waited for."""
         return self._pending is None
 
     def wait(self) -> list[Array]:
@@ -109,8 +109,8 @@ class Arriving(Sequence[Array]):
 def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     """Run a computation in stages to its end over a communicator and return its result.
 
-    What a computation says that it looks at later is started, if the communicator has a ``start``; everything else, and
-    everything over other communicators, is over before the computation goes on.
+    An exchange with ``later`` is only started, if the communicator has a ``start``. Every other exchange completes
+    before the computation continues.
     """
     arrived: Sequence[Array] | None = None
     under_way: list[Arriving] = []
@@ -128,7 +128,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
         for exchange in under_way:
             exchange.wait()
     except Exception:
-        # All ranks have started the same exchanges, or will yet: complete ones leave the communicator as it was.
+        # All ranks start the same exchanges, now or later; completing them leaves the communicator usable.
         for exchange in under_way:
             with contextlib.suppress(CommunicatorError):
                 exchange.wait()
@@ -146,11 +146,11 @@ def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
 
 
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
-    """Run several computations in turns, each with exchanges of its own, which may go on while the others compute.
+    """Run several computations in turns; the exchanges of one may continue while the others compute.
 
-    Each computes up to its next exchange, in order, then each goes on with what has arrived for it, and so on. So all
-    ranks start all exchanges in the same order, whatever the time that they take. They may have different kinds and
-    numbers of exchanges, the same on all ranks. If one raises, the others are given up.
+    In order, each computation runs up to its next exchange; then each continues with the buffers that have arrived for
+    it, and so on. So all ranks start all exchanges in the same order, however long these take. The computations may
+    have different kinds and numbers of exchanges, the same on all ranks. If one raises, the others are abandoned.
 
     Examples
     --------
@@ -182,7 +182,7 @@ def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]"
 
 
 def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
-    """Run several computations side by side, with one message a peer and stage for all of them.
+    """Run several computations side by side, with one message per peer and stage for all of them.
 
     They may have different kinds and numbers of exchanges, the same on all ranks.
     """
@@ -226,27 +226,27 @@ def _merge(requests: list[Exchange]) -> Exchange:
 
 
 def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
-    """Run a computation whose messages may be shorter than the receivers are ready for.
+    """Run a computation whose messages may be shorter than the receivers expect.
 
     Before each of its exchanges all ranks tell each other how long their messages are, and how long they may be.
 
     Parameters
     ----------
     stages : generator
-        What it yields has the bytes of the longest message in ``receive``.
+        Yields exchanges with the bytes of the longest possible message in ``receive``.
     rank : int
         Number of this rank.
 
     Raises
     ------
     PayloadError
-        On every rank alike, if any message is longer than its receiver allows: before that is received, or memory for
-        it is taken, and with nobody left waiting.
+        On every rank alike, if any message is longer than its receiver allows. The message has then not been received,
+        no memory was allocated for it, and no rank blocks.
 
     Notes
     -----
-    Sends 16 bytes a rank to each of the others in a stage of its own. Every rank is told about all messages,
-    and not only about its own, because all must come to the same verdict.
+    Sends 16 bytes per rank to every other rank, in a separate stage. Every rank learns the lengths of all messages, not
+    only of its own, because all ranks must decide alike.
     """
     arrived: Sequence[Array] | None = None
     while True:

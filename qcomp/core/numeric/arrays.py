@@ -83,7 +83,7 @@ _namespaces: dict[object, Namespace] = {}
 
 
 def array_namespace(*arrays: Array) -> Namespace:
-    """Return the library of arrays, like array-api-compat, whose lookup would dominate small calls."""
+    """Return the library of arrays like array-api-compat, with a cache: that lookup would dominate small calls."""
     kind: object = type(arrays[0])
     if len(arrays) > 1 and any(type(x) is not kind for x in arrays):
         return array_api_compat.array_namespace(*arrays)
@@ -159,7 +159,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 @cache  # NumPy builds the name each time, which would dominate small calls
-def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - of its kind only may a dtype be compared with another
+def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - the cache may only compare dtypes of the same kind
     if isinstance(dtype, type):  # numpy.float32 itself, not numpy.dtype("float32")
         return dtype.__name__
     if not getattr(dtype, "isnative", True):  # its bytes would be read as other values
@@ -224,7 +224,7 @@ def _is_dense(x: Array, alignment: int) -> bool:
 
 
 def _in_numpy(x: Any) -> Any:
-    """Return an array in the memory of the CPU as one of NumPy's, through whichever protocol its library has."""
+    """Return an array in the memory of the CPU as a NumPy array, through whichever protocol its library has."""
     # Not at the top: `import qcomp` loads no array library.
     return importlib.import_module("array_api_compat.numpy").asarray(x)
 
@@ -297,9 +297,9 @@ def divide(x: Array, divisor: float | Array) -> Array:
 def sqrt(x: Array) -> Array:
     """Return the correctly rounded square root.
 
-    NumPy's is, in both precisions; torch's on the CPU is not, and NumPy computes it. Elsewhere, rounding a float64 root
-    of a float32 number gives the correctly rounded float32 root, even if the float64 root is off by an ulp: the exact
-    root differs from every rounding boundary by at least 2^-51 of itself.
+    NumPy's root is correctly rounded in both precisions. Torch's root on the CPU is not, so NumPy computes it there.
+    Elsewhere, rounding a float64 root of a float32 number gives the correctly rounded float32 root, even if the float64
+    root is off by an ulp: the exact root differs from every rounding boundary by at least 2^-51 of itself.
     """
     xp = array_namespace(x)
     if is_numpy_array(x):

@@ -1,4 +1,4 @@
-"""Elementwise computations on large arrays, a part that fits into the caches at a time."""
+"""Elementwise computations on large arrays, one part that fits into the caches at a time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ _BLOCK = 1 << 15
 def in_blocks(
     function: Callable[..., tuple[Array, ...]], arrays: Sequence[Array], outs: Sequence[Array | None]
 ) -> tuple[Array, ...]:
-    """Return ``function(*arrays)``, where every element of a result depends on the same element of the arrays only.
+    """Return ``function(*arrays)``, where every element of a result depends only on the same element of the arrays.
 
-    On a CPU a function of ten operations moves ten large arrays through the memory, and fetches new pages for each.
+    On a CPU, a function of ten operations moves ten large arrays through the memory, and fetches new pages for each.
     Here it works on some rows at a time, and only its results are written to the memory.
 
     Parameters
     ----------
     function : callable
-        Takes arrays of one shape and returns several of that shape, the same for the whole and for its rows.
+        Takes arrays of one shape and returns several of that shape; may be applied to some rows at a time.
     arrays : sequence of arrays
-        Of one shape, library and device.
+        Arrays of one shape, library and device.
     outs : sequence of arrays or None
-        A buffer for each result, with its shape and dtype, which may be one of the arrays. The results are in them,
-        unless one is None or immutable, or the arrays are small or on another device.
+        A buffer for each result, with its shape and dtype, which may be one of the arrays. The results are written to
+        them, unless a buffer is None or immutable, or the arrays are small or not on a CPU.
     """
     shape = arrays[0].shape
     rows = shape[0] if shape else 0

@@ -1,4 +1,4 @@
-"""Factors of matrices of low rank: where they start, what makes them orthonormal, and what keeps products exact."""
+"""Factors of low-rank matrices: the first ones, orthonormal ones, and products with the same bits in every library."""
 
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush, sqrt, truncate_last_bit
 from qcomp.core.numeric.buckets import Block
@@ -16,10 +16,10 @@ __all__ = [
 ]
 
 LEAST_LEFT, LEAST_RIGHT = 2.0**-30, 2.0**-72
-"""Smaller magnitudes in the left factor, whose rows have norm 1, and in the right one count as zero.
+"""The least magnitudes in the left factor, whose rows have norm 1, and in the right factor; smaller ones count as zero.
 
-A product of two others is at least 2^-102, so in float32 sums of products are multiples of 2^-126: never subnormal,
-which some devices flush and others do not.
+A product of two nonzero elements is then at least 2^-102, so in float32 sums of products are multiples of 2^-126. They
+are never subnormal: some devices flush subnormals and others do not.
 """
 _INDEPENDENT = 0.5
 """The least norm that a row of norm 1 keeps in the second projection, if it is more than rounding errors."""
@@ -62,7 +62,7 @@ def without_small(x: Array, least: float) -> Array:
 
 
 def orthonormal(rows: Array) -> Array:
-    """Return an orthonormal basis of the span of rows, a row of zeros for each that depends on those before it.
+    """Return an orthonormal basis of the span of rows, with zeros for each row that depends on those before it.
 
     Gram-Schmidt, in which every row is projected twice: then the rows are orthogonal to working precision, however
     close to dependent they were. A row that is nothing but rounding errors may become any direction orthogonal to the
@@ -86,7 +86,7 @@ def orthonormal(rows: Array) -> Array:
 
 
 def _projected(row: Array, basis: Array) -> Array:
-    """Return what of a row is orthogonal to a basis."""
+    """Return the part of a row that is orthogonal to a basis."""
     if not basis.shape[-2]:
         return row
     shares = _sums(basis * row)  # not by `matmul`, which some devices compute with few bits

@@ -47,7 +47,7 @@ def orthogonalize(
     iterations : int
         Newton-Schulz iterations, at least 1.
     dtype : {"float32", "bfloat16"}
-        Of the matrix products; "float32" is the dtype of ``x``. In "bfloat16" they are several times
+        The dtype of the matrix products; "float32" stands for the dtype of ``x``. In "bfloat16" they are several times
         as fast on GPUs and on CPUs that have it, and singular values are off by about a tenth.
     factor : float
         Multiplies the result.
@@ -61,9 +61,9 @@ def orthogonalize(
 
     Notes
     -----
-    Made of matrix products, whose roundings differ between libraries: what all ranks must hold alike is computed on one
+    The roundings of matrix products differ between libraries: a result that all ranks must share is computed on one
     rank. If the longer side is more than 1.5 times the shorter, iterations run on the Gram matrix of the shorter side,
-    which takes fewer multiplications; at most `MOST_ON_GRAM` of them, then the Gram matrix is computed anew.
+    which takes fewer multiplications; after at most `MOST_ON_GRAM` of them, the Gram matrix is computed anew.
     Source: Jordan et al., Muon, 2024.
 
     Examples
@@ -82,7 +82,7 @@ def orthogonalize(
         if is_on_host(x) and not is_traced(x):  # few matrices need scaling, and values are at hand
             gram, squares = _squared(y, x.dtype)
             if not xp.all(xp.isfinite(squares)):
-                squares = None  # squares that vanish are of elements far below EPS, and change nothing
+                squares = None  # overflow; squares only vanish of elements far below EPS
     if squares is None:
         # Scaled by a power of two first, since squares of float32 overflow from 2^64 on.
         axes = (-2, -1)
@@ -118,7 +118,7 @@ def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float)
 
 
 def _iterate_on_gram(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:
-    """Return the same as `_iterate`, up to rounding: an iteration makes P y of y, and P G P of G = y y^T."""
+    """Return the same as `_iterate`, up to rounding: an iteration turns y into P y, and G = y y^T into P G P."""
     xp = array_namespace(y)
     identity = xp.eye(y.shape[-2], dtype=y.dtype, device=device(y))
     parts = _parts(iterations)

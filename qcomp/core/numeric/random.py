@@ -125,7 +125,7 @@ class Key(_KeyParts):
         return self._checked((seed, step, tensor, rank, *new))
 
     if not TYPE_CHECKING:
-        _make = _checked  # so that `_replace`, which calls it, checks too; a checker of types has its own idea of both
+        _make = _checked  # so that `_replace`, which calls it, checks too; type checkers have their own rules for both
 
 
 class _IntWords:
@@ -268,7 +268,7 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
 
 
 def stream_of(key: Key, *, like: Array) -> Array:
-    """Return what determines all draws of a key, int32 of shape (4,): two folded words, the hop, the bucket."""
+    """Return the numbers that determine all draws of a key, int32 of shape (4,): two folded words, hop and bucket."""
     words, xp = _ArrayWords(like), array_namespace(like)
     parts = (*fold_key(key, like=like), key.hop, key.bucket)
     return xp.concat([xp.reshape(words.word(part), (1,)) for part in parts])

@@ -60,8 +60,8 @@ def mean_abs(rows: Array, count: int) -> Array:
 def _scaled_squares(rows: Array) -> tuple[Array, Array]:
     """Return the sum of squares of each row, divided by the square of a power of two, and that power.
 
-    With the magnitudes divided by the power of two at or below their maximum no square overflows. What
-    is then below 2**-63 would have a subnormal square and counts as zero. The last bit of every square is
+    With the magnitudes divided by the power of two at or below their maximum, no square overflows. Magnitudes
+    then below 2**-63 would have subnormal squares and count as zero. The last bit of every square is
     cleared, so that no compiler can contract the square and the addition.
     """
     xp = array_namespace(rows)

@@ -1,4 +1,4 @@
-"""Matrices that make the singular values of others about equal, before these are rounded."""
+"""Whiteners: matrices that make the singular values of other matrices about equal, before these are rounded."""
 
 import math
 
@@ -16,9 +16,10 @@ from qcomp.core.numeric.arrays import (
 __all__ = ["half_of", "unwhitened", "whitened", "whitener", "whole_of"]
 
 NEW = 0.4
-"""The weight of a matrix in the average of all so far."""
+"""The weight of the newest matrix in the running average."""
 LEAST = 0.02
-"""The least singular value that counts, in roots of the mean square: a whitener must survive rounding."""
+"""The least singular value that counts, over the root mean square; with smaller ones, a whitener would not survive
+rounding."""
 
 
 def whitener(x: Array, before: Array) -> Array:
@@ -29,18 +30,18 @@ def whitener(x: Array, before: Array) -> Array:
     x : array of float32 or float64, shape (rows, columns)
         Finite.
     before : array of the dtype of x, shape (n, n) for the shorter side n of x
-        The whitener that this was called with last, or the identity.
+        The whitener that the last call returned, or the identity.
 
     Returns
     -------
     array of the dtype of x, shape (n, n)
         Symmetric: the inverse root of C = 0.6 C0 + 0.4 y y^T / |y|^2, where y is x with the shorter side as its rows,
-        and C0 of trace 1 is that of the whitener before. Eigenvalues of C below .0004 times their mean count as that
+        and C0 is the C of ``before``, scaled to trace 1. Eigenvalues of C below .0004 times their mean count as that
         much.
     """
     xp = array_namespace(x)
     y = x if x.shape[0] <= x.shape[1] else xp.matrix_transpose(x)
-    # Squares neither overflow nor vanish then.
+    # Scaled so that squares neither overflow nor vanish.
     y = y / xp.maximum(xp.max(xp.abs(y)), xp.asarray(2.0**-100, dtype=y.dtype))
     root = xp.linalg.inv(before)
     average = (1 - NEW) * _of_trace_1(xp.matmul(root, xp.matrix_transpose(root)))
@@ -61,7 +62,7 @@ def _of_trace_1(gram: Array) -> Array:
 def whitened(x: Array, by: Array, shape: tuple[int, int]) -> Array:
     """Return the product of a whitener and a flat matrix of this shape, on its shorter side, flat.
 
-    All of it is NaN if x holds what compressors refuse, an infinity, a NaN or a magnitude of 2^100 or more.
+    All elements are NaN if x holds a value that compressors refuse: an infinity, a NaN or a magnitude of 2^100 or more.
     """
     xp = array_namespace(x)
     fits = all_below(x, LIMIT)
@@ -72,7 +73,7 @@ def whitened(x: Array, by: Array, shape: tuple[int, int]) -> Array:
 
 
 def unwhitened(y: Array, by: Array, shape: tuple[int, int]) -> Array:
-    """Return the flat matrix of which `whitened` made y, up to rounding."""
+    """Return the flat matrix from which `whitened` made y, up to rounding."""
     return _product(array_namespace(by).linalg.inv(by), y, shape)
 
 
@@ -92,7 +93,7 @@ def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
 def half_of(symmetric: Array) -> Array:
     """Return the lower triangle of an n x n matrix as a rectangle of n / 2 x (n + 1), with one more row if n is odd.
 
-    Row j has row n / 2 + j of the triangle, and after it row n / 2 - 1 - j from its end to its start.
+    Row j has row n / 2 + j of the triangle, followed by row n / 2 - 1 - j in reverse.
     """
     xp = array_namespace(symmetric)
     rows = symmetric.shape[0]
@@ -104,7 +105,7 @@ def half_of(symmetric: Array) -> Array:
 
 
 def whole_of(half: Array, rows: int) -> Array:
-    """Return the symmetric matrix of so many rows of which `half_of` made a rectangle."""
+    """Return the symmetric matrix with ``rows`` rows from which `half_of` made a rectangle."""
     xp = array_namespace(half)
     top, bottom = xp.flip(xp.triu(half[:, 1:], k=half.shape[0])), xp.tril(half[:, :-1], k=half.shape[0])
     triangle = xp.concat([top, bottom])[:rows, :rows]

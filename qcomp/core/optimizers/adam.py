@@ -77,12 +77,12 @@ class Adam(Optimizer):
 
     @classmethod
     def within(cls, optimizer: Optimizer) -> Self:
-        """Return what makes the exact steps of another optimizer, which has all settings of this one.
+        """Return the optimizer of this class that makes another's exact steps, with that one's settings.
 
         Parameters
         ----------
         optimizer : Optimizer
-            An optimizer with these settings and its own.
+            An optimizer that has all settings of this class, and perhaps others.
         """
         return cls(**{f.name: getattr(optimizer, f.name) for f in fields(cls)})
 
@@ -119,7 +119,7 @@ class Adam(Optimizer):
         state : OptimizerState
             The state of the last step.
         correction : float
-            What the variance is divided by.
+            Divisor of the variance.
         """
         numbers = [
             AdamNumbers(self.betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
@@ -164,7 +164,7 @@ class Adam(Optimizer):
         )
 
     def numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
-        """Return the numbers of the next step of each tensor.
+        """Return the `StepNumbers` of each tensor for the next step.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What the ranks of an optimizer must agree on before the first step, and what should differ in it: their gradients."""
+"""Checks that the ranks of an optimizer agree before the first step, and that their gradients in it differ."""
 
 import hashlib
 import math
@@ -40,18 +40,18 @@ __all__ = [
 GIVE_OWN_DATA = (
     "Give each rank data of its own, for instance by a DistributedSampler or a seed that depends on the rank"
 )
-"""What ranks are told that train on the same data."""
+"""The advice to ranks that train on the same data."""
 
 _BYTES = 4
-"""Of a fingerprint. Of four billion runs with different data one is warned in vain."""
+"""The size of a fingerprint. One in four billion runs with different data gets a false warning."""
 _NOTHING = bytes(_BYTES)
 _SAMPLE = 4096
-"""Elements of each gradient that are compared: gradients of other data differ in most."""
+"""How many elements of each gradient are compared: gradients of different data differ in most elements."""
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
 def facts(optimizer: Any, names: Sequence[str], params: Sequence[Array]) -> dict[str, Any]:
-    """Return what an optimizer, a dataclass, was started with."""
+    """Return the facts about an optimizer, a dataclass, and its parameters that must be equal on all ranks."""
     return {
         "optimizer": type(optimizer).__name__,
         "settings": settings_of(optimizer),
@@ -63,7 +63,7 @@ def facts(optimizer: Any, names: Sequence[str], params: Sequence[Array]) -> dict
 
 
 def settings_of(optimizer: Any) -> dict[str, str]:
-    """Return the settings of an optimizer, a dataclass, and those of its averaging beside them, in words."""
+    """Return the settings of an optimizer, a dataclass, as text, with those of its averaging among them."""
     settings: dict[str, str] = {}
     for name, value in ((f.name, getattr(optimizer, f.name)) for f in fields(optimizer)):
         if isinstance(value, Averaging):
@@ -77,14 +77,14 @@ def settings_of(optimizer: Any) -> dict[str, str]:
 
 
 def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
-    """Return the name of each parameter, and a digest that is equal where it has the same elements, in any library."""
+    """Return each parameter's name and a digest of its elements, which does not depend on the library."""
     return [(name, digest(p)) for name, p in zip(names, params, strict=True)]
 
 
 def explain_values(held: Sequence[Any]) -> str | None:
     """Say which parameter is the first to differ between the ranks, from the `digests` of each."""
     if len({len(of_rank) for of_rank in held}) > 1:
-        return None  # they have other parameters, which they are told
+        return None  # their parameters differ, which another message reports
     for of_ranks in zip(*held, strict=True):
         ranks_of = defaultdict(list)
         for rank, (_, found) in enumerate(of_ranks):
@@ -100,7 +100,7 @@ def explain_values(held: Sequence[Any]) -> str | None:
 
 
 def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
-    """Return a number by which the draws of this model differ from those of others, the same on all ranks."""
+    """Return a number, equal on all ranks, that makes this model's random draws differ from those of other models."""
     shapes = [tuple(p.shape) for p in params]
     return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 
@@ -117,28 +117,29 @@ def compare_gradients(
     Parameters
     ----------
     gradients : sequence of arrays or None
-        This rank's; None where there is none.
+        This rank's gradients; None for a parameter without one.
     size : int
         Number of ranks.
     like : array
         Gives the library and the device of the buffers.
     who : str
-        Who averages over the ranks.
+        What averages over the ranks, as the warning names it.
     what : str
-        What they are, and when.
+        What the warning calls the gradients, and when they are compared.
     """
     if (yield from same_gradients(gradients, size, like)):
         warn_caller(
             f"all {size} ranks have the same {what}, so {who} averages in vain: either they train "
-            f"on the same data, or something averages before, such as DistributedDataParallel. {GIVE_OWN_DATA}. "
-            "Do not wrap the model, or pass it as model= to an optimizer that takes it"
+            f"on the same data, or something else averages first, such as DistributedDataParallel. {GIVE_OWN_DATA}. "
+            "Do not wrap the model in DistributedDataParallel, unless you pass it as model= to an optimizer that "
+            "takes it"
         )
 
 
 def same_gradients(gradients: Sequence[Array | None], size: int, like: Array) -> Stages[bool]:
-    """Return whether several ranks all have the same gradients, and not zeros; sends 4 bytes to all others.
+    """Return whether all of several ranks have the same nonzero gradients; sends 4 bytes to all others.
 
-    Their `first_elements` count; parameters are those of `compare_gradients`.
+    Compares the `first_elements` only. The parameters are those of `compare_gradients`.
     """
     if size == 1:
         return False
@@ -153,7 +154,7 @@ def first_elements(gradient: Array) -> Array:
 
 
 def choices(state: OptimizerState) -> list[object]:
-    """Return what policies have chosen for each tensor: whether it is compressed, or the compressor that it has."""
+    """Return the policies' choice for each tensor: whether it is compressed, or its compressor's spec string if any."""
     if not state.compressors:
         return [not is_exact for is_exact in state.exact]
     compressors = iter(state.compressors)
@@ -161,21 +162,21 @@ def choices(state: OptimizerState) -> list[object]:
 
 
 def _fingerprint(gradients: Sequence[Array | None]) -> bytes:
-    """Return bytes that are equal where the first elements of all tensors are; zeros if those are zero."""
+    """Return bytes that are equal if the first elements of all tensors are equal; zeros if those elements are zero."""
     parts = [bytes_of(first_elements(x)) for x in gradients if x is not None]
     sample = host_bytes(concat(parts)) if parts else b""
     return hashlib.sha256(sample).digest()[:_BYTES] if sample.strip(b"\0") else _NOTHING
 
 
 def _rates(learning_rate: Any) -> list[str]:
-    """Return what a schedule gives at a few steps: its name does not tell one lambda from another."""
+    """Return a schedule's values at a few steps, since its name does not tell one lambda from another."""
     if not callable(learning_rate):
         return []
     rates = []
     for step in _STEPS:
         try:
             rates.append(repr(float(learning_rate(step))))
-        except Exception as error:  # of a schedule that ends before
+        except Exception as error:  # the schedule ends before this step
             rates.append(type(error).__name__)
     return rates
 

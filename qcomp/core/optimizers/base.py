@@ -119,9 +119,9 @@ class Optimizer(TakesAveraging, ABC):
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
 
-        They are among the kinds of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
-        rank resumes with their mean over the old ranks, see `load_state_dict`; all other kinds must be equal on all
-        ranks.
+        Possible kinds are those of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
+        rank resumes with the mean of these arrays over the old ranks, see `load_state_dict`. Arrays of all other kinds
+        must be equal on all ranks.
 
         Parameters
         ----------
@@ -141,9 +141,9 @@ class Optimizer(TakesAveraging, ABC):
         return False
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
-        """Return what ``state.numbers`` may be in a saved state, by name.
+        """Return the limits of ``state.numbers`` in a saved state, by name.
 
-        Others may have any finite value; and any value at all, if they are not finite in ``state``.
+        A number without limits may have any finite value, or any value at all if it is not finite in ``state``.
 
         Parameters
         ----------
@@ -153,12 +153,12 @@ class Optimizer(TakesAveraging, ABC):
         return {}
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return a saved state with exactly the entries of this optimizer, if it accepts states with others.
+        """Convert a saved state to exactly this optimizer's entries, if it accepts states with other entries.
 
         Parameters
         ----------
         saved : mapping of str to array or scalar
-            From `state_dict`, perhaps of another optimizer; numbers and texts are those of Python.
+            From `state_dict`, perhaps of another optimizer; numbers and texts are Python objects.
         fresh : OptimizerState
             This optimizer's state before the first step.
         """
@@ -274,11 +274,11 @@ class Optimizer(TakesAveraging, ABC):
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
         donate : bool
-            Whether the new parameters and moments may take the buffers of the old ones, which spares memory and time;
-            only the returned ones are valid then, and what shares memory with the old ones, such as a dict of
-            `state_dict`, changes. No two of the arrays may share memory. It does so where there are kernels, once the
-            exchange has succeeded: whatever the exchange raises leaves everything as it was. A freeze rule that raises,
-            or a warning that is an error, does so when the old values are gone.
+            Whether the new parameters and moments may take the buffers of the old ones, which saves memory and time.
+            Then only the returned arrays are valid, and anything that shares memory with the old ones, such as a dict
+            of `state_dict`, changes. No two of the arrays may share memory. Buffers are reused only where there are
+            kernels, and only once the exchange has succeeded: if it raises, nothing has changed. If a freeze rule
+            raises, or a warning is an error, the old values are already gone.
 
         Returns
         -------
@@ -296,8 +296,8 @@ class Optimizer(TakesAveraging, ABC):
         Warns
         -----
         UserWarning
-            On every rank, if all ranks have the same gradients in the first step, which sends 4 bytes to all others for
-            that.
+            On every rank, if all ranks have the same gradients in the first step. The check sends 4 bytes to all
+            others.
         """
         require_rank(state, comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
@@ -372,8 +372,8 @@ class Optimizer(TakesAveraging, ABC):
         ------
         ValueError
             If the dict belongs to another rank, number of ranks, model or optimizer, or is damaged: an entry is missing
-            or is nothing that a state has, or differs from its digest. On every rank, if a list of dicts is incomplete,
-            mixes jobs or steps, or has such a dict.
+            or invalid, or differs from its digest. On every rank, if a list of dicts is incomplete, mixes jobs or
+            steps, or contains such a dict.
         MismatchError
             On the other ranks, if some rank raises ValueError; on every rank, if the dicts belong to different steps,
             or a parameter differs between ranks.
@@ -492,7 +492,7 @@ class Optimizer(TakesAveraging, ABC):
 
 
 def require_rank(state: OptimizerState, comm: Transport) -> None:
-    """Raise ValueError unless a communicator is of the rank and size of a state."""
+    """Raise ValueError unless a communicator has the rank and size of a state."""
     if (comm.rank, comm.size) != (state.rank, state.size):
         raise ValueError(
             f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"

@@ -32,9 +32,10 @@ class Part(NamedTuple):
 
     mean: CompressedMean
     tensors: tuple[int, ...]
-    """Their numbers among the parameters; numbers after those are of what is averaged besides."""
+    """Their indices among the parameters; larger indices belong to other values that are averaged as well."""
     values: tuple[Array, ...]
-    """What is averaged, or is first blended into momenta. The optimizer's own, and used up by that, without blends."""
+    """The values to average, or to blend into momenta first. Without blends, the exchange may overwrite them, unless
+    `Average.own` is set."""
     state: MeanState
     key: Key
     blends: tuple[Blend, ...] = ()
@@ -46,11 +47,11 @@ class Means(NamedTuple):
     """The answer to an `Average`."""
 
     values: tuple[Array, ...]
-    """The mean of each tensor, in the order of the parameters, then of what else there was; the same on all ranks."""
+    """The mean of each tensor in the order of the parameters, then of any other values; the same on all ranks."""
     exchange: MeanState
     """The residuals after the exchange."""
     own: tuple[Array, ...] = ()
-    """What `Average` has as this rank's own values."""
+    """This rank's own values, from `Average.own`."""
     donate: bool = False
     """Whether `Optimizer.apply` may write over the parameters and the state that it is given."""
 
@@ -60,10 +61,10 @@ class Average(NamedTuple):
 
     parts: tuple[Part, ...]
     exchange: MeanState
-    """The residuals, which the compressed part uses; they stay as they are if there is none."""
+    """The residuals, which the compressed part uses; without such a part they do not change."""
     own: tuple[Array, ...] = ()
-    """This rank's own values, for `Optimizer.apply`; the parts do not use them up, and without parts they stand for the
-    means, and nothing is sent."""
+    """This rank's own values, for `Optimizer.apply`; the parts do not overwrite them. Without parts, nothing is sent,
+    and these values are the means."""
     overwrite: bool = False
     """Whether the means may take the place of the values, see `CompressedMean.stages`."""
     of_gradients: bool = False
@@ -74,7 +75,7 @@ class Average(NamedTuple):
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.
 
-        One message a peer and phase. Of large parts one for each round, see `qcomp.core.mean.rounds`.
+        Sends one message per peer and phase; large parts send one per round, see `qcomp.core.mean.rounds`.
         """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)
@@ -152,7 +153,7 @@ class Compression:
         return mean.around(state.compressors) if state.compressors else mean
 
     def choose(self, state: OptimizerState, params: Sequence[Array], optimizer: str) -> OptimizerState:
-        """Return a first state that knows what is compressed and how; warn if nothing is."""
+        """Return a first state with the choice of exact tensors and compressors; warn if nothing is compressed."""
         tensors = [
             Tensor(name, tuple(p.shape), math.prod(p.shape))
             for name, p in zip(state.names, params, strict=True)
@@ -205,7 +206,7 @@ class Compression:
     def on_nodes(
         self, state: OptimizerState, params: Sequence[Array], nodes: tuple[int, ...]
     ) -> OptimizerState:
-        """Return a first state that knows the node of each rank, and the topology that is best for them."""
+        """Return a first state with the node of each rank, and the topology that is best for these nodes."""
         on_nodes = state._replace(exchange=state.exchange._replace(nodes=nodes, topology=AUTO))
         compressed = [tuple(p.shape) for p, exact in zip(params, state.exact, strict=False) if not exact]
         topology = self.mean_of(on_nodes).chosen(compressed, state.size, nodes).topology
@@ -232,7 +233,7 @@ class Compression:
     ) -> Average:
         """Ask for the mean of some values, or of the momenta that they are blended into.
 
-        Exact for the exact tensors and compressed for the others, of which each may have a whitener.
+        The mean is exact for the exact tensors and compressed for the others, each of which may have a whitener.
         """
         exact = [i for i, is_exact in enumerate(state.exact) if is_exact]
         compressed = [i for i, is_exact in enumerate(state.exact) if not is_exact]

@@ -61,12 +61,12 @@ class EF21SGD(Optimizer):
     -----
     v_i' = (1 - eta) v_i + eta grad_i, in the first step grad_i; g = the estimate of mean_i v_i by `EF21Mean`; x' = x -
     rate (g + weight_decay x). EF21 with full gradients converges for rate <= 1 / (L + L' r), with r = sqrt(1 - delta) /
-    (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i: which is small for strong compression.
-    With noisy gradients of small batches and eta = 1 it may not converge. Sends (N - 1) times the payload, and 2 (N -
-    1) / N * 32 bits per exact element. A state holds the estimates in ``exchange`` and v_i as ``arrays["smoothed"]``.
-    With another number of ranks, every rank resumes with the means of the old estimates and averages. Source:
-    Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2; Fatkhullin, Tyurin and Richtarik, NeurIPS 2023,
-    algorithm 1 (EF21-SGDM).
+    (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i. This bound is small for strong
+    compression. With noisy gradients of small batches and eta = 1 it may not converge. Sends (N - 1) times the payload,
+    and 2 (N - 1) / N * 32 bits per exact element. A state holds the estimates in ``exchange`` and v_i as
+    ``arrays["smoothed"]``. With another number of ranks, every rank resumes with the means of the old estimates and
+    averages. Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2; Fatkhullin, Tyurin and Richtarik,
+    NeurIPS 2023, algorithm 1 (EF21-SGDM).
 
     Examples
     --------
@@ -94,11 +94,11 @@ class EF21SGD(Optimizer):
 
     @cached_property
     def compression(self) -> Compression:
-        """What this optimizer compresses; EF21 tracks the mean of that."""
+        """What this optimizer compresses; EF21 tracks its mean."""
         return Compression(EF21Mean(self.compressor), self.exact, self.compressors)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return what is of one rank: its estimate, and its moving average."""
+        """Return the kinds of a rank's estimate and of its moving average, which differ between ranks."""
         return (EF21Mean.kinds[0], _SMOOTHED)
 
     def initial_state(

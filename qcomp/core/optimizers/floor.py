@@ -10,7 +10,7 @@ __all__ = ["floored", "require_floor"]
 
 
 def floored(variance: Sequence[Array], exact: Sequence[bool], floor: float) -> tuple[Array, ...]:
-    """Return the variance of compressed tensors with at least this fraction of the tensor's mean, where it is not zero.
+    """Return the variance with nonzero elements of compressed tensors raised to ``floor`` times the tensor's mean.
 
     An element of a compressed momentum is as large as its neighbours, however small it was. Divided by the root of a
     variance that is millions of times smaller than theirs, it would move its parameter by millions of learning rates.
@@ -28,6 +28,6 @@ def _floored(v: Array, floor: float) -> Array:
 
 
 def require_floor(floor: float) -> None:
-    """Raise ValueError unless this is a variance_floor."""
+    """Raise ValueError unless ``floor`` is a fraction from 0 to 1."""
     if not 0 <= floor <= 1:
         raise ValueError(f"variance_floor is {floor!r}; expected a fraction of the mean, from 0 to 1")

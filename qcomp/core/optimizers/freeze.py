@@ -86,9 +86,9 @@ class FreezeAt:
 class VarianceStable:
     """Freezes once the variance is stable.
 
-    Let d = 1 / (1 - b2), n_t = ||v_t||_1 after bias correction, and r = n_{t-d} / n_t. It freezes after d consecutive
-    steps with min(r, 1 / r) >= threshold, in none of which the learning rate rises, once the share of v_t from the last
-    d steps has reached its steady-state value, up to the same threshold.
+    Let d = 1 / (1 - b2), n_t = ||v_t||_1 after bias correction, and r = n_{t-d} / n_t. It freezes once two conditions
+    hold: in each of the last d steps, min(r, 1 / r) >= threshold and the learning rate did not rise; and the share of
+    v_t from before the last d steps is at least threshold times its steady-state value.
 
     Parameters
     ----------
@@ -102,8 +102,8 @@ class VarianceStable:
     -----
     With gradients without a trend it freezes after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after
     a learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
-    which compares two norms. Here both directions of change count, since the variance may also shrink, and a whole
-    window, since norms that rise and then fall cross by chance.
+    which compares two norms. Here both directions of change count, since the variance may also shrink. A whole window
+    must be stable, since norms that rise and then fall cross by chance.
     """
 
     threshold: float = 0.96
@@ -176,7 +176,7 @@ def ask(
     if step == patience and not verdict.frozen and not isinstance(rule, FreezeAt):
         cause = "the learning rate still rises" if rising else "the variance is not stable yet"
         warn_caller(
-            f"nothing is compressed yet after {step} steps: {cause}, for which {rule} waits. To freeze anyway, "
+            f"nothing is compressed yet after {step} steps: {rule} waits, because {cause}. To freeze anyway, "
             "pass freeze as a number of steps, or a rule with a lower threshold, and see the warnings of VarianceWatch"
         )
     return verdict

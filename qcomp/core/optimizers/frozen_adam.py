@@ -1,4 +1,4 @@
-"""Adam that freezes its variance and then exchanges a compressed momentum, as a state machine of two stages."""
+"""Adam that freezes its variance and then exchanges a compressed momentum, as a state machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ __all__ = ["FrozenVarianceAdam"]
 
 _LEFT = "rewarm_steps_left"
 _SINCE, _MEASURED = "variance_steps_since", "variance_measured"
-"""The steps from which ``variance_steps`` counts, and in which the variance was measured last."""
+"""The step from which ``variance_steps`` counts, and the step of the last measurement of the variance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class FrozenVarianceAdam(Optimizer):
         return self.compression.choose(state, params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or with residuals of zero the one of another stage."""
+        """Return the state of the warm-up, or that of another stage, which begins with residuals of zero."""
         if stage not in ("compressed", "rewarm" if self.watch else "compressed"):
             return super().enter(state, stage)
         residuals = self.compression.zero_residuals(state.momentum, state)
@@ -113,17 +113,17 @@ class FrozenVarianceAdam(Optimizer):
         return self._rewarming(self.watch.begin(state), 0)
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return what the numbers of the watch, of a re-warm, and of ``variance_steps`` may be."""
+        """Return the limits of the numbers of the watch, of a re-warm, and of ``variance_steps``."""
         left = Number(least=1 if state.stage == "rewarm" else 0, whole=True)
         until_now = Number(least=0, most=state.step, whole=True)
         own = {_LEFT: left, _SINCE: until_now, _MEASURED: until_now}
         return own | watch_limits(state.numbers)
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
-        """Return a saved state with what this watch keeps: its own entries, or those of one that begins.
+        """Return a saved state with the entries of this watch: the saved ones if they fit, else those of a new watch.
 
-        A state may have been saved without a watch, by a release whose watch kept other values, or with another sample;
-        and with or without ``variance_steps``, which begin at its step if it does not say when they began.
+        A state may have been saved without a watch, by a release whose watch kept other values, or with another sample.
+        It may also have been saved without ``variance_steps``, which then begin at its step.
         """
         stage = saved["stage"]
         saved = self._with_measurement(saved, stage)
@@ -143,7 +143,7 @@ class FrozenVarianceAdam(Optimizer):
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean gradient, or for the compressed mean of the momentum."""
-        # A re-warm averages as the warm-up does, in the topology for that.
+        # A re-warm averages like the warm-up, in the topology of the warm-up.
         if state.stage != "compressed" or self._measures(state):
             return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
         beta1, _ = self.betas
@@ -159,7 +159,7 @@ class FrozenVarianceAdam(Optimizer):
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam and ask the freeze rule, or a step with the frozen variance."""
         if state.stage == "warmup":
-            # A schedule may raise, and then nothing must have been written over.
+            # A schedule may raise, so it is asked before anything is overwritten.
             rising = rate_rises(self, state._replace(step=state.step + 1))
             new_params, new_state = self.adam.apply(params, means, state)
             return new_params, self._observed(new_state, rising=rising)
@@ -186,13 +186,14 @@ class FrozenVarianceAdam(Optimizer):
             return False
         if _SINCE not in state.numbers:
             raise ValueError(
-                f"variance_steps is {schedule!r}, and the state has none; expected a state of this optimizer: "
-                "load_state_dict(before.state_dict(state), params, comm) makes one"
+                f"variance_steps is {schedule!r}, but the state was made without them; expected a state of this "
+                "optimizer: make one with load_state_dict(old.state_dict(state), params, comm), where old is the "
+                "optimizer that made the state"
             )
         return schedule(state.step + 1 - int(state.numbers[_SINCE]))
 
     def _as_measured(self, state: OptimizerState, *, since: float | None = None) -> OptimizerState:
-        """Return the state after a measurement; steps are counted from this one unless ``since`` tells another."""
+        """Return the state after a measurement; steps are counted from this one unless ``since`` names another."""
         if self.variance_steps is None:
             return state
         step = float(state.step)
@@ -238,7 +239,7 @@ class FrozenVarianceAdam(Optimizer):
         _, beta2 = self.betas
 
         def norm() -> float:
-            # Sums in a fixed order of values that are the same on all ranks, so that all decide alike.
+            # The values are the same on all ranks, and summed in a fixed order, so that all ranks decide alike.
             return sum(totals(state.variance)) / (1 - beta2**state.step)
 
         verdict = ask(freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=rising)
@@ -250,7 +251,7 @@ class FrozenVarianceAdam(Optimizer):
     def _watched(
         self, state: OptimizerState, beside: Sequence[Array], params: Sequence[Array]
     ) -> OptimizerState:
-        """Return the state after the watch has seen the step, and its samples of the mean gradients if there are."""
+        """Return the state after the watch has seen the step and, if any, the samples of the mean gradients."""
         if self.watch is None:
             return state
         gradients = list(beside)
@@ -281,7 +282,7 @@ class FrozenVarianceAdam(Optimizer):
     def _rewarmed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after an exact step of a re-warm: compressed again after the last of them."""
         left = int(state.numbers[_LEFT]) - 1
-        # In every step: until the exact gradients have replaced them, momenta hold codes.
+        # In every step, since momenta hold codes until exact gradients have replaced them.
         variance = floored(state.variance, state.exact, self.variance_floor)
         state = self._rewarming(state._replace(variance=variance), left)
         if left:

@@ -16,8 +16,8 @@ class Group:
     Parameters
     ----------
     pattern : str or sequence of str
-        Pattern of parameter names, with ``*``, ``?`` and ``[...]`` as in file names. It must match a name. Or the names
-        themselves, in a list or tuple.
+        Pattern of parameter names, with ``*``, ``?`` and ``[...]`` as in file names, that matches at least one name. Or
+        a list or tuple of the names themselves.
     learning_rate_factor : float
         Factor of the optimizer's learning rate (or schedule) for these parameters, >= 0. 0 keeps them unchanged.
         Default 1.
@@ -60,7 +60,7 @@ def as_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def patterns_of(groups: Sequence[Group]) -> list[str]:
-    """Return the patterns of groups, and the names where these are given instead."""
+    """Return the patterns of groups; names that are given instead are escaped."""
     return [
         pattern
         for group in groups

@@ -1,4 +1,4 @@
-"""Adam whose ranks go on alone between synchronisations: what such a step does, and what brings the ranks together."""
+"""Adam whose ranks make local steps between synchronisations: the local step, and the synchronisation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,12 @@ __all__ = ["LocalAdam", "copy"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAdam(Optimizer):
-    """Adam with local steps; a subclass says which steps these are.
+    """Adam with local steps; a subclass decides which steps are local.
 
     In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last
-    synchronisation, and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates" of
-    the variance, the step in which it was "frozen" or 0, the last that "synced", and the "rates" and "weights" since.
+    synchronisation, and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates",
+    the number of updates of the variance; "frozen", the step in which it was frozen, or 0; "synced", the step of the
+    last synchronisation; and "rates" and "weights", their sums since then.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,21 +52,21 @@ class LocalAdam(Optimizer):
         return Adam.within(self)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:
-        """Return what differs between the ranks while they are apart."""
+        """Return the kinds of arrays that differ between the ranks while they are apart."""
         return ("momentum", "pending") if stage == "local" else ()
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return what the numbers may be: steps until now, and sums of rates and weights."""
+        """Return the limits of the numbers: steps until now, and sums of rates and weights."""
         until_now = Number(least=0, most=state.step, whole=True)
         warmup = state.stage == "warmup"  # which ends with the freeze
         updates = until_now._replace(least=0 if warmup else 1)
         frozen = until_now._replace(most=0 if warmup else state.step)
-        # Sums of this rank's steps alone, by which the next synchronisation divides.
+        # Sums over this rank's local steps; the next synchronisation divides by them.
         sums = Number(least=math.ulp(0.0) if state.stage == "local" else 0)
         return {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
 
     def apart(self, stage: str) -> bool:
-        """Return whether the ranks go on alone."""
+        """Return whether the ranks make local steps in this stage."""
         return stage == "local"
 
     def _local_step(
@@ -96,12 +97,12 @@ class LocalAdam(Optimizer):
     def _synchronised(
         self, params: Sequence[Array], means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Return the common parameters and state after the steps whose sums of momenta have this mean."""
+        """Return the common parameters and state, given the mean over the ranks of the sums of momenta."""
         rates, weights = state.numbers["rates"], state.numbers["weights"]
         anchor = state.arrays["anchor"] if state.stage == "local" else params
         momenta = each_in_blocks(lambda u: divide(u, weights), means.values)
         settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
-        # The momentum times the sum of the weights, and decay times the sum of the rates.
+        # These multiply the momentum by the sum of the weights, and the decay by the sum of the rates.
         numbers = [
             StepNumbers(rates * group.learning_rate_factor, rates / weights, self.eps, decay)
             for group, decay in settings
@@ -120,31 +121,31 @@ class LocalAdam(Optimizer):
         )
 
     def _divisor(self, state: OptimizerState) -> Sequence[Array]:
-        """Return the variance to divide by: bias-corrected, which a frozen one already is."""
+        """Return the bias-corrected variance to divide by; a frozen one is corrected already."""
         if state.numbers["frozen"]:
             return state.variance
         return corrected(state.variance, self.betas[1], int(state.numbers["updates"]))
 
     def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
-        """Return the sums of the weighted momenta since the last synchronisation, with this step's."""
+        """Return the sums of the weighted momenta since the last synchronisation, including this step's."""
         weight = self._weight(state)
         if state.stage != "local":
             return each_in_blocks(lambda m: weight * m, momenta)
         return each_in_blocks(lambda u, m: u + weight * m, state.arrays["pending"], momenta)
 
     def _weight(self, state: OptimizerState) -> float:
-        """Return the rate of the next step over its bias correction of the momentum."""
+        """Return the rate of the next step divided by its bias correction of the momentum."""
         return self.rate(state) / (1 - self.betas[0] ** (state.step + 1))
 
     def _located(self, error: NonFiniteError, state: OptimizerState, step: int) -> NonFiniteError:
-        """Return the error with the steps that it may be about."""
+        """Return the error with the steps that may have caused it."""
         first = int(state.numbers["synced"]) + 1
         steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
         return NonFiniteError(f"{error}, in {steps}")
 
 
 def _in_range(tensors: Sequence[Array]) -> bool:
-    """Return whether all values can be compressed, the test that a compressor makes."""
+    """Return whether all values can be compressed, by the test that compressors use."""
     try:
         for x in tensors:
             require_below(array_namespace(x).reshape(x, (-1,)), LIMIT, "a momentum")

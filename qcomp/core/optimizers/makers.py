@@ -1,4 +1,4 @@
-"""Which optimizer a saved state comes from, and whether another may go on from it."""
+"""The record of which optimizer saved a state, and whether another may load it."""
 
 import json
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from qcomp.core.reporting import warn_caller
 __all__ = ["maker", "require_maker"]
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
-_NOT_COMPARED = ("tensorwise", "topology", "link")  # where residuals lie shows in the keys of a state
+_NOT_COMPARED = ("tensorwise", "topology", "link")  # the keys of a state show where residuals lie
 _ADDED = ("variance_floor", "variance_steps", "whiten_steps")
-"""Settings that states of earlier releases do not name; what they govern is in the arrays of a state."""
+"""Settings that states of earlier releases do not name; their effect is in the arrays of a state."""
 _DROPPED = {"rescale_feedback": "False", "feedback": "False"}
-"""Settings that all optimizers once had, with what they are for those that no longer have them."""
+"""Settings that all optimizers once had, with their values for optimizers that no longer have them."""
 
 
 def maker(optimizer: Any) -> str:
-    """Return what made a state: the class and the settings of an optimizer, a dataclass, as JSON text."""
+    """Return the record of what made a state: class and settings of an optimizer, a dataclass, as JSON text."""
     settings = {name: text for name, text in settings_of(optimizer).items() if name not in _NOT_COMPARED}
     return json.dumps({"optimizer": type(optimizer).__name__, "settings": settings})
 
@@ -28,7 +28,7 @@ def maker(optimizer: Any) -> str:
 def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
     """Raise ValueError if another optimizer or compressor made a saved state; warn of other settings.
 
-    States of releases that did not say who made them pass.
+    States from releases without this record pass.
     """
     if MAKER not in saved:
         return
@@ -57,7 +57,7 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
 
 
 def _read(text: str) -> Any:
-    """Return what `maker` returned, taken apart; raise ValueError for anything else."""
+    """Parse a text from `maker`; raise ValueError for anything else."""
     try:
         found = from_json(text)
     except ValueError:

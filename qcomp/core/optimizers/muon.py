@@ -38,13 +38,13 @@ __all__ = ["Muon"]
 _AT_ONCE = 1 << 20
 """Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 _JOINED = 1 << 17
-"""As `_AT_ONCE`, of several matrices: copies of larger ones take longer than they save."""
+"""The same for blocks of several matrices: copying larger ones takes longer than it saves."""
 
 
 _OUTSIDE = re.compile(r"embed|(^|[./])(emb|wte|wpe|(lm_)?head|classifier)([./]|$)", re.IGNORECASE)
-"""Names of what is not between hidden layers, in the models of most libraries."""
+"""Names of embeddings and output heads in the models of most libraries."""
 _FOUND = {0: "in torch", -1: "in Flax"}
-"""Where the outputs of a layer are on an axis."""
+"""The libraries in which a layer's outputs are on this axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,14 @@ class Muon(Optimizer):
     """Muon for matrices, with compressed gradients and compressed updates, and AdamW for all other tensors.
 
     Name the embeddings and the output head in ``others``: they are matrices too, but Muon suits only weights between
-    hidden layers, and nothing in a shape tells one from the other.
+    hidden layers, and shapes do not tell the two apart.
 
     Parameters
     ----------
     learning_rate : float or callable
         Step size of the matrices: a finite number >= 0, or a schedule that returns it from the number of completed
-        steps. Required. About 0.02 with ``adjust_lr_fn="original"``, and that of AdamW with ``"match_rms_adamw"``.
+        steps. Required. About 0.02 with ``adjust_lr_fn="original"``, and as large as for AdamW with
+        ``"match_rms_adamw"``.
     weight_decay : float, default 0
         Decoupled weight decay coefficient, >= 0: each step subtracts rate * weight_decay * x from the parameters x,
         with the learning rate of the tensor before its shape factor.
@@ -97,15 +98,16 @@ class Muon(Optimizer):
         The axis of a tensor whose indices are the outputs of its layer, and so the rows of the matrix: the first, as in
         torch, or the last, as in Flax, Haiku and Keras.
     block_rows : int, optional
-        The most rows that are orthogonalised together, at least 1: a matrix is cut into blocks of so many rows, and a
-        last one of the rest. None, the default, orthogonalises whole matrices. Blocks of 64 to 128 rows take a
-        fraction of the time. In a short training they learned about as much in a step at first, and less at the end.
+        The largest number of rows that are orthogonalised together, at least 1: a matrix is cut into blocks of this
+        many rows, and a last block with the rest. None, the default, orthogonalises whole matrices. Blocks of 64 to 128
+        rows take a fraction of the time. In a short training run, a step with blocks learned about as much as one with
+        whole matrices at first, and less at the end.
     newton_schulz_steps : int, default 5
         Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``. With short blocks 3
         are enough, as they have few small singular values; whole matrices learn less with 3.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
-        Of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as fast
-        on GPUs and on CPUs that have it, and needs arrays of torch or JAX.
+        Dtype of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as
+        fast on GPUs and on CPUs that have it, and needs arrays of torch or JAX.
     adam_learning_rate_factor : float, optional
         The learning rate of AdamW, as a factor of ``learning_rate``, >= 0. None, the default, is 0.1 with
         ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
@@ -125,22 +127,24 @@ class Muon(Optimizer):
 
     and all ranks x' = x - rate (q + weight_decay x).
 
-    With Nesterov momentum, u weighs the last mean 1 + momentum times, and also what it repays of the errors before. So
-    a worker adds half of what it owes to its next gradient, instead of all of it, which leaves less noise in u; nothing
-    is lost, as the other half stays owed. Without Nesterov momentum it adds all.
+    With Nesterov momentum, u weighs the last mean 1 + momentum times as much as m' does, and with it the residuals that
+    the mean contains. So a worker adds half of its residual to its next gradient instead of all of it, which leaves
+    less noise in u. Nothing is lost, since the other half stays in the residual. Without Nesterov momentum it adds all
+    of it.
 
-    Orthogonalising lifts small singular values of u to the size of large ones, and errors of codes in their
-    directions as well. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner computes
-    D = W^-1 mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small
-    where they are lifted most: with 2 bits for gradients about as much was learned as with 4 without W. The owner
-    makes W of its momentum in some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, that
-    is a state of n^2 numbers, n^2 m multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in
-    those steps.
+    Orthogonalising lifts small singular values of u to the size of large ones, and also the compression errors in their
+    directions. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner computes D = W^-1
+    mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small where they
+    are lifted most: training with W and 2 bits for gradients learned about as much as with 4 bits without W. The owner
+    makes W from its momentum in some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, W costs
+    a state of n^2 numbers, n^2 m multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in those
+    steps.
 
-    Only the owner has m and e, and only it orthogonalises. Matrices are shared among the ranks by these costs, so a
-    matrix that is larger than a rank's share keeps one rank busy while others wait. All ranks decode the same q, so
-    they hold the same parameters bit for bit, whatever the matrix products of their libraries round to. With `Identity`
-    for both compressors this is exact Muon. Gradients of the other tensors are averaged exactly, in the same messages.
+    Only the owner has m and e, and only it orthogonalises. Matrices are distributed among the ranks by the cost of
+    orthogonalising them, so a matrix that is larger than a rank's share keeps one rank busy while others wait. All
+    ranks decode the same q, so they hold the same parameters bit for bit, however their libraries round matrix
+    products. With `Identity` for both compressors this is exact Muon. Gradients of the other tensors are averaged
+    exactly, in the same messages.
 
     With b bits per element for gradients and c for updates, each of N ranks sends about (N - 1) / N (b + c) bits per
     element of a matrix, and 2 (N - 1) / N * 32 bits per element of the others. A checkpoint loads on any number of
@@ -293,7 +297,7 @@ class Muon(Optimizer):
         if self._makes_whiteners(state):
             part = new_whiteners(state, self.mean_of(state), self._rule.sides)
             average = average._replace(parts=(*average.parts, part))
-        # Gradients that were not scaled are the caller's, and nothing may use them up.
+        # Gradients that were not scaled are the caller's: with ``own``, the exchange does not overwrite them.
         return average._replace(own=tuple(given)) if scale == 1 else average
 
     def _makes_whiteners(self, state: OptimizerState) -> bool:
@@ -354,7 +358,7 @@ class Muon(Optimizer):
         )
 
     def _warn_of_outside(self, matrices: Sequence[tuple[str, Array]]) -> None:
-        """Warn of matrices with the name of an embedding or a head, unless a function has chosen."""
+        """Warn of matrices with the name of an embedding or a head, unless ``others`` is a function."""
         outside = [repr(name) for name, _ in matrices if _OUTSIDE.search(name)]
         if outside and not callable(self.others):
             warn_caller(
@@ -364,7 +368,7 @@ class Muon(Optimizer):
             )
 
     def _warn_of_flat(self, matrices: Sequence[tuple[str, Array]]) -> None:
-        """Warn of tensors of three and more dimensions that look as if their outputs were on their other end."""
+        """Warn of tensors of three or more dimensions whose shapes suggest that the outputs are on the other axis."""
         other = -1 if self.output_axis == 0 else 0
         flat = [
             f"{name!r} of shape {tuple(x.shape)}"
@@ -395,14 +399,14 @@ class Muon(Optimizer):
 
 
 class _Blocks(NamedTuple):
-    """Blocks of a matrix that follow one another."""
+    """Consecutive blocks of a matrix."""
 
     matrix: int
-    """The number of the matrix."""
+    """The index of the matrix."""
     first: int
     """The first row of the first block in the matrix."""
     number: int
-    """How many."""
+    """The number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -434,7 +438,7 @@ class _Rule:
 
         @cache
         def ahead(matrix: int) -> Array:
-            """Blend when the result is needed, which is then still in the caches."""
+            """Blend only when the result is needed, so that it is still in the caches."""
             m, mean = momenta[matrix], means[matrix]
             if self.nesterov:
                 blended[matrix], found = primitives.nesterov(m, mean, self.momentum)
@@ -448,7 +452,7 @@ class _Rule:
         return made, blended
 
     def sides(self, shape: Shape) -> tuple[int, int]:
-        """Return the shape of the matrix as which a tensor lies in memory."""
+        """Return the shape of the matrix that a tensor is stored as."""
         rows, columns = self._matrix(shape)
         return (rows, columns) if self.output_axis == 0 else (columns, rows)
 
@@ -458,7 +462,7 @@ class _Rule:
         return rows, math.prod(shape) // rows
 
     def _orthogonalized(self, flat: Callable[[int], Array], matrices: Sequence[Shape]) -> list[Array]:
-        """Return flat matrices with each block orthogonalised, times its factor; some of one shape at a time."""
+        """Return flat matrices with each block orthogonalised, times its factor; takes blocks of one shape together."""
         alike: dict[Shape, list[_Blocks]] = defaultdict(list)
         for matrix, (rows, columns) in enumerate(matrices):
             for first, count, of_block in self._parts(rows):
@@ -479,7 +483,7 @@ class _Rule:
                     stop = start + blocks.number
                     own = flat(blocks.matrix)
                     part = array_namespace(done).reshape(done[start:stop, ...], (-1,))
-                    if self.nesterov and is_mutable(own):  # what was blended ahead is not needed any more
+                    if self.nesterov and is_mutable(own):  # the blended momentum is not needed any more
                         own[_range(blocks, shape)] = part
                     else:
                         made[blocks.matrix][blocks.first] = part
@@ -487,7 +491,7 @@ class _Rule:
         return [_joined(parts, flat(matrix)) if parts else flat(matrix) for matrix, parts in enumerate(made)]
 
     def _parts(self, rows: int) -> list[tuple[int, int, int]]:
-        """Return the first row, the number of blocks and the rows of each, of the whole blocks and of the rest."""
+        """Return the first row, the number of blocks and the rows per block, for the whole blocks and for the rest."""
         most = min(rows, self.block_rows or rows)
         whole = rows // most
         rest = rows - whole * most
@@ -506,12 +510,12 @@ def _first_three(texts: Sequence[str]) -> str:
 
 
 def _most(shape: Shape, elements: int) -> int:
-    """Return how many blocks of a shape have so many elements, at least 1."""
+    """Return how many blocks of a shape fit into ``elements``, at least 1."""
     return max(1, elements // math.prod(shape))
 
 
 def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
-    """Yield runs of at most so many blocks, or of those of one matrix."""
+    """Yield runs of at most ``most`` blocks; a single entry with more forms its own run."""
     some: list[_Blocks] = []
     room = most
     for blocks in every:
@@ -535,7 +539,7 @@ def _range(blocks: _Blocks, shape: Shape) -> slice:
 
 
 def _joined(parts: dict[int, Array], like: Array) -> Array:
-    """Return blocks in the order of their numbers as a vector, in the dtype of another."""
+    """Return blocks in ascending order as one vector, in the dtype of ``like``."""
     xp = array_namespace(like)
     return xp.astype(concat([parts[number] for number in sorted(parts)]), like.dtype, copy=False)
 

@@ -1,4 +1,4 @@
-"""Which gradients are not finite, told by every rank to all others once a step was refused."""
+"""The exchange of the names of gradients that are not finite, after a step was refused."""
 
 import json
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ def name_gradients(
     *,
     what: str = "gradient",
 ) -> Stages[NonFiniteError]:
-    """Return an error that names the gradients and ranks to blame for one that all ranks have.
+    """Return an error that names the gradients and ranks that caused ``error``, which all ranks have.
 
     Sends 8 bytes and a few names to every other rank.
 
     Parameters
     ----------
     error : NonFiniteError
-        It is returned as it is if all gradients are finite, because something else is too large.
+        Returned unchanged if all gradients are finite: then another value is too large.
     grads : sequence of arrays
-        This rank's own.
+        This rank's gradients.
     names : sequence of str
-        Of these gradients.
+        Names of the gradients.
     state : OptimizerState
-        Before the step.
+        The state before the step.
     what : str
-        What they are called in the error.
+        What the error calls the gradients.
     """
     bad = [name for name, g in zip(names, grads, strict=True) if not _is_fine(g)]
     texts = yield from gather_texts(json.dumps([bad[:_NAMED], len(bad)]), state.size, grads[0])

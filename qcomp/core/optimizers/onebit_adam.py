@@ -54,8 +54,8 @@ class OneBitAdam(FrozenVarianceAdam):
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     variance_floor : float, default 1e-3
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
-        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : callable, optional
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
         again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.

@@ -69,11 +69,11 @@ class OneBitLamb(FrozenVarianceAdam):
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     variance_floor : float, default 1e-3
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
-        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : None, default None
-        Must be None: the average of the trust ratios fits only the variance of the freeze. The compressed means tell
-        how much that has changed since, see ``factor_bounds``; a re-warm of the ``watch`` measures both again.
+        Must be None: the average of the trust ratios fits only the variance of the freeze. The compressed means show
+        how much the variance has changed since, see ``factor_bounds``; a re-warm of the ``watch`` measures both again.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -88,13 +88,13 @@ class OneBitLamb(FrozenVarianceAdam):
     -----
     Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c that
     are not exactly 1; a starts with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
-    compressed tensor is multiplied before compression by the mean of |m|_2 / sqrt(size) over all tensors divided by its
-    own, both as at the freeze, and divided by it after compression. The mean gradient is reconstructed from the new
-    momentum, g = (m' - b1 m) / (1 - b1), and updates a second variance f' = b2 f + (1 - b2) g^2, which starts as the
-    frozen v. The trust ratio is a times the factor max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps), clamped to
-    ``factor_bounds`` and to a relative change of ``factor_change`` from the last factor, which starts as 1.
-    ``state.numbers`` has ``trust.NAME``, ``average.NAME`` and ``factor.NAME``. The direction divides by the frozen v.
-    Sends as much as `OneBitAdam`. Source: Li et al., HiPC 2022 (arXiv 2104.06069), algorithm 1.
+    compressed tensor is multiplied by a scale before compression, and divided by it afterwards. The scale is the mean
+    of |m|_2 / sqrt(size) over the compressed tensors divided by the tensor's own, both as at the freeze. The mean
+    gradient is reconstructed from the new momentum, g = (m' - b1 m) / (1 - b1), and updates a second variance f' = b2 f
+    + (1 - b2) g^2, which starts as the frozen v. The trust ratio is a times the factor max_j (sqrt(v_j) + eps) /
+    (sqrt(f_j) + eps), clamped to ``factor_bounds`` and to a relative change of ``factor_change`` from the last factor,
+    which starts as 1. ``state.numbers`` has ``trust.NAME``, ``average.NAME`` and ``factor.NAME``. The direction divides
+    by the frozen v. Sends as much as `OneBitAdam`. Source: Li et al., HiPC 2022 (arXiv 2104.06069), algorithm 1.
 
     Examples
     --------
@@ -178,7 +178,7 @@ class OneBitLamb(FrozenVarianceAdam):
         return new_params, self._watched(new_state, beside, tensors)
 
     def _folded(self, scale: Array, decay: float, *arrays: Array) -> tuple[Array, Array, Array]:
-        """Return the momentum and the fresh variance after a step, and by how much each element of the step changes."""
+        """Return the momentum and fresh variance after a step, and the factor by which each element's step grows."""
         (mean, p, old, v, f), (beta1, beta2) = arrays, self.betas
         xp = array_namespace(mean)
         m = divide(mean, _scalar(scale)) if scale.shape[0] else mean
@@ -186,13 +186,13 @@ class OneBitLamb(FrozenVarianceAdam):
             m = m + ((1 - beta1) * decay) * to_compute_dtype(p)
         m = xp.where(
             v > 0, m, xp.zeros_like(m)
-        )  # what never had a gradient does not move, as in `frozen_step`
+        )  # elements that never had a gradient do not move, as in `frozen_step`
         gradient = (m - beta1 * old) / (1 - beta1)
         f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
         return m, f, divide(sqrt(v) + self.eps, sqrt(f) + self.eps)
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
-        """Ask for the mean with each compressed tensor scaled, so that all are about as large."""
+        """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""
         scales = state.arrays["scale"]
         scaled = [
             _scalar(s) * to_compute_dtype(x) if s.shape[0] else x for x, s in zip(values, scales, strict=True)
@@ -203,7 +203,7 @@ class OneBitLamb(FrozenVarianceAdam):
         return super()._average(scaled, state, mixed)
 
     def _rewarmed(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after an exact step of a re-warm, after the last of them as after a freeze."""
+        """Return the state after an exact step of a re-warm; after the last one, the state is as after a freeze."""
         state = super()._rewarmed(state)
         return self._frozen(state) if state.stage == "compressed" else state
 
@@ -236,7 +236,7 @@ class OneBitLamb(FrozenVarianceAdam):
         return averages
 
     def _factor(self, ratios: Array, last: float) -> float:
-        """Return by how much steps should be longer, now that the variance is another one."""
+        """Return the factor by which steps should be longer, now that the variance has changed."""
         if not math.prod(ratios.shape):
             return last
         ratio = float(array_namespace(ratios).max(ratios))

@@ -60,8 +60,8 @@ class QAdam(FrozenVarianceAdam):
         Alias of ``freeze`` for a number of steps; give only one of the two.
     variance_floor : float, default 1e-3
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it
-        is, as published; then units that are almost never active, such as dead ReLUs, can destroy a training.
+        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : callable or None, default DoublingIntervals(4)
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
         again: with the default about 4 log2(T / 4 + 1) of T steps. None leaves it frozen, as published; then steps stay

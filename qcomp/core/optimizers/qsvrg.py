@@ -55,8 +55,8 @@ class QSVRG(Optimizer):
         Compresses the corrected vectors. It must be unbiased; `QSGD` has the theory's small variance with about as
         many levels as the square root of its bucket size.
     averaging : Averaging, default Averaging(topology="all_gather", feedback=False)
-        Topology of the exchange, see `Averaging`; ``feedback`` must be False, since it would spoil that steps are
-        unbiased. All-gather quantizes every vector once, as in the paper.
+        Topology of the exchange, see `Averaging`; ``feedback`` must be False, since it would make steps biased.
+        All-gather quantizes every vector once, as in the paper.
     exact : callable or None, default ExactBelow(10_000)
         Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
         everything.
@@ -127,7 +127,7 @@ class QSVRG(Optimizer):
         return state._replace(stage=stage)
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return what the number of steps since `begin_epoch` may be."""
+        """Return the limits of the number of steps since `begin_epoch`."""
         return {_STEPS: Number(least=0, most=state.step, whole=True)}
 
     def begin_epoch(
@@ -186,11 +186,11 @@ class QSVRG(Optimizer):
         grads : tuple of two
             This rank's gradients of one sample, or of one batch: at x, and at the snapshot y.
         state : OptimizerState
-            Of `begin_epoch` or the last step.
+            From `begin_epoch` or the last step.
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
         donate : bool
-            Makes no difference here.
+            Has no effect here.
 
         Raises
         ------
@@ -264,9 +264,9 @@ class QSVRG(Optimizer):
         Parameters
         ----------
         params : array or sequence of arrays
-            Gives the dtypes, and whether it is a list.
+            Gives the dtypes, and decides whether the result is a list.
         state : OptimizerState
-            Of the last step.
+            The state of the last step.
 
         Raises
         ------
@@ -276,7 +276,7 @@ class QSVRG(Optimizer):
         steps = state.numbers[_STEPS]
         if not steps:
             raise ValueError(
-                "state has made no step since begin_epoch; expected at least one to take the mean of"
+                "state has made no step since begin_epoch; expected at least one, whose parameters are averaged"
             )
         means = [
             array_namespace(p).astype(divide(s, steps), p.dtype, copy=False)
@@ -295,6 +295,6 @@ def _like_params(grads: Any, params: Sequence[Array], argument: str) -> list[Arr
 
 
 def _copy(x: Array) -> Array:
-    """Return a copy in the dtype in which x is computed: the caller may write into the parameters."""
+    """Return a copy in the dtype in which x is computed, since the caller may write into the parameters."""
     wide = to_compute_dtype(x)
     return array_namespace(x).asarray(wide, copy=True) if wide is x else wide

@@ -10,8 +10,8 @@ from qcomp.core.optimizers.floor import floored
 __all__ = ["kept_after", "measured", "step_on_codes"]
 
 LARGEST_WEIGHT = 0.25
-"""Of one measurement: with it the average is as steady as one of seven squares. A single square is often near zero, and
-its element would make long steps."""
+"""The largest weight of one measurement: with it, the average is as steady as the mean of seven squares. A single
+square is often near zero, and its element would make long steps."""
 
 
 def kept_after(beta2: float, steps: int) -> float:
@@ -40,16 +40,16 @@ def measured(
     kept: float,
     floor: float,
 ) -> tuple[Array, ...]:
-    """Return the variance with the squares of exact mean gradients, not below its floor.
+    """Return the variance updated with the squares of exact mean gradients, not below its floor.
 
     Parameters
     ----------
     variance, gradients : sequence of arrays
-        What was measured so far, and the mean gradients of this step.
+        The variance measured so far, and the mean gradients of this step.
     exact : sequence of bool
         Which tensors stay exact, and have no floor.
     kept : float
-        The weight of what was measured so far.
+        The weight of the variance measured so far.
     floor : float
         See `floored`.
     """

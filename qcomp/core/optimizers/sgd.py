@@ -23,7 +23,7 @@ __all__ = ["SGD", "CompressedSGD"]
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Exact SGD with momentum, Nesterov momentum and weight decay: a baseline, and what moves the parameters of a loop.
+    """Exact SGD with momentum, Nesterov momentum and weight decay: a baseline, and an outer optimizer for `OuterLoop`.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ class SGD(Optimizer):
 
     Notes
     -----
-    d = mean(g) + weight_decay x, m' = momentum m + d, x' = x - rate (d + momentum m' with Nesterov, else m'). Sends
-    2 (N - 1) / N * 32 bits per element. `CompressedSGD` compresses the mean; `OuterLoop` takes this one as ``outer``.
+    d = mean(g) + weight_decay x, m' = momentum m + d, x' = x - rate (d + momentum m' with Nesterov, else m'). Sends 2
+    (N - 1) / N * 32 bits per element. `CompressedSGD` compresses the mean; `OuterLoop` takes `SGD` as ``outer``.
     Source: Sutskever et al., ICML 2013, in the form of torch.
 
     Examples

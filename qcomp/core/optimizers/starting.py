@@ -1,4 +1,4 @@
-"""How an optimizer starts: the first state, or one that was saved, after the ranks have compared what they have."""
+"""How an optimizer starts: with a first or saved state, once the ranks have compared settings and parameters."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -93,7 +93,7 @@ def resume(
     strict: bool = True,
     lost: Collection[int] = (),
 ) -> Stages[OptimizerState]:
-    """Return the state to go on from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
+    """Return the state to resume from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
     fresh = yield from begin(optimizer, tensors, names, place, compare=False)
 
     def accept(one: Saved) -> None:
@@ -114,7 +114,7 @@ def resume(
             mean,
             optimizer.limits,
         )
-        # Of what the optimizer has not adopted, too.
+        # Also of entries that the optimizer has not adopted.
         require_sizes(one, (math.prod(p.shape) for p in tensors), dict(named_arrays(state, mean)).values())
         require_intact(one)  # last, since other messages say more
         return state

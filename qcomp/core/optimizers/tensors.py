@@ -1,4 +1,4 @@
-"""What all optimizers do with the tensors that they are given."""
+"""Checks and conversions of the tensors that optimizers are given."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class _Checked(list[Array]):
-    """Tensors that `as_tensors` or `as_gradients` has checked: they need no second look in the same step."""
+    """Tensors that `as_tensors` or `as_gradients` has checked: they need no second check in the same step."""
 
 
 def as_tensors(values: Any, argument: str) -> list[Array]:
@@ -42,9 +42,9 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     Raises
     ------
     TypeError
-        If a value is no dense array, or they are of several libraries or precisions.
+        If a value is not a dense array, or the values mix libraries or precisions.
     ValueError
-        If there is none.
+        If there is no value.
     """
     if type(values) is _Checked:
         return values
@@ -75,7 +75,7 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
 
 
 def as_given(tensors: Sequence[Array], values: Any) -> Any:
-    """Return tensors as ``values``, an argument that was read by `as_tensors`, has them: one array, or a list."""
+    """Return tensors in the form of ``values``, an argument that `as_tensors` has read: one array, or a list."""
     # NumPy computes scalars from arrays of shape ().
     arrays = [t if hasattr(t, "__setitem__") else array_namespace(t).asarray(t) for t in tensors]
     return arrays if isinstance(values, list | tuple | Iterator) else arrays[0]
@@ -87,7 +87,8 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
     Raises
     ------
     TypeError, ValueError
-        If they are not of the shapes, library and precision of the parameters, naming the first that is not.
+        If a gradient differs from its parameter in shape, library or precision; the error names the first such
+        gradient.
     """
     given = list(grads) if isinstance(grads, list | tuple | Iterator) else [grads]
     if len(given) != len(params):
@@ -115,7 +116,7 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
 
 
 def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
-    """Raise TypeError unless arrays are where another is, and none is cut over devices, outside compiled programs."""
+    """Raise TypeError unless arrays are on the device of ``like``, and none is sharded; ignore traced arrays."""
     is_of_jax = hasattr(like, "sharding")
     there = _place(like, "the first parameter") if is_of_jax else getattr(like, "device", None)
     for index, x in enumerate(tensors):
@@ -128,7 +129,7 @@ def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
 
 
 def _place(x: Array, what: str) -> Any:
-    """Return the devices of an array of JAX, each of which has all of it; None if JAX moves it where it is needed."""
+    """Return the devices that each hold all of a JAX array; None if JAX moves it to where it is needed."""
     if is_traced(x) or not getattr(x, "committed", True):
         return None
     if not x.sharding.is_fully_replicated:
@@ -183,14 +184,14 @@ def copy(x: Array) -> Array:
 
 
 def each_in_blocks(function: Callable[..., Array], *tensors: Sequence[Array]) -> list[Array]:
-    """Return ``function(*arrays)`` for the arrays of each of several tensors; see `in_blocks`.
+    """Return ``function(*arrays)`` for each of several tensors; see `in_blocks`.
 
     Parameters
     ----------
     function : callable
         Its result has the dtype of its first argument.
     *tensors : sequences of arrays
-        The arrays of all tensors that are the first argument, those that are the second, and so on.
+        The first arguments, one for each tensor; then the second arguments, and so on.
     """
 
     def results(*parts: Array) -> tuple[Array, ...]:

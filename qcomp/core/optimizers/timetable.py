@@ -19,7 +19,7 @@ class Plan(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """How many steps of a run send what."""
+    """The numbers of steps of a run, by what they send."""
 
     exact: int
     """Steps that average the gradient exactly, for the variance."""
@@ -43,7 +43,7 @@ class Timetable:
         Parameters
         ----------
         step : int
-            Its number, from 1.
+            The number of the step, from 1.
         frozen : int
             The step after which the variance was frozen; 0 if it is not.
         apart : bool
@@ -59,7 +59,7 @@ class Timetable:
         return Plan(exact=False, compressed=waits or self.sync_steps(step - frozen))
 
     def rounds(self, steps: int) -> Rounds:
-        """Return how many of the first steps send what."""
+        """Count the first ``steps`` steps by what they send."""
         if self.freeze is not None and not isinstance(self.freeze, FreezeAt):
             raise ValueError(f"freeze is {self.freeze!r}; expected a number of steps, or None")
         exact = compressed = silent = frozen = 0

@@ -29,8 +29,8 @@ def stages_of_used(
 ) -> Stages[tuple[list[Array], OptimizerState]]:
     """Make one step as a generator of pure stages; a parameter without a gradient on any rank stays as it is.
 
-    So do its moments and residuals. A rank that has no gradient of a parameter that others use contributes zeros, as
-    the mean over all ranks demands. While the ranks are apart (see `Optimizer.apart`), zeros stand for every missing
+    So do its moments and residuals. A rank without a gradient of a parameter that others use contributes zeros, as the
+    mean over all ranks requires. While the ranks are apart (see `Optimizer.apart`), zeros stand for every missing
     gradient.
 
     Parameters
@@ -44,7 +44,7 @@ def stages_of_used(
     state : OptimizerState
         From `Optimizer.init` or the last step.
     settings : str
-        The settings that may have changed since the last step, in words that are equal where they are.
+        The settings that may have changed since the last step, as text; equal settings give equal text.
     donate : bool
         As for `Optimizer.step`; ignored on a rank that lacks a gradient.
 
@@ -55,11 +55,11 @@ def stages_of_used(
 
     Notes
     -----
-    Beside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others.
+    Alongside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others.
     """
     used = [g is not None for g in grads]
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-    # What no rank uses this rank does not use either: else nothing of the old state is needed.
+    # If this rank uses all parameters, none is left out, and the old state is not needed.
     step = optimizer.stages(params, filled, state, donate=donate and all(used))
     try:
         first = next(step)
@@ -72,7 +72,7 @@ def stages_of_used(
     left_out = {number for number, found in enumerate(anywhere) if not found}
     if not left_out or optimizer.apart(state.stage):
         return new_params, new_state
-    if len(left_out) == len(params):  # there was no step
+    if len(left_out) == len(params):  # no rank has a gradient, so there was no step
         return list(params), state
     kept = [p if i in left_out else new for i, (p, new) in enumerate(zip(params, new_params, strict=True))]
     return kept, _without(optimizer, left_out, state, new_state)
@@ -94,7 +94,7 @@ def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[N
     Parameters
     ----------
     settings : str
-        In words that are equal where the settings are.
+        The settings, as text; equal settings give equal text.
     state : OptimizerState
         Gives the rank, the number of ranks and the step.
     like : array
@@ -109,7 +109,7 @@ def used_anywhere(used: Sequence[bool], state: OptimizerState, like: Array) -> S
     Parameters
     ----------
     used : sequence of bool
-        Whether it has one on this rank.
+        Whether each parameter has a gradient on this rank.
     state : OptimizerState
         Gives the number of ranks.
     like : array
@@ -133,7 +133,8 @@ def _agreed(used: Sequence[bool], settings: str, state: OptimizerState, like: Ar
         groups = ", and ".join(map(name_ranks, ranks_of.values()))
         raise MismatchError(
             f"the settings of step {state.step + 1} differ between {groups}: rank {state.rank} has {settings}. What "
-            "changes them, such as a scheduler, must see the same on all ranks, for instance the mean of their losses"
+            "changes them, such as a scheduler, must see the same values on all ranks, for instance the mean of "
+            "their losses"
         )
     return [bool(found >> number & 1) for number in range(len(used))]
 
@@ -143,8 +144,8 @@ def _without(
 ) -> OptimizerState:
     """Return the state after a step, with the moments and residuals of some tensors as they were before.
 
-    A step that enters another stage has changed what the moments mean, and residuals are zero then: nothing of it is
-    taken back, and the moments of these tensors are those after a gradient of zero.
+    A step that enters another stage has changed what the moments mean, and has set the residuals to zero. Then nothing
+    is restored, and the moments of these tensors are those after a gradient of zero.
     """
     if new.stage != state.stage or new.step == state.step:
         return new

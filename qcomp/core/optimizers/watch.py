@@ -37,15 +37,16 @@ _REPORTED = "watch_reported."
 _KINDS = ("jump", "growth", "shrinkage", "overlap", "stuck", "outgrown")
 
 _PER_TENSOR, _ALL_TENSORS, _MOST = 16, 64, 4096
-"""An automatic sample has at least so many elements of a tensor and of all tensors, and at most so many."""
+"""The fewest elements of an automatic sample for each tensor and for all together, and the most for all together."""
 _ELEMENTS_A_STEP = 4000
-"""An automatic sample sends one of so many elements a step: 4 bytes beside 500 of one bit an element."""
+"""An automatic sample sends on average one of this many elements per step: 4 bytes, beside 500 at one bit per
+element."""
 _ONE_TENSOR = 4.0
-"""A single tensor may be so many times further off than all of them together."""
+"""The ratio of a single tensor may exceed the limit for all tensors together by this factor."""
 _OUTGROWN = 1e4
 """An element whose variance grew by this would step a hundred times too far."""
 _FELT_PER_TENSOR = 16
-"""Elements of the compressed momentum of a tensor that are looked at."""
+"""Number of elements that are sampled from the compressed momentum of a tensor."""
 _FELT_EVERY = 2
 """Steps from one look at the momentum to the next."""
 _LEARNING = 16
@@ -53,7 +54,7 @@ _LEARNING = 16
 _FEEDBACK = 16.0
 """Feedback makes the momentum up to four times as long as the exact one: this is the square."""
 _WORSE, _FAR_WORSE = 4.0, 100.0
-"""What was reported is reported again when it is so many times worse; and in the quiet time after a report."""
+"""How many times worse an excursion must be to be reported again: normally, and in the quiet time after a report."""
 _OVER = 0.5
 """An excursion is over when it is below this share of its limit."""
 
@@ -62,7 +63,7 @@ class _Finding(NamedTuple):
     """One way in which the frozen variance may not fit."""
 
     excess: float
-    """Above 1 where it does not."""
+    """Above 1 if it does not fit."""
     says: str
 
 
@@ -91,8 +92,8 @@ class VarianceWatch:
     Parameters
     ----------
     largest : float
-        Report when the ratio exceeds this, above 1, or that of one tensor four times this, or when the momentum norm
-        predicts it. `math.inf` disables this report. Default 4.
+        Report when the ratio exceeds this, or the ratio of one tensor four times this, or when the momentum norm
+        predicts so. Above 1; `math.inf` disables this report. Default 4.
     smallest : float
         Report when the ratio is below this, from 0 to below 1: steps are then much shorter than Adam's. 0 disables this
         report. Default 0.01.
@@ -106,8 +107,9 @@ class VarianceWatch:
         freeze it again. 3 / (1 - b2) steps renew the variance; fewer than 1 / (1 - b2) keep most of the old one. 0, the
         default, only warns.
     sample : int, optional
-        The most sampled elements of all compressed tensors together, but at least one of each. None, the default, adds
-        0.8% to the bytes of one bit per element: at least 16 elements of a tensor and 64 in all, at most 4096 in all.
+        The largest number of sampled elements of all compressed tensors together, but at least one of each. None, the
+        default, adds 0.8% to the bytes of one bit per element: at least 16 elements of a tensor and 64 in all, at most
+        4096 in all.
     every : int
         Number of steps from one sample to the next, at most 1 / (1 - b2). Default 8.
 
@@ -182,7 +184,7 @@ class VarianceWatch:
         )
 
     def measured(self, state: OptimizerState) -> OptimizerState:
-        """Return a state in which the sizes of momenta are learned anew, since the variance is another one.
+        """Return a state in which the sizes of momenta are learned anew, since the variance has changed.
 
         Parameters
         ----------
@@ -233,7 +235,7 @@ class VarianceWatch:
         Parameters
         ----------
         state : OptimizerState
-            After the step.
+            The state after the step.
         gradients : sequence of arrays
             The samples of the mean gradients; empty in steps that are not `due`.
         betas, eps
@@ -250,7 +252,7 @@ class VarianceWatch:
         return self._news(state, found, window) if found else (state, [])
 
     def _felt(self, state: OptimizerState) -> tuple[OptimizerState, _Finding]:
-        """Return the state and what the sizes of the compressed momenta say."""
+        """Return the state, and the finding from the sizes of the compressed momenta."""
         numbers = state.numbers
         changes: dict[str, float] = {}
         chosen = [i for i, exact in enumerate(state.exact) if not exact]
@@ -283,7 +285,7 @@ class VarianceWatch:
     def _measured(
         self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: float
     ) -> tuple[OptimizerState, dict[str, _Finding]]:
-        """Return the state after samples of the mean gradients have been averaged in, and what they say by kind."""
+        """Return the state after samples of the mean gradients have been averaged in, and the findings by kind."""
         parts = state.arrays[WATCHED]
         decay = beta2 ** self._every(beta2)
         gradient = concat(list(gradients))
@@ -295,7 +297,7 @@ class VarianceWatch:
         )
         state = state._replace(arrays={**state.arrays, WATCHED: averages})
 
-        # Exact sums on the host of what is the same on all ranks, so that all of them decide alike.
+        # The values are the same on all ranks, and summed exactly on the host, so that all ranks decide alike.
         xp = array_namespace(joined)
         now = divide(joined, 1 - decay**count)
         frozen = concat([_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)])
@@ -332,7 +334,7 @@ class VarianceWatch:
             "outgrown": _Finding(
                 outgrown / self.stuck,
                 f"{outgrown:.2g} of the elements, of {_worst({n: s.outgrown for n, s in by_name.items()})}, step "
-                "a hundred times too far: they had hardly a gradient before the freeze",
+                "a hundred times too far: they had hardly any gradient before the freeze",
             ),
         }
         if not whole:
@@ -351,17 +353,17 @@ class VarianceWatch:
                 size + (f", the least that of {_worst(shrunk)}" if shrunk else ""),
             ),
             "overlap": _Finding(
-                _quotient(self.overlap, overlap), f"it overlaps with the one of now by {overlap:.3g}"
+                _quotient(self.overlap, overlap), f"it overlaps with the current one by {overlap:.3g}"
             ),
         }
 
     def _news(
         self, state: OptimizerState, findings: dict[str, _Finding], window: int
     ) -> tuple[OptimizerState, list[str]]:
-        """Return the state and what of the findings is new."""
+        """Return the state, and those findings that are new."""
         numbers, says = dict(state.numbers), []
         for kind, (excess, text) in findings.items():
-            # What was reported last: 0 for nothing, and below 0 if it is over since.
+            # The excess that was reported last: 0 if none was, and below 0 if that excursion has ended since.
             last = numbers[_REPORTED + kind]
             quiet = state.step < numbers[_QUIET_UNTIL]
             limit = abs(last) * _FAR_WORSE if quiet else last * _WORSE
@@ -399,12 +401,12 @@ class _Seen(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """By how much the variance has grown."""
+        """The factor by which the variance has grown."""
         return _quotient(self.now, self.frozen)
 
     @property
     def overlap(self) -> float:
-        """Sum of the smaller over the sum of the larger ones."""
+        """The sum of the smaller variances over the sum of the larger ones."""
         return _quotient(self.smaller, self.now + self.frozen - self.smaller)
 
 
@@ -415,7 +417,7 @@ def without_watch(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def watch_entries(state: OptimizerState) -> dict[str, Any]:
-    """Return what a state has of a watch, as the entries of a saved state."""
+    """Return the part of a state that belongs to a watch, as entries of a saved state."""
     arrays = zip(state.names, state.arrays.get(WATCHED, ()), strict=False)
     numbers = {NUMBER + name: value for name, value in state.numbers.items()}
     own = set(numbers) - set(without_watch(numbers))
@@ -423,14 +425,14 @@ def watch_entries(state: OptimizerState) -> dict[str, Any]:
 
 
 def watch_limits(numbers: Mapping[str, float]) -> dict[str, Number]:
-    """Return what the numbers of a watch may be, of those that a state has."""
+    """Return the limits of those numbers of a state that belong to a watch."""
     counts = dict.fromkeys((_FELT, _MEASURED), Number(least=0, whole=True))
     quotients = [name for name in numbers if name.startswith((_REPORTED, _FROZEN, _LEVEL))]
     return counts | dict.fromkeys((_RATIO, _OVERLAP, *quotients), Number(finite=False))
 
 
 def _spread(tensor: Array, count: int) -> Array:
-    """Return so many elements of a tensor in equal steps, all if it has not so many."""
+    """Return ``count`` equally spaced elements of a tensor, or all if it has fewer."""
     size = math.prod(tensor.shape)
     stride = size // max(1, count) or 1
     stride -= stride % 2 == 0  # odd: an even one would often stay in a few columns of a matrix
@@ -438,14 +440,14 @@ def _spread(tensor: Array, count: int) -> Array:
 
 
 def _to_host(joined: Array, parts: Sequence[Array]) -> list[Sequence[float]]:
-    """Return the elements of a vector as numbers, those that belong to each of the parts it was made of."""
+    """Return the elements of a vector as numbers, grouped by the parts that it was joined from."""
     values = host_numbers(joined)
     stops = accumulate(part.shape[0] for part in parts)
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
 
 
 def _worst(by_name: Mapping[str, float], most: int = 3) -> str:
-    """Return the names with the largest values, the largest first, down to half of that."""
+    """Return the names with the largest values, the largest first, down to half of the largest."""
     least = max(by_name.values(), default=0.0) / 2
     names = [
         name for name in sorted(by_name, key=lambda n: by_name[n], reverse=True) if by_name[name] >= least

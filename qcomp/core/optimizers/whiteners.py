@@ -30,10 +30,10 @@ WHITENER = "whitener"
 """The kind of these arrays in ``state.arrays``: one for each matrix, and one without elements for each other tensor."""
 
 _SENT = Cast("bfloat16")
-"""What it loses makes another whitener, which is no error: all ranks hold the same."""
+"""Rounding gives a slightly different whitener, which is no error: all ranks hold the same one."""
 
 Sides = Callable[[tuple[int, ...]], tuple[int, int]]
-"""Returns the shape of the matrix as which a tensor lies in memory."""
+"""Returns the shape of the matrix that a tensor is stored as."""
 
 
 def first_whiteners(params: Sequence[Array], exact: Sequence[bool], sides: Sides) -> tuple[Array, ...]:
@@ -53,7 +53,7 @@ def of_matrices(state: OptimizerState) -> tuple[Array, ...]:
 
 
 def new_whiteners(state: OptimizerState, mean: CompressedMean, sides: Sides) -> Part:
-    """Return what asks for new whiteners: the owner of a matrix makes it of its momentum, and sends it to all."""
+    """Ask for new whiteners: the owner of a matrix makes one from its momentum, and sends it to all."""
     exchange, values = state.exchange, list(of_matrices(state))
     owners = [0] * len(values)
     layout = mean.layout(exchange.shapes, rank=state.rank, size=state.size)
@@ -70,7 +70,7 @@ def new_whiteners(state: OptimizerState, mean: CompressedMean, sides: Sides) -> 
 
 
 def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], sides: Sides) -> MeanState:
-    """Return the state with what workers owe in the units of new whiteners."""
+    """Return the state with worker residuals converted from the old whiteners to the new ones."""
     shapes = map(sides, exchange.shapes)
     worker = [
         whitened(unwhitened(owed, before, shape), after, shape)
@@ -81,7 +81,7 @@ def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], si
 
 @dataclass(frozen=True, kw_only=True)
 class _FromOwners(CompressedMean):
-    """What one rank has of each tensor, a symmetric matrix, in place of a mean; all ranks decode the same."""
+    """In place of a mean, the tensor that its owner has, a symmetric matrix; all ranks decode the same."""
 
     compressor: Cast = _SENT
     feedback: bool = False
@@ -97,7 +97,7 @@ class _FromOwners(CompressedMean):
         return Computation([self._stages(x, state)], finish)
 
     def _stages(self, x: Sequence[Array], state: MeanState) -> Stages[Averaged]:
-        """Send what this rank owns to all, in one message."""
+        """Send the tensors that this rank owns to all, in one message."""
         numbers = [[i for i, owner in enumerate(self.owners) if owner == r] for r in range(state.size)]
         halves = [half_of(w) for w in x]
         sizes = [[self._nbytes(halves[i]) for i in of_rank] for of_rank in numbers]

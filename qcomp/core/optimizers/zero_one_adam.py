@@ -45,9 +45,10 @@ class ZeroOneAdam(LocalAdam):
         parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
         seeds.
     nonfinite : {"raise", "skip"}, default "raise"
-        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`, in a
-        step that sends nothing at the next synchronisation. ``"skip"``: all ranks skip a step that sends; in a step
-        that sends nothing the rank repeats its own momentum. Skipped steps are counted in ``state.skipped``.
+        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`; after a
+        step that sends nothing, they raise it at the next synchronisation. ``"skip"``: all ranks skip a step that
+        sends; in a step that sends nothing, a rank with such a gradient repeats its own momentum. Skipped steps are
+        counted in ``state.skipped``.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     betas : tuple of two floats, default (0.9, 0.999)
@@ -100,8 +101,8 @@ class ZeroOneAdam(LocalAdam):
     A rank cannot report a non-finite gradient before the next synchronisation. There all ranks raise, naming the steps
     since the last one; ``arrays["anchor"]`` has the parameters from before. With ``nonfinite="skip"`` a rank in a local
     step repeats its momentum instead of using such a gradient, and only this rank counts the step as skipped; all ranks
-    skip steps that send. With ``clip_norm`` a rank clips by its own norm in a step that sends nothing. A rate of 0 does
-    not change ranks in sync. Source: Lu et al., ICLR 2023, algorithm 1.
+    skip steps that send. With ``clip_norm`` a rank clips by its own norm in a step that sends nothing. A step with a
+    rate of 0 changes nothing while the ranks are in sync. Source: Lu et al., ICLR 2023, algorithm 1.
 
     Examples
     --------
@@ -143,13 +144,13 @@ class ZeroOneAdam(LocalAdam):
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:
-        """Return moments of zero, in the warm-up, which lasts until a step is not exact."""
+        """Return moments of zero, in the warm-up, which ends before the first step that is not exact."""
         numbers = {"updates": 0.0, "frozen": 0.0, "synced": 0.0, "rates": 0.0, "weights": 0.0}
         state = self.adam.initial_state(params, names, rank, size)
         return self.compression.choose(state._replace(numbers=numbers), params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or one with residuals of zero, and with room for local steps."""
+        """Return the state of the warm-up, or one with residuals of zero and, if local, room for local steps."""
         if stage not in ("compressed", "local"):
             if stage == state.stage and not self.variance_steps(state.step + 1):
                 raise ValueError(
@@ -263,7 +264,7 @@ class ZeroOneAdam(LocalAdam):
         tensors = as_tensors(params, "params")
         if state.stage != "local":
             return as_given(tensors, params), state
-        # The next step draws with the key of this number of steps.
+        # The next step draws with the key of this state, so this exchange needs another one.
         key = self.key(state)._replace(tensor=state.stream ^ 1)
         sums = self.compression.average([copy(u) for u in state.arrays["pending"]], state, key)
         try:
@@ -301,7 +302,7 @@ class ZeroOneAdam(LocalAdam):
         return self._timetable.plan(state.step + 1, frozen, apart=apart, moves=self.rate(state) != 0)
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after the freeze rule has seen this step, ready for what the next step exchanges."""
+        """Return the state after the freeze rule has seen this step, ready for the exchange of the next step."""
 
         def norm() -> float:
             correction = 1 - self.betas[1] ** int(state.numbers["updates"])

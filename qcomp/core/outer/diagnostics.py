@@ -22,23 +22,25 @@ __all__ = ["OuterDiagnostics"]
 class OuterDiagnostics:
     """Makes the steps of an `OuterLoop`, and measures its exchanges.
 
-    The step gives the same results as the loop's own, bit for bit. The report is a dict of floats, equal on all ranks;
-    empty in a step that exchanges nothing. Else it contains, of the fragment that was exchanged:
+    The step gives the same results as the loop's own, bit for bit. The report is a dict of floats, equal on all ranks.
+    It is empty in a step that exchanges nothing; otherwise it describes the fragment that was exchanged:
 
-    - ``drift`` and ``drift_worst``: |d_i - mean d| / |mean d|, how far the ranks have drifted apart in the outer round
-      beside what they have done together; mean and maximum over the ranks. 0 if they did the same. Above about
-      sqrt(N - 1) their ways have nothing in common, and averaging them mostly cancels: make outer rounds shorter.
-    - ``cosine``: of the mean as it was exchanged to the exact one.
+    - ``drift`` and ``drift_worst``: |d_i - mean d| / |mean d|, how far the ranks have drifted apart in the outer round,
+      relative to their common progress; mean and maximum over the ranks. 0 if all ranks made the same progress. Above
+      about sqrt(N - 1), their outer gradients have nothing in common, and mostly cancel in the mean: make outer rounds
+      shorter.
+    - ``cosine``: the cosine between the mean as it was exchanged and the exact mean.
     - ``worker_residual``, ``server_residual``, their ``_worst``, ``bytes_sent``, ``bits_per_element``: as for
       `Diagnostics`; bits are per element of the whole model.
 
     Parameters
     ----------
     loop : OuterLoop
-        The loop whose steps are measured. It exchanges when results are applied, not `Overlapped`.
+        The loop whose steps are measured. Its exchanges run when their results are applied, not earlier, as in
+        `Overlapped`.
     sample : int
-        The most elements of a fragment that are sampled, equally spaced: of its compressed tensors, or of its exact
-        ones if it has no others.
+        The largest number of elements that are sampled from a fragment, equally spaced: from its compressed tensors, or
+        from its exact ones if it has no others.
 
     Notes
     -----

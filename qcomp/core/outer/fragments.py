@@ -36,12 +36,12 @@ def _assign(sizes: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def first_step(fragment: int, every: int, count: int) -> int:
-    """Return the local step after which a fragment is sent first: they take equal turns, and the last has ``every``."""
+    """Return the local step after which a fragment is first sent: turns are equally spaced, the last at ``every``."""
     return (fragment + 1) * every // count
 
 
 def due(step: int, every: int, count: int) -> int | None:
-    """Return the fragment that is sent after a local step, numbered from 1, or None.
+    """Return the fragment that is sent after a local step (counted from 1), or None.
 
     Examples
     --------

@@ -82,9 +82,9 @@ class OuterLoop(OuterSettings):
     mean_i e_i + e_s at the end.
 
     A rank sends once in ``every`` steps 2 (N - 1) / N times the payload of the model in two phases, (N - 1) times by
-    all-gather, and for each fragment 8 bytes to every rank; 4 more once. A step of the warm-up sends 2 (N - 1) / N * 32
-    bits per element. A state holds the shared parameters, residuals and outer moments; and what is under way, of the
-    size of its fragments. Shared parameters are kept in float32 for parameters of half precision.
+    all-gather, and for each fragment 8 bytes to every rank; in the first round 4 bytes more. A step of the warm-up
+    sends 2 (N - 1) / N * 32 bits per element. A state holds the shared parameters, residuals and outer moments, and the
+    outer gradients of the fragments under way. Shared parameters are kept in float32 for parameters of half precision.
 
     The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model. Source: Stich,
     ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments, delay, mixing); Sarfi
@@ -156,7 +156,7 @@ class OuterLoop(OuterSettings):
         )
 
     def average(self, grads: Any, state: OptimizerState, comm: Transport) -> Any:
-        """Return the exact mean of the gradients over the ranks in the warm-up, and afterwards the gradients.
+        """Return the exact mean of the gradients over the ranks in the warm-up, and the given gradients afterwards.
 
         Call it before each inner step, if there is a warm-up. The inner optimizers then make the same steps, so their
         states are equal when the first outer round begins.
@@ -173,7 +173,7 @@ class OuterLoop(OuterSettings):
         Raises
         ------
         NonFiniteError
-            On every rank, if a gradient on any rank is not finite. Inner and outer state are as they were.
+            On every rank, if a gradient on any rank is not finite. Inner and outer state have not changed.
         """
         require_rank(state, comm)
         return drive(self.average_stages(grads, state), comm)
@@ -203,7 +203,7 @@ class OuterLoop(OuterSettings):
     def step(
         self, params: Any, state: OptimizerState, comm: Transport, *, shares: bool = False
     ) -> tuple[Any, OptimizerState]:
-        """Take what an inner step has made; exchange and apply where an outer round ends.
+        """Count an inner step; exchange fragments and apply results where they are due.
 
         Call it after each inner step. Most calls only count, and return the parameters that they were given.
 
@@ -221,8 +221,8 @@ class OuterLoop(OuterSettings):
         Returns
         -------
         params : array or list of arrays
-            What the next inner step begins from. With ``mixing=0``, what was applied is the same on all ranks bit for
-            bit.
+            The parameters from which the next inner step begins. With ``mixing=0``, applied results are the same on all
+            ranks bit for bit.
         state : OptimizerState
 
         Raises
@@ -238,8 +238,9 @@ class OuterLoop(OuterSettings):
         Warns
         -----
         UserWarning
-            On every rank, if all ranks have the same outer gradients in the first round, since they train on the same
-            data, or something averages before: 4 bytes to all others. With a warm-up `average` compares gradients.
+            On every rank, if all ranks have the same outer gradients in the first round, because they train on the same
+            data, or something averages before. The check sends 4 bytes to all others. With a warm-up, `average`
+            compares gradients instead.
         """
         require_rank(state, comm)
         return drive(self.stages(params, state, shares=shares, compares=True), comm)
@@ -262,12 +263,12 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             As for `step`.
         landed : mapping of int to Means
-            What `exchange` has returned for fragments of `landing`; the others are exchanged now.
+            The results of `exchange` for fragments of `landing`; the other fragments are exchanged now.
         shares : bool
             As for `step`.
         compares : bool
-            Whether to warn if all ranks have the same first outer gradients, as `step` does. Not where ranks may have
-            come and gone, since a new one begins with the parameters of another.
+            Whether to warn if all ranks have the same first outer gradients, as `step` does. Set it to False where
+            ranks may join or leave, since a new rank begins with the parameters of another.
         """
         tensors = self._fitting(params, state)
         after = state._replace(step=state.step + 1)
@@ -306,14 +307,14 @@ class OuterLoop(OuterSettings):
         Returns
         -------
         array or list of arrays
-            New arrays. In the warm-up those given are shared.
+            New arrays. In the warm-up, ``params`` themselves are the shared parameters.
         """
         tensors = self._fitting(params, state)
         shared = tensors if state.stage == WARMUP else state.arrays[ANCHOR]
         return as_given([_in_dtype_of(p, x) for p, x in zip(tensors, shared, strict=True)], params)
 
     def landing(self, state: OptimizerState) -> tuple[int, ...]:
-        """Return the fragments whose results the next step applies, of those that are under way.
+        """Return the fragments under way whose results the next step applies.
 
         Parameters
         ----------
@@ -354,7 +355,7 @@ class OuterLoop(OuterSettings):
         Parameters
         ----------
         state : OptimizerState
-            A state from which the fragment is under way.
+            A state in which the fragment is under way.
         fragment : int
             Its number.
         """
@@ -365,7 +366,7 @@ class OuterLoop(OuterSettings):
         try:
             if self.delay:
                 return (yield from beside(check, average.stages()))
-            yield from check  # with nothing to hide it behind, a step that differs is found before a size that does
+            yield from check  # first, since nothing hides it: then a step that differs is found before a size that does
             return (yield from average.stages())
         except NonFiniteError as error:
             names = [state.names[i] for i in self.members(state, fragment)]
@@ -378,7 +379,7 @@ class OuterLoop(OuterSettings):
         Parameters
         ----------
         state : OptimizerState
-            A state from which the fragment is under way.
+            A state in which the fragment is under way.
         fragment : int
             Its number.
         """
@@ -395,8 +396,8 @@ class OuterLoop(OuterSettings):
     def state_dict(self, params: Any, state: OptimizerState) -> dict[str, Any]:
         """Return parameters and state as a flat dict of named arrays and scalars, as `Optimizer.state_dict` does.
 
-        After any inner step. Ranks differ in their parameters and residuals, so every rank must save its own dict, and
-        the state of its inner optimizer.
+        Call it after any inner step. Ranks differ in their parameters and residuals, so every rank must save its own
+        dict, and the state of its inner optimizer.
 
         Parameters
         ----------
@@ -420,10 +421,10 @@ class OuterLoop(OuterSettings):
     ) -> tuple[Any, OptimizerState]:
         """Return the parameters and the state saved by `state_dict`; training resumes as if it had never stopped.
 
-        On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and of what they had
-        under way: so the mean of the outer gradients is the same. Residuals become mean_i e_i + e_s, as for
-        `Optimizer.load_state_dict`. The states of the inner optimizers are the caller's: give a new rank that of an old
-        one, or a new one.
+        On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and of their outer
+        gradients under way, so that the mean of the outer gradients is the same. Residuals become mean_i e_i + e_s, as
+        for `Optimizer.load_state_dict`. The caller restores the states of the inner optimizers: give a new rank the
+        state of an old one, or a new state.
 
         Parameters
         ----------
@@ -494,7 +495,7 @@ class OuterLoop(OuterSettings):
         return state._replace(arrays={**state.arrays, OWN: local})
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Return a rank's parameters and its state, from one that has both.
+        """Split a state that has both into a rank's parameters and its state.
 
         Parameters
         ----------
@@ -508,7 +509,7 @@ class OuterLoop(OuterSettings):
         return as_given([_in_dtype_of(p, x) for p, x in pairs], like), whole._replace(arrays=arrays)
 
     def _fitting(self, params: Any, state: OptimizerState) -> list[Array]:
-        """Return parameters as a list, of the shapes that the state has."""
+        """Return parameters as a list; raise unless they fit the shapes and dtypes of the state."""
         tensors, anchor = as_tensors(params, "params"), state.arrays[ANCHOR]
         if len(tensors) != len(anchor):
             raise ValueError(f"params has {len(tensors)} arrays; state is of {len(anchor)}")
@@ -547,7 +548,7 @@ class OuterLoop(OuterSettings):
         anchor = state.arrays[ANCHOR]
         sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
-            # From where the round began: the shared parameters in the parameter's own precision.
+            # The round began from the shared parameters in the parameter's own precision.
             xp = array_namespace(anchor[i])
             start = to_compute_dtype(xp.astype(anchor[i], tensors[i].dtype, copy=False))
             sent[i] = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
@@ -555,7 +556,7 @@ class OuterLoop(OuterSettings):
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 
     def _compare(self, state: OptimizerState) -> Stages[None]:
-        """Warn on every rank if all have sent the same in the first exchange, unless a warm-up has compared."""
+        """Warn on every rank if all have sent the same in the first exchange, unless a warm-up compared gradients."""
         if not self.warmup and not state.numbers[rounds_key(0)]:
             sent = state.arrays[SENT]
             yield from compare_gradients(
@@ -565,7 +566,7 @@ class OuterLoop(OuterSettings):
     def _land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Move the shared parameters of a fragment, and this rank's towards them, which may then be the same arrays."""
+        """Move the shared parameters of a fragment, and this rank's towards them; both may then be the same arrays."""
         members = self.members(state, fragment)
         part = take(state, members, self.compression)
         rounds = state.numbers[rounds_key(fragment)]

@@ -35,15 +35,16 @@ class Overlapped:
     Parameters
     ----------
     loop : OuterLoop
-        With a ``delay`` of at least 1: with more, each phase of a topology hides behind a step of its own.
+        A loop with a ``delay`` of at least 1. With a longer delay, each phase of a topology hides behind a step of its
+        own.
     comm : Communicator
-        One with ``start``, the same on all ranks. It may have other exchanges between the steps, if all ranks start
-        them in the same order.
+        One with ``start``, the same on all ranks. It may run other exchanges between the steps, if all ranks start them
+        in the same order.
 
     Notes
     -----
-    A state has what is under way, so it can be saved at any step. After loading one, and after an error, the exchange
-    is made anew when it is applied. Ranks must all use this class, or all `OuterLoop.step`.
+    A state has the outer gradients under way, so it can be saved at any step. After loading a state, and after an
+    error, the exchange runs again when its result is applied. Ranks must all use this class, or all `OuterLoop.step`.
 
     Examples
     --------
@@ -63,7 +64,7 @@ class Overlapped:
 
     def __init__(self, loop: OuterLoop, comm: Transport) -> None:
         if not loop.delay:
-            raise ValueError("loop has delay=0; expected at least 1, or the steps of the loop itself")
+            raise ValueError("loop has delay=0; expected at least 1; without a delay, call loop.step")
         if not hasattr(comm, "start"):
             raise TypeError(
                 f"comm is {comm!r}; expected a communicator with start, such as those of qcomp.comm"
@@ -108,7 +109,7 @@ class Overlapped:
         return result, after
 
     def _discard(self, state: OptimizerState | None) -> None:
-        """Forget the exchanges that are not of a state, once they are over."""
+        """Drop the exchanges that do not belong to a state, and wait until they are over."""
         for fragment, flight in list(self._flights.items()):
             if state is None or not flight.is_of(state):
                 del self._flights[fragment]

@@ -18,7 +18,7 @@ def take(state: OptimizerState, members: tuple[int, ...], compression: Compressi
     Parameters
     ----------
     state : OptimizerState
-        Of all tensors.
+        The state of all tensors.
     members : tuple of int
         The numbers of the tensors, ascending.
     compression : Compression
@@ -51,7 +51,7 @@ def put(
     part : OptimizerState
         The state of some tensors.
     state : OptimizerState
-        Of all tensors.
+        The state of all tensors.
     members, compression
         As for `take`.
     """

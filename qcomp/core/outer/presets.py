@@ -88,8 +88,8 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     -----
     The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
     source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
-    ``QSGD(levels=7, bucket_size=128)`` stands for them, of 4 bits too and unbiased. Sends in ``every`` steps 2 (N - 1)
-    / N * 4.25 bits per element. Source: Douillard et al., arXiv 2501.18512.
+    ``QSGD(levels=7, bucket_size=128)`` replaces them: it also has 4 bits, and is unbiased. Sends in ``every`` steps 2
+    (N - 1) / N * 4.25 bits per element. Source: Douillard et al., arXiv 2501.18512.
 
     Examples
     --------
@@ -125,10 +125,10 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is AdamW. The outer learning rate is 1, published are 0.4 to 1, without momentum; residuals
-    decay by 0.95. Chunks are runs of 4,096 elements; in the source they are 64 x 64 blocks of a matrix. All-gather, so
-    that nothing is compressed twice: sends in an outer round about (N - 1) * 0.15 bits per element. Source: Sarfi et
-    al., arXiv 2508.15706.
+    The inner optimizer is AdamW. The outer learning rate is 1 (published are 0.4 to 1), without momentum; residuals
+    decay by 0.95. Buckets are runs of 4,096 elements; in the source they are 64 x 64 blocks of a matrix. The topology
+    is all-gather, so that nothing is compressed twice. Sends in an outer round about (N - 1) * 0.15 bits per element.
+    Source: Sarfi et al., arXiv 2508.15706.
 
     Examples
     --------
@@ -163,9 +163,9 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9;
-    residuals decay by 0.9. The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 with its scales, and
-    loses about as much as a good quantizer of 2. Sends in an outer round 2 (N - 1) / N * 4 bits per element. Source:
-    Therien et al., arXiv 2505.23725.
+    residuals decay by 0.9. The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 bits with its scales,
+    and loses about as much as a good quantizer of 2 bits. Sends in an outer round 2 (N - 1) / N * 4 bits per element.
+    Source: Therien et al., arXiv 2505.23725.
 
     Examples
     --------

@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 
 def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
-    """Raise MismatchError on every rank if any exchanges after another step; sends 8 bytes to all others.
+    """Raise MismatchError on every rank if any rank exchanges after another step; sends 8 bytes to all others.
 
     Parameters
     ----------
     step : int
-        After which this rank exchanges.
+        The inner step after which this rank exchanges.
     state : OptimizerState
         Gives the number of ranks.
     like : array
@@ -42,7 +42,7 @@ def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
 
 
 def beside(check: Stages[None], work: "Stages[Result]") -> "Stages[Result]":
-    """Run a computation whose first exchange starts while the only one of a check is under way.
+    """Run a computation; its first exchange starts while the only exchange of a check is under way.
 
     Examples
     --------

@@ -134,7 +134,7 @@ class OuterSettings(TakesAveraging):
         return stage != WARMUP
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return what ``state.numbers`` may be in a saved state, see `Optimizer.limits`.
+        """Return the limits of ``state.numbers`` in a saved state, see `Optimizer.limits`.
 
         Parameters
         ----------

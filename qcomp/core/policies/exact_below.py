@@ -34,7 +34,7 @@ ExactPolicy = Callable[[Sequence[Tensor]], Sequence[bool]]
 
 @dataclass(frozen=True)
 class ExactBelow:
-    """Keeps small tensors, norms and biases exact; they have a few thousandths of the bytes and do most of the harm.
+    """Keeps small tensors, norms and biases exact: a few thousandths of the bytes, which do most harm if compressed.
 
     A tensor stays exact if it has fewer than ``size`` elements, or if it is a vector among other tensors, as norms and
     biases are. A model given as one flat vector is compressed.

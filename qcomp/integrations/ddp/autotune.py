@@ -95,7 +95,7 @@ class TunedHookState:
         return self._all_reduced(bucket.buffer()) if hook is None else hook.exchange(bucket)
 
     def _begin(self) -> None:
-        """Note what the last iteration took, and go on to the method of this one."""
+        """Record the time of the last iteration, and switch to the method of this one."""
         now = self._tuner.clock()
         self._settle()
         if self.iterations >= self._exact_iterations and self.tuning.chosen is None:
@@ -108,7 +108,7 @@ class TunedHookState:
         self._pass = _Pass(self.hook)
 
     def _use(self, number: int) -> None:
-        """Leave the method before, and begin with another one without residuals."""
+        """Leave the previous method, and begin another one with residuals of zero."""
         if number == self._number:
             return
         if self.hook is not None:
@@ -132,7 +132,7 @@ class TunedHookState:
         def mean(future: Any) -> torch.Tensor:
             found: torch.Tensor
             (found,) = future.value()
-            if checked:  # what is owed must not go with gradients that nobody uses
+            if checked:  # what is owed must not be lost with gradients that nobody uses
                 current.finite = current.finite and bool(found.isfinite().all())
             return found
 
@@ -182,9 +182,10 @@ def autotune(
 ) -> tuple[TunedHookState, Any]:
     """Return the arguments of ``model.register_comm_hook``: a state, and a hook that chooses its method by time.
 
-    Collective. Each method of the tuner averages the gradients of a few iterations, whose time counts from the first
-    bucket of one backward pass to that of the next; then the fastest averages all others. A method whose mean is exact
-    is the all-reduce that DistributedDataParallel does without a hook, which passes on values that are not finite.
+    Collective. Each method of the tuner averages the gradients of a few iterations; then the fastest averages those of
+    all others. The time of an iteration counts from the first bucket of its backward pass to the first bucket of the
+    next. A method whose mean is exact is the all-reduce that DistributedDataParallel does without a hook, which passes
+    on values that are not finite.
 
     Parameters
     ----------
@@ -199,8 +200,8 @@ def autotune(
     Returns
     -------
     state : TunedHookState
-        After the choice ``state.chosen`` is its name, and ``state.hook`` the state for checkpoints. To resume, register
-        `hook` with the chosen compressor and averaging, or nothing if the choice was exact.
+        After the choice, ``state.chosen`` is the method's name, and ``state.hook`` the state for checkpoints. To
+        resume, register `hook` with the chosen compressor and averaging, or nothing if the choice was exact.
     hook : callable
 
     Raises
@@ -256,7 +257,7 @@ def autotune(
     }
     comm = TorchCommunicator(model.process_group) if comm is None else comm
     tuner.agree(comm, next(model.parameters()).detach(), exact_iterations=exact_iterations)
-    for hook in hooks.values():  # what is wrong is an error now, and kernels are compiled
+    for hook in hooks.values():  # raises errors now, and compiles the kernels
         hook.attach(model, comm).leave()
     return TunedHookState(tuner, hooks, model, exact_iterations, comm), average_gradients
 
@@ -268,7 +269,7 @@ def _compressor(name: str, mean: CompressedMean) -> Any:
 
 
 def _averaging(mean: CompressedMean) -> Averaging:
-    """Return the settings of which a mean is made."""
+    """Return the settings from which a mean is made."""
     if isinstance(mean, PowerSGDMean):
         return PowerSGD(rank=mean.rank, min_compression=mean.min_compression)
     return Averaging(mean.topology, mean.feedback, mean.link)

@@ -71,9 +71,9 @@ class BackwardPass:
     in_backward: bool = True
     """Whether gradients come from this rank's own backward pass, and not from other ranks through torch's ``Join``."""
     samples: list[Any] = field(default_factory=list)
-    """Copies of the first elements of the gradients, where the ranks' are compared."""
+    """Copies of the first elements of the gradients, if the ranks compare theirs."""
     same_everywhere: bool = False
-    """Whether that has found the same on all ranks."""
+    """Whether the comparison has found the same samples on all ranks."""
     ended: bool = False
     """Whether the owner has received the outcome."""
     _came: set[int] = field(default_factory=set)

@@ -120,7 +120,7 @@ class BucketedStep:
                 "call step() after each backward pass, and accumulate gradients in model.no_sync()"
             )
         running = self.running
-        # Thin factors travel fast: what an exchange takes counts, not what is compressed beside it.
+        # Thin factors travel fast: a further exchange would cost more than the overlap with compression saves.
         parts = [gradients] if self._mean_of(self.state).low_rank else _cut(gradients)
         record = Bucket(tuple(map(self._part_of, parts)), bucket.buffer(), self._stream.future())
         running.add(record)
@@ -147,7 +147,7 @@ class BucketedStep:
         return not self.running.buckets
 
     def close(self) -> None:
-        """Give up the thread that averages; no backward pass may follow."""
+        """End the thread that averages; no backward pass may follow."""
         self._conveyor.close()
 
     def use(self, optimizer: Optimizer) -> None:
@@ -155,7 +155,7 @@ class BucketedStep:
         self.optimizer = _separable(optimizer)
 
     def run_beside(self, stages: Stages[Any], *, done: Callable[[Any], None]) -> None:
-        """Run a computation in stages beside the first bucket of a backward pass; ``done`` takes also its error."""
+        """Run a computation in stages beside a backward pass's first bucket; ``done`` takes its result or error."""
         context = partial(self._stream.after, self._stream.mark())
         self._conveyor.put([Job(stages, done=done, failed=done, context=context)], last=False)
 
@@ -211,7 +211,7 @@ class BucketedStep:
         return Part(numbers, gradients, sent)
 
     def _compare(self, running: BackwardPass, gradients: Sequence[tuple[int, Any]]) -> None:
-        """Keep what is compared of a bucket, before means overwrite it; compare once all buckets have arrived."""
+        """Copy a bucket's sample before means overwrite it; compare the samples once all buckets have arrived."""
         running.samples += [first_elements(gradient).clone() for _, gradient in gradients]
         if not running.is_complete:
             return

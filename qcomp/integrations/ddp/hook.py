@@ -91,7 +91,7 @@ class HookState:
     def leave(self) -> dict[int, Any]:
         """Detach this state from its model, and return what is owed to the next gradients of this rank, by number.
 
-        Flat tensors, by the numbers of their parameters; see `qcomp.core.mean.owed`.
+        The values are flat tensors, the keys the numbers of their parameters; see `qcomp.core.mean.owed`.
         """
         step = self._running
         state = step.state

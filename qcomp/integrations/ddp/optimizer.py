@@ -149,7 +149,7 @@ class OverlappedOptimizer(Joinable):
         step.state = _with_own_moments(loaded)
 
     def exchange(self, bucket: Any) -> Any:
-        """Start to average a bucket; `step` uses it."""
+        """Start to average a bucket; `step` uses the result."""
         joined, own = self._model._join_config, self._join_config
         if joined.enable and (not own.enable or own.is_first_joinable):
             raise RuntimeError(

@@ -24,8 +24,8 @@ class Witness:
     ----------
     gradients : sequence of torch.Tensor or None
     sums : bool, default False
-        Whether a write that leaves a gradient's sum of bits as it was is no change, such as a multiplication by 1 in
-        ``clip_grad_norm_(..., inf)``. Costs one reading of all gradients.
+        Whether to ignore a write that leaves a gradient's sum of bits unchanged, such as a multiplication by 1 in
+        ``clip_grad_norm_(..., inf)``. Costs one pass over all gradients.
     """
 
     def __init__(self, gradients: Sequence[Any], *, sums: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Training that survives replicas, with the quorums of torchft: they die, come back and join, and the others go on.
+"""Training with the quorums of torchft: replicas may die, come back and join, and the others go on.
 
-torchft finds out who is alive, and when; what the replicas then agree on, and what becomes of residuals, is up to
-`qcomp.elastic.Elastic`.
+torchft finds out which replicas are alive. `qcomp.elastic.Elastic` decides what they then agree on, and what becomes of
+residuals.
 """
 
 from qcomp.torch.ft.group import ProcessGroup  # isort: skip  (it says what is missing without torchft)

@@ -1,4 +1,4 @@
-"""How replicas of torchft are connected: anew in each quorum that is not the last one."""
+"""The connections between replicas of torchft, which are made anew in each new quorum."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ProcessGroup(process_group.ProcessGroup):
     Parameters
     ----------
     timeout : float, default 60
-        Seconds in which all replicas of a quorum must have connected, and that one waits for the others in an exchange.
-        If a replica dies while they connect, the others wait that long.
+        Seconds within which all replicas of a quorum must connect, and that a replica waits for the others in an
+        exchange. If a replica dies while they connect, the others wait that long.
     silence : float, default 20
         Seconds without a sign of life after which a replica counts as lost, as for `qcomp.comm.TorchCommunicator`.
 
     Attributes
     ----------
     comm : TorchCommunicator or None
-        That of the last quorum, None if it could not be made.
+        The communicator of the last quorum; None if it could not be made.
     quorum : int
         Number of the last quorum; -1 before the first.
     """

@@ -29,10 +29,10 @@ class ElasticOuterLoop(Replica):
     """An outer loop among replicas of torchft that may die, stop and join.
 
     It takes the place of ``torchft.local_sgd.DiLoCo``. Replicas make their inner steps alone, and ask for a quorum only
-    where they exchange. If that is a new one, they go back to before the last exchange that not all of them have
-    completed, and make it again. A new replica waits for the next exchange of the others, in which it gets their
-    parameters, their mean way since the last exchange, and the inner optimizer's state of one of them. A replica is one
-    process. It may begin with any parameters, and the first quorum with those of one replica.
+    where they exchange. If the quorum is new, they go back to before the last exchange that not all of them have
+    completed, and make it again. A new replica waits for the next exchange of the others. There it gets their
+    parameters, their mean displacement since the last exchange, and the inner optimizer's state of one of them. A
+    replica is one process. It may begin with any parameters; the first quorum begins with those of one replica.
 
     Parameters
     ----------
@@ -41,8 +41,8 @@ class ElasticOuterLoop(Replica):
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step. From now on only this object makes their steps.
     loop : qcomp.OuterLoop
-        The settings, for instance ``qcomp.outer.sparse_loco(30)``. With a ``delay`` the results are as ever, but bytes
-        travel when they are applied.
+        The settings, for instance ``qcomp.outer.sparse_loco(30)``. With a ``delay`` the results are as usual, but their
+        bytes travel only when they are applied.
     manager : torchft.Manager
         As for `Elastic`. Its ``current_step`` is the number of inner steps at the last exchange.
     group : ProcessGroup
@@ -50,29 +50,29 @@ class ElasticOuterLoop(Replica):
     buffers : bool, default True
         As for `qcomp.torch.OuterLoop`.
     every : int, default 1
-        After how many outer rounds replicas tell each other the norms of their residuals, for `report`.
+        Number of outer rounds after which replicas exchange the norms of their residuals, for `report`.
 
     Attributes
     ----------
     report : dict of str to float
-        Of the last new quorum, as `qcomp.elastic.Elastic.resume` returns it; empty after the first.
+        The report of the last new quorum, as `qcomp.elastic.Elastic.resume` returns it; empty after the first quorum.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is none of these.
+        If an argument is not as described.
 
     Notes
     -----
     What a dead replica did since the last exchange is lost, with what it owed. The others repeat no inner step, unless
-    one of them had completed the last exchange when another had not: then that one goes back to it, with the state of
-    its inner optimizer. For that a replica keeps a copy of its parameters, buffers and inner states as they were before
-    the last exchange, and another one while it exchanges. In the warm-up, gradients are averaged, each step has a
-    quorum, and a failed one is made again. So take the batch and the learning rate from `state` after each `zero_grad`;
-    schedulers of torch, which count for themselves, do not fit.
+    one of them had completed the last exchange when another had not: then the one that had goes back to it, with the
+    state of its inner optimizer. For that a replica keeps a copy of its parameters, buffers and inner states as they
+    were before the last exchange, and another copy while it exchanges. In the warm-up, gradients are averaged, each
+    step has a quorum, and a failed step is made again. So take the batch and the learning rate from `state` after each
+    `zero_grad`; schedulers of torch cannot be used, since they count steps themselves.
 
-    To a new replica the inner states travel as ``torch.save`` writes them, and are read with ``weights_only=True``.
-    Parameters and what they have under way are averaged in full precision when the replicas are others than before.
+    A new replica receives inner states as ``torch.save`` writes them, and reads them with ``weights_only=True``. When
+    the replicas have changed, parameters and outer gradients under way are averaged in full precision.
 
     Examples
     --------
@@ -142,7 +142,7 @@ class ElasticOuterLoop(Replica):
         """
         if self._held is None:
             self._ask_for_quorum()
-            while self.report and not self._exchange():  # the others are where they exchange
+            while self.report and not self._exchange():  # the others are at an exchange
                 self._ask_for_quorum()
         elif self._state.stage == WARMUP:
             self._ask_for_quorum()
@@ -155,7 +155,7 @@ class ElasticOuterLoop(Replica):
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Make an inner step; where a fragment is due, ask for a quorum and exchange, until it is done.
+        """Make an inner step; where a fragment is due, ask for a quorum and exchange, until that is done.
 
         Returns
         -------
@@ -166,10 +166,10 @@ class ElasticOuterLoop(Replica):
         Raises
         ------
         RuntimeError
-            If `zero_grad` was not called since the last step; or from the manager, as there.
+            If `zero_grad` was not called since the last step; or from the manager, as in `zero_grad`.
         NonFiniteError, MismatchError, ValueError
-            As `qcomp.OuterLoop.step`, on every replica. Nothing has changed then in the warm-up; after it, parameters
-            are those after the inner step.
+            As for `qcomp.OuterLoop.step`, on every replica. In the warm-up, nothing has changed then; after it, the
+            parameters are those after the inner step.
         """
         held, before = self._require_ready(), self._state
         self._trained.require_all()
@@ -194,7 +194,7 @@ class ElasticOuterLoop(Replica):
         return self._state.step == before.step + 1
 
     def _exchange(self) -> bool:
-        """Make the exchange that all replicas have come to; return whether it was done, or all went back to none."""
+        """Make the exchange that all replicas have reached; return True if it is done, or if the warm-up has none."""
         if self._state.stage == WARMUP:
             return True
         if not self._run(self._loop_stages):
@@ -260,7 +260,7 @@ class ElasticOuterLoop(Replica):
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Go on with inner states and buffers of where all went back to; new replicas get those of another."""
+        """Restore the inner states and buffers of the step that all went back to; new replicas get those of another."""
         is_member = members[comm.rank]
         # Nothing is kept of the current step in the warm-up, before its forward pass.
         kept = (self._kept.get(held.history[-2].label) if is_member else None) or self._now()
@@ -277,7 +277,7 @@ class ElasticOuterLoop(Replica):
 
 
 class _Kept(NamedTuple):
-    """What belongs to a snapshot, and is not exchanged."""
+    """The part of a snapshot that is not exchanged."""
 
     optimizers: list[dict[str, Any]]
     """The states of the inner optimizers."""
@@ -285,12 +285,12 @@ class _Kept(NamedTuple):
 
 
 def _written(kept: _Kept) -> torch.Tensor:
-    """Return it as bytes."""
+    """Return what is kept as bytes."""
     file = io.BytesIO()
     torch.save(kept._asdict(), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def _read(data: torch.Tensor) -> _Kept:
-    """Return it from bytes; nothing in them is executed."""
+    """Read it from bytes; nothing in them is executed."""
     return _Kept(**torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True))

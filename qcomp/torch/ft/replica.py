@@ -1,4 +1,4 @@
-"""A replica's way from quorum to quorum: what every kind of training under torchft shares."""
+"""A replica from quorum to quorum: the part that every kind of training under torchft shares."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Replica(ABC):
             raise TypeError(f"group is {group!r}; expected the qcomp.torch.ft.ProcessGroup of the manager")
         if manager._use_async_quorum:
             raise ValueError(
-                "manager has use_async_quorum=True; expected False, since gradients are of the parameters that the "
-                "quorum agrees on"
+                "manager has use_async_quorum=True; expected False, since gradients must be computed with the "
+                "parameters that the quorum agrees on"
             )
         self.report: dict[str, float] = {}
         self._manager, self._group = manager, group
@@ -44,7 +44,8 @@ class Replica(ABC):
         self._comm: TorchCommunicator | None = None
         self._held: elastic.ElasticState | None = None
         self._reached = self._known = -1
-        """The last quorum that has agreed on what this replica has; the last one in which it counted as up to date."""
+        """The last quorum that agreed on the state of this replica; the last quorum in which it counted as up to
+        date."""
         self._is_ready = False
         self._has_quorum = False
         self._is_stepping = False
@@ -53,7 +54,7 @@ class Replica(ABC):
 
     @abstractmethod
     def _elastic(self) -> elastic.Elastic:
-        """Return what makes the steps, with the settings of now."""
+        """Return the object that makes the steps, with the current settings."""
 
     @abstractmethod
     def _named_values(self) -> tuple[list[Any], tuple[str, ...]]:
@@ -61,13 +62,13 @@ class Replica(ABC):
 
     @abstractmethod
     def _take(self, held: elastic.ElasticState) -> None:
-        """Make what a step has made, or the replicas have agreed on, the current state."""
+        """Make the result of a step, or the state that the replicas agreed on, the current state."""
 
     @abstractmethod
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Bring what else a replica needs to where all go on; ``members`` are those that had a state."""
+        """Set the rest of a replica's state to the agreed step; ``members`` tells which ranks had a state."""
 
     def _ask_for_quorum(self) -> None:
         """Agree with the other replicas on who takes part and from where to go on, unless that is done already."""
@@ -78,7 +79,7 @@ class Replica(ABC):
             if self._has_quorum:
                 return
             self._group.abort()
-            self._manager.should_commit()  # it does not, and so the next quorum is a new one
+            self._manager.should_commit()  # it does not commit, so the next quorum is a new one
 
     def _require_ready(self) -> elastic.ElasticState:
         """Return what is held, if ``zero_grad`` was called since the last step."""
@@ -109,11 +110,11 @@ class Replica(ABC):
         return True
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        """Keep a step from being made that the other replicas do not make, or that nobody counts."""
+        """Refuse a step that the other replicas do not make, or that nobody counts."""
         if not self._is_stepping:
             raise RuntimeError(
                 f"step was called on the {type(optimizer).__name__} that a qcomp.torch.ft.{type(self).__name__} was "
-                "given; expected on that"
+                "given; call step on the latter"
             )
 
     def _meet(self) -> bool:
@@ -133,15 +134,16 @@ class Replica(ABC):
         return True
 
     def _count(self, step: int) -> None:
-        """Tell the manager how many steps are made."""
+        """Tell the manager how many steps have been made."""
         counts = {"step": step, "batches_committed": self._manager.batches_committed()}
         self._manager.load_state_dict(counts)
 
     def _agree(self, comm: TorchCommunicator) -> tuple[elastic.ElasticState, dict[str, float]]:
-        """Return what all go on from, and the report.
+        """Return the state from which all go on, and the report.
 
-        Others may have gone on without a replica that has not reached the last quorum that any has reached. It is up
-        to date all the same if it was so in that quorum: then that has failed for it, and all go back to before.
+        The others may have gone on without a replica that has not reached the last quorum that any replica has reached.
+        It still counts as up to date if it did so in that quorum: then that quorum failed for it, and all go back to
+        before.
         """
         values, names = self._named_values()
         here, report = self._elastic(), dict[str, float]()

@@ -17,42 +17,41 @@ __all__ = ["Elastic"]
 class Elastic(Replica):
     """The steps of an optimizer for torch, among replicas of torchft that may die, stop and join.
 
-    It takes the place of ``torchft.Optimizer``: `zero_grad` asks for a quorum, and if that is a new one, the replicas
-    go back to the last step that all of them completed, and those that are new get everything from the others; `step`
-    averages. A replica is one process. It may begin with any parameters, and the first quorum with those of one
-    replica.
+    It takes the place of ``torchft.Optimizer``: `zero_grad` asks for a quorum. If the quorum is new, the replicas go
+    back to the last step that all of them completed, and new replicas get everything from the others. `step` averages.
+    A replica is one process. It may begin with any parameters; the first quorum begins with those of one replica.
 
     Parameters
     ----------
     optimizer : AveragingOptimizer
-        One of `qcomp.torch` on this replica alone. From now on only this object makes its steps.
+        An optimizer of `qcomp.torch` on this replica alone. From now on only this object makes its steps.
     manager : torchft.Manager
-        Made with ``group`` as its ``pg`` and ``use_async_quorum=False``. What else is registered with it heals as ever,
-        before qcomp's own state: so parameters and optimizer need not be.
+        Made with ``group`` as its ``pg`` and ``use_async_quorum=False``. Anything else that is registered with it heals
+        as usual, before qcomp's own state. Parameters and optimizer need not be registered.
     group : ProcessGroup
         The manager's process group.
     lost : {"drop", "restore"}, default "drop"
         What becomes of what a dead replica owed, as for `qcomp.elastic.Elastic`.
     every : int, default 100
-        As there.
+        As for `qcomp.elastic.Elastic`.
 
     Attributes
     ----------
     optimizer : AveragingOptimizer
     report : dict of str to float
-        Of the last new quorum, as `qcomp.elastic.Elastic.resume` returns it; empty after the first.
+        The report of the last new quorum, as `qcomp.elastic.Elastic.resume` returns it; empty after the first quorum.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is none of these.
+        If an argument is not as described.
 
     Notes
     -----
-    `step` may return True on a replica while on others the exchange failed, and the next quorum then takes that step
-    back. So take the batch and the learning rate from `state` after each `zero_grad`; schedulers of torch, which count
-    for themselves, do not fit. A replica that missed a quorum, since it was stopped or cut off, has been given up
-    meanwhile: it drops what it owed, and joins as a new one does.
+    `step` may return True on a replica while on others the exchange failed, and the next quorum then undoes that step.
+    So take the batch and the learning rate from `state` after each `zero_grad`; schedulers of torch cannot be used,
+    since they count steps themselves. A replica that missed a quorum, because it was stopped or cut off, has been given
+    up meanwhile: it drops what it owed, and joins as a new replica does.
 
     Examples
     --------
@@ -126,14 +125,15 @@ class Elastic(Replica):
         Returns
         -------
         bool
-            Whether it was done. If not, parameters and state are as before, and so is the next step's batch to be.
+            Whether the step was done. If not, parameters and state are as before, and the next step must take the same
+            batch.
 
         Raises
         ------
         RuntimeError
             If `zero_grad` was not called since the last step.
         NonFiniteError, MismatchError, ValueError
-            As the step of the optimizer, on every replica; nothing has changed then.
+            As for the step of the optimizer, on every replica; nothing has changed then.
         """
         self._require_ready()
         return self._run(self.optimizer._stages)
@@ -150,7 +150,7 @@ class Elastic(Replica):
         return super()._agree(comm)
 
     def _hand_over(self, *_: Any) -> None:
-        """Nothing: parameters and state are all there is."""
+        """Do nothing: parameters and state are all there is."""
 
     def _take(self, held: elastic.ElasticState) -> None:
         self._held = held

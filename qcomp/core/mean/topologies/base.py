@@ -50,7 +50,7 @@ class Call(NamedTuple):
     """Whether the means may take the buffers of ``values``, once nothing can be refused any more."""
     into: Into = Into()
     whiteners: Sequence[Array] = ()
-    """A matrix for each tensor, by which the owners of an `OwnedMean` get it multiplied; empty where nothing is."""
+    """The whitener of each tensor: workers of an `OwnedMean` send the product with it; empty without whitening."""
 
     @property
     def places(self) -> list[Array] | None:
@@ -74,7 +74,7 @@ class Averaged(NamedTuple):
     server: tuple[Array, ...]
     """The new server residuals; empty without feedback."""
     verdicts: tuple[Array, ...] = ()
-    """The verdicts that nobody could read, because a compiler traces the mean: bytes, of which one above 0 refuses."""
+    """The verdicts that could not be read because a compiler traces the mean: bytes; any above 0 is a refusal."""
 
 
 class Topology(ABC):
@@ -92,7 +92,7 @@ class Topology(ABC):
     """
 
     name: ClassVar[str]
-    """As users write it."""
+    """The name that users write."""
     allows_rounds: ClassVar[bool] = False
     """Whether a large mean may be cut into rounds; `lay_out` must then take the chunks of a round."""
     blends: ClassVar[bool] = False
@@ -104,13 +104,13 @@ class Topology(ABC):
 
     @abstractmethod
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Resolve what a mean of these tensors needs to know.
+        """Resolve the layout of a mean of these tensors.
 
         Parameters
         ----------
         operands : Operands
         chunks : tuple of chunks, optional
-            Those of one round; by default the tensors are cut anew. Only given if `allows_rounds`.
+            The chunks of one round; by default the tensors are cut anew. Only given if `allows_rounds`.
         """
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Topology(ABC):
         return False
 
     def suits(self, nodes: int, ranks_per_node: int) -> bool:  # noqa: ARG002
-        """Return whether this topology is worth considering on so many nodes, each with so many ranks."""
+        """Return whether this topology is worth considering on this many nodes, each with this many ranks."""
         return True
 
 
@@ -151,7 +151,7 @@ def decode_means(codec: Codec, opened: Sequence[Opened], call: Call) -> list[Arr
 def assemble(
     chunks: Sequence[Chunk], values: Sequence[Sequence[Array]], like: Sequence[Array]
 ) -> list[Array]:
-    """Return the tensors with these segments."""
+    """Return the tensors that consist of these segments; a tensor without segments is taken from ``like``."""
     parts: list[list[Array]] = [[] for _ in like]
     for chunk, of_chunk in zip(chunks, values, strict=True):
         for segment, value in zip(chunk, of_chunk, strict=True):

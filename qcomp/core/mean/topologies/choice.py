@@ -13,13 +13,13 @@ ETHERNET = Link(bandwidth=1.25e9, latency=50e-6)
 """The link between nodes unless another is named: 10 Gbit/s, and 50 microseconds a message."""
 
 _NOTHING = Load(0, 0, variable_length=False, encode=1.0e-9, decode=0.2e-9, add=0.2e-9, copy=0.4e-9)
-"""Seconds an element: about those of one CPU core with kernels, which docs/benchmarks/kernels.json has."""
+"""An empty load, with about the seconds per element of one CPU core with kernels; see docs/benchmarks/kernels.json."""
 
 _CLEARLY = 1.1
-"""How many times as fast a topology must be that rounds in every hop: the formulas are not more exact than that."""
+"""How many times as fast a topology that rounds in every hop must be: the formulas are no more exact than that."""
 
 _MANY = 3
-"""What counts as the roundings of a topology in which they grow with the number of ranks."""
+"""The number of roundings assumed for a topology whose roundings grow with the number of ranks."""
 
 
 def choose_topology(
@@ -27,25 +27,25 @@ def choose_topology(
 ) -> str:
     """Return the name of the topology that takes the shortest time by the formulas of `Topology.cost`.
 
-    Of those that take equally long it is the one that rounds least. One whose roundings grow with the number of ranks,
-    as around a ring, must be 1.1 times as fast as all others. A link inside a node has 10 GB/s; nodes of unequal sizes
-    count as of their mean size, rounded up.
+    Of topologies that take equally long, it is the one that rounds least. A topology whose roundings grow with the
+    number of ranks, such as a ring, must be 1.1 times as fast as all others. A link inside a node is assumed to have
+    10 GB/s, and nodes of unequal sizes to have their mean size, rounded up.
 
     Parameters
     ----------
     compressors : sequence of Compressor
-        Of each tensor.
+        The compressor of each tensor.
     sizes : sequence of int
         Elements of each tensor.
     nodes : Nodes
         Which ranks share a machine.
     link : Link
-        Between nodes.
+        The link between nodes.
 
     Returns
     -------
     str
-        A function of nothing but the arguments and the registered topologies: the same on all ranks.
+        Depends only on the arguments and the registered topologies, so it is the same on all ranks.
 
     Examples
     --------

@@ -33,16 +33,17 @@ _EXACT_BYTES = 4
 
 @dataclass(frozen=True)
 class Lanes:
-    """How tensors are cut: into a lane for every rank of the smallest node, and a lane into a chunk for every node.
+    """How tensors are cut: into a lane for every rank of the smallest node, and each lane into a chunk for every node.
 
-    Rank number l of a node works on lane l; of the others in its lane, one of each node, it serves the chunk that has
-    the number of its node. With nodes of one rank there is one lane, and its chunks are those of two phases.
+    Rank number l of a node works on lane l, together with rank number l of every other node. Each of these ranks is the
+    server of the lane's chunk that has the number of its node. With nodes of one rank there is one lane, and its chunks
+    are those of two phases.
 
     Parameters
     ----------
     nodes : Nodes
     sizes, bucket_sizes : tuple of int
-        Of each tensor.
+        The elements and the bucket size of each tensor.
     cut : callable
         Cuts tensors into chunks.
 
@@ -64,7 +65,7 @@ class Lanes:
         return self.cut(self.sizes, self.bucket_sizes, self.nodes.lanes)
 
     def parts(self, lane: int | None) -> list[tuple[int, int]]:
-        """Return where the part of each tensor that is in a lane starts and stops; nothing is in no lane."""
+        """Return where the part of each tensor in a lane starts and stops; all parts are empty if the lane is None."""
         parts = [(0, 0)] * len(self.sizes)
         for segment in () if lane is None else self.cuts[lane]:
             parts[segment.tensor] = (segment.start, segment.stop)
@@ -87,7 +88,7 @@ class Lanes:
         ]
 
     def residuals(self, rank: int) -> Residuals:
-        """Return the ranges whose residuals a rank stores: its part of each tensor, and as server its chunk."""
+        """Return the ranges whose residuals a rank stores: as worker its part of each tensor, as server its chunk."""
         lane = self.nodes.lane(rank)
         worker = tuple(Segment(i, start, stop, 0) for i, (start, stop) in enumerate(self.parts(lane)))
         return Residuals(worker, () if lane is None else self.chunks(lane)[self.nodes.of_rank[rank]])
@@ -151,19 +152,20 @@ class _LaneLayout(Layout):
 class Hierarchical(Topology):
     """Exact sums inside each node, two phases between nodes, and a relay inside the node.
 
-    There are four exchanges. First every rank sends its exact values to the ranks of its node, to each those of its
-    lane; each adds them in rank order. Then the ranks of a lane, one of each node, exchange compressed messages in two
+    There are four exchanges. First every rank sends each rank of its node the exact values of that rank's lane, and
+    each rank adds these in rank order. Then the ranks of a lane, one of each node, exchange compressed messages in two
     phases. Finally each rank relays the messages of the second phase inside its node unchanged, so that all ranks
     decode the same bytes.
 
     The vector is cut into L lanes of whole buckets, where L is the number of ranks of the smallest node. Rank number l
     of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so nodes of
     unequal sizes also give the mean over ranks. It compresses the result, and only it stores residuals for the lane: in
-    the sum identity, mean_i e_i is over nodes. If E is the bytes of the exact vector, it sends (L - 1) / L * E +
-    (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to other nodes. A rank beyond the L-th
-    of its node sends E inside the node. Each message of a lane has 8 more bytes, each chunk of a lane up to 16 plus one
-    for each rank, all padded to multiples of 8. With one rank per node it is two phases, bit for bit. Source:
-    Bagua's hierarchical communication, where one leader does the work of a node.
+    the sum identity, mean_i e_i is over nodes. If E is the bytes of the exact vector and b those of its payload, this
+    rank sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to other
+    nodes. A rank beyond the L-th of its node sends E inside the node. Each message of a lane has 8 more bytes, each
+    chunk of a lane up to 16 plus one for each rank, all padded to multiples of 8. With one rank per node, the result is
+    that of two phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the work of a
+    node.
 
     A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of it from the
     relayed messages, and then raise with the same text.
@@ -212,18 +214,18 @@ class Hierarchical(Topology):
 
 
 class _Sums(NamedTuple):
-    """What a rank has after the exchange inside its node."""
+    """The result of the exchange inside a node, on one rank."""
 
     values: list[Array]
-    """Its lane's parts of the tensors: the node's sum, times nodes, divided by ranks."""
+    """Its lane's parts of the tensors: the node's sum, times the number of nodes, divided by the number of ranks."""
     blamed: set[int]
-    """Ranks with values that are not finite; the values mean nothing then."""
+    """Ranks with values that are not finite; ``values`` is then meaningless."""
     error: NonFiniteError | None = None
-    """What kept this rank from sending its own."""
+    """The error that kept this rank from sending its values."""
 
 
 class _Answer(NamedTuple):
-    """What a rank has after the exchanges between nodes."""
+    """The result of the exchanges between nodes, on one rank."""
 
     message: Array
     """The means of its lane as they arrived from the servers, to be passed on."""
@@ -281,7 +283,7 @@ class _Share:
         return self._add(codec, messages, frame)._replace(error=mine.error)
 
     def _add(self, codec: Codec, messages: Sequence[Array], lane: Frame) -> _Sums:
-        """Return this node's share of the mean: the sum over its ranks, times nodes, divided by ranks."""
+        """Return the node's share of the mean: the sum over its ranks, times nodes, divided by all ranks."""
         blamed = {
             rank
             for rank, message in zip(self.layout.members, messages, strict=True)
@@ -329,7 +331,7 @@ class _Share:
         return _Answer(message, asked.residuals, answered.residuals, asked.error or answered.error)
 
     def _exchange(self, send: dict[int, Array], receive: dict[int, int]) -> AllToAll:
-        """Return an exchange with some ranks, in which all the others take part with nothing."""
+        """Return an exchange with some ranks; messages to and from all others are empty."""
         ranks, nothing = range(self.layout.world), self._bytes([])
         return AllToAll(
             tuple(send.get(rank, nothing) for rank in ranks), tuple(receive.get(rank, 0) for rank in ranks)
@@ -337,7 +339,7 @@ class _Share:
 
     @staticmethod
     def _opened(codec: Codec, messages: Sequence[Array], frames: Sequence[Frame]) -> list[Opened]:
-        """Return what is in messages that nobody refused."""
+        """Return the contents of messages that are not refusals."""
         return [
             codec.open_from(number, message, frame)
             for number, (message, frame) in enumerate(zip(messages, frames, strict=True))
@@ -349,7 +351,7 @@ class _Share:
     def _unseal(
         self, codec: Codec, sealed: Sequence[Array], frames: Sequence[Frame], lane: int
     ) -> tuple[list[Array], set[int]]:
-        """Return the messages of the ranks of a lane, and who is to blame for refusals: by default their senders."""
+        """Return the messages of the ranks of a lane, and the ranks to blame for refusals: by default their senders."""
         messages, blamed = [], set()
         for sender, buffer, frame in zip(self.nodes.team(lane), sealed, frames, strict=True):
             message, accused = unseal(buffer, self.layout.world)
@@ -369,7 +371,7 @@ class _Share:
         if size < table or size != joined_size([table, *lengths]):
             raise PayloadError(
                 f"the message from rank {sender} has {size} bytes; expected {table} with the lengths of "
-                f"{self.nodes.count} messages, and these"
+                f"{self.nodes.count} messages, and then the messages"
             )
         return split(packed[table:], lengths)
 

@@ -35,12 +35,12 @@ def register(topology: Topology) -> Topology:
     Returns
     -------
     Topology
-        The same.
+        The same object.
 
     Raises
     ------
     TypeError
-        If it is no `Topology`.
+        If it is not a `Topology`.
     ValueError
         If its name is taken by another class.
     """

@@ -23,7 +23,7 @@ _SERVER, _FIRST_HOP = 1, 2
 def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
     """Return the ranges whose residuals a rank stores: all chunks but its own as worker, and its own as server.
 
-    Each of so many tensors has at least one part as worker, which may have no elements.
+    Each tensor has at least one range as worker, which may have no elements; ``tensors`` is their number.
 
     Examples
     --------
@@ -47,7 +47,7 @@ class Ring(Topology):
     owner. In N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its own part, and
     compresses the result for its right neighbour. Finally the owner adds its part, divides by N and compresses the
     mean, which travels around the ring unchanged in N - 1 more exchanges, so that all ranks decode the same bytes. A
-    rank sends to its right neighbour only. It compresses each chunk once: its sum, or if it is the owner the mean.
+    rank sends to its right neighbour only. It compresses each chunk once: the sum, or the mean if it is the owner.
 
     A rank that finds values out of range sends a refusal instead of a sum. The others pass it on with the ranks to
     blame. At the end all ranks have all N verdicts, and raise with the same text.
@@ -60,16 +60,16 @@ class Ring(Topology):
     chunk. It sends C(q) and keeps e_i' = q - C(q). The sum at the owner c is then
     sum_i p_i + sum_(i != c) (e_i - e_i'), and with the owner's own residual, which belongs to the mean,
     C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') + e_s - e_s'. Over T steps from residuals of
-    zero the means add up to the sum of the exact means minus (1/N) sum_(i != c) e_i + e_s. That is mean_i e_i + e_s if
-    an owner's e_i is zero for its chunk. A rank stores worker residuals of N - 1 chunks and the server residual of one:
-    n elements in all, where two phases store n + n / N.
+    zero the means add up to the sum of the exact means minus what is owed, (1/N) sum_(i != c) e_i + e_s. That is
+    mean_i e_i + e_s, where the e_i of an owner counts as zero for its chunk. A rank stores worker residuals of N - 1
+    chunks and the server residual of one: n elements in all, where two phases store n + n / N.
 
     If b is the bytes of the payload of the whole vector, a rank sends 2 (N - 1) / N * b, as in two phases, but to one
     neighbour; each message also has 8 bytes of verdict and one for each rank, padded. Values are added in the order of
     the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased compressor the
-    mean is unbiased, and its variance is the sum over all roundings, those of sums over N^2. The owner's part is
-    rounded only once; that is what differs from two phases if there are two ranks, because there a server also rounds
-    its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
+    mean is unbiased, and its variance is the sum of the variances of all roundings, those of sums divided by N^2. The
+    owner's part is rounded only once. With two ranks, this is the difference from two phases, where a server also
+    rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
     """
 
     name = "ring"
@@ -153,14 +153,14 @@ class _Share:
     def _passed_on(
         self, owner: int, hop: int, sealed: Array | None, owed: Mapping[Segment, Array]
     ) -> tuple[Compressed, set[int]]:
-        """Return what this rank sends of a chunk, and the ranks to blame if any refused before.
+        """Return this rank's message for a chunk, and the ranks to blame if any refused before.
 
         That is the sum that arrived plus this rank's part, or the mean if this rank owns the chunk.
         """
         frame, is_mean = self.layout.frames[owner], owner == self.rank
         chunk = frame.chunk
         values = [self.call.values[s.tensor][s.start : s.stop] for s in chunk]
-        if hop or is_mean:  # our own then, and below 2^-126 zero before it is added to anything
+        if hop or is_mean:  # into copies of our own, flushed before anything is added
             values = [flush(x) for x in values]
         blamed: set[int] = set()
         if sealed is not None:
@@ -183,7 +183,7 @@ class _Share:
             self.call.key.at(hop=_SERVER if is_mean else _FIRST_HOP + hop),
             donate=hop > 0 or is_mean,
         )
-        if blamed:  # nothing but refusals goes on; this rank's own values may be out of range as well
+        if blamed:  # only refusals are passed on; this rank's own values may be out of range as well
             if self.codec.refuses(compressed.messages[0], frame, self.rank):
                 blamed |= {self.rank}
             compressed = self.codec.refusals([frame], compressed.error)

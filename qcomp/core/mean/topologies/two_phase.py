@@ -24,11 +24,11 @@ class Arrived(NamedTuple):
     """What a server holds after the first phase."""
 
     sent: Compressed
-    """What this rank has sent to all servers."""
+    """The messages that this rank has sent to all servers."""
     messages: Sequence[Array]
-    """Of each rank, for its own chunk."""
+    """The message of each rank for this server's chunk."""
     verdicts: Verdicts
-    """Takes what the ranks say of their values."""
+    """Collects the verdicts of the ranks."""
 
 
 def to_servers(
@@ -87,7 +87,7 @@ class TwoPhase(Topology):
         return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals, unread)
 
     def answers(self, layout: Layout) -> Layout:
-        """Return the layout of what the servers send: here that of what they receive."""
+        """Return the layout of the messages that servers send: here that of the messages they receive."""
         return layout
 
     def serve(
@@ -98,7 +98,7 @@ class TwoPhase(Topology):
         verdicts: Verdicts,
         error: NonFiniteError | None,
     ) -> Compressed:
-        """Average what has arrived for this rank's chunk, and compress the average for all.
+        """Average the messages for this rank's chunk, and compress the average for all.
 
         Parameters
         ----------
@@ -107,9 +107,9 @@ class TwoPhase(Topology):
         arrived : sequence of arrays
             The message of each rank for this rank's chunk.
         verdicts : Verdicts
-            Takes theirs.
+            Collects the verdicts of these messages.
         error : NonFiniteError or None
-            What kept this rank from compressing its own values.
+            The error that kept this rank from compressing its own values.
         """
         frames = (call.layout.own,) * call.layout.world
         opened = codec.open(arrived, frames, verdicts, error)
