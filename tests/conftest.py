@@ -1,4 +1,4 @@
-"""Fixtures that several test modules share."""
+"""Fixtures shared by several test modules."""
 
 import functools
 import importlib
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-# What is tested is the pure version, which is the definition, also in ranks; tests of kernels ask for these.
+# Tests and their ranks run the pure version, which is the reference; tests of kernels select kernel sets.
 os.environ["QCOMP_KERNELS"] = "pure"
 
 
 @functools.cache
 def cuda_is_there() -> bool:
-    """Whether torch or CuPy finds a CUDA device."""
+    """Return whether torch or CuPy finds a CUDA device."""
     for library, look in (("torch", "torch.cuda"), ("cupy", "cupy.cuda")):
         if importlib.util.find_spec(library) and importlib.import_module(look).is_available():
             return True
@@ -36,11 +36,11 @@ QUICK_IN_JAX = (
     "test_known_answers_of_int32_arrays[",
     *(f"test_float32[jax-{spec}" for spec in ("sign:bucket_size=32,scale=rms", "minmax", "scaled(", "cast")),
 )
-"""What JAX is tested on in the quick run, besides its own tests: rounding, draws, and golden payloads."""
+"""The JAX tests in the quick run, besides JAX's own test folders: rounding, draws, and golden payloads."""
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Leave what every library runs to `make test-all` in JAX, which compiles for every shape, and JAX's doctests."""
+    """Mark as slow the JAX cases of tests for all libraries, since JAX compiles for every shape; and JAX's doctests."""
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.path.parent.name == "jax":
             item.add_marker("slow")
@@ -55,9 +55,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked ``gpu`` where there is none: no emulation runs compiled kernels, so only a GPU can tell.
+    """Skip tests marked ``gpu`` where there is no GPU: no emulation runs compiled kernels.
 
-    `make test` and `make test-all` leave these tests out, so they are skipped only where somebody asks for them.
+    `make test` and `make test-all` deselect these tests, so they are skipped only if someone requests them.
     """
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
         pytest.skip(reason="only a CUDA device can run this, and there is none; see `make test-gpu`")
@@ -74,7 +74,7 @@ def kernels(request):
 
 @pytest.fixture(scope="session")
 def launcher() -> Path:
-    """The mpirun of the environment, which qcomp[dev] brings along."""
+    """The mpirun of the environment, which qcomp[dev] installs."""
     found = Path(sys.executable).parent / "mpirun"
     assert found.exists(), f"no mpirun beside {sys.executable}: pip install 'qcomp[mpi]'"
     return found
@@ -82,17 +82,17 @@ def launcher() -> Path:
 
 @pytest.fixture(scope="session")
 def mpirun(launcher: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run ``python *args`` on n ranks: ``mpirun(n, ["-c", code], timeout=60.0, check=True)``.
+    """Return a function that runs ``python *args`` on n ranks: ``mpirun(n, ["-c", code], timeout=60.0, check=True)``.
 
     A job that does not end in time is killed and fails the test, and so does a non-zero exit unless check is
-    false. Returns the completed process with the ranks' joint stdout and stderr.
+    false. The function returns the completed process with the ranks' joint stdout and stderr.
     """
 
     def run_ranks(
         n: int, args: Sequence[str | Path], *, timeout: float = 60.0, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         command = [str(part) for part in (launcher, "-n", n, sys.executable, "-W", "error", *args)]
-        # The ranks share few cores: one thread for each. And they buffer what they print, as they do by default.
+        # The ranks share few cores, so each gets one thread. They buffer their output, as by default.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         with subprocess.Popen(
             command,
@@ -145,7 +145,7 @@ class Library:
         return np.asarray(x).copy()
 
     def seal(self, value: Any) -> Any:
-        """Make every array within a value read-only where this is the detector, and return the value."""
+        """Make every array within a value read-only if this is the read-only detector; return the value."""
         if self.name != "readonly":
             return value
         if isinstance(value, np.ndarray):
@@ -172,19 +172,19 @@ LIBRARIES = {
 
 @pytest.fixture(params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> Library:
-    """Every library; JAX compiles for every new shape, so give it few."""
+    """Every library. JAX compiles for every new shape, so use few shapes."""
     return Library(request.param)
 
 
 @pytest.fixture(params=[name for name in LIBRARIES if name != "jax"])
 def float64_library(request: pytest.FixtureRequest) -> Library:
-    """The libraries that have float64 without being asked: all but JAX."""
+    """The libraries that support float64 by default: all but JAX."""
     return Library(request.param)
 
 
 @pytest.fixture
 def libraries() -> dict[str, Library]:
-    """All libraries by name, imported before ranks are threads, of which one would see half of one."""
+    """All libraries by name, imported before ranks start as threads, which could see a half-done import."""
     known = {name: Library(name) for name in LIBRARIES}
     assert all(library.xp for library in known.values())
     return known
@@ -192,7 +192,7 @@ def libraries() -> dict[str, Library]:
 
 @dataclass(frozen=True)
 class TorchRank:
-    """What became of a rank of torch.distributed."""
+    """The outcome of one rank of torch.distributed."""
 
     status: int
     out: str
@@ -200,14 +200,14 @@ class TorchRank:
 
 
 class ForkServer:
-    """A process that forks ranks, and the store where they meet, which belongs to none of them."""
+    """A process that forks ranks, and the store where they meet, which outlives them."""
 
     def __init__(self, folder, modules):
         import torch.distributed as dist
 
         self._folder = folder
         self._jobs = itertools.count()
-        # Port 0: the system picks one that is free.
+        # Port 0: the system picks a free one.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py")), *modules],
@@ -218,7 +218,7 @@ class ForkServer:
         )
 
     def environment(self, n):
-        """What torchrun tells its ranks, but for their number; new for each job."""
+        """Return the variables that torchrun sets for its ranks, except their number; new for each job."""
         return {
             "WORLD_SIZE": str(n),
             "LOCAL_WORLD_SIZE": str(n),
@@ -253,7 +253,7 @@ class ForkServer:
 
 @contextmanager
 def started_fork_server(folder: Path, *modules: str) -> Iterator[ForkServer]:
-    """A fork server that has imported torch and these modules."""
+    """A fork server that has imported torch and the given modules."""
     server = ForkServer(folder, modules)
     yield server
     server.process.stdin.close()
@@ -270,7 +270,7 @@ def fork_server(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ddp_fork_server(tmp_path_factory):
-    """One that has imported what DistributedDataParallel imports when it is first used, which takes a second."""
+    """A fork server with DistributedDataParallel's lazy imports already done; these take a second."""
     pytest.importorskip("torch")
     with started_fork_server(tmp_path_factory.mktemp("ranks"), "torch._dynamo") as server:
         yield server
@@ -278,21 +278,21 @@ def ddp_fork_server(tmp_path_factory):
 
 @pytest.fixture
 def torch_ranks(fork_server):
-    """Run code on n ranks of torch.distributed; see `ranks_of`."""
+    """Return a function that runs code on n ranks of torch.distributed; see `ranks_of`."""
     return ranks_of(fork_server)
 
 
 @pytest.fixture
 def ddp_ranks(ddp_fork_server):
-    """Run code on n ranks of torch.distributed that use DistributedDataParallel; see `ranks_of`."""
+    """Return a function that runs code on n ranks of torch.distributed with DistributedDataParallel; see `ranks_of`."""
     return ranks_of(ddp_fork_server)
 
 
 def ranks_of(fork_server):
-    """Return what runs code on n ranks of torch.distributed: ``run_ranks(n, code, timeout=60.0, check=True)``.
+    """Return a function that runs code on n torch.distributed ranks: ``run_ranks(n, code, timeout=60.0, check=True)``.
 
-    A job that does not end in time fails the test, and so does a non-zero exit unless check is false, and anything
-    written to stderr. With `whole_exit` the ranks end as Python does, else at once. Returns what became of each rank.
+    A job that does not end in time fails the test; so does, unless check is false, a non-zero exit or anything written
+    to stderr. With `whole_exit` the ranks exit as Python does, else at once. Returns the outcome of each rank.
     """
 
     def run_ranks(n, code, *, timeout=60.0, check=True, whole_exit=False):

@@ -1,6 +1,6 @@
-"""Forks ranks from a process that has imported torch already: that saves an import for each rank of each job.
+"""Forks ranks from a process that has already imported torch, which saves each rank of each job that import.
 
-Its arguments are further modules that it imports. It reads a job from each line of standard input, and answers with the
+Its arguments are names of further modules to import. It reads one job per line of standard input, and answers with the
 exit status of each rank, as `subprocess.Popen.returncode` has it.
 """
 
@@ -30,7 +30,7 @@ def become_rank(rank, job):
     if job["whole_exit"]:
         exec(code, {"__name__": "__main__"})
         sys.exit()
-    # To take all of torch down is half a second of work; whether that can hang is for a few tests to find out.
+    # Taking all of torch down takes half a second; a few tests check whether that can hang.
     status = 0
     try:
         exec(code, {"__name__": "__main__"})
@@ -63,7 +63,7 @@ def main():
             if left <= 0:
                 for pid in running:
                     os.kill(pid, signal.SIGKILL)
-            # A signal stands for several children, so this asks after each.
+            # One SIGCHLD may stand for several children, so this asks for each of them.
             signal.sigtimedwait([signal.SIGCHLD], max(left, 0.05))
             for pid in tuple(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -74,5 +74,5 @@ def main():
         sys.stdout.flush()
 
 
-if __name__ == "__main__":  # pytest imports it too, to look for doctests
+if __name__ == "__main__":  # pytest also imports this file, to look for doctests
     main()

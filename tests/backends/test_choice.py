@@ -1,4 +1,4 @@
-"""Which kernels work on an array: context before setting before the best that is available before the pure version."""
+"""Which kernels run for an array: a context beats a setting, a setting beats the best available kernel set."""
 
 import importlib.metadata
 import logging
@@ -22,7 +22,7 @@ X = np.ones(3, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def automatic(monkeypatch):
-    """Choose automatically, and know of no earlier choice."""
+    """Select kernels automatically, with all earlier choices forgotten."""
     monkeypatch.setattr(choice, "_default", ("auto", None))
     monkeypatch.setattr(choice, "_choices", {})
     monkeypatch.setattr(choice, "_told", set())
@@ -54,7 +54,7 @@ def test_the_library_the_device_and_the_dtype_decide(x, expected):
     assert qcomp.backends.explain(x).kernels == expected
 
 
-def test_a_context_overrules_a_setting_and_that_the_automatic_choice():
+def test_a_context_overrides_a_setting_and_a_setting_the_automatic_choice():
     assert name(X) == "numba"
     qcomp.backends.set_default("pure")
     assert name(X) == "pure"
@@ -67,7 +67,7 @@ def test_a_context_overrules_a_setting_and_that_the_automatic_choice():
     assert name(X) == "pure"
     qcomp.backends.set_default("numba")
     assert name(X) == "numba"
-    assert name(jnp.ones(3)) == "pure"  # numba was asked for, and cannot
+    assert name(jnp.ones(3)) == "pure"  # numba was requested, but cannot take JAX arrays
 
 
 def test_the_environment_is_the_first_setting(monkeypatch):
@@ -109,13 +109,13 @@ def no_numba(monkeypatch):
 
 
 @pytest.mark.parametrize("call", [qcomp.backends.use, qcomp.backends.set_default])
-def test_what_was_asked_for_and_is_not_installed_is_an_error_with_a_hint(no_numba, call):
+def test_a_requested_set_that_is_not_installed_is_an_error_with_a_hint(no_numba, call):
     with pytest.raises(ImportError, match=r"the kernels 'numba' need .*: pip install 'qcomp\[numba\]'"):
         call("numba")
     assert name(X) == "pure"
 
 
-def test_what_was_not_asked_for_and_is_not_installed_is_logged_once(no_numba, caplog):
+def test_a_missing_set_that_was_not_requested_is_logged_once(no_numba, caplog):
     with caplog.at_level(logging.WARNING, logger="qcomp"):
         for x in (X, X, torch.ones(3), X.astype(np.float16)):
             assert name(x) == "pure"
@@ -134,8 +134,8 @@ def test_an_exception_of_a_running_kernel_is_not_swallowed(monkeypatch):
         qcomp.ScaledSign().compress(X)
 
 
-def test_what_jax_traces_is_left_to_the_pure_version():
-    """It becomes a part of the caller's program."""
+def test_arrays_traced_by_jax_use_the_pure_version():
+    """A traced array becomes a part of the caller's program."""
     x, c = jnp.linspace(-1, 1, 100), qcomp.ScaledSign(bucket_size=64)
     seen = []
 
@@ -152,7 +152,7 @@ def test_what_jax_traces_is_left_to_the_pure_version():
     assert np.asarray(residual).tobytes() == np.asarray(rest).tobytes()
 
 
-def test_a_set_of_another_package_is_used_when_asked_for(monkeypatch):
+def test_a_kernel_set_of_another_package_is_used_on_request(monkeypatch):
     class Theirs:
         name = "theirs"
 
@@ -174,13 +174,13 @@ def test_a_set_of_another_package_is_used_when_asked_for(monkeypatch):
     assert "theirs" in qcomp.backends.names()
     with qcomp.backends.use("theirs"):
         assert name(X) == "theirs"
-        qcomp.ScaledSign().compress(X)  # what it has no kernel for is left to the pure version
+        qcomp.ScaledSign().compress(X)  # it has no kernel for this, so the pure version runs
     assert name(X) == "numba"
 
 
 @pytest.mark.parametrize("old", ["3.2.0", "3.3.1", "2.1.0"])
-def test_a_triton_that_rounds_otherwise_is_not_used(monkeypatch, old):
-    """torch 2.6 and 2.7 bring one; on their GPUs the pure version runs, and a warning says what to install."""
+def test_a_triton_version_that_rounds_differently_is_not_used(monkeypatch, old):
+    """torch 2.6 and 2.7 ship such a Triton; on their GPUs the pure version runs, and a warning says what to install."""
     triton = pytest.importorskip("triton")
     module = registry.BUILT_IN["triton"].module
     monkeypatch.delitem(sys.modules, module, raising=False)

@@ -34,7 +34,7 @@ SMALL_AND_LARGE = (
     qcomp.Scaled(qcomp.QSGD(levels=31, bucket_size=32768)),
     *(qcomp.MinMaxUInt8(bucket_size=b) for b in (8, 16, 32, 65536)),
 )
-"""Buckets of less than a group of elements, of one, of several warps, and of more than a block has threads for; codes
+"""Buckets of less than a group of elements, of one group, of several warps, and of more than a block's threads; codes
 of every width."""
 
 
@@ -51,9 +51,9 @@ emulator = _load_emulator()
 
 @pytest.fixture(scope="session")
 def compiler():
-    """The C++ compiler of the emulation, which no Python package brings along.
+    """The C++ compiler of the emulation; no Python package provides one.
 
-    The tests skip without one, since `make test` promises to need nothing but Python and make.
+    The tests are skipped without one, because `make test` promises to need only Python and make.
     """
     if emulator.COMPILER is None:
         pytest.skip(reason="the emulation of CUDA needs g++, which Python and make do not bring along")
@@ -61,12 +61,12 @@ def compiler():
 
 @pytest.fixture(scope="session")
 def emulated_library(compiler, tmp_path_factory):
-    """The kernels as a shared library; the workers of one test run share it."""
+    """The emulated kernels as a shared library, which all workers of one test run share."""
     return emulator.build(tmp_path_factory.getbasetemp().parent)
 
 
 class Pure:
-    """NumPy without kernels: the definition."""
+    """NumPy arrays without kernels: the reference."""
 
     kernels = None
 
@@ -78,7 +78,7 @@ class Pure:
 
 
 class Emulated:
-    """NumPy's arrays and the emulated machine."""
+    """NumPy arrays and the emulated machine."""
 
     def __init__(self, library, order=0):
         self.runtime = emulator.EmulatedRuntime(library, order)
@@ -100,7 +100,7 @@ def has_bfloat16(cupy):
 
 
 class Device:
-    """CuPy's arrays and a GPU."""
+    """CuPy arrays and a GPU."""
 
     kernels = KERNELS
 
@@ -108,7 +108,7 @@ class Device:
         self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
     def array(self, values, shift=0):
-        # pyproject.toml allows such releases, and there is no array to call the kernels with.
+        # pyproject.toml allows CuPy releases without bfloat16; there is then no array to call the kernels with.
         if values.dtype == DTYPES["bfloat16"] and not has_bfloat16(self.cupy):
             pytest.skip(reason="CuPy before 14 has no arrays of bfloat16, so there is nothing to compress")
         whole = self.cupy.empty(values.size + shift, dtype=values.dtype)
@@ -132,14 +132,14 @@ def sizes_of(bucket_size):
 
 
 def mixed(size, seed):
-    """Return values of very different magnitudes, which a half can hold, some of them zero."""
+    """Return values of very different magnitudes, some of them zero, that fit the range of a half."""
     x = vector("wide", size, seed) * np.float32(2.0**-30)
     x[::7] = 0.0
     return x
 
 
 def all_of(machine, compressor, x, old, total, *, shift=0):
-    """Return the bytes of all that is made of a vector, in arrays that start at a shifted address."""
+    """Return the bytes of all results for a vector, computed in arrays that start at a shifted address."""
 
     def array(values):
         return machine.array(values, shift)
@@ -166,7 +166,7 @@ def spec(compressor):
     return compressor.spec
 
 
-# The widths in between differ in how codes are packed and in nothing else, and are among SMALL_AND_LARGE.
+# The widths in between differ only in how codes are packed, and SMALL_AND_LARGE has them.
 @pytest.mark.parametrize(
     "compressor",
     [
@@ -195,7 +195,7 @@ def test_the_laws_hold_under_the_emulated_kernels(emulated_library, compressor):
 
 @pytest.mark.parametrize("order", [0, 1, 99])
 def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
-    # rms and l2 have the most barriers.
+    # The norms rms and l2 have the most barriers.
     for compressor in (qcomp.ScaledSign(scale="rms"), qcomp.QSGD(bucket_size=2048, norm="l2")):
         x, old = vector("gaussian", 9000, 0), vector("gaussian", 9000, 1)
         found = all_of(Emulated(emulated_library, order), compressor, x, old, x)
@@ -281,8 +281,8 @@ def test_halves_are_rounded_once_to_nearest(machine, dtype):
     [qcomp.ScaledSign(bucket_size=64), *COMPRESSORS[3:12], qcomp.MinMaxUInt8(bucket_size=64)],
     ids=spec,
 )
-def test_any_codes_are_decoded_alike(machine, compressor):
-    # Also those that no encoder makes: levels above the largest, a sign without a level, negative scales.
+def test_arbitrary_codes_decode_as_in_the_pure_version(machine, compressor):
+    # Also codes that no encoder writes: levels above the largest, a sign without a level, negative scales.
     rng = np.random.default_rng(0)
     total = vector("gaussian", 1000, 0)
     layout = compressor.payload_spec(1000)
@@ -320,7 +320,7 @@ def test_a_value_out_of_range_is_flagged_and_the_residual_stays(machine, compres
 
 
 @pytest.mark.parametrize("family", ["sign", "qsgd", "minmax"])
-def test_what_is_blended_is_judged_not_what_it_is_made_of(machine, family):
+def test_the_range_check_applies_to_the_blend_and_not_to_its_parts(machine, family):
     compressor = qcomp.compressor(f"{family}:bucket_size=64")
     small = vector("gaussian", 100, 0)
     # 0.5 * m + scale / 2 * x
@@ -352,7 +352,7 @@ def test_what_is_blended_is_judged_not_what_it_is_made_of(machine, family):
 @pytest.mark.parametrize("bucket_size", [64, 32768])
 @pytest.mark.parametrize("name", ["sign", "qsgd", "minmax"])
 @pytest.mark.parametrize("blended", [False, True])
-def test_where_the_new_residual_lies(machine, name, bucket_size, blended):
+def test_the_new_residual_uses_the_given_buffer_unless_it_is_the_old_one(machine, name, bucket_size, blended):
     compressor = qcomp.compressor(f"{name}:bucket_size={bucket_size}")
     x, old, m = (mixed(40_000, seed) for seed in range(3))
     with use_kernels(None):
@@ -374,7 +374,7 @@ def test_where_the_new_residual_lies(machine, name, bucket_size, blended):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compressor", SMALL_AND_LARGE[4:7] + SMALL_AND_LARGE[-5:], ids=spec)
-def test_a_momentum_is_blended_by_the_encoder_itself(emulated_library, compressor, dtype):
+def test_the_encoder_blends_the_momentum(emulated_library, compressor, dtype):
     machine = Emulated(emulated_library)
     x, m = vector("gaussian", 100, 0), vector("gaussian", 100, 1)
     with use_kernels(machine.kernels):
@@ -402,7 +402,7 @@ def test_the_primitives_without_a_compressor_keep_subnormals(machine):
     assert results[2] == results[0]
 
 
-def test_a_vector_of_any_shape_keeps_it(emulated_library):
+def test_results_keep_the_shape_of_the_vector(emulated_library):
     kernels = Emulated(emulated_library).kernels
     x, old = (vector("gaussian", 6 * 35, seed).reshape(6, 5, 7) for seed in (0, 1))
     c = qcomp.ScaledSign(bucket_size=64)
@@ -416,7 +416,7 @@ def test_a_vector_of_any_shape_keeps_it(emulated_library):
     assert kernels.decode(c, found.data, x, out=None, accumulate=False).shape == x.shape
 
 
-def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
+def test_kernels_decline_unsupported_arguments(emulated_library):
     kernels = Emulated(emulated_library).kernels
     x, sign, qsgd = vector("gaussian", 64, 0), qcomp.ScaledSign(), qcomp.QSGD()
 
@@ -453,11 +453,11 @@ def test_what_the_kernels_leave_to_the_pure_version(emulated_library):
     assert kernels.runtime.launches == []
 
 
-def test_the_cupy_set_takes_arrays_of_cupy_alone():
+def test_the_cupy_set_takes_only_cupy_arrays():
     assert KERNELS.name == "cupy"
     assert not KERNELS.takes(np.zeros(3, dtype=np.float32))
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 64, None, 0), 16)  # nobody reads it
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 64, None, 0), 16)  # never read
     taken = {np.float32: True, np.float16: True, np.float64: False}
     if has_bfloat16(cupy):
         taken[DTYPES["bfloat16"]] = True
@@ -468,7 +468,7 @@ def test_the_cupy_set_takes_arrays_of_cupy_alone():
 
 
 AS_CUPY_COMPILES = (*OPTIONS, "-ftz=true", "--device-as-default-execution-space")
-"""CuPy adds these two to the options of every kernel."""
+"""CuPy adds these two to the compiler options of every kernel."""
 
 
 @functools.cache
@@ -498,7 +498,7 @@ def test_the_compiler_keeps_the_arithmetic(name):
     }
     assert ".ftz" not in ptx
     assert ".f64" not in ptx
-    # Large buckets alone need an array that no register can be.
+    # Only large buckets need an array that does not fit into registers.
     assert (".local" in ptx) == (re.match("(sign|qsgd)_encode(_blended)?_large", name) is not None)
 
 

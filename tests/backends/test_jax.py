@@ -1,4 +1,4 @@
-"""The compiled primitives return the bytes of the pure version, on the device of their arrays."""
+"""Compiled primitives return the bytes of the pure version, on the device of their arrays."""
 
 import os
 import subprocess
@@ -27,17 +27,17 @@ COMPRESSORS = [
     qcomp.Scaled(qcomp.QSGD(levels=3, bucket_size=64)),
 ]
 SIZE = 2 * 64 + 37
-"""Full buckets and a tail with padding. Every other size is compiled anew, which is what takes the time."""
+"""Full buckets and a tail with padding. Other sizes would need a new compilation each, which takes most of the time."""
 
 by_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 
 def results(compressor, x, residual, key=KEY):
-    """Return all that is computed from a vector and a residual, as bytes."""
+    """Return all results computed from a vector and a residual, as bytes."""
     payload, new = qcomp.feedback.compress(compressor, x, residual, key=key)
     plain = compressor.compress(x, key=key)
     decoded = compressor.decompress(payload, like=x)
-    total = compressor.add(payload, residual + 0)  # whose buffer is written to where that is possible
+    total = compressor.add(payload, residual + 0)  # a copy: `add` may write to its buffer
     return {
         "payload": host_bytes(payload.data),
         "residual": host_bytes(new),
@@ -48,7 +48,7 @@ def results(compressor, x, residual, key=KEY):
 
 
 def check(compressor, x, residual, key=KEY):
-    """Compare with NumPy, whose pure version is that of every library."""
+    """Compare with the pure version on NumPy, which gives the same bytes as that of every library."""
     with use_kernels(None):
         expected = results(compressor, x, residual, key)
     with use_kernels(KERNELS):
@@ -58,7 +58,7 @@ def check(compressor, x, residual, key=KEY):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The list of what is compiled: the pure version is called once for each program."""
+    """A list of the traced calls: the pure version is called once for each program that is compiled."""
     calls = []
 
     def spy(name):
@@ -129,7 +129,7 @@ class TestBytes:
                 collected.append([host_bytes(each) for each in (payload.data, new, decoded, total)])
         assert collected[0] == collected[1]
 
-    def test_a_compressor_without_a_program_is_left_to_the_pure_version(self):
+    def test_a_compressor_without_a_program_uses_the_pure_version(self):
         x = jnp.asarray(vector("gaussian", 9, 0))
         for compressor in (qcomp.Identity(), qcomp.Cast(), qcomp.Scaled(qcomp.Identity())):
             assert KERNELS.encode(compressor, x, None, None, out=None, blend=None) is None
@@ -143,7 +143,7 @@ class TestTakes:
         assert not KERNELS.takes(jnp.zeros(3, jnp.int32))
         assert not KERNELS.takes(np.zeros(3, np.float32))
 
-    def test_not_what_is_traced(self):
+    def test_no_traced_arrays(self):
         c, seen = qcomp.ScaledSign(bucket_size=64), []
 
         @jax.jit
@@ -165,7 +165,7 @@ class TestTakes:
 class TestRefusal:
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, LIMIT, -LIMIT])
     @pytest.mark.parametrize("compressor", COMPRESSORS[::2], ids=str)
-    def test_one_value_out_of_range_is_told(self, compressor, bad):
+    def test_one_value_out_of_range_is_refused(self, compressor, bad):
         x, residual = vector("gaussian", SIZE, 0), jnp.zeros(SIZE)
         good = KERNELS.encode(compressor, jnp.asarray(x), residual, KEY, out=None, blend=None)
         assert (good.refused.shape, good.refused.dtype, int(good.refused[0])) == ((1,), jnp.uint8, 0)
@@ -179,7 +179,7 @@ class TestRefusal:
             with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError):
                 compressor.compress(jnp.asarray(x), key=KEY)
 
-    def test_it_is_the_compensated_value_that_counts(self):
+    def test_the_compensated_value_must_be_in_range(self):
         below = np.full(SIZE, np.nextafter(np.float32(LIMIT), np.float32(0)), np.float32)
         c = COMPRESSORS[0]
         for x, residual, refused in ((below, 0 * below, 0), (below, below, 1), (below, -below, 0)):
@@ -188,7 +188,7 @@ class TestRefusal:
 
 
 class TestKeys:
-    def test_another_key_is_no_other_program(self, traced):
+    def test_another_key_needs_no_other_program(self, traced):
         c, x = qcomp.QSGD(levels=7, bucket_size=32), jnp.asarray(vector("gaussian", 77, 0))
         payloads = set()
         with use_kernels(KERNELS):
@@ -223,7 +223,7 @@ class TestKeys:
             key,
         )
 
-    def test_what_is_wrong_with_a_key_is_said(self):
+    def test_errors_name_what_is_wrong_with_a_key(self):
         c, x = qcomp.QSGD(levels=7, bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
         with use_kernels(KERNELS):
             for key, error, said in (
@@ -273,7 +273,7 @@ class TestArithmetic:
 
     @pytest.mark.parametrize(("beta1", "scale"), [(0.9, 1.0), (0.95, 0.3), (0.0, 1.0), (1 / 3, 1e-3)])
     def test_momentum(self, beta1, scale):
-        """XLA would contract the products and the sum; on these values that shows."""
+        """XLA would contract the products and the sum; these values reveal that."""
         m, g = wide(1), wide(2)
         expected = pure(lambda: primitives.momentum(m, g, beta1, scale))
         assert host_bytes(KERNELS.momentum(m, g, beta1, scale)) == host_bytes(expected)
@@ -296,7 +296,7 @@ class TestArithmetic:
         got = KERNELS.frozen_step(p, m, v, numbers)
         assert [host_bytes(each) for each in got] == [host_bytes(each) for each in expected]
 
-    def test_what_is_not_alike_is_left_to_the_pure_version(self):
+    def test_arrays_of_mixed_shapes_or_dtypes_use_the_pure_version(self):
         x, half = jnp.zeros(3), jnp.zeros(3, jnp.bfloat16)
         numbers = StepNumbers(1.0, 1.0, 1.0, 1.0)
         assert KERNELS.momentum(x, half, 0.9, 1.0) is None
@@ -380,7 +380,7 @@ assert not KERNELS.takes(jax.device_put(np.zeros(4, np.float32), both))
 
 @pytest.mark.slow
 def test_second_device_and_float64():
-    """In a process of its own: both are settings of the start of JAX."""
+    """Run in a process of its own: JAX reads both settings when it starts."""
     environment = os.environ | {
         "JAX_ENABLE_X64": "1",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: where nobody else can write, since loading one runs code in it."""
+"""Compiled kernels are cached only where nobody else can write, because loading one runs its code."""
 
 import importlib.util
 import logging
@@ -15,7 +15,7 @@ from qcomp.backends.private_folder import private_folder
 
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
-    """Return the user's cache directory, an empty one."""
+    """Return an empty directory as the user's cache directory."""
     caches = tmp_path / "caches"
     caches.mkdir(mode=0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
@@ -41,19 +41,19 @@ class TestFolder:
         assert mode_of(folder) == mode_of(folder.parent) == 0o700
         assert private_folder("a") == folder
 
-    def test_one_that_others_can_read_is_closed_to_them(self, caches):
+    def test_a_folder_that_others_can_read_is_made_private(self, caches):
         private_folder("a").chmod(0o755)
         assert mode_of(private_folder("a")) == 0o700
 
     @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
     @pytest.mark.parametrize("which", ["a", "."])
-    def test_one_that_others_can_write_to_is_refused(self, caches, mode, which):
+    def test_a_folder_that_others_can_write_to_is_refused(self, caches, mode, which):
         private_folder("a")
         (caches / "qcomp" / which).chmod(mode)
         with pytest.raises(PermissionError, match=r"^others can write to .*qcomp"):
             private_folder("a")
 
-    def test_one_of_somebody_else_is_refused(self, caches, monkeypatch):
+    def test_a_folder_of_another_user_is_refused(self, caches, monkeypatch):
         private_folder("a")
         somebody = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: somebody)
@@ -69,15 +69,15 @@ class TestFolder:
         with pytest.raises(PermissionError, match=r"a is a link$"):
             private_folder("a")
 
-    def test_so_is_a_place_where_everybody_can_replace_it(self, caches):
+    def test_a_parent_where_everybody_can_replace_the_folder_is_refused(self, caches):
         caches.chmod(0o777)
         with pytest.raises(PermissionError, match=r"^everybody can replace what is in .*caches$"):
             private_folder("a")
-        caches.chmod(0o1777)  # as of /tmp, where only owners replace
+        caches.chmod(0o1777)  # like /tmp: only the owner of a file can replace it
         private_folder("a")
 
     @pytest.mark.parametrize("given", ["", "relative/folder"])
-    def test_a_relative_cache_directory_counts_as_none(self, tmp_path, monkeypatch, given):
+    def test_a_relative_cache_directory_is_ignored(self, tmp_path, monkeypatch, given):
         monkeypatch.setenv("XDG_CACHE_HOME", given)
         monkeypatch.setenv("HOME", str(tmp_path))
         assert private_folder("a") == tmp_path / ".cache" / "qcomp" / "a"
@@ -94,8 +94,8 @@ def times(x):
 
 @pytest.fixture
 def times(tmp_path, monkeypatch):
-    """Write a module with a kernel, and return the kernel."""
-    # Python would take the bytecode of a source of the same second and size for that of the next one.
+    """Return a function that writes a module with a kernel and returns that kernel."""
+    # Python would take the bytecode for up to date if the next source had the same second and size.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def write(factor):
@@ -114,7 +114,7 @@ def hits(kernel):
 
 
 class TestKernels:
-    def test_they_are_kept_there(self, caches, times):
+    def test_compiled_kernels_are_kept_in_the_cache(self, caches, times):
         first, second = times(2), times(2)
         assert (first(21), hits(first)) == (42, 0)
         assert (second(21), hits(second)) == (42, 1)
@@ -123,7 +123,7 @@ class TestKernels:
         assert {path.suffix for path in folder.iterdir()} == {".nbi", ".nbc"}
 
     def test_another_source_is_compiled_again(self, caches, times):
-        """Its bytecode is the same: only a constant differs."""
+        """Its bytecode is the same; only a constant differs."""
         assert times(2)(21) == 42
         other = times(3)
         assert (other(21), hits(other)) == (63, 0)
@@ -151,7 +151,7 @@ class TestKernels:
             "set NUMBA_CACHE_DIR to a folder of your own"
         )
 
-    def test_functions_of_others_are_kept_where_numba_keeps_them(self, caches):
+    def test_numba_functions_of_users_stay_in_the_cache_of_numba(self, caches):
         @numba.njit(cache=True)
         def of_a_user(x):
             return x + 1

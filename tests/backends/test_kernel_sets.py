@@ -1,4 +1,4 @@
-"""Kernel sets return the bytes of the pure version, everywhere in the library."""
+"""Kernel sets return the bytes of the pure version everywhere in the library."""
 
 import array_api_strict
 import numpy as np
@@ -31,7 +31,7 @@ QUICK = (
     qcomp.MinMaxUInt8(64),
     qcomp.TopK(20, 512, 2, "fixed"),
 )
-"""Compressors of each kernel; `make test-all` has every width of a code."""
+"""Compressors for each kernel; `make test-all` covers every width of a code."""
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_same_bytes(compressor):
     ids=["first", "others"],
 )
 def test_same_bytes_in_other_arrays(xp, compressors):
-    """The same kernels on the same memory; what differs is how arrays come in and go out."""
+    """The same kernels on the same memory; only the conversion of inputs and results differs."""
     check_kernels(KERNELS, xp, compressors=compressors, max_examples=3)
 
 
-def test_arrays_of_other_libraries_are_left_to_the_pure_version():
+def test_arrays_of_other_libraries_use_the_pure_version():
     x = array_api_strict.asarray(vector("gaussian", 1000, 0))
     assert not KERNELS.takes(x)
     with qcomp.backends.use("numba"):
@@ -76,7 +76,7 @@ def test_arrays_of_other_libraries_are_left_to_the_pure_version():
     ids=str,
 )
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
-    """As if small ones were large: at every alignment, with a tail."""
+    """With the size limit lowered, so that small results count as large: at every alignment, with a tail."""
     monkeypatch.setattr(codec, "pays", lambda size: True)
     x = vector("wide", 1001, 0)
     payload = compressor.compress(x, key=qcomp.Key())
@@ -91,8 +91,8 @@ def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, off
 
 
 @pytest.mark.parametrize("compressor", [*FEEDBACK, WIDE], ids=str)
-def test_a_value_out_of_range_is_refused_also_where_it_is_overwritten(compressor):
-    """x + residual is too large, x + 2 residual is not: who looks at the donated x afterwards sees nothing."""
+def test_a_value_out_of_range_is_refused_even_if_it_is_overwritten(compressor):
+    """x + residual is too large, x + 2 residual is not: a check after donated x is overwritten finds nothing."""
     x, residual = np.full(200, np.float32(1.0)), np.zeros(200, dtype=np.float32)
     x[70], residual[70] = 1.5 * 2.0**100, -0.4 * 2.0**100
 
@@ -120,7 +120,7 @@ def test_the_contract_holds_under_kernels(compressor):
         check_compressor(compressor)
 
 
-def test_compressors_of_others_are_left_to_the_pure_version():
+def test_compressors_of_other_packages_use_the_pure_version():
     class Louder(qcomp.ScaledSign):
         def decode_block(self, codes, scales):
             return 2 * super().decode_block(codes, scales)
@@ -185,7 +185,7 @@ def test_kernels_are_really_used():
     ],
     ids=str,
 )
-def test_which_compressors_are_not_left_to_the_pure_version(compressor, has_kernels):
+def test_which_compressors_have_kernels(compressor, has_kernels):
     x = vector("gaussian", 100, 0)
     how = {"out": None, "blend": None}
     data = compressor.compress(x, key=qcomp.Key()).data

@@ -1,4 +1,4 @@
-"""How much memory a compressed mean needs, and that what it donates is its own."""
+"""The memory that a compressed mean needs, and that it donates only arrays of its own."""
 
 import tracemalloc
 
@@ -15,7 +15,7 @@ from qcomp.backends.numba_cpu import release_memory
 N = (1 << 18) + 1001
 COMPRESSORS = ["sign", "sign:scale=rms", "scaled(qsgd)", "minmax"]
 SLACK = 64 * 1024
-"""Bytes for Python's own objects and the kernels' scratch of a few buckets."""
+"""Bytes for Python's own objects and for the kernels' scratch space of a few buckets."""
 
 
 def values(rank, step):
@@ -23,7 +23,7 @@ def values(rank, step):
 
 
 def exchanged(allreduce, ranks, key):
-    """Run a world in lockstep; return the states and what rank 0 sent and received in every stage."""
+    """Run a world in lockstep; return the states, and what rank 0 sent and received in every stage."""
     states = [allreduce.zeros([values(0, 0)], rank=rank, size=ranks) for rank in range(ranks)]
     computations = [allreduce.stages(values(rank, 0), states[rank], key=key) for rank in range(ranks)]
     arrived = [None] * ranks
@@ -40,12 +40,12 @@ def exchanged(allreduce, ranks, key):
 
 
 def peak_of(stages, traffic):
-    """Return the bytes that one rank allocates at most, over what there is at the start, and what it returns."""
-    release_memory()  # of what is used again there would be nothing to see
+    """Return the most bytes that one rank allocates beyond those at the start, and its result."""
+    release_memory()  # else the stages would reuse idle buffers, and no allocation would be seen
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     try:
-        next(stages)  # who moves buffers lets go of them
+        next(stages)  # a driver that moves buffers drops its references
         for _, arrived in traffic:
             try:
                 stages.send(arrived)
@@ -75,7 +75,7 @@ def test_a_mean_needs_its_results_the_payloads_and_one_chunk(spec, ranks, donate
 
 
 def test_the_measurement_sees_a_copy():
-    """What the bound is there for: one float32 copy of the input more would exceed it."""
+    """The bound is tight: it excludes one more float32 copy of the input."""
     allreduce = qcomp.CompressedMean(qcomp.ScaledSign())
     with qcomp.backends.use("numba"):
         states, traffic = exchanged(allreduce, 4, qcomp.Key())
@@ -91,7 +91,7 @@ def test_the_measurement_sees_a_copy():
 
 
 @pytest.mark.parametrize("spec", COMPRESSORS)
-def test_a_refusal_elsewhere_leaves_the_state_as_it_was_also_with_donation(lockstep, spec):
+def test_a_refusal_on_another_rank_leaves_the_state_unchanged_even_with_donation(lockstep, spec):
     allreduce = qcomp.CompressedMean(qcomp.compressor(spec))
     with qcomp.backends.use("numba"):
         tensors = [values(0, 0)]
@@ -107,7 +107,7 @@ def test_a_refusal_elsewhere_leaves_the_state_as_it_was_also_with_donation(locks
     assert [[r.tobytes() for r in (*s.worker, *s.server)] for s in states] == before
 
 
-def test_what_is_not_donated_is_not_touched(lockstep):
+def test_arrays_that_are_not_donated_are_not_written_to(lockstep):
     allreduce = qcomp.CompressedMean(qcomp.ScaledSign())
     with qcomp.backends.use("numba"):
         states = [allreduce.zeros([values(0, 0)], rank=rank, size=2) for rank in range(2)]
@@ -120,7 +120,7 @@ def test_what_is_not_donated_is_not_touched(lockstep):
 
 @pytest.mark.parametrize("opt", [qcomp.OneBitAdam, qcomp.QAdam], ids=lambda o: o.__name__)
 def test_a_step_writes_to_nothing_that_was_passed_in(opt):
-    """Optimizers donate what they have made themselves; gradients, parameters and the old state are the caller's."""
+    """Optimizers donate only arrays that they made; gradients, parameters and the old state belong to the caller."""
     optimizer = opt(learning_rate=0.1, freeze=1, exact=None, variance_steps=None)
 
     def rank_main(comm):

@@ -31,7 +31,7 @@ from qcomp.backends.numba_cpu import vectors as passes
 F = np.float32
 KEY = qcomp.Key(seed=2**40 + 5, step=3, tensor=2, rank=1, hop=1, bucket=7)
 
-# The first example of a configuration compiles its kernel, unless that is cached.
+# The first example of a configuration compiles its kernel unless the cache has it.
 checked = settings(
     max_examples=80, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -81,16 +81,16 @@ class Case:
 
     @property
     def bucket(self):
-        """Elements of a bucket of the kernels."""
+        """The number of elements in a bucket of the kernels."""
         return identity.RUN if self.compressor.name == "identity" else self.compressor.traits.bucket_size
 
     def unwrapped(self):
-        """Return the QSGD inside, and the elements of a bucket if it is filled up with zeros."""
+        """Return the QSGD inside, and the size of its buckets if they are filled up with zeros (else None)."""
         c = self.compressor
         return (c.compressor, self.bucket) if c.name == "whole_fields" else (c, None)
 
     def buffer(self, size):
-        """Return room for the payload, filled with what must not survive, at an odd address."""
+        """Return a buffer for the payload at an odd address, filled with bytes that the kernel must overwrite."""
         nbytes = self.compressor.payload_spec(size).nbytes
         return np.full(nbytes + 1, 0xA5, dtype=np.uint8)[1:]
 
@@ -308,7 +308,7 @@ def test_mean_over_ranks(count):
 @pytest.mark.parametrize("family", ["tiny", "wide"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
 def test_an_average_is_divided_as_a_sum_is(count, family):
-    """By a power of two it is multiplied, which rounds alike, also into and out of what counts as zero."""
+    """By a power of two it is a multiplication, which rounds alike, also to and from subnormals (which count as 0)."""
     compressor = qcomp.MinMaxUInt8(bucket_size=64)
     xs = [vector(family, 5000, rank) for rank in range(count)]
     xs[0][:64] = F(2.0**-126) * (1 + np.arange(64, dtype=F) / 64)  # halves of it are subnormal, and zero
@@ -344,7 +344,7 @@ def test_nesterov(m, data):
 
 @pytest.mark.parametrize("size", [1, 9, 4095, 4097, 70_000])
 def test_in_range(size):
-    """Where `compensate` changes nothing and refuses nothing, and nowhere else."""
+    """True exactly where `compensate` changes nothing and refuses nothing."""
     x = vector("gaussian", size, 0)
     assert kernels.in_range(x)
     assert kernels.in_range(np.zeros_like(x))

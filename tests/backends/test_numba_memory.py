@@ -1,4 +1,4 @@
-"""Buffers that are used again: by whom, when, and how many are kept."""
+"""Reuse of buffers: by whom, when, and how many are kept."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from qcomp.backends.numba_cpu import memory
 from qcomp.backends.numba_cpu.memory import empty
 
 LARGE = 1 << 18
-"""Float32 of the smallest buffer that is used again."""
+"""The number of float32 elements in the smallest buffer that is reused."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def address(x):
 
 
 def idle(stock):
-    """Return the bytes that lie idle, after another buffer was asked for."""
+    """Return the number of idle bytes after another buffer was requested."""
     empty((LARGE + 1,))
     return sum(block.nbytes for block in stock._idle)
 
@@ -49,7 +49,7 @@ def test_memory_is_used_again_when_nobody_refers_to_it():
 @pytest.mark.parametrize(
     "keep", [lambda x: x[5:], lambda x: x.reshape(2, -1).T, lambda x: x.view(np.uint8), memoryview]
 )
-def test_a_part_keeps_the_whole(keep):
+def test_a_view_of_a_part_keeps_the_whole_buffer(keep):
     x = empty((2 * LARGE,))
     before, part = address(x), keep(x)
     del x
@@ -68,7 +68,7 @@ def test_a_tensor_keeps_its_memory():
     assert address(empty((LARGE,))) == before
 
 
-def test_two_in_use_are_two():
+def test_two_buffers_in_use_are_distinct():
     buffers = [empty((LARGE,)) for _ in range(5)]
     for number, x in enumerate(buffers):
         x[:] = number
@@ -76,7 +76,7 @@ def test_two_in_use_are_two():
     assert len({address(x) for x in buffers}) == 5
 
 
-def test_small_ones_and_other_sizes_are_left_alone():
+def test_small_buffers_and_other_sizes_are_not_reused():
     x, y = empty((LARGE - 1,)), empty((LARGE,))
     before = address(y)
     assert type(x.base) is type(None)
@@ -86,7 +86,7 @@ def test_small_ones_and_other_sizes_are_left_alone():
     assert empty(()).shape == ()
 
 
-def test_no_more_is_kept_than_is_in_use_or_a_constant(stock, monkeypatch):
+def test_idle_memory_is_limited_to_the_memory_in_use_or_a_constant(stock, monkeypatch):
     monkeypatch.setattr(memory, "_KEPT", 5 * 4 * LARGE)
     buffers = [empty((LARGE,)) for _ in range(20)]
     del buffers[:8]
@@ -98,7 +98,7 @@ def test_no_more_is_kept_than_is_in_use_or_a_constant(stock, monkeypatch):
     assert address(empty((LARGE,)))
 
 
-def test_what_was_handed_back_first_is_given_up_first(stock, monkeypatch):
+def test_the_oldest_idle_buffer_is_freed_first(stock, monkeypatch):
     monkeypatch.setattr(memory, "_KEPT", 8 * LARGE + 100)
     for size in (LARGE, LARGE + 8, LARGE + 16):
         x = empty((size,))
@@ -108,7 +108,7 @@ def test_what_was_handed_back_first_is_given_up_first(stock, monkeypatch):
     assert [block.nbytes for block in stock._idle] == [4 * (LARGE + 8), 4 * (LARGE + 16)]
 
 
-def test_from_several_threads_at_once():
+def test_several_threads_may_allocate_at_once():
     seen = []
 
     def work(number):
@@ -128,8 +128,8 @@ def test_from_several_threads_at_once():
     assert not seen
 
 
-def test_in_a_cycle_that_is_collected_at_any_time():
-    """The lock may be held by this very thread then: a buffer must come back without it."""
+def test_a_buffer_in_a_reference_cycle_may_be_collected_at_any_time():
+    """This very thread may hold the lock then: a buffer must come back without taking it."""
     for _ in range(50):
         knot = [empty((LARGE,))]
         knot.append(knot)
@@ -151,15 +151,15 @@ print(os.waitpid(child, 0)[1])
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_does_not_wait_for_a_lock():
-    """In a process of its own: this one has threads, of which a child of it would have none."""
+    """Run in a process of its own: the child must be forked from a process without other threads."""
     done = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["0"]
 
 
-def test_what_a_mean_returns_stays_when_the_next_is_taken():
-    """Means and residuals of older steps, kept by somebody, are as they were."""
+def test_results_of_a_mean_survive_later_means():
+    """Means and residuals of older steps that a caller keeps do not change."""
     mean = qcomp.CompressedMean(qcomp.ScaledSign(), topology="two_phase")
     comm = qcomp.comm.LocalCommunicator.alone()
     x = np.random.default_rng(0).standard_normal(2 * LARGE, dtype=np.float32)
@@ -175,7 +175,7 @@ def test_what_a_mean_returns_stays_when_the_next_is_taken():
     assert len({address(result) for result, *_ in kept}) == 4
 
 
-def test_it_is_given_back_on_demand(stock):
+def test_idle_memory_is_freed_on_request(stock):
     del_me = empty((LARGE,))
     del del_me
     numba_cpu.release_memory()

@@ -1,4 +1,4 @@
-"""All kernels that a training needs are compiled when it begins."""
+"""All kernels that training needs are compiled when it begins."""
 
 import json
 import os
@@ -71,7 +71,7 @@ print(json.dumps(late))
 
 
 def kernels_compiled_late(*how):
-    """Return which kernels steps had to compile, or to read from the cache, for each of some optimizers."""
+    """Return, by optimizer, the kernels that steps had to compile or to read from the cache; and what stderr said."""
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, *how],
         env={**os.environ, "QCOMP_KERNELS": "numba"},
@@ -86,7 +86,7 @@ def kernels_compiled_late(*how):
 
 @pytest.fixture(scope="module")
 def compiled_late():
-    """Which kernels steps had to compile; afterwards all are in the cache."""
+    """The kernels that steps had to compile; afterwards all are in the cache."""
     return kernels_compiled_late()[0]
 
 
@@ -97,18 +97,18 @@ def test_no_step_compiles_anything(compiled_late):
 
 
 @pytest.mark.parametrize("how", ["lazily", pytest.param("for the first compressor", marks=pytest.mark.slow)])
-def test_it_is_seen_if_a_step_does(how):
+def test_a_step_that_compiles_is_detected(how):
     late, _ = kernels_compiled_late(how)
     assert "_encode" in late["sign"]
 
 
-def test_nothing_is_said_if_all_is_in_the_cache(compiled_late):
+def test_a_full_cache_needs_no_message(compiled_late):
     _, said = kernels_compiled_late()
     assert "compiling" not in said
 
 
 @pytest.mark.slow
-def test_it_is_said_once_that_kernels_are_compiled(tmp_path):
+def test_compiling_is_announced_once(tmp_path):
     script = (
         "import numpy as np, qcomp\n"
         "comm = qcomp.comm.LocalCommunicator.alone()\n"
@@ -129,7 +129,7 @@ def test_it_is_said_once_that_kernels_are_compiled(tmp_path):
 
 @dataclass(frozen=True, eq=False)
 class Choosy(qcomp.Identity):
-    """A compressor of another package, which takes vectors of one size."""
+    """A compressor of another package, which accepts vectors of one size only."""
 
     name: ClassVar[str] = "choosy"
     sizes: list[int] = field(default_factory=lambda: [40])

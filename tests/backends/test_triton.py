@@ -1,7 +1,7 @@
-"""The Triton kernels return the bytes of the pure version: in Triton's interpreter, and on a device where there is one.
+"""The Triton kernels return the bytes of the pure version: in Triton's interpreter, and on a device if there is one.
 
-The interpreter must be asked for before Triton is imported, and would be there for all other tests: so this file, run
-as a program with the names of checks, makes these on the CPU.
+The interpreter must be selected before Triton is imported, and would then run in all other tests too. So this file,
+run as a program with the names of checks, performs these on the CPU.
 """
 
 import os
@@ -52,7 +52,7 @@ CASES = (
     (qcomp.MinMaxUInt8(8), 5),
     (qcomp.MinMaxUInt8(512), 130),
 )
-"""Compressors, and the elements of the tail: codes of every width, and tiles of many buckets and of one."""
+"""Compressors, and the size of the tail: codes of every width, tiles of one bucket and of many."""
 ONE_OF_EACH = (qcomp.ScaledSign(64), qcomp.QSGD(7, 64), qcomp.LloydMax(4, 64), qcomp.MinMaxUInt8(64))
 LARGEST = (
     qcomp.ScaledSign(32768),
@@ -61,7 +61,7 @@ LARGEST = (
     qcomp.MinMaxUInt8(32768),
 )
 KEY = qcomp.Key(seed=2**64 - 3, step=2**33, tensor=5, rank=1, hop=3, bucket=2**30 - 3)
-"""Of a stream whose counters wrap around within buckets of 32."""
+"""A key of a stream whose counters wrap around within buckets of 32."""
 
 
 def on(device, x):
@@ -77,7 +77,7 @@ def encode(c, x, residual=None, *, key=KEY, out=None, blend=None):
 
 
 def every_family(bucket_size, tail):
-    """Return a vector with values of all families, in two buckets or more, and a tail."""
+    """Return a vector with values of all families, in at least two buckets and a tail."""
     size = max(320, 2 * bucket_size)
     parts = [
         vector(family, size, 0)[i * size // 10 : (i + 1) * size // 10] for i, family in enumerate(FAMILIES)
@@ -86,13 +86,13 @@ def every_family(bucket_size, tail):
 
 
 def halves(bucket_size, tail, dtype):
-    """Return numbers of 16 bits: a wide range down to the subnormal ones, ties and zeros."""
+    """Return 16-bit floating-point numbers: a wide range down to subnormals, ties and zeros."""
     x = np.concatenate([vector("wide", bucket_size, 0) * 1e-3, vector("ties", bucket_size + tail, 0)])
     return torch.from_numpy(np.clip(x, -9e3, 9e3)).to(dtype)
 
 
 def compare(device, c, x, residual):
-    """Compare all results for one vector."""
+    """Compare all results for one vector with those of the pure version."""
     there, old = x.to(device), residual.to(device)
     with use_kernels(None):
         plain = primitives.encode(c, x, None, KEY)
@@ -114,7 +114,7 @@ def compare(device, c, x, residual):
     assert raw(mixed.data) == raw(blended.data), f"payload of a momentum, {what}"
     assert raw(mixed.residual) == raw(blended.residual), f"residual of a momentum, {what}"
     if x.dtype == torch.bfloat16 and device == "cpu":
-        return  # Triton's interpreter cuts what devices round to the nearest bfloat16
+        return  # Triton's interpreter truncates where devices round to the nearest bfloat16
     result = KERNELS.decode(c, got.data, there, out=None, accumulate=False)
     assert raw(result) == raw(decoded), f"decompressed {what}"
     assert result.shape == x.shape
@@ -137,7 +137,7 @@ def check_16_bits(device):
 
 
 def check_nearest_levels(device):
-    """Many buckets, as cut steps hide most differences of sums; and root mean squares around the smallest number."""
+    """Many buckets, as truncated steps hide most differences of sums; root mean squares near the smallest number."""
     many, old = vector("gaussian", 4099, 0), torch.zeros(4099)
     for bits in (2, 3, 4):
         for x in (many, many * np.float32(2.0**-126)):
@@ -145,7 +145,7 @@ def check_nearest_levels(device):
 
 
 def check_shapes(device):
-    """A tail alone, one element, several dimensions, and the largest buckets."""
+    """A lone tail, one element, several dimensions, and the largest buckets."""
     for c in ONE_OF_EACH:
         for shape in ((1,), (23,), (4, 5, 16)):
             x = torch.from_numpy(vector("gaussian", int(np.prod(shape)), 0).reshape(shape))
@@ -156,7 +156,7 @@ def check_shapes(device):
 
 
 def check_buffers(device):
-    """The new residual in the buffer of x, in a given one, never in that of the old one."""
+    """The new residual goes into the buffer of x or into a given one, never into that of the old residual."""
     x, old = vector("gaussian", 201, 0), vector("ties", 201, 1)
     for c in ONE_OF_EACH:
         with use_kernels(None):
@@ -175,7 +175,7 @@ def check_buffers(device):
 
 
 def check_offsets(device):
-    """Slices of tensors that start where nothing is aligned."""
+    """Slices of tensors that start at unaligned addresses."""
     x, old = vector("gaussian", 201, 0), vector("ties", 201, 1)
     for c in ONE_OF_EACH:
         with use_kernels(None):
@@ -213,7 +213,7 @@ def check_refusals(device):
         with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError):
             qcomp.feedback.compress(c, on(device, x), old, key=KEY, donate=True)
         assert raw(old) == kept
-        # The sum of a bucket is above the limit, but no element is.
+        # The sum of a bucket is above the limit although no element is.
         x = torch.full((150,), 2.0**100 * (1 - 2**-24))
         with use_kernels(None):
             expected = primitives.encode(c, x, torch.zeros(150), KEY)
@@ -243,7 +243,7 @@ def check_updates(device):
 
 
 def check_draws(device):
-    """The published answer for key and counter zero, and any others."""
+    """The published answer for key and counter zero, and other draws."""
     words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     keys = [((0, 0), 0, 0, words)]
     for seed, hop, first in ((0, 1, 2**32 - 1), (2**64 - 1, 2**32 - 1, 5), (1, 0, 2**31)):
@@ -262,7 +262,7 @@ def _draw(drawn, seed: tl.uint64, hop: tl.uint32, first_block: tl.uint32, AT: tl
 
 
 class _Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts the operations that torch is asked to do."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +274,7 @@ class _Operations(TorchDispatchMode):
 
 
 def check_waits_for_nothing(device):
-    """Nothing is read from the device, and nothing allocated but the results."""
+    """Nothing is read from the device, and only the results are allocated."""
     for c in ONE_OF_EACH:
         x, old = on(device, vector("gaussian", 700, 0)), on(device, vector("gaussian", 700, 1))
         total = x.clone()
@@ -286,7 +286,7 @@ def check_waits_for_nothing(device):
         made = sum(
             count for name, count in seen.items() if name in ("empty", "zeros", "empty_like", "new_empty")
         )
-        # Payload, residual and flag; the interpreter makes empty shells around what it is given.
+        # Payload, residual and flag; the interpreter makes empty shells around its arguments.
         assert made == 3 or device == "cpu", seen
 
 
@@ -319,7 +319,7 @@ def check_what_is_left_to_the_pure_version(device):
 
 
 class _NoDevice:
-    """A driver with which Triton compiles for a device that is not there."""
+    """A driver that lets Triton compile for a device that is absent."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -332,10 +332,10 @@ class _NoDevice:
 
 
 def check_contract(compressor):
-    """The laws hold with these kernels; those of vectors for one with values of all families.
+    """The laws hold with these kernels; the laws about vectors are checked for one vector with values of all families.
 
-    What results depend on is the same for all kernels, and those of averages are laws of the bytes. NaN at all places
-    takes minutes in the interpreter: `check_refusals` has some.
+    Laws about dependence on inputs are the same for all kernels, and laws about averages concern bytes. NaN in every
+    place takes minutes in the interpreter: `check_refusals` tries some places.
     """
     case, x = Case(compressor, torch), every_family(compressor.bucket_size, 5)
     with use_kernels(KERNELS):
@@ -352,7 +352,7 @@ def check_contract(compressor):
 
 
 def check_compiled_code(device):
-    """What is compiled for a GPU rounds every operation, loads 16 bytes at a time, and serves all sizes and keys."""
+    """Code compiled for a GPU rounds every operation, loads 16 bytes at a time, and serves all sizes and keys."""
     triton.runtime.driver.set_active(_NoDevice())
     run, launched = JITFunction.run, []
 
@@ -371,7 +371,7 @@ def check_compiled_code(device):
 
     ptx = ""
     for what, wide_loads, launch in (
-        # 16 elements of each input for a thread; the masked loads of a tail come one by one besides.
+        # 16 elements of each input per thread; the masked loads of a tail are single loads besides.
         ("sign", 8, lambda: encode(qcomp.ScaledSign(), f32, f32)),
         ("sign of float16", 6, lambda: encode(qcomp.ScaledSign(scale="rms"), f16, f32)),
         ("sign of a momentum", 12, lambda: encode(qcomp.ScaledSign(), f32, f32, blend=Blend(f32, 0.9, 1.0))),
@@ -460,7 +460,7 @@ def run_this_file(*checks, cache, timeout=110, **environment):
 
 LONGER = ("check_16_bits", "check_nearest_levels"), ("check_shapes",)
 QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", *LONGER[0], *LONGER[1])]
-"""Those of which several take no longer than it takes to start."""
+"""Checks so short that running several together takes less time than one start."""
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_on_a_device(check):
 
 
 if __name__ == "__main__":
-    # Values out of range are meant; a device does not remark on them either.
+    # Values out of range are intended here; a device does not warn about them either.
     np.seterr(all="ignore")
     for name in sys.argv[1:]:
         {**CHECKS, **CONTRACTS, "check_compiled_code": check_compiled_code}[name]("cpu")

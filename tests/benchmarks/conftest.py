@@ -1,4 +1,4 @@
-"""The benchmarks are programs beside the package; their folder is where they import each other from."""
+"""Benchmarks are programs beside the package; they import each other from their folder."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 @pytest.fixture
 def run_program(monkeypatch, tmp_path):
-    """Run the ``main`` of a benchmark with options, and return the folder with what it wrote."""
+    """Run the ``main`` of a benchmark with options; return the folder that it wrote to."""
     threads = torch.get_num_threads()
 
     def run(program, *options):
@@ -25,9 +25,9 @@ def run_program(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def allowed():
-    """Containers often give root, and yet refuse to make network namespaces: only a trial tells.
+    """Skip unless this process may make network namespaces; containers often give root but refuse them, so try it.
 
-    Without the right nothing can stand in for the kernel's queues. Tests without root check all else of the benchmark.
+    Nothing can replace the kernel's queues. Tests without root check the rest of the benchmark.
     """
     from network import shaped
 

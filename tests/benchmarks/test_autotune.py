@@ -1,4 +1,4 @@
-"""The page on Autotune is made of the files of its runs."""
+"""The page on Autotune is generated from the files of its runs."""
 
 import json
 

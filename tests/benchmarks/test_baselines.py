@@ -1,4 +1,4 @@
-"""What the kernels are compared with does what it says."""
+"""The baselines that the kernels are compared with do what they claim."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def vectors():
     return rng.standard_normal(SIZE, dtype=np.float32), rng.standard_normal(SIZE, dtype=np.float32)
 
 
-def test_numpy_packs_the_signs_and_keeps_what_is_lost(vectors):
+def test_numpy_packs_the_signs_and_keeps_the_residual(vectors):
     x, residual = vectors
     codes, scales, lost = baselines.numpy_sign_encode(x, residual, BUCKET)
     p = x + residual
@@ -41,6 +41,6 @@ def test_deepspeed_packs_the_signs_with_one_scale(vectors):
     assert np.array_equal(residual.numpy(), p - decoded)
 
 
-def test_deepspeed_takes_zero_for_positive():
+def test_deepspeed_treats_zero_as_positive():
     codes, _ = baselines.deepspeed_encode(torch.zeros(8), torch.zeros(8), baselines.packbits_numpy)
     assert codes.tolist() == [255]

@@ -1,4 +1,4 @@
-"""Replicas are killed, stopped and started at random: the program runs, and its figures are right."""
+"""Replicas are killed, stopped and started at random: the program runs and its figures are right."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_figures():
     assert found["committed"] == 8
     assert found["mismatches"] == 1  # step 5 of the first quorum
     assert (found["longest_pause_seconds"], found["longest_pause_without_faults_seconds"]) == (2.0, 2.0)
-    assert found["longest_wait_seconds"] == 3.0  # of the first replica, between its steps 2 and 5
+    assert found["longest_wait_seconds"] == 3.0  # the first replica, between its steps 2 and 5
     assert (found["steps_per_second"], found["steps_per_second_without_faults"]) == (0.75, 1.0)
     assert found["goodput"] == 0.75
     assert (found["recoveries"], found["longest_recovery_seconds"]) == (1, 2.0)
@@ -57,7 +57,7 @@ def test_a_replica_that_was_cut_off_does_not_count_as_waiting():
     )
 
 
-def test_a_replica_may_be_struck_before_it_writes_anything():
+def test_a_fault_may_hit_a_replica_before_it_writes_anything():
     line = {"event": "committed", "quorum": 1, "digest": "a"}
     diary = [{**line, "step": step, "time": float(step)} for step in range(5)]
     faults = [{"kind": kind, "time": 1.0, "diary": "new"} for kind in ("stop", "continue")]

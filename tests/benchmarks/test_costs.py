@@ -1,4 +1,4 @@
-"""The table of costs says what is counted now."""
+"""The table of costs agrees with what is counted now."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def table():
     return costs.table()
 
 
-def test_the_page_has_what_is_counted(table):
+def test_the_page_shows_the_counted_costs(table):
     assert f"<!-- costs -->\n{table}\n<!-- end of costs -->" in PAGE.read_text()
 
 
@@ -23,10 +23,10 @@ def row(table, label):
 
 
 def test_known_costs(table):
-    # 4 bytes for each moment and the worker's residual, 4 / N for the server's; N = 4. And the samples of the watch.
+    # N = 4: 4 bytes for each moment and the worker's residual, 4 / N for the server's; and the watch's samples.
     assert row(table, "1-bit Adam")[0] == pytest.approx(4 + 4 + 4 + 1, abs=0.02)
     assert row(table, "Adam")[0] == 8
-    # Signs, and 32 bits for 4096 of them; the verdicts and their padding are some bytes.
+    # Signs, and 32 bits for each 4096 of them; verdicts and padding add a few bytes.
     assert row(table, "1-bit Adam")[1] == pytest.approx(1 + 32 / 4096, abs=0.006)
     assert row(table, "QAdam")[1] == pytest.approx(8 + 64 / 2048, abs=0.006)
     assert row(table, "SGD, 1-bit SGD")[1] == pytest.approx(1 + 64 / 256, abs=0.006)

@@ -37,7 +37,7 @@ def test_all_faces(ranks):
     assert_the_same(faces.measure(ranks))
 
 
-def test_the_page_has_what_was_measured():
+def test_the_page_shows_the_measured_results():
     results = json.loads((FOLDER / "faces.json").read_text())
     assert [result["ranks"] for result in results] == [2, 4]
     for result in results:

@@ -1,4 +1,4 @@
-"""Codes of a trained model's gradients: near the entropy, exact, and as long as the page says."""
+"""Codes of a trained model's gradients are near the entropy, lossless, and as long as the page says."""
 
 import json
 import math
@@ -24,7 +24,7 @@ QUICK = [(moment, list(gradients.SAMPLE)[-1]) for moment in ("early", "late")]
 FIXED = [levels for levels in gradients.LEVELS if levels <= 127]
 """Levels that can be sent without a coder."""
 BESIDE = 24
-"""Bytes of states and model: what short vectors have beside 2%."""
+"""Bytes of states and model, which short vectors need in addition to the 2%."""
 
 pytestmark = pytest.mark.timeout(400)  # kernels may have to be compiled first
 
@@ -38,7 +38,7 @@ def limit(entropy, beside=0):
     return entropy + max(gradients.MOST_OVER * entropy, beside)
 
 
-def test_nothing_is_missing_from_the_results():
+def test_the_results_are_complete():
     moments = {"early", "late"}
     names = {gradients.WHOLE, gradients.ALL, *gradients.SAMPLE}
     expected = {
@@ -56,8 +56,8 @@ def test_nothing_is_missing_from_the_results():
     [pytest.param(k, marks=[] if k in QUICK else [pytest.mark.slow]) for k in VECTORS],
     ids=" ".join,
 )
-def test_every_length_of_the_sample_is_that_of_the_results(key):
-    """On any machine: levels, signs, and so the bytes of all codes, are the same."""
+def test_coding_the_sample_gives_the_recorded_lengths(key):
+    """On any machine: levels and signs, and so the bytes of all codes, are the same."""
     x = VECTORS[key]
     for norm in gradients.NORMS:
         for levels in gradients.LEVELS:
@@ -69,7 +69,7 @@ def test_every_length_of_the_sample_is_that_of_the_results(key):
 @pytest.mark.parametrize("moment", ["early", "late"])
 @pytest.mark.parametrize("name", [gradients.WHOLE, gradients.ALL])
 def test_a_gradient_as_one_vector_takes_its_entropy(name, moment):
-    """Within 2%, with 1000 levels too; those of the sample were measured above."""
+    """Within 2%, also with 1000 levels; the lengths of the sample's codes were checked above."""
     for norm in gradients.NORMS:
         for levels in gradients.LEVELS:
             codes = ROWS[moment, name, norm, levels]["codes"]
@@ -87,25 +87,25 @@ def test_a_tensor_takes_its_entropy_and_some_bytes(name):
 
 
 def test_no_other_code_is_within_the_bounds():
-    """Or they would say nothing: fixed width never is, Elias's codes not of a gradient as one vector."""
+    """Else the bounds would prove nothing: fixed width never is, Elias codes never are for a gradient as one vector."""
     for row in ROWS.values():
         codes = row["codes"]
         if row["vector"] == gradients.WHOLE:
             assert min(codes["fixed"], codes["sparse"], codes["dense"]) > limit(codes["entropy"], BESIDE)
 
 
-def test_no_payload_is_longer_than_of_fixed_width_by_more_than_its_header():
+def test_no_payload_exceeds_fixed_width_by_more_than_its_header():
     for row in ROWS.values():
         fixed = row["payloads"]["fixed"]
         assert max(row["payloads"][name] for name in coding.CODINGS) <= fixed + 1
-    # And that takes what a payload does with codes that would not be shorter: Elias's alone are longer.
+    # This needs the fallback for codes that would not be shorter: Elias codes alone are sometimes longer.
     assert any(min(r["codes"]["sparse"], r["codes"]["dense"]) > r["codes"]["fixed"] for r in ROWS.values())
 
 
 @pytest.mark.parametrize("name", gradients.SAMPLE)
 @pytest.mark.parametrize("norm", ["max", pytest.param("l2", marks=pytest.mark.slow)])
 def test_no_code_loses_anything(norm, name):
-    """A payload decodes to the bytes that fixed width gives, however it was coded."""
+    """A payload decodes to the bytes that fixed width gives, whatever its coding."""
     x = VECTORS["late", name]
     for levels in gradients.LEVELS:
         coded = [gradients.compressor(norm, levels, coder) for coder in coding.CODINGS]
@@ -129,13 +129,13 @@ def test_pure_loops_write_the_same_codes():
 def test_lengths_by_hand():
     signed = np.asarray([0, -1, 0, 3])
     assert gradients.entropy(signed) == pytest.approx(-0.5 * math.log2(0.5) - 0.5 * math.log2(0.25) + 0.5)
-    # See the examples of qcomp.core.coding.paper: 13 and 15 bits, after a byte.
+    # See the examples of qcomp.core.coding.paper: 13 and 15 bits after one byte.
     assert gradients.elias_bytes(np.abs(signed)) == {"dense": 3, "sparse": 3}
     code = coding.encode("elias", *gradients.as_bytes(signed), largest=3)
     assert len(code) == 3
 
 
-def test_lengths_of_the_paper_are_those_of_its_coder():
+def test_length_formulas_agree_with_the_coder_of_the_paper():
     for name in ("token_embedding.weight", "final_norm.weight"):
         for levels in gradients.LEVELS:
             signed = signed_levels(VECTORS["early", name], "l2", levels)

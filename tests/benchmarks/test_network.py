@@ -1,4 +1,4 @@
-"""The benchmarks on slow links: what follows from their files, and the network itself where it can be made."""
+"""Benchmarks on slow links: the figures derived from their files, and the network itself where it can be made."""
 
 import json
 import os
@@ -78,14 +78,14 @@ class TestVolume:
         assert volume(COMPUTE, SHAPES).payload == 0
         assert volume("none", SHAPES).payload == 4 * SIZE
         assert volume("fp16", SHAPES).payload == 2 * SIZE
-        # Matrices of more than 10 000 elements are compressed, the rest is exact.
+        # Matrices of more than 10 000 elements are compressed, the rest stays exact.
         sign = volume("sign", SHAPES)
         assert sign.exact == 256 + 8 * 16
         bits = [qcomp.ScaledSign().payload_spec(n).nbytes for n in (256 * 128, 100 * 256)]
         assert sign.payload == sum(bits) + 4 * sign.exact
 
     @pytest.mark.parametrize("rank", [1, 2])
-    def test_power_sgd_sends_factors_where_these_are_worth_it(self, rank):
+    def test_power_sgd_sends_factors_where_they_are_smaller(self, rank):
         worth = rank * (256 + 128 + 100 + 256) + 256
         small = 8 * 16 if rank * (8 + 16) * 2 >= 8 * 16 else rank * (8 + 16)
         assert volume(f"powersgd{rank}", SHAPES).exact == worth + small
@@ -100,8 +100,8 @@ class TestVolume:
                     factors if compress else shape[0] * shape[1]
                 )
 
-    def test_a_rank_sends_what_a_mean_does(self):
-        """In two phases, by the counter of a communicator."""
+    def test_predicted_volume_is_what_a_mean_sends(self):
+        """In two phases, as counted by a communicator."""
         import numpy as np
 
         def rank_main(comm):
@@ -119,7 +119,7 @@ class TestVolume:
 
 def test_the_share_that_overlaps():
     assert overlap([]) == overlap([0.9]) == (0.0, 1)
-    # Of four pieces at equal distances, the first is there after a quarter of the share.
+    # With four pieces at equal distances, the first is ready after a quarter of the share.
     assert overlap([0.3, 0.5, 0.7, 0.9]) == (0.8, 4)
     assert overlap([0.0, 0.9]) == (1.0, 2)
 
@@ -135,7 +135,7 @@ class TestPrediction:
         assert predicted("sign", run, measured) == pytest.approx(0.1 + codec + 1e-4 + payload / rate)
 
     def test_four_ranks_have_servers(self):
-        shapes = [(2048, 1024)]  # of smaller models all ranks gather everything
+        shapes = [(2048, 1024)]  # all ranks gather smaller models whole
         run = run_of({COMPUTE: 0.1, "sign": 1.0}, ranks=4, shapes=shapes)
         measured, speed = measured_of("1gbit", ranks=4), CPU.speed(qcomp.ScaledSign())
         codec = 2048 * 1024 * (1.25 * speed.encode + speed.decode + speed.add)
@@ -143,7 +143,7 @@ class TestPrediction:
         wire = 2 * 3 * 1e-4 + 1.5 * payload / (RATES["1gbit"] * tables.PAYLOAD)
         assert predicted("sign", run, measured) == pytest.approx(0.1 + codec + wire)
 
-    def test_what_a_method_computes_itself_comes_from_ranks_that_train_alone(self):
+    def test_the_computing_time_of_a_method_comes_from_ranks_that_train_alone(self):
         seconds, measured = {COMPUTE: 0.1, "powersgd1": 1.0}, measured_of("100mbit")
         run = run_of(seconds, alone={"powersgd1": 0.15, "sign": 0.3, "onebit_adam": 0.31})
         assert predicted("powersgd1", run_of(seconds), measured) is None
@@ -159,7 +159,7 @@ class TestPrediction:
         assert predicted("none", run_of(seconds), measured, overlapped=True) is None
         piece = 2e-4 + 4 * SIZE / 2 / (RATES["1gbit"] * tables.PAYLOAD)
         assert predicted("none", run, measured, overlapped=True) == pytest.approx(0.1 + piece)
-        # On a slow one the first piece is sent when it is ready, and then the others.
+        # On a slow link the first piece is sent when it is ready, and the others after it.
         slow = 2 * 2e-4 + 4 * SIZE / (RATES["100mbit"] * tables.PAYLOAD)
         found = predicted("none", run, measured_of("100mbit"), overlapped=True)
         assert found == pytest.approx(max(0.1 + slow / 2, 0.06 + 0.02 + slow))
@@ -181,7 +181,7 @@ class TestPrediction:
 
 @pytest.fixture
 def alone():
-    """A world of torch.distributed of this process."""
+    """A torch.distributed world that consists of this process."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield torch.distributed.group.WORLD
@@ -190,7 +190,7 @@ def alone():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A small model in the place of the perceptron."""
+    """A small model in place of the perceptron."""
     model = MODELS["mlp"]._replace(
         make=lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10)),
         batch=lambda: (torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)),
@@ -215,7 +215,7 @@ class TestMatrix:
         assert found[COMPUTE]["bytes"] == 0
         assert found["sign"]["seconds"]["median"] > 0
 
-    def test_ranks_train_for_themselves_too(self, alone, tiny, monkeypatch):
+    def test_ranks_also_train_alone(self, alone, tiny, monkeypatch):
         groups, of_ranks = [], matrix._group
         monkeypatch.setattr(matrix, "_group", lambda *, solo: groups.append(solo) or of_ranks(solo=solo))
         field = Field("mlp", [COMPUTE, "sign"], "lo", ["sign"])
@@ -224,7 +224,7 @@ class TestMatrix:
         assert groups == [False, False, True]
         assert not field.failures
 
-    def test_the_second_of_two_steps_counts(self, alone, tiny):
+    def test_only_the_second_of_two_steps_is_timed(self, alone, tiny):
         field = Field("mlp", [COMPUTE], "lo")
         done = []
         field.step = lambda method: (done.append(method), (float(len(done)), 0.0))[1]
@@ -233,7 +233,7 @@ class TestMatrix:
     def test_every_method_trains(self, alone, tiny):
         before = [p.detach() for p in tiny.make().parameters()]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch and small models have some
+            warnings.simplefilter("ignore")  # torch and small models warn of unrelated things
             field = Field("mlp", list(METHODS), "lo")
             field.rounds(4, "test")
         assert not field.failures
@@ -266,7 +266,7 @@ class TestTables:
         path.write_text(json.dumps({"transport": "mpi", "ranks": 2, "links": {"1gbit": found}}))
         return results
 
-    def test_steps_are_in_the_order_of_links_and_name_failures(self, results):
+    def test_the_table_of_steps_is_ordered_by_link_and_names_failures(self, results):
         text = tables.blocks(results)["steps"]
         assert "| 100 Mbit/s | 1 Gbit/s |" in text
         assert "| DDP, PowerSGD rank 1 | failed | 400 (400 to 400), 4.00x |" in text
@@ -323,8 +323,8 @@ class TestJourneys:
             assert set(stages) <= SETTLED.keys()
 
     @pytest.mark.parametrize("name", RECIPES)
-    def test_stages_are_those_that_bytes_have_shown(self, name):
-        """In the committed curves a step counts as exact if it has sent more than two bytes an element."""
+    def test_stages_agree_with_the_bytes_that_steps_sent(self, name):
+        """In the committed curves a step counts as exact if it sent more than two bytes per element."""
         found = json.loads(Results(PAGE).loss_path(name).read_text())
         settings = Settings(lambda _: 0.0, round(WARMUP * found["steps"]), every=1)
         stages = [RECIPES[name].phase(step, settings) for step in range(found["steps"])]
@@ -337,20 +337,20 @@ class TestJourneys:
     @pytest.mark.parametrize(
         ("loss", "seconds"), [(5.0, 0.0), (4.0, 3.0), (3.0, 6.0), (2.0, 6.5), (1.0, 7.0), (0.5, None)]
     )
-    def test_a_loss_is_reached_in_a_line_between_judgements(self, loss, seconds):
+    def test_the_time_to_a_loss_is_interpolated_between_evaluations(self, loss, seconds):
         losses = [(0, 5.0), (2, 3.0), (4, 1.0)]
         found = journey("onebit_adam", losses, [("exact", 2), ("compressed", 2)])
         assert found.seconds_to(loss, self.TIMES) == (None if seconds is None else pytest.approx(seconds))
 
-    def test_a_loss_that_rises_again_was_reached(self):
+    def test_a_loss_counts_as_reached_even_if_it_rises_again(self):
         found = journey("adam", [(0, 5.0), (1, 2.0), (2, 3.0)], [("exact", 2)])
         assert found.lowest == 2.0
         assert found.seconds_to(2.0, self.TIMES) == 1.0
 
-    def test_the_loss_waited_for_is_one_that_all_good_methods_reach(self):
+    def test_the_target_loss_is_one_that_all_good_methods_reach(self):
         low = journey("adam", [(0, 5.0), (1, 1.0)], [("exact", 1)])
         high = journey("onebit_adam", [(0, 5.0), (1, 2.0)], [("compressed", 1)])
-        assert journeys.target([low, high], 1.05) == 1.0  # twice the loss is not near
+        assert journeys.target([low, high], 1.05) == 1.0  # twice the loss is not close enough
         near = journey("qadam", [(0, 5.0), (1, 1.04)], [("compressed", 1)])
         assert journeys.target([low, high, near], 1.05) == 1.04
         assert journeys.target([low, high, near], 1.02) == 1.0
@@ -377,7 +377,7 @@ class TestTasks:
         monkeypatch.setattr(sys, "argv", ["network_times.py", *arguments])
         return network_times.parse()
 
-    def test_what_is_there_is_left_out(self, monkeypatch, tmp_path):
+    def test_tasks_whose_files_exist_are_skipped(self, monkeypatch, tmp_path):
         results = Results(tmp_path)
         options = self.options(monkeypatch, "--models", "mlp", "--ranks", "2")
         first = [f for part in network_times.TASKS.values() for t in part(options, results) for f in t.files]
@@ -403,7 +403,9 @@ class TestTasks:
 
 
 class TestRights:
-    def test_without_root_it_says_so_and_ends_with_2(self, monkeypatch, run_program, tmp_path, capsys):
+    def test_without_root_it_ends_with_status_2_and_a_message(
+        self, monkeypatch, run_program, tmp_path, capsys
+    ):
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr(sys, "argv", ["network_times.py", "--out", str(tmp_path)])
         assert network_times.main() == 2
@@ -411,7 +413,7 @@ class TestRights:
             "network_times.py: error: the shaped network needs root, to make network namespaces: run it with sudo\n"
         )
 
-    def test_ctrl_c_ends_with_130_and_says_how_to_go_on(self, monkeypatch, tmp_path, capsys):
+    def test_ctrl_c_ends_with_status_130_and_says_how_to_continue(self, monkeypatch, tmp_path, capsys):
         def interrupt(tasks):
             raise KeyboardInterrupt
 
@@ -421,7 +423,7 @@ class TestRights:
         assert network_times.main() == 130
         assert capsys.readouterr().err == "network_times.py: stopped; start it again to go on\n"
 
-    def test_a_task_that_fails_leaves_the_others_alone(self, monkeypatch, tmp_path):
+    def test_a_failed_task_does_not_stop_the_others(self, monkeypatch, tmp_path):
         started = []
 
         def launch(transport, ranks, program, *, link):
@@ -442,7 +444,7 @@ class TestRights:
         with pytest.raises(shaped.NetworkError, match="needs tc, of the package iproute2"):
             shaped.require_rights()
 
-    def test_a_kernel_that_refuses_is_an_error_with_its_words(self):
+    def test_a_refusal_of_the_kernel_is_an_error_that_quotes_it(self):
         with pytest.raises(
             shaped.NetworkError, match=r"cannot be made here: sh -c 'echo no >&2; exit 1': no"
         ):
@@ -510,7 +512,7 @@ class TestNetwork:
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
     def test_nothing_is_left_of_a_network(self, allowed, number):
-        """By SIGKILL something is, until the next network comes up."""
+        """SIGKILL leaves some, until the next network comes up."""
         program = [sys.executable, shaped.__file__, "2", "none", "--", "sh", "-c", "echo up; exec sleep 60"]
         with subprocess.Popen(
             program,
@@ -527,7 +529,7 @@ class TestNetwork:
             pass
         assert not namespaces(process.pid)
 
-    def test_an_exception_takes_it_down(self):
+    def test_an_exception_removes_the_network(self):
         with pytest.raises(ZeroDivisionError), shaped.shaped_network(1, None):
             1 / 0  # noqa: B018
         assert not namespaces(os.getpid())

@@ -1,4 +1,4 @@
-"""The cost model beside published and measured figures, and the page that says so."""
+"""The cost model against published and measured figures, and the page that shows the comparison."""
 
 import shlex
 from pathlib import Path
@@ -13,12 +13,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "planning" / "README.md"
 
 
 @pytest.mark.parametrize("profile", planning.PROFILES, ids=lambda p: f"{p.nodes} nodes, {p.samples}")
-def test_the_ring_takes_what_was_published(profile):
+def test_the_ring_takes_the_published_time(profile):
     assert 1 < planning.stage(profile).allreduce / profile.allreduce < 1.25
 
 
-def test_the_compressed_stage_and_a_run_are_as_much_faster_as_was_published():
-    """At 64 GPUs without accumulation; the page says which figure is over which plain step."""
+def test_the_compressed_stage_and_a_run_have_the_published_speedups():
+    """At 64 GPUs without accumulation; the page says which plain step each figure is relative to."""
     single, usual, accumulated = (planning.stage(p) for p in planning.PROFILES[:3])
     for found in (single, usual):
         assert found.over_measured == pytest.approx(6.6, rel=0.10)
@@ -28,12 +28,12 @@ def test_the_compressed_stage_and_a_run_are_as_much_faster_as_was_published():
         assert found.run == pytest.approx(3.3, rel=0.25)
 
 
-def test_a_node_with_the_bandwidth_of_one_connection_would_be_another_story():
-    """Why the model knows streams: without them it contradicts the publication."""
+def test_a_node_with_the_bandwidth_of_one_connection_contradicts_the_publication():
+    """This is why the model has streams: without them it contradicts the published figures."""
     assert planning.stage(planning.PROFILES[1], streams=1.0).speedup == pytest.approx(3.4, abs=0.05)
 
 
-def test_what_the_share_of_sending_must_have_been():
+def test_the_share_of_communication_follows_from_the_published_speedup():
     shares = [planning.needed_share(1.8, qcomp.QSGD(levels=s), 60_200_000) for s in (7, 127)]
     assert [f"{share:.0%}" for share in shares] == ["51%", "59%"]
     # Putting the share back gives the speed-up.
@@ -46,7 +46,7 @@ def test_measured_steps_are_predicted_within_a_fifth(step):
     assert planning.predicted(step, qcomp.planning.CPU) == pytest.approx(step.seconds, rel=0.20)
 
 
-def test_the_page_has_what_is_computed():
+def test_the_page_shows_the_computed_tables():
     text = PAGE.read_text()
     for name, content in {
         "published": planning.published_table(),
@@ -56,7 +56,7 @@ def test_the_page_has_what_is_computed():
         assert f"<!-- {name} -->\n{content}\n<!-- end of {name} -->" in text
 
 
-def test_the_example_is_what_the_command_on_the_page_prints(capsys):
+def test_the_example_is_the_output_of_the_command_on_the_page(capsys):
     command = next(
         line for line in PAGE.read_text().splitlines() if line.startswith("    qcomp plan --params")
     )

@@ -1,4 +1,4 @@
-"""The page on PowerSGD is made of the files of its runs."""
+"""The page on PowerSGD is generated from the files of its runs."""
 
 import json
 from pathlib import Path

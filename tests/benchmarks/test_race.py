@@ -1,4 +1,4 @@
-"""The race to a loss: what is run next, what follows from its files, and the methods themselves on a tiny model."""
+"""The race to a loss: its schedule, the results derived from its files, and the methods on a tiny model."""
 
 import json
 import math
@@ -69,7 +69,7 @@ class TestPlan:
         }
         assert len(MAIN) >= 14
 
-    def test_nothing_comes_twice_and_every_cell_is_there(self):
+    def test_the_schedule_has_every_cell_exactly_once(self):
         found = list(plan.curves(ROWS))
         cells = {(c.task, c.ranks, c.method, c.seed) for c in found}
         assert cells == {
@@ -78,16 +78,16 @@ class TestPlan:
         known = [c for c in found if c.rate is not None]
         assert len(set(known)) == len(known)
 
-    def test_the_best_rate_waits_for_all_three_and_a_failure_is_none(self):
+    def test_the_best_rate_needs_all_three_results_and_ignores_failures(self):
         assert plan.best_rate(ROWS, "demo", REFERENCE) == 1e-3
         assert plan.best_rate(ROWS, "long", REFERENCE) == 1e-3
         assert plan.best_rate(ROWS, "transformer", REFERENCE) is None
         assert plan.best_rate(ROWS, "demo", FAST) is None
         assert plan.best_rate(ROWS, "demo", FAST, all_tried=False) == 3e-3
         seeds = [c.rate for c in plan.curves(ROWS) if (c.task, c.method, c.seed) == ("demo", REFERENCE, 1)]
-        assert seeds == [1e-3, 1e-3]  # of 2 ranks and of 4
+        assert seeds == [1e-3, 1e-3]  # for 2 ranks and for 4
 
-    def test_hours_left_are_those_of_alike_trainings(self):
+    def test_remaining_hours_are_estimated_from_similar_trainings(self):
         other = plan.Curve("demo", 2, "qadam", 3e-3, 0)
         assert plan.seconds_of(other, []) is None
         assert plan.seconds_of(other, ROWS) == 10.0
@@ -97,7 +97,7 @@ class TestPlan:
 
 
 class TestProgram:
-    """With a launcher that writes the row of a training at once."""
+    """With a launcher that writes the result of a training at once."""
 
     @pytest.fixture
     def launched(self, monkeypatch):
@@ -120,7 +120,7 @@ class TestProgram:
         given = ["--parts", "curves", "--tasks", "demo", *options]
         return run_program(loss_race, *given)
 
-    def test_it_goes_on_where_it_stopped(self, launched, run_program, monkeypatch):
+    def test_it_continues_where_it_stopped(self, launched, run_program, monkeypatch):
         whole = ["--methods", REFERENCE, FAST, "--ranks", "2"]
         folder = self.run(run_program, monkeypatch, "--methods", REFERENCE, "--ranks", "2")
         assert [run[:2] for run in launched[:3]] == [(REFERENCE, rate) for rate in plan.RATES]
@@ -135,7 +135,7 @@ class TestProgram:
         self.run(run_program, monkeypatch, *whole)
         assert not launched
 
-    def test_a_training_that_fails_leaves_the_others_alone(self, launched, run_program, monkeypatch, capsys):
+    def test_a_failed_training_does_not_stop_other_methods(self, launched, run_program, monkeypatch, capsys):
         folder = self.run(run_program, monkeypatch, "--methods", "qadam", FAST, "--ranks", "2")
         assert {row["method"] for row in plan.read(folder / "curves.jsonl")} == {FAST}
         assert sum(run[0] == "qadam" for run in launched) == 3
@@ -193,12 +193,12 @@ class TestStandings:
         assert race.reached(FAST) == 150
         assert race.reached("onebit_adam") is None
 
-    def test_the_mean_over_seeds_is_what_arrives(self):
+    def test_the_mean_over_seeds_must_reach_the_target(self):
         never, later = (
             Race("demo", 2, [*ROWS, row_of(FAST, 3e-3, losses, seed=1)])
             for losses in ([(0, 5.0), (150, 3.0), (300, 3.0)], [(0, 5.0), (150, 2.4), (300, 2.2)])
         )
-        assert never.reached(FAST) is None  # it ends at 2.3 in the mean
+        assert never.reached(FAST) is None  # its mean ends at 2.3
         assert later.losses(FAST) == [(0, 5.0), (150, pytest.approx(2.2)), (300, pytest.approx(1.9))]
         assert later.reached(FAST) == pytest.approx(250)
 
@@ -216,7 +216,7 @@ class TestStandings:
         of_reference = row_of(REFERENCE, 1e-3, [(0, 5.0), (150, None)], seed=1) | {"steps": 300}
         assert math.isnan(Race("demo", 2, [*ROWS, of_reference]).target)
 
-    def test_means_are_of_the_same_steps(self):
+    def test_only_losses_of_the_same_steps_are_averaged(self):
         with pytest.raises(ValueError, match="unpack"):
             plan.mean([[(0, 5.0), (10, 3.0)], [(0, 5.0), (20, 3.0)]])
 
@@ -241,7 +241,7 @@ class TestStandings:
             in made["missing"]
         )
 
-    def test_the_clock_is_compared_with_the_product(self):
+    def test_measured_seconds_are_compared_with_steps_times_step_time(self):
         check = row_of(REFERENCE, 1e-3, [(0, 5.0), (60, 3.0)], link="1gbit", seconds=100.0)
         found = standings.tables(ROWS, SECONDS, [check])["check"]
         assert "| DDP, float32, AdamW, demo, 60 steps, 1 Gbit/s | 100.0 | 120.0 | +20% |" in found
@@ -251,7 +251,7 @@ class TestStandings:
         assert {made[name] for name in ("steps", "seconds", "goals", "check")} == {"Not measured yet."}
         assert standings.picture([], [], "1gbit") is None
 
-    def test_a_picture_of_each_link_that_is_measured(self, tmp_path):
+    def test_each_measured_link_has_a_picture(self, tmp_path):
         (tmp_path / page.PAGE).write_text((PAGE / page.PAGE).read_text())
         for name, rows in {"curves": ROWS, "seconds": SECONDS}.items():
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -318,13 +318,13 @@ TINY = Task("a tiny model", (16, 1, 2, 16), 2, 12, 3)
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A world of torch.distributed of this process."""
+    """A torch.distributed world that consists of this process."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("OWN_ADDR", "127.0.0.1")
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch and small models have some
+        warnings.simplefilter("ignore")  # torch and small models warn of unrelated things
         yield
     dist.destroy_process_group()
 
@@ -351,7 +351,7 @@ class TestMethods:
         assert found["zero_one_adam"][:7] == [EXACT, EXACT, EXACT, STEP, EXACT, STEP, EXACT]
 
     def test_every_phase_is_timed_by_some_method(self):
-        """So that no cell of the table waits for ever."""
+        """So that no cell of the table stays empty for ever."""
         measured = {
             (name, METHODS[name].phase(step, settings))
             for name in METHODS
@@ -376,7 +376,7 @@ class TestMethods:
             if not name.startswith("torchft")
         ],
     )
-    def test_it_learns_and_leaves_no_rank_apart(self, alone, method):
+    def test_the_loss_falls_and_ranks_stay_alike(self, alone, method):
         found = rank.curve(TINY, method, 1e-2, seed=0, steps=TINY.steps)
         losses = [loss for _, loss in found["losses"]]
         assert [step for step, _ in found["losses"]] == list(range(TINY.steps + 1))
@@ -386,7 +386,7 @@ class TestMethods:
         assert 0 < found["accuracy"] < 1
 
     @pytest.mark.parametrize("method", [REFERENCE, "sparse_muon"])
-    def test_one_that_diverges_says_so(self, alone, method):
+    def test_a_diverging_training_says_so(self, alone, method):
         found = rank.curve(TINY, method, 1e30, seed=0, steps=TINY.steps)
         assert "not finite" in found["failed"]
         assert plan.final(found) == math.inf
@@ -395,7 +395,7 @@ class TestMethods:
     @pytest.mark.parametrize(
         ("method", "steps"), [("sparse_muon", 15), ("torchft_muon", 15), ("postlocal_muon", 35)]
     )
-    def test_two_ranks_are_not_apart_where_an_outer_round_ends(self, tmp_path, method, steps):
+    def test_two_ranks_are_alike_where_an_outer_round_ends(self, tmp_path, method, steps):
         if method.startswith("torchft"):
             pytest.importorskip("torchft", reason="it is for Linux only")
         out = tmp_path / "rows"

@@ -1,4 +1,4 @@
-"""Many ranks: on paper, and the page of those on the rig."""
+"""Many ranks: the computed page, and the page of those run on one machine."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from network.scale import METHODS
 PAGE = Path(__file__).parents[2] / "docs" / "planning" / "README.md"
 
 
-def test_the_slowest_of_one_rank_is_the_mean_of_all_its_steps(monkeypatch):
+def test_without_variation_the_slowest_rank_takes_the_mean_time(monkeypatch):
     monkeypatch.setattr(planning_scale, "OWN", 0.0)
     monkeypatch.setattr(planning_scale, "EACH", 0.0)
     assert planning_scale.slowest.__wrapped__(4, 3) == pytest.approx(1.0)
@@ -24,7 +24,7 @@ def test_many_ranks_wait_longer_and_long_rounds_less():
 
 
 @pytest.mark.slow  # draws 40 million numbers
-def test_the_page_has_what_is_computed():
+def test_the_page_shows_the_computed_figures():
     assert f"<!-- scale -->\n{planning_scale.table()}\n<!-- end of scale -->" in PAGE.read_text()
 
 

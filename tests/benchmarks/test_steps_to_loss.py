@@ -1,4 +1,4 @@
-"""The table of steps to a loss is what the committed studies say."""
+"""The table of steps to a loss agrees with the committed studies."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from qcomp.planning import evidence
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_table_is_what_the_studies_say():
+def test_the_table_agrees_with_the_studies():
     committed = json.loads(Path(evidence.__file__).with_name("steps_to_loss.json").read_text())
     found = steps_to_loss.records(ROOT / "docs" / "benchmarks")
     assert committed == found
@@ -22,22 +22,22 @@ def test_the_table_is_what_the_studies_say():
 class TestRatio:
     FAST, SLOW = [(10, 4.0), (20, 2.0), (30, 1.0)], [(10, 5.0), (20, 3.0), (40, 1.0)]
 
-    def test_is_that_of_the_steps_to_the_same_loss(self):
+    def test_compares_the_steps_to_the_same_loss(self):
         assert steps_to_loss.ratio(self.SLOW, self.FAST) == pytest.approx(40 / 30, abs=1e-3)
         assert steps_to_loss.ratio(self.FAST, self.SLOW) == pytest.approx(30 / 40, abs=1e-3)
         assert steps_to_loss.ratio(self.FAST, self.FAST) == 1.0
 
-    def test_the_loss_is_the_lower_one_that_both_reach(self):
+    def test_the_compared_loss_is_the_lowest_that_both_reach(self):
         worse = [(10, 5.0), (40, 3.0)]
         assert steps_to_loss.ratio(worse, self.FAST) == pytest.approx(40 / 15, abs=1e-3)  # 3.0 after 15 steps
         assert steps_to_loss.ratio(self.FAST, worse) == pytest.approx(15 / 40, abs=1e-3)
 
-    def test_a_loss_with_which_a_curve_begins_tells_nothing(self):
+    def test_a_loss_at_the_start_of_a_curve_is_not_compared(self):
         assert steps_to_loss.ratio([(10, 9.0), (20, 8.0)], self.FAST) is None
 
 
-def test_methods_of_the_race_have_the_rate_that_is_best_for_exact_training(tmp_path):
-    """A method that was not tried with it is not compared: a rate that suits none of them tells little."""
+def test_race_methods_are_compared_at_the_best_rate_of_exact_training(tmp_path):
+    """A method that was not run at that rate is left out: a rate that suits no method says little."""
     (tmp_path / "loss").mkdir()
 
     def row(method, rate, *losses):

@@ -40,7 +40,7 @@ def test_volume_is_measured_against_a_ring():
 
 
 def test_volume_by_arithmetic():
-    # 3 exact steps of 10 with 2 (N - 1) / N * 4 bytes * 500 parameters, 17 of a tenth of that.
+    # 3 exact steps of 10 with 2 (N - 1) / N * 4 bytes * 500 parameters; 17 compressed ones with a tenth of that.
     run = Run("task", "onebit_adam", 0, 20, 2, 500, [(20, 1.0)], 3 * 2000 + 17 * 200)
     assert compressed_ratio(run) == pytest.approx(10)
     assert volume(20, 3, 17, 10) == pytest.approx(run.volume_ratio) == pytest.approx(20 / 4.7)
@@ -52,14 +52,14 @@ def test_frechet_distance_of_known_gaussians():
     a = rng.standard_normal((500, 3))
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
     assert frechet_distance(a, a + np.asarray([1.0, 2.0, 0.0])) == pytest.approx(5)
-    # Of covariances C and 4 C the trace is that of C + 4 C - 2 * 2 C.
+    # For covariances C and 4 C the trace is that of C + 4 C - 2 * 2 C.
     centred = a - a.mean(axis=0)
     assert frechet_distance(centred, 2 * centred) == pytest.approx(np.trace(np.cov(a, rowvar=False)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_study_runs_skips_what_is_there_and_writes_its_page(run_program, tmp_path, capsys):
+def test_the_study_runs_skips_existing_results_and_writes_its_page(run_program, tmp_path, capsys):
     (tmp_path / "README.md").write_text("<!-- residual_network -->\n<!-- end of residual_network -->\n")
     options = ["--tasks", "residual_network", "--seeds", "1", "--steps", "10", "--methods"]
     run_program(study, *options, "adam")
@@ -82,7 +82,7 @@ def test_the_noise_floor_falls_with_the_ranks(run_program):
         (row["topology"], row["ranks"]): row["floors"][0]
         for row in json.loads((folder / "noise_floor.json").read_text())
     }
-    # 512 elements over 75 steps, correlated over some 20: about 2000 squares, 3% each.
+    # 512 elements over 75 steps, correlated over some 20: about 2000 squares, an error of 3% each.
     for ranks in (2, 4, 8):
         assert floors["all_gather", ranks] * ranks == pytest.approx(floors["all_gather", 1], rel=0.15)
         assert floors["two_phase", ranks] > 1.3 * floors["all_gather", ranks]

@@ -1,4 +1,4 @@
-"""``qcomp bench`` and ``qcomp warmup``: figures and compiled kernels of this machine."""
+"""``qcomp bench`` and ``qcomp warmup``: timings on this machine, and compilation of its kernels."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class TestBench:
         ]
         assert len({len(row) for row in (columns, *rows)}) == 1
 
-    def test_json_says_the_same(self, capsys):
+    def test_json_has_the_figures_of_the_table(self, capsys):
         asked = ["bench", "--compressor", "qsgd:levels=7", "--compressor", "topk:k=3,bucket_size=64", *SMALL]
         assert main([*asked, "--json"]) == 0
         facts = json.loads(capsys.readouterr().out)
@@ -88,12 +88,12 @@ class TestBench:
         def refuse(*_):
             raise RuntimeError("No CUDA GPUs are available")
 
-        monkeypatch.setattr(torch.Tensor, "to", refuse)  # also where there is one
+        monkeypatch.setattr(torch.Tensor, "to", refuse)  # also on a machine that has the device
         assert "--arrays is 'torch-cuda'; " in refused(capsys, "bench", "--arrays", "torch-cuda")
 
 
 class TestWarmup:
-    def test_without_kernels_it_says_why(self, capsys):
+    def test_without_kernels_the_reason_is_printed(self, capsys):
         assert main(["warmup"]) == 1  # tests run the pure version
         out = capsys.readouterr().out
         assert out.startswith("numpy float32: kernels none: was asked for; numba would take")
@@ -116,7 +116,7 @@ class TestWarmup:
         pytest.importorskip("jax")
         with qcomp.backends.use("jax"):
             assert main(["warmup", "--arrays", "jax"]) == 1
-        assert "compiles for every shape anew" in capsys.readouterr().out
+        assert "compiles anew for every shape" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -129,8 +129,8 @@ class TestWarmup:
         assert message in refused(capsys, "warmup", *arguments)
 
     @pytest.mark.slow
-    def test_training_then_compiles_nothing(self, tmp_path):
-        """In a process of its own, with an empty cache that warmup fills."""
+    def test_training_after_a_warmup_compiles_nothing(self, tmp_path):
+        """Run in a process of its own, with an empty cache that warmup fills."""
         pytest.importorskip("numba")
         environment = {**os.environ, "QCOMP_KERNELS": "numba", "NUMBA_CACHE_DIR": str(tmp_path)}
         script = (
@@ -158,7 +158,7 @@ class TestWarmup:
 
 
 @pytest.mark.parametrize("elements", ["1e20", "1e16"])
-def test_a_vector_beyond_memory_is_no_traceback(capsys, elements):
+def test_a_vector_beyond_memory_is_an_error_without_a_traceback(capsys, elements):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--elements", elements])
     assert re.search(r"--elements is|not enough memory", capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""``qcomp check``: the contract from the shell, text, JSON and status."""
+"""``qcomp check``: checking the contract from the shell; its text, JSON and status."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Needs(qcomp.Identity):
 
 @dataclass(frozen=True)
 class Negates(qcomp.Identity):
-    """Lossless, it says; but it is not."""
+    """Claims to be lossless, but is not."""
     name: ClassVar[str] = "negates_of_test"
 
     def decode(self, parts, size, dtype):
@@ -73,7 +73,7 @@ def refused(capsys, *arguments):
 
 
 @pytest.mark.parametrize("name", ["Fine", "instance", "make", "Holder.inner"])
-def test_a_class_an_instance_or_a_function(capsys, module, name):
+def test_a_target_may_be_a_class_an_instance_or_a_function(capsys, module, name):
     assert main(["check", f"{module}:{name}", "--law", "lossless"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "fine_of_test on numpy",
@@ -82,22 +82,22 @@ def test_a_class_an_instance_or_a_function(capsys, module, name):
     ]
 
 
-def test_what_holds_ends_with_status_0(capsys):
+def test_a_target_that_holds_ends_with_status_0(capsys):
     assert main(["check", "identity"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("identity on numpy\n  ok      sound_traits\n")
     assert re.search(r"\n  \d\d laws hold\n$", out)
-    assert "\x1b" not in out  # no terminal, no colour
+    assert "\x1b" not in out  # not a terminal, so no colour
 
 
-def test_what_is_broken_ends_with_status_1_and_says_how(capsys, module):
+def test_a_broken_target_ends_with_status_1_and_a_description(capsys, module):
     assert main(["check", f"{module}:Negates"]) == 1
     out = capsys.readouterr().out
     assert "  BROKEN  lossless: " in out
     assert re.search(r"\d+ of \d+ laws broken; \d+ that rely on them were skipped\n$", out)
 
 
-def test_json_says_the_same(capsys, module):
+def test_json_has_the_results_of_the_text(capsys, module):
     assert main(["check", f"{module}:Negates", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     (report,) = document["checks"]
@@ -124,7 +124,7 @@ def test_json_says_the_same(capsys, module):
         ("checked_of_test:communicator", "rank 0 of LocalCommunicator on numpy"),
     ],
 )
-def test_names_of_what_is_known(capsys, module, target, subject):
+def test_known_compressors_and_communicators_are_found_by_name(capsys, module, target, subject):
     law = "sound_traits" if target.startswith("sign") else "all_gather_delivers"
     assert main(["check", target, "--law", law]) == 0
     assert capsys.readouterr().out.splitlines()[0] == subject
@@ -186,7 +186,7 @@ def test_a_library_that_is_not_installed(capsys, monkeypatch):
     assert "--xp is 'cupy', which is not installed" in refused(capsys, "identity", "--xp", "cupy")
 
 
-def test_as_a_command(module, tmp_path):
+def test_it_runs_as_a_command(module, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "qcomp", "check", f"{module}:Negates", "--law", "lossless"],
         capture_output=True,
@@ -209,10 +209,10 @@ def test_the_ranks_of_a_communicator_check_it_together(mpirun, module, tmp_path)
     lines = job.stdout.splitlines()
     assert lines[0] == "rank 0 of MPICommunicator on numpy"
     assert lines[-1] == "  7 laws hold"
-    assert len(lines) == 9  # the other rank says nothing
+    assert len(lines) == 9  # the other rank prints nothing
 
 
-def test_what_named_code_prints_is_not_in_the_json(capsys, tmp_path, monkeypatch):
+def test_output_of_the_checked_code_is_not_in_the_json(capsys, tmp_path, monkeypatch):
     (tmp_path / "loud_module.py").write_text(
         'print("importing")\nimport qcomp\ndef make():\n    print("making")\n    return qcomp.Identity()\n'
     )
@@ -224,7 +224,7 @@ def test_what_named_code_prints_is_not_in_the_json(capsys, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "def make():\n    raise SystemExit(0)"])
-def test_code_that_exits_is_not_taken_for_kept_promises(capsys, tmp_path, monkeypatch, code):
+def test_code_that_exits_does_not_count_as_success(capsys, tmp_path, monkeypatch, code):
     name = f"exits_{len(code)}"
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -241,7 +241,7 @@ def test_code_that_exits_is_not_taken_for_kept_promises(capsys, tmp_path, monkey
         (["./mine/plain.py:X"], "which names a file; expected mine.plain:X"),
     ],
 )
-def test_errors_say_what_was_probably_meant(capsys, arguments, message):
+def test_errors_suggest_what_was_probably_meant(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(["check", *arguments])
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``qcomp info`` says which kernels run for which array, and why."""
+"""``qcomp info`` says which kernels run for which arrays, and why."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def lines(capsys):
     return {line.split("  ")[0].split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
 
 
-def test_names_what_runs_for_each_dtype_and_why(capsys):
+def test_names_the_kernels_for_each_dtype_and_the_reason(capsys):
     found = lines(capsys)
     assert found["numpy on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
     assert found["torch on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
@@ -44,19 +44,19 @@ def test_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
     assert "pip install 'qcomp[numba]'" in found["numpy on cpu"]
 
 
-def test_says_what_was_asked_for(capsys):
+def test_says_that_a_kernel_set_was_requested(capsys):
     qcomp.backends.set_default("pure")
     assert "was asked for; numba would take numpy arrays" in lines(capsys)["numpy on cpu"]
 
 
-def test_a_set_without_arrays_to_run_on_is_not_available(capsys, monkeypatch):
+def test_a_kernel_set_without_its_array_library_is_not_available(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     found = lines(capsys)
     assert found["cupy on cuda"].endswith("cupy is not installed")
     assert found["cupy"] == "cupy: not available; cupy is not installed"
 
 
-def test_json_says_the_same(capsys, monkeypatch):
+def test_json_has_the_facts_of_the_text(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     text = lines(capsys)
     assert main(["info", "--json"]) == 0

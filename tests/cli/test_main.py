@@ -1,4 +1,4 @@
-"""What all commands share: help that teaches, the status, and colour only where it is seen."""
+"""What all commands share: help with examples, exit statuses, and colour only on terminals."""
 
 import io
 import json
@@ -46,13 +46,13 @@ def test_the_help_lists_all_commands(capsys):
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
-def test_the_examples_are_understood(line):
+def test_the_examples_can_be_parsed(line):
     words = shlex.split(line)
     options = make_parser().parse_args(words[words.index("qcomp") + 1 :])
     assert options.command in _COMMANDS
 
 
-def test_there_are_examples_of_every_command():
+def test_every_command_has_examples():
     assert len(EXAMPLES) >= 3 * len(_COMMANDS)
 
 
@@ -75,7 +75,7 @@ def test_colour_is_only_for_terminals_that_want_it(monkeypatch):
     assert not style_for(io.StringIO()).coloured
     monkeypatch.setenv("NO_COLOR", "1")
     assert not style_for(Terminal()).coloured
-    monkeypatch.setenv("NO_COLOR", "")  # which the convention takes for not set
+    monkeypatch.setenv("NO_COLOR", "")  # the convention treats an empty value as not set
     assert style_for(Terminal()).coloured
     monkeypatch.setenv("TERM", "dumb")
     assert not style_for(Terminal()).coloured
@@ -104,7 +104,7 @@ def test_on_a_terminal(no_color):
     done = subprocess.run(command, stdout=theirs, env=environment, timeout=60, check=False)
     os.close(theirs)
     found = b""
-    with suppress(OSError):  # Linux says so when all that was written has been read
+    with suppress(OSError):  # Linux reports the closed terminal with an OSError once everything has been read
         while part := os.read(ours, 1000):
             found += part
     os.close(ours)
@@ -118,7 +118,7 @@ def test_json_goes_before_or_after_other_options(capsys):
     assert json.loads(capsys.readouterr().out)["elements"] == 100
 
 
-def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+def test_an_interrupt_prints_no_traceback(monkeypatch, capsys):
     def interrupted(options):
         raise KeyboardInterrupt
 
@@ -127,13 +127,13 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_reader_that_leaves_is_no_traceback():
+def test_a_closed_pipe_prints_no_traceback():
     code = f"{shlex.quote(sys.executable)} -m qcomp bench --compressor sign --elements 100 --rounds 1 | true"
     done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
 
 
-def test_output_that_nobody_wants(tmp_path):
+def test_a_closed_stdout_is_no_error(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2}\n')
     command = f'"{sys.executable}" -m qcomp show "{tmp_path}/log.jsonl" >&-'
     assert subprocess.run(command, shell=True, check=False, timeout=60).returncode == 0

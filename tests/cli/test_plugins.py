@@ -1,4 +1,4 @@
-"""A package of a stranger registers by entry points: it needs no import and no call."""
+"""A third-party package registers by entry points; it needs no import and no call."""
 
 import json
 import os
@@ -69,7 +69,7 @@ class Gather(extend.Topology):
 
 
 class Kernels(extend.Partial):
-    """Kernels for nothing."""
+    """Kernels that support nothing."""
 
     name = "none_of_plugin"
 
@@ -93,7 +93,7 @@ POINTS = {
 
 
 def install(folder, distribution="plugin-of-test", points=POINTS, source=PLUGIN):
-    """Put a package into a folder as an installer would."""
+    """Put a package into a folder, as an installer would."""
     info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
@@ -145,14 +145,14 @@ with qcomp.backends.use("none_of_plugin"):
 """
 
 
-def test_what_it_registers_is_found_by_name(python, tmp_path):
+def test_registered_objects_are_found_by_name(python, tmp_path):
     install(tmp_path)
     done = python("-c", USED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True", "none_of_plugin 8"]
 
 
-def test_a_package_that_is_imported_before_does_not_clash_with_itself(python, tmp_path):
+def test_an_imported_package_does_not_clash_with_its_own_entry_points(python, tmp_path):
     install(tmp_path)
     code = "import qcomp, plugin_of_test; print(qcomp.compressor('halve') == plugin_of_test.Halve()); "
     done = python("-c", code + "qcomp.topologies.register(plugin_of_test.Gather())")
@@ -173,7 +173,7 @@ def test_info_lists_it(python, tmp_path):
 
 
 @pytest.mark.slow
-def test_info_says_what_cannot_be_loaded(python, tmp_path):
+def test_info_names_entry_points_that_cannot_be_loaded(python, tmp_path):
     install(tmp_path, source="import no_such_module\n")
     done = python("-m", "qcomp", "info")
     assert done.returncode == 1
@@ -183,7 +183,7 @@ def test_info_says_what_cannot_be_loaded(python, tmp_path):
     assert "numpy on cpu" in done.stdout
 
 
-def test_check_takes_its_names(python, tmp_path):
+def test_check_accepts_names_from_a_plugin(python, tmp_path):
     install(tmp_path)
     commands = [
         ["check", "halve:bucket_size=16", "--law", "zero_gives_zero"],
@@ -198,7 +198,7 @@ def test_check_takes_its_names(python, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_that_it_has_keeps_its_promises(python, tmp_path):
+def test_everything_that_the_plugin_registers_keeps_its_contract(python, tmp_path):
     install(tmp_path)
     for target in ("halve", "gather_of_plugin"):
         done = python("-m", "qcomp", "check", target)

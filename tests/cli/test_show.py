@@ -1,4 +1,4 @@
-"""``qcomp show``: what it reads, the table, the picture, and what it says of files that are no logs."""
+"""``qcomp show``: the files that it reads, the table, the picture, and its errors for files that are not logs."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_a_table_and_a_picture(capsys, log):
     assert "\x1b" not in out
 
 
-def test_the_metrics_that_are_asked_for(capsys, log):
+def test_requested_metrics_are_drawn_in_their_order(capsys, log):
     out = shown(capsys, log("adam.jsonl", falling(5)), "--metric", "worker_residual", "--metric", "loss")
     assert out.index("\nworker_residual\n") < out.index("\nloss\n")
 
@@ -81,13 +81,13 @@ def test_a_single_point_and_a_constant(capsys, log):
     assert "2 |" in shown(capsys, log("flat.jsonl", [{"loss": 2.0}] * 4))
 
 
-def test_points_that_meet_are_marked(capsys, log):
+def test_overlapping_points_are_marked(capsys, log):
     out = shown(capsys, log("a.jsonl", falling(3)), log("b.jsonl", falling(3)))
     assert "|*" in out
     assert "|a" not in out
 
 
-def test_two_logs_of_one_name_are_told_apart(capsys, log, tmp_path):
+def test_two_logs_with_the_same_name_get_different_labels(capsys, log, tmp_path):
     (tmp_path / "other").mkdir()
     out = shown(capsys, log("adam.jsonl", falling(2)), log("other/adam.jsonl", falling(2)))
     assert "adam (2)" in out
@@ -141,19 +141,19 @@ def test_without_matplotlib_it_says_what_to_install(capsys, log, tmp_path, monke
         ('[{"optimizer": "adam", "validation": [{"step": 1}]}]', "expected points with a step and a loss"),
     ],
 )
-def test_what_is_no_log_is_an_error_that_says_why(capsys, tmp_path, content, message):
+def test_a_file_that_is_not_a_log_is_an_error_with_the_reason(capsys, tmp_path, content, message):
     (tmp_path / "run.jsonl").write_text(content)
     assert message in refused(capsys, tmp_path / "run.jsonl")
 
 
-def test_files_that_are_not_there(capsys, tmp_path):
+def test_missing_files_are_an_error(capsys, tmp_path):
     assert "No such file" in refused(capsys, tmp_path / "none.jsonl")
     assert "has no summary.json" in refused(capsys, tmp_path)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    assert "no text" in refused(capsys, tmp_path / "binary.json")
+    assert "is not a text file" in refused(capsys, tmp_path / "binary.json")
 
 
-def test_a_metric_that_is_not_there(capsys, log):
+def test_a_missing_metric_is_an_error(capsys, log):
     text = refused(capsys, log("adam.jsonl", falling(2)), "--metric", "accuracy")
     assert "--metric is 'accuracy'; expected one of loss, worker_residual" in text
     close = refused(capsys, log("adam.jsonl", falling(2)), "--metric", "los")
@@ -161,12 +161,12 @@ def test_a_metric_that_is_not_there(capsys, log):
 
 
 @pytest.mark.parametrize("last", ['{"step": 3, "lo', "{", '{"loss": 1'])
-def test_a_last_line_that_is_still_written_is_left_out(tmp_path, last):
+def test_a_last_line_that_is_still_being_written_is_skipped(tmp_path, last):
     (tmp_path / "run.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n' + last)
     assert read_runs(tmp_path / "run.jsonl")[0].series == {"loss": [(1.0, 2.0), (2.0, 1.0)]}
 
 
-def test_a_broken_line_that_was_ended_is_an_error(capsys, tmp_path):
+def test_a_broken_line_is_an_error_unless_it_may_still_be_written(capsys, tmp_path):
     (tmp_path / "run.jsonl").write_text('{"loss": 2}\n{"lo\n')
     assert "line 2: " in refused(capsys, tmp_path / "run.jsonl")
     (tmp_path / "run.jsonl").write_text('{"lo')
@@ -185,7 +185,7 @@ def test_the_largest_numbers_are_drawn(capsys, tmp_path):
     assert read_runs(path)[0].series["loss"] == [(0.0, 1.0), (1.0, math.inf)]
 
 
-def test_figures_that_are_no_numbers(capsys, tmp_path):
+def test_figures_may_be_text(capsys, tmp_path):
     path = tmp_path / "run.json"
     path.write_text('[{"optimizer": "adam", "x": [1, 2], "steps": "many", "bytes_sent": "9", "speed": NaN}]')
     assert shown(capsys, path).splitlines()[1].split()[:4] == ["a", "adam", "2", "-"]
@@ -193,7 +193,7 @@ def test_figures_that_are_no_numbers(capsys, tmp_path):
     assert document["figures"] == {"steps": "many", "bytes_sent": "9", "speed": None}
 
 
-def test_a_log_in_a_folder_may_be_empty_as_that_of_a_run_that_begins(capsys, log, tmp_path):
+def test_a_folder_may_contain_an_empty_log_of_a_new_run(capsys, log, tmp_path):
     log("adam.jsonl", falling(5))
     log("onebit.jsonl", [])
     lines = shown(capsys, tmp_path).splitlines()

@@ -1,4 +1,4 @@
-"""The loops with which the coders run."""
+"""Fixtures that select the loops of the coders."""
 
 import pytest
 
@@ -7,7 +7,7 @@ import qcomp
 
 @pytest.fixture
 def numba_coders():
-    """Use the compiled loops, which vectors of some length need."""
+    """Use the compiled loops, without which long vectors would take too long."""
     pytest.importorskip("numba")
     with qcomp.backends.use("numba"):
         yield

@@ -1,4 +1,4 @@
-"""Both codes: what was coded comes back, other bytes are refused, and the compiled loops make the same bytes."""
+"""Both codes: round trips, refusal of other bytes, and the same bytes from the compiled loops."""
 
 import itertools
 import logging
@@ -31,7 +31,7 @@ FAMILIES = {
 
 
 def drawn(family, size, largest):
-    """Levels and signs of a vector of a family, as bytes."""
+    """Return levels and signs of a vector of a family, as bytes."""
     rng = np.random.default_rng([size, largest])
     levels = FAMILIES[family](rng, size, largest).astype("<u2")
     return levels.tobytes(), ((rng.random(size) < 0.5) & (levels > 0)).astype(np.uint8).tobytes()
@@ -39,7 +39,7 @@ def drawn(family, size, largest):
 
 @st.composite
 def vectors(draw):
-    """The largest level, levels and signs."""
+    """Draw the largest level, the levels and the signs."""
     largest = draw(st.sampled_from(LARGEST))
     level = st.sampled_from([0, 0, 0, 1, largest]) | st.integers(0, largest)
     signed = draw(st.lists(st.tuples(level, st.booleans()), max_size=60))
@@ -68,7 +68,7 @@ def name_of_kernels(request):
 
 
 def check(name, levels, negative, largest):
-    """Raise AssertionError unless a vector comes back, and no bytes beside its code are taken for it."""
+    """Raise AssertionError unless a vector round-trips, and damaged copies of its code are refused."""
     size = len(negative)
     data = encode(name, levels, negative, largest)
     assert decode(name, data, size, largest) == (levels, negative)
@@ -124,12 +124,12 @@ class TestBothCodes:
 
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(data=st.binary(max_size=40), size=st.integers(0, 60), largest=st.sampled_from(LARGEST))
-    def test_random_bytes_are_a_vector_or_an_error(self, name, data, size, largest):
+    def test_random_bytes_decode_to_a_vector_or_are_an_error(self, name, data, size, largest):
         self.compare_decoders(name, data, size, largest)
 
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(vector=vectors(), data=st.data())
-    def test_damaged_bytes_are_a_vector_or_an_error(self, name, vector, data):
+    def test_damaged_bytes_decode_to_a_vector_or_are_an_error(self, name, vector, data):
         largest, levels, negative = vector
         damaged = bytearray(encode(name, levels, negative, largest))
         for _ in range(data.draw(st.integers(1, 3))):
@@ -149,7 +149,7 @@ class TestBothCodes:
             self.compare_decoders(name, bytes(damaged), size, 15)
 
     def compare_decoders(self, name, data, size, largest):
-        """Nothing but PayloadError is raised, and the compiled loops take what the pure ones take."""
+        """Only PayloadError is raised, and the compiled loops accept the same bytes as the pure ones."""
         found = []
         for kernels_name in ("pure", "numba"):
             with qcomp.backends.use(kernels_name):
@@ -161,7 +161,7 @@ class TestBothCodes:
     def test_compiled_loops_make_the_same_bytes(self, name, largest):
         compare_loops(compiled(), name, largest, SIZES)
 
-    def test_any_buffer_is_taken(self, name, name_of_kernels):
+    def test_any_buffer_is_accepted(self, name, name_of_kernels):
         levels, negative = drawn("gaussian", 1001, 7)
         with qcomp.backends.use(name_of_kernels):
             data = encode(name, levels, negative, 7)
@@ -176,13 +176,15 @@ class TestBothCodes:
     @pytest.mark.parametrize(
         ("levels", "negative", "message"),
         [
-            ([3, 8, 9], [0, 0, 0], "levels is 8 and negative 0 at 1; expected 0 to 7"),
+            ([3, 8, 9], [0, 0, 0], "levels is 8 and negative 0 at 1; expected levels from 0 to 7"),
             ([3, 7, 0], [0, 1, 1], "levels is 0 and negative 1 at 2"),
             ([3, 7, 1], [0, 1, 2], "levels is 1 and negative 2 at 2"),
             ([3, 7], [0, 1, 0], "levels has 4 bytes; expected 6"),
         ],
     )
-    def test_what_is_no_vector_is_refused(self, name, name_of_kernels, levels, negative, message):
+    def test_arguments_that_are_not_a_vector_are_refused(
+        self, name, name_of_kernels, levels, negative, message
+    ):
         with qcomp.backends.use(name_of_kernels), pytest.raises(ValueError, match=message):
             encode(name, array("H", levels).tobytes(), bytes(negative), 7)
 
@@ -204,15 +206,15 @@ def test_an_unknown_code_is_an_error():
 
 
 def test_a_decoder_takes_no_more_time_than_its_size(name_of_kernels):
-    """Bytes that announce much are read no further than the vector goes."""
+    """If bytes announce more than the vector holds, they are read only up to its size."""
     with qcomp.backends.use(name_of_kernels):
         for data in (b"\x01" + b"\xff" * 100_000, b"\0" + bytes(100_000), b"\xff" * 100_000):
             for name in coding.CODINGS:
                 assert refused(name, data, 5, 7)
 
 
-def test_dense_codes_are_the_only_bytes_that_are_taken():
-    """All bodies of two bytes, for three elements: one for each vector whose dense code has as many."""
+def test_only_dense_codes_of_an_encoder_are_accepted():
+    """Of all two-byte bodies for three elements, as many are accepted as vectors have a dense code of that length."""
     short = 0
     for signed in itertools.product(range(-3, 4), repeat=3):
         short += 8 < paper.dense_length(array("H", map(abs, signed))) <= 16
@@ -221,7 +223,7 @@ def test_dense_codes_are_the_only_bytes_that_are_taken():
 
 
 def compare_loops(coders, name, largest, sizes):
-    """Raise AssertionError where loops make other bytes than the pure ones."""
+    """Raise AssertionError where loops produce other bytes than the pure ones."""
     for family, size in itertools.product(FAMILIES, sizes):
         if size > 5000 and family not in ("gaussian", "uniform", "sparse"):
             continue
@@ -238,7 +240,7 @@ def compare_loops(coders, name, largest, sizes):
 
 
 class TestBrokenOnesAreFound:
-    """Each of the checks above fails for a coder that breaks what it checks."""
+    """Each check above fails for a coder that violates it."""
 
     @pytest.mark.parametrize(
         ("name", "broken"),
@@ -272,17 +274,17 @@ class TestBrokenOnesAreFound:
 
 
 def cut(data):
-    """Without the zeros at the end."""
+    """Accept data whose trailing zeros were dropped."""
     return memoryview(bytes(data).rstrip(b"\0") or b"\0")
 
 
 def filled(data):
-    """With zeros where there may be nothing left."""
+    """Accept data that is followed by zeros."""
     return memoryview(bytes(data) + bytes(64))[: len(data) + 64]
 
 
 class TestChoice:
-    """Host bytes have no array to choose loops by: contexts and the setting say whether these are the pure ones."""
+    """Coders work on host bytes, so no array selects their loops: contexts and the setting select them."""
 
     @pytest.fixture(autouse=True)
     def automatic(self, monkeypatch):
@@ -294,11 +296,11 @@ class TestChoice:
         found = kernels.chosen_coders()
         return "pure" if found is None else found.name
 
-    def test_compiled_ones_are_used_unless_the_pure_version_is_asked_for(self):
+    def test_compiled_loops_are_used_unless_the_pure_version_is_requested(self):
         assert self.name() == "numba"
         with qcomp.backends.use("pure"):
             assert self.name() == "pure"
-            with kernels.use_kernels(SimpleNamespace(takes=lambda x: True)):  # for arrays of whatever device
+            with kernels.use_kernels(SimpleNamespace(takes=lambda x: True)):  # for arrays of any device
                 assert self.name() == "numba"
         qcomp.backends.set_default("pure")
         assert self.name() == "pure"
@@ -312,7 +314,7 @@ class TestChoice:
         monkeypatch.setenv("QCOMP_KERNELS", "pure")
         assert self.name() == "pure"
 
-    def test_without_numba_the_pure_ones_are_used_and_that_is_logged_once(self, monkeypatch, caplog):
+    def test_without_numba_the_pure_loops_are_used_and_this_is_logged_once(self, monkeypatch, caplog):
         monkeypatch.setattr(registry, "CODERS", "qcomp_numba_is_missing")
         levels, negative = drawn("gaussian", 100, 7)
         with caplog.at_level(logging.WARNING, logger="qcomp"):
@@ -323,6 +325,6 @@ class TestChoice:
         assert "vectors are coded by the pure version, which is many times slower" in record.message
         assert "pip install 'qcomp[numba]'" in record.message
 
-    def test_ranks_use_what_the_context_says(self):
+    def test_ranks_use_the_loops_of_the_context(self):
         with qcomp.backends.use("pure"):
             assert qcomp.comm.run_local(2, lambda comm: self.name()) == ["pure", "pure"]

@@ -1,4 +1,4 @@
-"""The codes of Elias: the tables, the lengths, and that no bytes but an encoder's are taken."""
+"""Elias codes: the tables, the lengths, and refusal of all bytes that no encoder writes."""
 
 import itertools
 from fractions import Fraction
@@ -33,7 +33,7 @@ TABLE = """
 19 000010011 10100100110
 20 000010100 10100101000
 """
-"""Number, gamma, omega: the codewords as they are printed in the literature."""
+"""Number, gamma, omega: the codewords as printed in the literature."""
 
 LENGTHS = {
     31: (9, 11),
@@ -66,7 +66,7 @@ def test_lengths_are_those_of_the_literature(number):
 
 @pytest.mark.parametrize("code", CODES)
 class TestCodes:
-    def test_the_formula_is_the_length(self, code):
+    def test_the_length_formula_is_the_length_of_the_codeword(self, code):
         for number in [*range(1, 5000), *EDGES]:
             word = elias.codeword(code, number)
             assert elias.length(code, number) == word.length == len(str(word))
@@ -81,12 +81,12 @@ class TestCodes:
     def test_round_trip(self, code, numbers):
         assert elias.decode(code, elias.encode(code, numbers), len(numbers)) == numbers
 
-    def test_no_codeword_begins_another(self, code):
+    def test_no_codeword_is_a_prefix_of_another(self, code):
         words = sorted(str(elias.codeword(code, number)) for number in range(1, 3000))
         assert not any(b.startswith(a) for a, b in itertools.pairwise(words))
         assert sum(Fraction(1, 2 ** len(word)) for word in words) < 1
 
-    def test_what_is_cut_off_or_goes_on_is_refused(self, code):
+    def test_truncated_or_longer_data_is_refused(self, code):
         data = elias.encode(code, [5, 1, 70_000])
         for end in range(len(data)):
             with pytest.raises(PayloadError):
@@ -96,8 +96,8 @@ class TestCodes:
 
     @settings(derandomize=True, deadline=None, max_examples=100)
     @given(data=st.binary(max_size=20), count=st.integers(0, 40))
-    def test_any_bytes_are_numbers_or_an_error(self, code, data, count):
-        """And if they are numbers, then these have no other bytes."""
+    def test_any_bytes_decode_to_numbers_or_are_an_error(self, code, data, count):
+        """And if they decode to numbers, they are the only bytes for these numbers."""
         try:
             numbers = elias.decode(code, data, count)
         except PayloadError:
@@ -137,7 +137,7 @@ def test_bits_come_back_most_significant_first(parts):
     reader.finish()
 
 
-def test_ones_that_fill_up_are_refused():
+def test_padding_with_ones_is_refused():
     reader = BitReader(b"\xa1")
     reader.take(3)
     with pytest.raises(PayloadError, match="filled up with ones"):

@@ -1,4 +1,4 @@
-"""The sparse and the dense code: exact lengths, the paper's bounds, and what random vectors take on average."""
+"""The sparse and the dense code: exact lengths, the paper's bounds, and mean lengths of random vectors."""
 
 import math
 from array import array
@@ -16,7 +16,7 @@ LEVELS = st.lists(st.sampled_from([0] * 12 + [1, 1, 2, 3, 17, 255, 256, 32767]),
 
 
 def bits_of(levels, negative, method):
-    """The code after its first byte, as text, as the paper writes it down."""
+    """The code after its first byte, as a string of bits, as the paper writes it."""
     if method == paper.DENSE:
         return "".join(
             str(omega(k + 1)) + ("01"[sign] if k else "") for k, sign in zip(levels, negative, strict=True)
@@ -50,7 +50,7 @@ def test_the_code_is_the_shorter_one_bit_for_bit(levels, data):
 
 
 def test_lengths_by_formula():
-    """The paper's, with 32 bits for the scale, which lies elsewhere, in place of the count."""
+    """The paper's formula; it includes 32 bits for the scale, which is stored elsewhere, in place of the count."""
     n, levels = 1000, array("H", bytes(2000))
     for i, k in [(0, 1), (1, 3), (500, 32767), (999, 2)]:
         levels[i] = k
@@ -61,7 +61,7 @@ def test_lengths_by_formula():
 
 
 def test_a_constant_vector_at_s_of_the_square_root_of_n():
-    """All levels are 1: 4 bits an element, where unary levels would take 3; the paper's 2.8 it does not have."""
+    """All levels are 1: 4 bits per element, where unary levels would take 3; it does not reach the paper's 2.8."""
     levels = array("H", [1] * 1024)
     assert paper.dense_length(levels) == 4 * 1024
     unary = sum(k + 1 + (k > 0) for k in levels)
@@ -83,11 +83,11 @@ def test_a_fixed_geometric_model_takes_2_5432_bits():
 
 
 def expected_sparse_bits(n, p):
-    """The mean length of the sparse code where each of n levels is 1 with probability p, else 0; with 32 bits before.
+    """Return the mean length of the sparse code of n levels, each 1 with probability p, else 0; plus 32 bits before it.
 
-    A gap g ends at an element that has one g before it, or is the first and has index g - 1.
+    A gap g ends at an element that has an element g before it, or that is the first and has index g - 1.
     """
-    gap = np.arange(1, min(n, math.ceil(40 / p)) + 1)  # longer ones come with a chance of e^-40
+    gap = np.arange(1, min(n, math.ceil(40 / p)) + 1)  # longer gaps have a probability of e^-40
     lengths = np.asarray([length("omega", int(g)) for g in gap])
     chance = p * (1 - p) ** (gap - 1)
     return 32 + float(np.sum(lengths * chance * ((n - gap) * p + 1))) + n * p * 2
@@ -110,7 +110,7 @@ class TestSparseMeans:
         expected = expected_sparse_bits(n, p)
         assert round(paper_bound(n, s)) == bound
         assert expected < bound
-        # One vector's length varies with how many levels are not 0.
+        # The length of one vector varies with its number of nonzero levels.
         deviation = expected / math.sqrt(n * p)
         assert abs(measured - expected) < deviation
 
@@ -118,7 +118,7 @@ class TestSparseMeans:
         expected = expected_sparse_bits(10**4, 0.01)
         assert abs(1402 - expected) < expected / 10
 
-    def test_the_encoder_takes_that_on_average(self):
+    def test_the_mean_length_of_the_encoder_is_the_expected_one(self):
         n, p, vectors = 10**4, 0.01, 40
         rng = np.random.default_rng(0)
         found = []
@@ -129,7 +129,7 @@ class TestSparseMeans:
         expected = expected_sparse_bits(n, p)
         error = np.std(found, ddof=1) / math.sqrt(vectors)
         assert abs(np.mean(found) - expected) < 4 * error
-        # An encoder whose first gap is i, or that codes gaps less 1, is found out.
+        # This would detect an encoder whose first gap is i, or one that codes each gap less 1.
         assert 4 * error < 100 < abs(expected_sparse_bits(n, 0.02) - expected)
 
 
@@ -177,7 +177,7 @@ def test_levels_of_a_gaussian(row):
         assert math.isclose(value, printed, rel_tol=5e-3, abs_tol=6e-5 if printed < 1 else 6e-4)
 
 
-def test_the_dense_code_takes_that_of_a_gaussian():
+def test_the_dense_code_of_a_gaussian_has_the_expected_length():
     """2.942 bits at s = sqrt(n), with tolerance from the spread of a level's bits; the sparse code takes fewer."""
     n = 1 << 16
     rng = np.random.default_rng(1)

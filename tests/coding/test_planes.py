@@ -1,4 +1,4 @@
-"""Packed codes to levels and signs: the layout is that of the compressors, and the compiled loops do the same."""
+"""Packed codes to levels and signs: the layout is that of the compressors, and compiled loops return the same bytes."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SIZES = (0, 1, 7, 8, 9, 64, 65, 513, 1100)
 
 
 def drawn(size, bits):
-    """Levels and signs as arrays, both ends of the range among them."""
+    """Draw levels and signs as arrays; both ends of the range occur."""
     rng = np.random.default_rng([size, bits])
     largest = (1 << bits - 1) - 1
     levels = np.where(rng.random(size) < 0.2, largest, rng.integers(0, largest + 1, size)).astype("<u2")
@@ -34,7 +34,7 @@ def packed_by_definition(levels, negative, bits, bucket_size):
 
 
 def compare(loops):
-    """Raise AssertionError where loops do not pack as `bitplanes` does, or unpack something else than was packed."""
+    """Raise AssertionError unless loops pack as `bitplanes` does, and unpacking inverts packing."""
     for bits in WIDTHS:
         for bucket_size in BUCKETS:
             for size in SIZES:
@@ -73,7 +73,7 @@ def test_broken_loops_are_found(broken):
 
 
 def test_padding_is_left_out():
-    data = bytes([0xFF]) * 8  # eight codes of eight bits, of which three are elements
+    data = bytes([0xFF]) * 8  # eight codes of eight bits, three of which are elements
     for kernels in ("pure", "auto"):
         with qcomp.backends.use(kernels):
             levels, negative = coding.unpack(data, size=3, bits=8, bucket_size=8)
@@ -83,7 +83,7 @@ def test_padding_is_left_out():
 @pytest.mark.parametrize("name", coding.CODINGS)
 @pytest.mark.parametrize("levels", [128, 1000, 32767])
 def test_payloads_of_wide_codes_are_the_same_with_kernels(numba_coders, name, levels):
-    """With the set for arrays and the loops for bytes, and with none of them."""
+    """Kernels for arrays and compiled loops for bytes, against neither of them."""
     compressor = qcomp.QSGD(levels=levels, bucket_size=64, norm="l2", coding=name)
     x = np.random.default_rng(levels).standard_normal(1001).astype(np.float32)
     key = qcomp.Key(step=3)

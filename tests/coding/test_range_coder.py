@@ -1,4 +1,4 @@
-"""The range coder: how near to the entropy it comes, that its bytes stay what they are, and its model."""
+"""The range coder: its distance from the entropy, its stable bytes, and its model."""
 
 import math
 
@@ -16,13 +16,13 @@ from qcomp.core.errors import PayloadError
 
 
 def as_bytes(signed):
-    """Levels and signs of signed levels."""
+    """Split signed levels into levels and signs, as bytes."""
     signed = np.asarray(signed, dtype=np.int64)
     return np.abs(signed).astype("<u2").tobytes(), (signed < 0).astype(np.uint8).tobytes()
 
 
 def rounded(x, levels, bucket_size, norm, rng):
-    """Signed levels of whole buckets by stochastic rounding, in float64."""
+    """Draw signed levels of whole buckets by stochastic rounding, in float64."""
     rows = x.reshape(-1, bucket_size)
     scale = np.max(np.abs(rows), axis=1) if norm == "max" else np.linalg.norm(rows, axis=1)
     position = np.abs(rows) / scale[:, None] * levels
@@ -31,7 +31,7 @@ def rounded(x, levels, bucket_size, norm, rng):
 
 
 def entropy(signed):
-    """Bits an element of the empirical distribution of magnitudes, with a bit for each sign."""
+    """Return the bits per element of the empirical distribution of magnitudes, with one bit for each sign."""
     _, counts = np.unique(np.abs(signed), return_counts=True)
     p = counts / counts.sum()
     return float(-np.sum(p * np.log2(p)) + np.mean(signed != 0))
@@ -53,8 +53,8 @@ class TestLength:
     @pytest.mark.parametrize("family", DRAWS)
     @pytest.mark.parametrize("levels", [1, 3, 7, 15, 127])
     @pytest.mark.parametrize(("size", "most"), [(4096, 1.02), (1 << 18, 1.003)])
-    def test_it_is_near_the_entropy(self, numba_coders, family, levels, size, most):
-        """Within 2% from 4096 elements on, and 0.3% from 2^18 on; with less than half a bit each, within 8 bytes."""
+    def test_the_length_is_near_the_entropy(self, numba_coders, family, levels, size, most):
+        """Within 2% from 4096 elements on, 0.3% from 2^18 on; below half a bit per element, within 8 bytes."""
         rng = np.random.default_rng([levels, size])
         signed = rounded(DRAWS[family](rng, size), levels, 512, "max", rng)
         least = entropy(signed) * size / 8
@@ -62,7 +62,7 @@ class TestLength:
 
     @pytest.mark.parametrize(("levels", "bucket_size"), [(1, 512), (7, 512), (22, 512), (1, 1 << 13)])
     def test_sparse_levels(self, numba_coders, levels, bucket_size):
-        """The model and the state take 8 bytes of a few dozen."""
+        """The model and the state add 8 bytes to a few dozen."""
         rng = np.random.default_rng(levels)
         for size, beside in ((1 << 13, 8), (1 << 18, 32)):
             signed = rounded(rng.standard_normal(size), levels, bucket_size, "l2", rng)
@@ -72,14 +72,14 @@ class TestLength:
     @pytest.mark.parametrize("largest", [255, 2047, 32767])
     @pytest.mark.parametrize("size", [4096, 1 << 18])
     def test_many_levels(self, numba_coders, largest, size):
-        """Most values come once; so the entropy is that of the Gaussian, in levels, and not of the vector."""
+        """Most values occur once, so the reference is the entropy of the quantized Gaussian, not of the vector."""
         rng = np.random.default_rng(largest)
         width = 6 / largest
         signed = np.rint(rng.standard_normal(size) / width).clip(-largest, largest)
         bits = math.log2(math.sqrt(2 * math.pi * math.e) / width)
         assert 0.99 * bits < 8 * coded_bytes(signed, largest) / size < 1.02 * bits
 
-    def test_a_geometric_vector_takes_what_its_fixed_model_would(self, numba_coders):
+    def test_a_geometric_vector_is_as_short_as_with_its_exact_model(self, numba_coders):
         n, t = 1 << 18, math.sqrt(2) - 1
         rng = np.random.default_rng(0)
         signed = rng.geometric(1 - t, n) - rng.geometric(1 - t, n)  # two-sided, E |k| = 1
@@ -87,7 +87,7 @@ class TestLength:
         assert 2.52 < 8 * coded_bytes(signed, 64) / n < 2.56
 
     def test_the_bound_can_fail(self, numba_coders):
-        """Levels in fixed width, and Elias's, are no such code."""
+        """Fixed width and Elias codes exceed it."""
         rng = np.random.default_rng(0)
         signed = rounded(rng.standard_normal(1 << 13), 7, 512, "max", rng)
         least = entropy(signed) * signed.size / 8
@@ -96,14 +96,14 @@ class TestLength:
 
     @pytest.mark.parametrize("largest", [1, 2, 7, 127, 128, 32767])
     @pytest.mark.parametrize("size", [0, 1, 2, 100, 4095, (1 << 14) - 1, 1 << 14, (1 << 14) + 3])
-    def test_it_is_never_longer_than_a_fixed_width(self, numba_coders, size, largest):
-        """Uniform vectors are the hardest; a vector of one value takes next to nothing but its signs."""
+    def test_the_code_is_never_longer_than_fixed_width(self, numba_coders, size, largest):
+        """Uniform vectors are the hardest; a vector of one value takes little more than its signs."""
         rng = np.random.default_rng([size, largest])
         sign = 2 * rng.integers(0, 2, size) - 1
         most = size * (largest.bit_length() + 1) // 8 + 1 + 4 * range_coder.lanes(size)
         for levels in (rng.integers(0, largest + 1, size), rng.choice([0, largest // 2 + 1, largest], size)):
             assert coded_bytes(levels * sign, largest) <= most
-        if largest <= 127:  # beyond that, classes are of several levels
+        if largest <= 127:  # beyond that, a class has several levels
             assert coded_bytes(np.full(size, largest) * sign, largest) <= min(most, size // 8 + 40)
         assert coded_bytes(np.zeros(size), largest) <= min(most, 20)
 
@@ -115,7 +115,7 @@ GOLDEN = {
     (300, 12): ("006f2526d622bab6985b3b7862f52df44bff20", "000040000105402508690c96340a195181fb01"),
     (3, 40): ("01a454c841041061184611c0", "2ce2caf48a373397d119b6269b3cff"),
 }
-"""Codes of `golden_vector`, by the largest level and the size: of "elias" and of "range"."""
+"""Hexadecimal codes of `golden_vector` by largest level and size: of "elias" and of "range"."""
 
 
 def golden_vector(largest, size):
@@ -131,7 +131,7 @@ def test_golden_bytes(coders, largest, size):
 
 class TestClasses:
     @pytest.mark.parametrize("fine", range(7))
-    def test_they_part_the_numbers(self, fine):
+    def test_classes_partition_the_numbers(self, fine):
         last = -1
         for c in range(class_of(3000, fine) + 1):
             numbers = range(smallest(c, fine), smallest(c, fine) + (1 << spare_bits(c, fine)))
@@ -142,7 +142,7 @@ class TestClasses:
 
     @settings(derandomize=True, deadline=None, max_examples=100)
     @given(st.integers(0, 2**45), st.integers(0, 8))
-    def test_a_number_is_its_class_and_its_spare_bits(self, number, fine):
+    def test_a_number_lies_within_the_range_of_its_class(self, number, fine):
         c = class_of(number, fine)
         assert smallest(c, fine) <= number < smallest(c, fine) + (1 << spare_bits(c, fine))
 
@@ -160,19 +160,19 @@ class TestModel:
             )
         )
     )
-    def test_the_decoder_reads_what_was_fitted(self, case):
+    def test_the_decoder_reads_the_fitted_model(self, case):
         largest, counts = case
         model, data = fit(counts, largest)
         assert read(BitReader(data), sum(counts), largest) == model
         assert sum(model.units) == 1 << UNITS_BITS
         if model.method != FLAT:
             fine, finer = model.method - 1, finest(largest)
-            # Every class that occurs has a share, and no other.
+            # Exactly the classes that occur have a share.
             occur = {class_of(smallest(c, finer), fine) for c, count in enumerate(counts) if count}
             assert {c for c, units in enumerate(model.units) if units > 0} == occur
 
     @pytest.mark.parametrize("largest", [1, 2, 7, 100, 127, 1000, 32767])
-    def test_coarser_classes_have_the_counts_of_those_that_they_join(self, largest):
+    def test_coarser_classes_have_the_sums_of_the_finer_counts(self, largest):
         levels = np.random.default_rng(largest).integers(0, largest + 1, 5000).astype("<u2")
         counts = rans.count_classes(memoryview(levels.tobytes()), largest, finest(largest))
         for fine in range(finest(largest), 0, -1):
@@ -187,9 +187,9 @@ class TestModel:
                 model, data = fit(counts, 2)
                 assert read(BitReader(data), 6, 2) == model
 
-    def test_it_is_left_out_where_it_does_not_pay(self):
+    def test_a_model_that_costs_more_than_it_saves_is_left_out(self):
         assert fit([1, 1], 1) == (flat(1), b"\0")
-        assert fit([0, 2000, 2000, 2000], 3)[0].method != FLAT  # a zero would have a quarter of the codes
+        assert fit([0, 2000, 2000, 2000], 3)[0].method != FLAT  # flat: zero would have a quarter of the codes
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -204,7 +204,7 @@ class TestModel:
             ("001" + "0" * 9, "middle of a codeword"),
         ],
     )
-    def test_what_is_no_model_is_refused(self, text, message):
+    def test_invalid_models_are_refused(self, text, message):
         text += "0" * (-len(text) % 8)
         data = int(text, 2).to_bytes(len(text) // 8, "big")
         with pytest.raises(PayloadError, match=message):

@@ -1,4 +1,4 @@
-"""Keyed checksums: who may change what on the way, and who notices."""
+"""Keyed checksums: which changes in transit are possible, and which ranks detect them."""
 
 import hashlib
 import re
@@ -18,7 +18,7 @@ from qcomp.testing import check_communicator
 LONG = 30.0
 KEY = bytes(range(16))
 FIRST = 2
-"""Number of the first exchange of a caller, among those of the communicator below."""
+"""The number of the caller's first exchange among those of the inner communicator."""
 
 
 def zeros(n):
@@ -26,10 +26,10 @@ def zeros(n):
 
 
 class Wire:
-    """A communicator over another, with somebody between the ranks who may replace what arrives.
+    """A communicator over another one, with an attacker between the ranks who may replace received messages.
 
-    ``arriving(wire, exchange, received)`` changes the list of what each rank sent here. ``log[exchange][rank]`` has
-    what that rank handed to the wire for each rank.
+    ``arriving(wire, exchange, received)`` changes the list of messages that arrive here. ``log[exchange][rank]`` has
+    what that rank gave the wire for each rank.
     """
 
     def __init__(self, comm, arriving=lambda wire, exchange, received: None, log=None):
@@ -54,7 +54,7 @@ class Wire:
 
 
 def converse(comm):
-    """Send the same three zeros again and again, so that only tags differ."""
+    """Send the same three zeros in every exchange, so that only the tags differ."""
     for _ in range(2):
         comm.all_to_all([zeros(3)] * comm.size, [3] * comm.size)
     for _ in range(2):
@@ -62,7 +62,7 @@ def converse(comm):
 
 
 def attacked(arriving, *, victim=1, talk=converse, size=3, log=None, kind=AuthenticatedCommunicator):
-    """Return what the victim raises while somebody is on its wire, None if it notices nothing."""
+    """Return the error of the victim while an attacker is on its wire, None if it detects nothing."""
     log = {} if log is None else log
 
     def rank_main(comm):
@@ -70,7 +70,7 @@ def attacked(arriving, *, victim=1, talk=converse, size=3, log=None, kind=Authen
         try:
             talk(kind(wire, KEY))
         except CommunicatorError as error:
-            if "finished without calling it" not in str(error):  # the victim has left
+            if "finished without calling it" not in str(error):  # then the victim has left
                 return error
         return None
 
@@ -89,16 +89,16 @@ class TestLaws:
         )
 
     @pytest.mark.parametrize("name", ["array_api_compat.torch", "array_api_strict", "jax.numpy"])
-    def test_for_arrays_of_any_library(self, name):
+    def test_it_carries_arrays_of_any_library(self, name):
         xp = pytest.importorskip(name)
         run_local(2, lambda comm: check_communicator(AuthenticatedCommunicator(comm, KEY), xp), timeout=LONG)
 
-    def test_around_one_that_starts_nothing(self):
+    def test_it_wraps_communicators_without_start(self):
         run_local(
             2, lambda comm: check_communicator(AuthenticatedCommunicator(Wire(comm), KEY)), timeout=LONG
         )
 
-    def test_tags_are_counted(self):
+    def test_bytes_sent_includes_the_tags(self):
         def rank_main(comm):
             comm = AuthenticatedCommunicator(comm, KEY)
             before = comm.bytes_sent
@@ -107,7 +107,7 @@ class TestLaws:
 
         assert run_local(3, rank_main, timeout=LONG) == [(2 * (16 + 16), 2 * (5 + 16))] * 3
 
-    def test_its_place_is_that_of_the_one_below(self):
+    def test_rank_size_and_host_are_those_of_the_inner_communicator(self):
         def rank_main(comm):
             above = AuthenticatedCommunicator(comm, KEY)
             assert isinstance(above, Communicator)
@@ -152,7 +152,7 @@ class TestKeys:
         with pytest.raises(TypeError, match=r"^key must be bytes, got str$"):
             AuthenticatedCommunicator(LocalCommunicator.alone(), "a password of some length")
 
-    def test_nothing_shows_it(self):
+    def test_the_key_is_not_shown(self):
         key = b"sixteen or more bytes"
         comm = AuthenticatedCommunicator(LocalCommunicator.alone(), key)
         assert repr(comm) == "AuthenticatedCommunicator(LocalCommunicator(rank=0, size=1))"
@@ -168,7 +168,7 @@ class TestKeys:
 
 
 class Flip:
-    """Flips a bit of the message of rank 0."""
+    """Flip a bit of the message of rank 0."""
 
     def __init__(self, exchange, bit):
         self.exchange, self.bit = exchange, bit
@@ -179,37 +179,37 @@ class Flip:
 
 
 def replay(wire, exchange, received):
-    """Bring the message of the exchange before again."""
+    """Deliver rank 0's message of the previous exchange again."""
     if exchange == FIRST + 1:
         received[0] = wire.log[FIRST][0][wire.rank]
 
 
 def swap_senders(wire, exchange, received):
-    """Bring what ranks 0 and 2 sent in each other's name."""
+    """Swap the messages of ranks 0 and 2."""
     if exchange == FIRST:
         received[0], received[2] = received[2], received[0]
 
 
 def redirect(wire, exchange, received):
-    """Bring what rank 0 sent to rank 2."""
+    """Deliver what rank 0 sent to rank 2."""
     if exchange == FIRST:
         received[0] = wire.log[FIRST][0][2]
 
 
 def reflect(wire, exchange, received):
-    """Bring what this rank sent to rank 0 itself."""
+    """Deliver this rank's own message to rank 0 in place of that from rank 0."""
     if exchange == FIRST:
         received[0] = wire.log[FIRST][1][0]
 
 
 def invent(wire, exchange, received):
-    """Bring zeros with a tag of zeros."""
+    """Deliver zeros with a tag of zeros."""
     if exchange == FIRST:
         received[0] = zeros(19)
 
 
 def call_another_verb(comm):
-    """Ranks call different verbs, and the wire hides it."""
+    """Let ranks call different verbs, and hide that on the wire."""
     if comm.rank == 1:
         comm.all_gather(zeros(3), [3] * 3)
     else:
@@ -224,18 +224,18 @@ class TestAttacks:
             assert "a message from rank 0 fails its check" in str(error), bit
 
     @pytest.mark.parametrize("bit", [0, 127])
-    def test_so_is_one_of_the_random_numbers_at_the_start(self, bit):
+    def test_a_flipped_bit_of_the_random_numbers_at_the_start_is_noticed(self, bit):
         assert attacked_at_start(Flip(0, bit))
 
     @pytest.mark.parametrize("attack", [replay, swap_senders, redirect, reflect, invent])
-    def test_what_belongs_elsewhere_is_noticed(self, attack):
+    def test_messages_meant_for_another_place_are_noticed(self, attack):
         assert "rank" in str(attacked(attack))
 
     def test_without_an_attack_nothing_is_noticed(self):
         assert attacked(lambda *_: None) is None
 
-    def test_exchanges_in_another_order(self):
-        """Two under way at once have changed places on the wire."""
+    def test_swapped_exchanges_are_noticed(self):
+        """Two exchanges under way at once are swapped on the wire."""
 
         class Swaps(Wire):
             held = None
@@ -278,8 +278,8 @@ class TestAttacks:
         run_local(3, rank_main, timeout=LONG)
         assert len(found) == 3
 
-    def test_messages_of_an_earlier_job(self):
-        """Somebody plays back all that rank 0 said then; its number, verb, ranks and key are the same."""
+    def test_messages_replayed_from_an_earlier_job_are_noticed(self):
+        """An attacker replays all messages of rank 0 from then; their numbers, verbs, ranks and key are the same."""
         log = {}
         assert attacked(lambda *_: None, log=log) is None
         earlier = {exchange: ranks[0] for exchange, ranks in log.items()}
@@ -290,7 +290,7 @@ class TestAttacks:
         assert attacked_at_start(play)
 
     @pytest.mark.parametrize("verb", ["all_to_all", "all_gather"])
-    def test_afterwards_it_is_closed(self, verb):
+    def test_a_failed_check_closes_the_communicator(self, verb):
         def rank_main(comm):
             comm = AuthenticatedCommunicator(
                 Wire(comm, Flip(FIRST, 3) if comm.rank else lambda *_: None), KEY
@@ -328,7 +328,7 @@ class TestAttacks:
 
 
 def attacked_at_start(play, kind=AuthenticatedCommunicator):
-    """Return whether rank 1 notices what is on its wire instead of rank 0, as soon as it begins."""
+    """Return whether rank 1 detects, when it starts, that its wire replaces messages of rank 0."""
     noticed = []
 
     def rank_main(comm):
@@ -372,7 +372,7 @@ class NoRanks(AuthenticatedCommunicator):
 
 
 class TestBrokenOnesAreSeen:
-    """Each attack above succeeds against a version that leaves out what stops it."""
+    """Each attack above succeeds against a version without the measure that stops it."""
 
     @pytest.mark.parametrize(
         ("kind", "attack"),
@@ -384,22 +384,22 @@ class TestBrokenOnesAreSeen:
             (NoContent, Flip(FIRST, 3)),
         ],
     )
-    def test_that_leave_something_out_of_the_hash(self, kind, attack):
+    def test_tags_that_omit_a_fact(self, kind, attack):
         assert attacked(attack, kind=kind) is None
 
-    def test_that_hash_no_verb(self):
+    def test_tags_without_the_verb(self):
         run_local(3, lambda comm: call_another_verb(NoVerb(Wire(comm), KEY)), timeout=LONG)
 
-    def test_that_check_nothing(self, monkeypatch):
+    def test_receivers_that_do_not_check(self, monkeypatch):
         monkeypatch.setattr(authenticated.hmac, "compare_digest", lambda one, other: True)
         assert attacked(Flip(FIRST, 3)) is None
 
-    def test_that_compare_a_prefix(self, monkeypatch):
+    def test_receivers_that_compare_only_a_prefix(self, monkeypatch):
         monkeypatch.setattr(authenticated.hmac, "compare_digest", lambda one, other: one[:8] == other[:8])
         unnoticed = [bit for bit in range(8 * 19) if attacked(Flip(FIRST, bit), size=2) is None]
         assert unnoticed == list(range(8 * (3 + 8), 8 * 19))
 
-    def test_that_have_no_random_numbers(self, monkeypatch):
+    def test_jobs_without_random_numbers(self, monkeypatch):
         monkeypatch.setattr(authenticated.secrets, "token_bytes", bytes)
         log = {}
         assert attacked(lambda *_: None, log=log) is None
@@ -410,8 +410,8 @@ class TestBrokenOnesAreSeen:
         assert not attacked_at_start(play)
 
 
-def test_tags_are_what_the_documentation_says():
-    """BLAKE2b of the place and the bytes, under a key made of the key and of the random numbers."""
+def test_tags_are_computed_as_documented():
+    """BLAKE2b of the header and the bytes, under a key derived from the key and the random numbers."""
     log = {}
     assert attacked(lambda *_: None, log=log) is None
     nonces = b"".join(log[0][rank][0].tobytes() for rank in range(3))

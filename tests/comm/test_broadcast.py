@@ -11,13 +11,13 @@ SHAPES = [(4, 5), (), (0, 3), (7,), (1000,)]
 
 
 def of_rank(rank: int) -> list[np.ndarray]:
-    """Arrays that every rank has others of."""
+    """Return arrays that differ on every rank."""
     draws = np.random.default_rng(rank)
     return [draws.standard_normal(shape).astype(np.float32) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("root", [0, 2])
-def test_all_ranks_get_those_of_the_root(library, root):
+def test_all_ranks_get_the_arrays_of_the_root(library, root):
     def rank_main(comm):
         own = library.seal([library.array(x) for x in of_rank(comm.rank)])
         copies = broadcast(own, comm, root=root)
@@ -66,7 +66,7 @@ def test_torch_parameters_and_bfloat16():
     assert run_local(2, rank_main) == [expected] * 2
 
 
-def test_one_array_alone_and_copies_of_ones_own():
+def test_one_array_is_returned_as_a_copy():
     def rank_main(comm):
         x = np.full(3, float(comm.rank))
         copy = broadcast(x, comm)
@@ -89,7 +89,7 @@ def test_small_arrays_share_messages_and_large_ones_do_not(monkeypatch):
 
 
 def test_no_rank_sends_much_more_than_twice_the_bytes():
-    """The root a part to each, and everybody its part to all: with n ranks, (n - 1) / n of the bytes each time."""
+    """The root sends a part to each rank, and every rank its part to all: (n - 1) / n of the bytes each time."""
     n, nbytes = 8, 8 * 100_000
 
     def rank_main(comm):
@@ -110,7 +110,7 @@ def test_no_rank_sends_much_more_than_twice_the_bytes():
         (lambda x: [x, x], "shapes"),
     ],
 )
-def test_ranks_that_differ_are_told_so(other, message):
+def test_mismatched_arrays_are_an_error_on_every_rank(other, message):
     def rank_main(comm):
         x = np.zeros(3, np.float32)
         with pytest.raises(MismatchError, match=message):

@@ -7,7 +7,7 @@ from qcomp.comm.buffers import from_host, stage_exchange, to_host
 
 
 def library(name):
-    """The namespace of a library, or a skip."""
+    """Return the namespace of a library, or skip."""
     if name == "array_api_strict":
         return array_api_strict
     return pytest.importorskip(
@@ -65,7 +65,7 @@ def test_to_host_rejects_another_shape(name, shape):
 
 
 @pytest.mark.parametrize("thing", [b"abc", [1, 2], None, bytearray(2)])
-def test_to_host_rejects_what_is_no_array(thing):
+def test_to_host_rejects_objects_that_are_not_arrays(thing):
     with pytest.raises(TypeError, match=f"x must be an array, got {type(thing).__name__}"):
         to_host(thing)
 

@@ -15,7 +15,7 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """As if nothing but a shell had started the tests, and nobody had asked for the world yet."""
+    """As if only a shell had started the tests, and `world` had not been called yet."""
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
             monkeypatch.delenv(name)
@@ -58,14 +58,14 @@ def test_one_process_is_a_world_of_one(monkeypatch, environment):
 @pytest.mark.parametrize(
     "environment",
     [
-        # A batch script runs on one of the nodes that it has; only srun's steps are ranks.
+        # A batch script runs on one of its nodes; only srun's steps are ranks.
         {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
         {"WORLD_SIZE": "2"},
         {"WORLD_SIZE": "2", "RANK": "0"},
     ],
     ids=str,
 )
-def test_a_process_alone_where_several_are_announced_is_a_warning(monkeypatch, environment):
+def test_a_lone_process_warns_if_the_environment_announces_several(monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     (first, *_) = environment
@@ -79,7 +79,7 @@ def test_a_process_alone_where_several_are_announced_is_a_warning(monkeypatch, e
     [
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"},
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"},
-        # torchrun under srun: srun starts one torchrun for each node, and its variables are still there.
+        # torchrun under srun: srun starts one torchrun per node, and its variables remain set.
         {
             "PMIX_RANK": "0",
             "SLURM_STEP_NUM_TASKS": "2",
@@ -91,7 +91,7 @@ def test_a_process_alone_where_several_are_announced_is_a_warning(monkeypatch, e
     ],
     ids=str,
 )
-def test_torchrun_is_told_apart(monkeypatch, environment):
+def test_torchrun_is_recognised(monkeypatch, environment):
     asked = []
     launch = types.SimpleNamespace(
         torch_world=lambda **settings: asked.append(settings) or "the ranks of torchrun"
@@ -117,7 +117,7 @@ print(comm.rank, comm.size, dist.get_backend(), *[int(x[0]) for x in received])
     assert [rank.out for rank in torch_ranks(2, code)] == ["0 2 gloo 0 1\n", "1 2 gloo 0 1\n"]
 
 
-def test_torchruns_ranks_that_do_not_come_are_noticed(torch_ranks):
+def test_missing_ranks_of_torchrun_are_noticed(torch_ranks):
     code = """
 import os, sys
 from qcomp.comm import world
@@ -151,10 +151,10 @@ def test_torchrun_without_torch_says_what_to_install():
         (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, None),
         (4, {"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, 3),
         (2, {"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, None),
-        (8, {"WORLD_SIZE": "4"}, None),  # nobody says which of the GPUs is whose
+        (8, {"WORLD_SIZE": "4"}, None),  # nothing says which GPU belongs to which rank
     ],
 )
-def test_a_gpu_for_every_rank_of_the_machine_or_for_none(monkeypatch, gpus, environment, device):
+def test_ranks_use_gpus_only_if_every_rank_of_the_machine_has_one(monkeypatch, gpus, environment, device):
     torch = pytest.importorskip("torch")
     from qcomp.comm.torch_launch import _own_device
 
@@ -169,7 +169,7 @@ def test_a_gpu_for_every_rank_of_the_machine_or_for_none(monkeypatch, gpus, envi
 
 
 @pytest.mark.slow
-def test_torchrun_itself(tmp_path):
+def test_ranks_started_by_torchrun_exchange(tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -199,9 +199,9 @@ def test_torchrun_itself(tmp_path):
     ],
     ids=str,
 )
-def test_the_mpirun_of_another_mpi_is_noticed(environment):
+def test_an_mpirun_of_another_mpi_library_is_noticed(environment):
     pytest.importorskip("mpi4py")
-    # mpi4py warns of an environment that is not its MPI's.
+    # mpi4py warns of an environment that belongs to another MPI.
     result = run_python("from qcomp.comm.launch import world; world()", warnings="ignore", **environment)
     assert result.returncode == 1
     assert "4 processes were started together, but mpi4py's MPI library (" in result.stderr
@@ -250,7 +250,7 @@ def test_public_names():
 
     assert dir(comm) == comm.__all__ == sorted(comm.__all__, key=lambda name: (name.islower(), name))
     pytest.importorskip("mpi4py")
-    # In another process, because importing mpi4py starts MPI.
+    # In another process, because importing mpi4py initializes MPI.
     result = run_python("from qcomp.comm import *; print(MPICommunicator.__name__, run_local.__name__)")
     assert result.stdout.strip() == "MPICommunicator run_local", result.stderr
     for name in ("NCCLCommunicator", "TorchCommunicator"):

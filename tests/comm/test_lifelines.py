@@ -1,4 +1,4 @@
-"""Connections on which ranks learn of each other's end."""
+"""Connections through which ranks learn that another rank has ended."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ LONG = 60.0
 
 
 def share_of(comm):
-    """Return a way to share text over a communicator."""
+    """Return a function that shares text over a communicator."""
 
     def share(text):
         own = np.frombuffer(text, np.uint8)
@@ -42,20 +42,20 @@ def three():
 
 
 def problem_of(rank, exchange):
-    """Return what a rank learns about an exchange, once it has learned it."""
+    """Return the problem that a rank reports for an exchange, once it knows of one."""
     with rank.changed:
         assert rank.changed.wait_for(lambda: rank.problem(exchange, "all_gather") is not None, 30)
     return rank.problem(exchange, "all_gather")
 
 
 def drop(rank):
-    """End the connections of a rank as the end of its process does."""
+    """Close the connections of a rank, as the end of its process would."""
     for connection in rank._sockets.values():
         connection.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_ranks_that_live_know_of_no_problem(n):
+def test_living_ranks_report_no_problem(n):
     ranks = connected(n)
     assert [len(each._sockets) for each in ranks] == [n - 1] * n
     assert [each.problem(10**9, "all_gather") for each in ranks] == [None] * n
@@ -72,7 +72,7 @@ def test_a_dead_rank_is_a_problem_of_every_exchange(three):
         assert not rank.is_dead(2)
 
 
-def test_a_rank_that_has_finished_is_no_problem_of_what_it_has_completed(three):
+def test_a_finished_rank_is_no_problem_for_exchanges_that_it_completed(three):
     one = three[1]
     for _ in range(3):
         one.begin()
@@ -103,7 +103,7 @@ def test_a_rank_that_gives_up_says_why_and_from_which_exchange_on(three):
     assert three[0].problem(1, "all_gather").startswith("all_gather: rank 1 failed")  # the first reason stays
 
 
-def test_a_silent_rank_is_lost_though_its_connection_is_open():
+def test_a_silent_rank_counts_as_lost_though_its_connection_is_open():
     here, there = socket.socketpair()
     with there:
         rank = Lifelines({1: here}, silence=0.2)
@@ -115,10 +115,10 @@ def test_a_silent_rank_is_lost_though_its_connection_is_open():
         rank.finish()
 
 
-def test_ranks_that_say_nothing_but_live_are_heard():
+def test_heartbeats_keep_idle_ranks_from_counting_as_lost():
     ranks = connected(2, silence=0.2)
     beats = []
-    with ranks[0].changed:  # waits without anything to wait for
+    with ranks[0].changed:  # waits for a condition that must not occur
         ranks[0].changed.wait_for(
             lambda: beats.append(1) or ranks[0].problem(0, "all_gather") is not None, 1.0
         )
@@ -127,7 +127,7 @@ def test_ranks_that_say_nothing_but_live_are_heard():
         each.finish()
 
 
-def test_a_rank_that_was_stopped_itself_blames_nobody(monkeypatch):
+def test_a_rank_that_was_itself_stopped_blames_no_other(monkeypatch):
     here, there = socket.socketpair()
     with there:
         monkeypatch.setattr(Lifelines, "_watch", lambda _: None)
@@ -136,14 +136,14 @@ def test_a_rank_that_was_stopped_itself_blames_nobody(monkeypatch):
         assert rank._turn()
         assert rank.problem(0, "all_gather") is None
         rank._heard[1] -= 30
-        assert rank._turn()  # it has turned just now, so this silence counts
+        assert rank._turn()  # its own thread ran just now, so this silence counts
         assert "nothing was heard of rank 1" in rank.problem(0, "all_gather")
         rank.finish()
         rank._selector.close()
         rank._woken.close()
 
 
-def test_a_stranger_who_connects_is_sent_away():
+def test_a_foreign_connection_is_closed():
     def rank_main(comm):
         share = share_of(comm)
         strangers = []
@@ -192,13 +192,11 @@ def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch):
 def test_a_forked_child_does_not_keep_the_connections_of_a_dead_parent_open(three):
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Python, and JAX if it is loaded, warn of fork in a process with threads
+        warnings.simplefilter("ignore")  # Python, and JAX if loaded, warn of a fork in a process with threads
         child = os.fork()
     if child == 0:
         os.close(write)
-        os.read(read, 1)  # lives on until the end of the test
+        os.read(read, 1)  # the child lives until the end of the test
         os._exit(0)
     os.close(read)
     for connection in three[1]._sockets.values():

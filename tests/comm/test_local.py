@@ -24,7 +24,7 @@ def library(name):
 
 
 def share(sender, receiver, n):
-    """What a rank sends to another: n bytes that tell who it was for."""
+    """Return the message from one rank to another: n bytes that identify both."""
     return np.resize(np.array([sender, receiver, 0, 255, 17], dtype=np.uint8), n)
 
 
@@ -39,7 +39,7 @@ def test_it_keeps_the_laws_of_communicators(n, name):
     run_local(n, lambda comm: check_communicator(comm, xp, failures=True), timeout=LONG)
 
 
-def test_ranks_of_different_libraries_meet_and_each_gets_its_own():
+def test_ranks_of_different_libraries_exchange_and_each_gets_its_own_arrays():
     namespaces = [library(name) for name in LIBRARIES]
 
     def exchange(comm):
@@ -51,7 +51,7 @@ def test_ranks_of_different_libraries_meet_and_each_gets_its_own():
     assert run_local(4, exchange, timeout=LONG) == [[share(r, 0, 4).tolist() for r in range(4)]] * 4
 
 
-def test_a_world_of_one_stands_alone():
+def test_a_world_of_one_needs_no_other_rank():
     comm = LocalCommunicator.alone()
     assert isinstance(comm, Communicator)
     assert (comm.rank, comm.size) == (0, 1)
@@ -59,7 +59,7 @@ def test_a_world_of_one_stands_alone():
     assert comm.bytes_sent == 0
 
 
-def test_what_a_rank_raises_is_raised_with_its_rank():
+def test_an_error_of_a_rank_is_raised_with_its_number():
     def fail(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("boom")
@@ -79,7 +79,7 @@ def test_a_failing_rank_frees_the_others_and_says_why(before):
         if comm.rank == 1:
             if not before:
                 raise ZeroDivisionError("boom")
-            # A full first exchange, so that the others are on their way into the second.
+            # A complete first exchange, so that the others are on their way into the second.
             comm.all_gather(zeros(1), [1] * 3)
             raise ZeroDivisionError("boom")
         try:
@@ -128,11 +128,11 @@ def test_an_absent_rank_is_named_after_the_timeout():
             raise
 
     with pytest.raises(CommunicatorError, match=r"all_to_all: waited 1 s for rank 1"):
-        run_local(3, wait, timeout=1)  # within which the other two come
+        run_local(3, wait, timeout=1)  # the other two arrive within it
     assert seen.keys() == {0, 2}
 
 
-def test_a_rank_that_never_ends_does_not_keep_run_local():
+def test_run_local_does_not_wait_for_a_rank_that_never_ends():
     done = threading.Event()
     ended = []
 
@@ -150,7 +150,7 @@ def test_a_rank_that_never_ends_does_not_keep_run_local():
 
 
 def collect_errors(n, fn, *, ranks):
-    """The texts of the CommunicatorErrors that some of n ranks get, while none of these leaves."""
+    """Return the texts of the CommunicatorErrors of the given ranks of n; none of these ranks leaves early."""
     seen = {}
     all_told = threading.Barrier(len(ranks))
 
@@ -202,7 +202,7 @@ def test_a_rank_that_has_finished_is_named_at_once():
         if comm.rank != 1:
             comm.all_gather(zeros(1), [1] * 3)
 
-    for text in collect_errors(3, leave, ranks={0, 2}):  # its timeout would be LONG
+    for text in collect_errors(3, leave, ranks={0, 2}):  # waiting for the timeout would take LONG
         assert "finished without calling it: rank 1" in text
 
 
@@ -219,7 +219,7 @@ def test_a_complete_exchange_counts_though_a_rank_fails_right_after_it():
         assert received.keys() == {0, 1}
 
 
-def test_a_closed_communicator_stays_closed_and_tells_the_first_reason():
+def test_a_closed_communicator_stays_closed_and_reports_the_first_reason():
     seen = []
 
     def fail(comm):

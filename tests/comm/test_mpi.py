@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.mpi
 
-SECONDS = 60.0  # within which a job must end whatever happens to it; a job without trouble takes about one
+SECONDS = 60.0  # any job must end within this time; one without trouble takes about a second
 
 HEAD = """
 import fcntl, os, signal, sys, termios, threading
@@ -35,14 +35,14 @@ def say(*words):
         pass
 
 def be_absent():
-    # Outside of the communicator and of MPI, for longer than any test lasts.
+    # Waits without the communicator and MPI, for longer than any test lasts.
     threading.Event().wait(1000)
 """
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 small_and_large = pytest.mark.parametrize("size", [pytest.param(4, id="small"), slow(4_000_000, id="large")])
-"""What MPI sends eagerly, and what it does not."""
+"""A size that MPI sends eagerly, and one that it does not."""
 
 
 def script(body, *, timeout=60):
@@ -50,17 +50,17 @@ def script(body, *, timeout=60):
 
 
 def said(result):
-    """What each rank said, in order of rank."""
+    """Return the lines of all ranks, in order of rank."""
     return sorted(result.stdout.splitlines())
 
 
 OF_ONE_JOB = {}
-"""Scripts of two ranks without trouble, by name."""
+"""Scripts of two ranks that end without trouble, by name."""
 
 
 @pytest.fixture(scope="module")
 def in_one_job(mpirun):
-    """Return what each rank said in a script of `OF_ONE_JOB`; one job has run all of them, each as a function."""
+    """Return the lines of all ranks for a script of `OF_ONE_JOB`; one job runs them all, each as a function."""
     code = [START, "speak = say\n"]
     for name, body in OF_ONE_JOB.items():
         indented = body.replace("\n", "\n    ")
@@ -77,7 +77,7 @@ def in_one_job(mpirun):
 
 @pytest.mark.parametrize("n", [1, slow(2), 3])
 def test_it_keeps_the_laws_of_communicators(mpirun, n):
-    """Of sizes beyond what MPI sends eagerly too; then many small ones, where ranks run ahead of others."""
+    """Also with sizes beyond what MPI sends eagerly, and with many small messages, where ranks run ahead of others."""
     body = """
 from qcomp.testing import check_communicator
 
@@ -176,7 +176,7 @@ say("ok")
 """
 
 
-def test_messages_of_the_user_are_never_taken(in_one_job):
+def test_messages_of_the_user_are_never_received(in_one_job):
     assert in_one_job("messages_of_the_user_are_never_taken") == ["0 ok", "1 ok"]
 
 
@@ -205,7 +205,7 @@ if me == 1:
     be_absent()
 comm.all_gather(zeros({size}), [{size}] * n)
 """
-    result = mpirun(3, script(body, timeout=2), timeout=SECONDS, check=False)  # within which rank 2 comes
+    result = mpirun(3, script(body, timeout=2), timeout=SECONDS, check=False)  # rank 2 arrives within it
     assert result.returncode == 1
     assert "CommunicatorError: all_gather: waited 2 s: nothing came from rank 1" in result.stderr
     assert "Traceback" in result.stderr
@@ -246,8 +246,8 @@ for verb in ("all_gather", "all_to_all"):
     ]
 
 
-# After an error that every rank catches, the ranks meet again in MPI's own communicator, so that none ends the
-# job before all have spoken.
+# After an error that every rank catches, the ranks meet again in MPI's own communicator, so that no rank ends the
+# job before all have printed their lines.
 CATCH = """
 try:
     work()
@@ -277,7 +277,7 @@ def work():
     if me == 2:
         receive[1] = {announced}
     comm.all_to_all(send, receive)
-    comm.all_gather(zeros(1), [1] * 3)  # who was not concerned hears of it here
+    comm.all_gather(zeros(1), [1] * 3)  # ranks that were not involved learn of it here
 """
     result = mpirun(3, script(body + CATCH), timeout=SECONDS, check=False)
     lines = said(result)
@@ -312,7 +312,7 @@ def test_an_interrupted_exchange_closes_the_communicator(mpirun):
 def interrupt(*_):
     raise OSError("enough")
 
-comm.all_gather(zeros(1), [1, 1])  # which also imports what it needs: the interruption is to strike in the waiting
+comm.all_gather(zeros(1), [1, 1])  # also imports everything: the interruption must strike while waiting
 if me == 1:
     be_absent()
 signal.signal(signal.SIGALRM, interrupt)
@@ -402,8 +402,8 @@ say("ok")
     assert (said(result), result.stderr) == (["0 ok", "1 ok", "2 ok"], "")
 
 
-def test_a_rank_takes_leave_until_the_others_have_finished(mpirun, tmp_path):
-    # Exit functions run in reverse order: this one runs after the farewell of rank 0.
+def test_a_finished_rank_stays_until_the_others_have_finished(mpirun, tmp_path):
+    # Exit functions run in reverse order: this one runs after rank 0 has said farewell.
     before = f"""
 import atexit, pathlib
 finished = pathlib.Path({str(tmp_path / "finished")!r})
@@ -557,7 +557,7 @@ say("ok")
 """
 
 
-def test_a_start_waits_for_nobody_and_one_that_does_is_noticed(mpirun):
+def test_starting_an_exchange_does_not_block_and_a_blocking_start_is_noticed(mpirun):
     assert said(mpirun(2, script(START + NOT_BEFORE))) == ["0 ok", "1 ok"]
     blocking = """
 from qcomp.comm.verbs import Completed
@@ -580,7 +580,7 @@ while not first.is_complete:
         begun += 1
     else:
         comm._advance()
-for _ in range(begun, 5):  # the other rank may have begun more before the large one was over
+for _ in range(begun, 5):  # the other rank may have started more before the large one ended
     small()
 for pending in tuple(comm._under_way):
     pending.wait()
@@ -588,16 +588,16 @@ say("moved without a wait", int(first.wait()[1 - me][7]))
 """
 
 
-def test_a_later_start_moves_what_was_started_before(in_one_job):
+def test_starting_an_exchange_advances_earlier_ones(in_one_job):
     assert in_one_job("a_later_start_moves_what_was_started_before") == [
         f"{rank} moved without a wait {1 - rank}" for rank in (0, 1)
     ]
 
 
-def test_another_size_under_way_closes_the_communicator_for_all_that_is(mpirun):
+def test_a_wrong_size_closes_the_communicator_for_all_exchanges_under_way(mpirun):
     body = """
 def tell(call):
-    # Whoever is late hears of the error when he starts the next exchange, others when they wait.
+    # A late rank learns of the error when it starts the next exchange, the others when they wait.
     try:
         return call()
     except CommunicatorError as error:
@@ -615,7 +615,7 @@ pending = [
 for exchange in pending:
     if exchange is not None:
         tell(exchange.wait)
-# Rank 2 has got what it wanted, and may hear of the error only when it asks for more.
+# Rank 2 has received what it expected, and may learn of the error only in its next exchange.
 more = tell(right)
 if more is not None:
     tell(more.wait)
@@ -660,13 +660,13 @@ pending[1].wait()
     assert "CommunicatorError: all_gather: waited 1 s: nothing came from rank 1" in result.stderr
 
 
-def test_a_rank_that_leaves_while_others_wait_for_what_is_under_way_is_reported(mpirun):
+def test_a_rank_that_leaves_during_exchanges_under_way_is_reported(mpirun):
     body = """
 first = comm.start(AllGather(zeros(1), (1,) * n))
 first.wait()
 if me == 1:
     sys.exit(0)
-try:  # it may be seen when the second exchange starts
+try:  # the error may appear when the second exchange starts
     pending = [comm.start(AllGather(zeros(1), (1,) * n)) for _ in range(2)]
     pending[1].wait()
 except CommunicatorError as error:
@@ -688,7 +688,7 @@ gc.collect()
 if me == 0:
     say("kept" if memory() is not None else "freed")
     MPI.COMM_WORLD.Barrier()
-# And it is completed by whoever comes later, whose messages it does not take.
+# A later exchange completes it, and does not receive its messages.
 assert [int(x[0]) for x in comm.all_gather(np.full(3, me + 7, dtype=np.uint8), (3,) * n)] == [7, 8]
 while comm._under_way:
     comm._advance()
@@ -697,7 +697,7 @@ say("kept" if memory() is not None else "freed")
 """
 
 
-def test_memory_stays_while_what_nobody_waits_for_is_under_way(in_one_job):
+def test_memory_of_an_abandoned_exchange_stays_while_it_is_under_way(in_one_job):
     assert in_one_job("memory_stays_while_what_nobody_waits_for_is_under_way") == [
         "0 freed",
         "0 kept",
@@ -707,7 +707,7 @@ def test_memory_stays_while_what_nobody_waits_for_is_under_way(in_one_job):
 
 # --- buffers on a device ---------------------------------------------------------------------------------------------
 
-# Stands in for CuPy: its arrays are in host memory, so that MPI can read them, but only `get` and `copy` may.
+# A stand-in for CuPy: its arrays are in host memory, so that MPI can read them, but only `get` and `copy` may.
 CUPY = """
 import contextlib, types
 log = []
@@ -760,7 +760,7 @@ say(comm.cuda_aware, *before)
     assert said(mpirun(2, script(START + CUPY + body))) == [f"{rank} {expected}" for rank in range(2)]
 
 
-def test_an_mpi_without_devices_says_so_and_nonsense_is_refused(mpirun, monkeypatch):
+def test_an_mpi_without_device_support_says_so_and_bad_settings_are_refused(mpirun, monkeypatch):
     monkeypatch.delenv("QCOMP_CUDA_AWARE_MPI", raising=False)
     body = """
 from qcomp.comm import cuda_buffers

@@ -1,4 +1,4 @@
-"""NCCLCommunicator: its logic over a stand-in for CuPy and NCCL in this process; NCCL itself where there is a GPU."""
+"""NCCLCommunicator: its logic with stand-ins for CuPy and NCCL in this process; NCCL itself where there is a GPU."""
 
 import ctypes
 import sys
@@ -16,7 +16,7 @@ LONG = 30.0
 
 
 class DeviceArray(np.ndarray):
-    """Stands in for cupy.ndarray: NumPy sees no host memory to send from, only `get` brings it there."""
+    """A stand-in for cupy.ndarray: NumPy cannot read its memory, only `get` copies it to the host."""
 
     @property
     def data(self):
@@ -31,7 +31,7 @@ class NcclError(Exception):
 
 
 class FakeNccl(types.ModuleType):
-    """NCCL's calls among threads: what is queued in a group moves when all ranks have ended theirs."""
+    """NCCL's calls among threads: the messages queued in a group move when all ranks have ended their groups."""
 
     NCCL_UINT8 = 1
     available = True
@@ -82,7 +82,7 @@ class FakeNccl(types.ModuleType):
                 me.mail[me.rank, peer] = ctypes.string_at(pointer, count)
         if not calls:
             return
-        # Only ranks that move something meet: in these tests all do, or none.
+        # Only ranks with messages meet at the barrier: in these tests all have some, or none has.
         me = calls[0][0]
         me.barrier.wait()
         for _, verb, pointer, count, _, peer, _ in calls:
@@ -139,7 +139,7 @@ def test_both_verbs_deliver_every_share(nccl, n, device):
 
 
 def collect(nccl, n, work):
-    """What each rank's exchange raised; then whether it stays closed."""
+    """Return the error of each rank's exchange, after checking that the communicator stays closed."""
 
     def rank_main(local):
         comm = nccl.make(local)
@@ -203,14 +203,14 @@ def test_without_cupy_it_says_what_to_install(monkeypatch):
         NCCLCommunicator(LocalCommunicator.alone())
 
 
-def test_cupy_without_nccl_says_so_too(nccl):
+def test_cupy_without_nccl_says_what_is_missing(nccl):
     nccl.available = False
     with pytest.raises(ImportError, match="an NCCL communicator needs CuPy with NCCL"):
         nccl.make(LocalCommunicator.alone())
 
 
 @pytest.mark.gpu
-def test_one_rank_over_nccl_itself():
+def test_one_rank_over_real_nccl():
     cupy = pytest.importorskip("cupy")
     pytest.importorskip("cupy_backends.cuda.libs.nccl")
     comm = NCCLCommunicator(LocalCommunicator.alone())

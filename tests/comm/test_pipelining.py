@@ -1,4 +1,4 @@
-"""Steps that send in groups of tensors: over every communicator with the bits of one message a phase."""
+"""Steps that send tensors in rounds have the bits of one message per phase, over every communicator."""
 
 import pytest
 
@@ -144,7 +144,7 @@ def test_a_rank_that_fails_between_two_groups_ends_the_job(mpirun):
     assert "MemoryError: no more" in job.stderr
 
 
-def test_over_gloo_the_others_hear_of_a_rank_that_fails_between_two_groups(torch_ranks):
+def test_over_gloo_the_others_learn_of_a_rank_that_fails_between_two_groups(torch_ranks):
     ranks = torch_ranks(3, TRAINING + GLOO + LEFT, check=False)
     assert all(rank.status == 1 for rank in ranks)
     assert "MemoryError: no more" in ranks[1].err

@@ -31,7 +31,7 @@ def say(*words):
     print(*words, flush=True)
 
 def wait_for(name):
-    # Outside of the communicator, until another rank has said it.
+    # Waits without the communicator until another rank has set this name.
     store.wait([name])
 """
 CREATE = (
@@ -41,7 +41,7 @@ CREATE = (
 
 @pytest.fixture
 def said(torch_ranks):
-    """Run a script on ranks that have a communicator; return the lines that each said."""
+    """Run a script on ranks that have a communicator; return the lines of each."""
 
     def run(n, body, *, timeout=60, check=True):
         ranks = torch_ranks(n, HEAD + CREATE.format(timeout=timeout) + body, check=check)
@@ -116,7 +116,7 @@ say("ok")
 
 
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)), 5])
-def test_long_payloads_go_to_one_peer_after_the_other(said, n):
+def test_long_payloads_are_sent_to_one_peer_at_a_time(said, n):
     body = """
 peers = [(me + k) % n for k in range(1, n)]
 sizes = [[65_536 + 1000 * s + r if (s, r) != (1, 0) else 0 for r in range(n)] for s in range(n)]
@@ -177,7 +177,7 @@ say(comm.bytes_sent == sum(sizes) * (n - 1) + 2 * sum(r for r in range(n) if r !
 
 
 def test_an_exchange_goes_on_while_its_ranks_do_not_wait(said):
-    # Were the bytes moved by wait alone, then rank 0 would not have them before rank 1 waits.
+    # If only wait moved the bytes, rank 0 would not have them before rank 1 waits.
     body = """
 pending = comm.start(AllGather(np.full(500_000, me, dtype=np.uint8), (500_000,) * n))
 if me == 0:
@@ -191,7 +191,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_computations_in_stages_run_interleaved_and_give_the_same(said):
+def test_interleaved_computations_in_stages_give_the_same_results(said):
     body = """
 from collections import deque
 import qcomp
@@ -221,7 +221,7 @@ say(most, all(np.array_equal(results[i], alone[i]) for i in range(3)))
     assert said(2, body) == [["3 True"]] * 2
 
 
-def test_messages_of_the_user_and_of_other_communicators_are_never_taken(said):
+def test_messages_of_the_user_and_of_other_communicators_are_never_received(said):
     body = """
 request = dist.isend(torch.full((40,), 9, dtype=torch.uint8), 1 - me, tag=0)
 other = TorchCommunicator(timeout=60)
@@ -304,7 +304,7 @@ assert len(comm.all_gather(zeros(1), [1, 1])) == 2
     ]
 
 
-# After an error the ranks stay until all have said theirs: none learns of it from a process that has ended.
+# After an error the ranks stay until all have printed theirs, so that no rank sees the end of a process instead.
 CATCH = """
 try:
     work()
@@ -338,9 +338,9 @@ def work():
     assert said(3, body + CATCH) == [[message]] * 3
 
 
-def test_were_a_payloads_tag_not_its_size_gloo_would_end_the_process(torch_ranks):
-    # Rank 0 sends 5 bytes where 1 is expected: the very thing that the test above finds named. Headers are not read
-    # before the payload has come, or this rank might find out from them just in time.
+def test_if_the_tag_were_not_the_size_of_the_payload_gloo_would_abort(torch_ranks):
+    # Rank 0 sends 5 bytes where 1 is expected: the mismatch that the test above finds named. Headers are not read
+    # before the payload has arrived, or this rank might learn of it from them just in time.
     body = """
 import qcomp.comm.torch_exchange as module
 module._tag = lambda payload: 2
@@ -363,7 +363,7 @@ def work():
     assert said(3, body + CATCH) == [["rank 0 called all_to_all where rank 1 called all_gather"]] * 3
 
 
-def test_a_closed_communicator_stays_closed_also_for_what_is_under_way(said):
+def test_a_closed_communicator_stays_closed_also_for_exchanges_under_way(said):
     body = """
 first = comm.start(AllGather(zeros(1), (1, 1)))
 wrong = comm.start(AllGather(zeros(1 + me), (1 + me, 1 + me)))
@@ -392,11 +392,11 @@ def work():
     if me == 1:
         wait_for("rank 0 is done")
         wait_for("rank 2 is done")
-        comm.all_gather(zeros({size}), [{size}] * n)  # comes late, and hears of it
+        comm.all_gather(zeros({size}), [{size}] * n)  # arrives late, and learns of it
     else:
         comm.all_gather(zeros({size}), [{size}] * n)
 """
-    lines = said(3, body + CATCH, timeout=3)  # within which ranks 0 and 2 meet
+    lines = said(3, body + CATCH, timeout=3)  # ranks 0 and 2 meet within it
     late = "all_gather: waited 3 s: nothing came from rank 1"
     assert all(len(line) == 1 for line in lines)
     assert late in {lines[0][0], lines[2][0]}
@@ -426,7 +426,7 @@ else:
         say(error)
     store.set("rank 0 is done", "")
 """
-    ranks = torch_ranks(2, HEAD + body, check=False)  # torch tells of it too, on stderr
+    ranks = torch_ranks(2, HEAD + body, check=False)  # torch reports it too, on stderr
     assert (
         ranks[0].out.strip() == "TorchCommunicator: the other 1 ranks did not create theirs within 0.7 s"
     ), ranks
@@ -448,7 +448,7 @@ if me == 1:
     {end}
 comm.all_gather(zeros(100_000), [100_000] * 3)
 """
-    # The communicator's timeout is far beyond the time that the job has.
+    # The communicator's timeout is far longer than the job may take.
     code = HEAD + CREATE.format(timeout=1000) + body
     ranks = torch_ranks(3, code, check=False, whole_exit=True)
     assert [rank.status for rank in ranks] == [1, status, 1]
@@ -463,7 +463,7 @@ comm.all_gather(zeros(100_000), [100_000] * 3)
     "moment", [pytest.param(0.0, marks=pytest.mark.slow), 0.05, pytest.param(0.2, marks=pytest.mark.slow)]
 )
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed_at_once(torch_ranks, moment):
-    # gloo says nothing of a message of which a part has come.
+    # gloo does not report a message that has arrived only in part.
     body = f"""
 size = 64 << 20
 data = zeros(size)
@@ -482,7 +482,7 @@ try:
 except CommunicatorError as error:
     say("rank 1" in str(error), time.monotonic() - float(store.get("struck at")) < 10)
 """
-    # The communicator's timeout is far beyond the time that the job has.
+    # The communicator's timeout is far longer than the job may take.
     code = HEAD + CREATE.format(timeout=1000) + body
     ranks = torch_ranks(3, code, check=False, whole_exit=True)
     assert [rank.status for rank in ranks] == [0, -signal.SIGKILL, 0]
@@ -536,7 +536,7 @@ else:
     assert ranks[0].out == "all_gather: waited 0.7 s: nothing came from rank 1\n"
 
 
-def test_an_interrupted_wait_closes_the_communicator_and_is_told_to_the_others(said):
+def test_an_interrupted_wait_closes_the_communicator_and_is_reported_to_the_others(said):
     body = """
 class Enough(BaseException):
     pass
@@ -566,12 +566,12 @@ def work():
 
 
 ON_DEVICE = """
-# The way of nccl, but gloo carries what would travel from GPU to GPU.
+# The code path for NCCL, but gloo carries what would travel from GPU to GPU.
 comm._device = torch.device("cpu")
 """
 
 
-def test_the_way_of_nccl_delivers_every_share(said):
+def test_exchanges_on_a_device_deliver_every_message(said):
     body = """
 for size in (0, 5, 100_001):
     send = [np.full(size * r, me, dtype=np.uint8) for r in range(n)]
@@ -585,7 +585,7 @@ say("ok")
     assert said(3, ON_DEVICE + body) == [["ok"]] * 3
 
 
-def test_the_way_of_nccl_starts_nothing_where_ranks_disagree(said):
+def test_exchanges_on_a_device_start_nothing_if_ranks_disagree(said):
     body = """
 comm.post_on_device = lambda *_: say("started")
 def work():
@@ -611,7 +611,7 @@ def work():
     assert said(2, ON_DEVICE + body + CATCH) == [[message]] * 2
 
 
-def test_a_rank_that_has_ended_is_no_problem_of_what_it_has_completed(torch_ranks):
+def test_an_ended_rank_is_no_problem_for_exchanges_that_it_completed(torch_ranks):
     body = """
 pending = comm.start(AllGather(zeros(4), (4, 4)))
 if me == 0:
@@ -627,7 +627,7 @@ else:
 
 
 @pytest.mark.slow
-def test_so_is_one_that_ends_as_a_child_of_multiprocessing(tmp_path):
+def test_an_ended_child_of_multiprocessing_is_no_problem_either(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         """
@@ -681,7 +681,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-# A mean and an optimizer, whose bytes must not depend on who carries them.
+# A mean and an optimizer, whose bytes must not depend on the communicator.
 TRAINING = """
 import hashlib
 import warnings
@@ -747,7 +747,7 @@ say(mine.rank, mine.size)
     assert said(2, body) == [["0 2"], ["1 2"]]
 
 
-def test_close_frees_what_a_failed_exchange_has_left(said):
+def test_close_frees_the_memory_of_a_failed_exchange(said):
     body = """
 import gc
 import qcomp.comm.torch_dist as module

@@ -1,4 +1,4 @@
-"""What the recorded trajectories do not say of DeepSpeed's optimizers: stages, refusals, checkpoints, libraries."""
+"""What the recorded trajectories do not cover of DeepSpeed's optimizers: stages, refusals, checkpoints, libraries."""
 
 import ast
 import io
@@ -29,7 +29,7 @@ LAST = {"onebit_adam": "compressed", "zero_one_adam": "local", "onebit_lamb": "c
 
 
 class Ranks:
-    """All ranks of a job, without a check that they agree: 0/1 Adam's do not between two synchronisations."""
+    """All ranks of a job; whether they agree is not checked, since 0/1 Adam's ranks differ between synchronisations."""
 
     def __init__(self, opt, lockstep, params, size):
         names = tuple(map(str, range(len(params))))
@@ -61,7 +61,7 @@ def draw(rank, step, shapes=SHAPES, dtype=np.float32):
 
 @pytest.fixture
 def ranks(lockstep):
-    """Start a job and make some steps: ``ranks(opt, size, steps)``."""
+    """Start a job and take some steps: ``ranks(opt, size, steps)``."""
 
     def start(opt, size, steps=0, shapes=SHAPES):
         run = Ranks(opt, lockstep, draw(99, 0, shapes), size)
@@ -75,7 +75,7 @@ def ranks(lockstep):
 class TestSignMean:
     @pytest.mark.parametrize("count", [1, 47, 48, 49, 144])
     @pytest.mark.parametrize("size", [1, 2, 3, 5])
-    def test_what_is_lost_is_kept(self, lockstep, float64_library, count, size):
+    def test_compression_errors_are_kept(self, lockstep, float64_library, count, size):
         """mean + E' = mean_i (x_i, 0) + E in every element of the padded vector, E = mean_i e_i + e_s."""
         library = float64_library
         rng = np.random.default_rng(count)
@@ -100,7 +100,7 @@ class TestSignMean:
 
     @pytest.mark.parametrize("forgotten", [None, "worker", "server"])
     def test_the_identity_needs_both_errors(self, lockstep, forgotten):
-        """The means add up to the sum of the mean inputs, up to the last errors: unless one kind is dropped."""
+        """The means add up to the sum of the mean inputs, up to the last errors; unless either kind is dropped."""
         rng = np.random.default_rng(3)
         errors = [Errors.zeros(np.zeros(1), 48, 2) for _ in range(2)]
         gap = np.zeros(48)
@@ -122,13 +122,13 @@ class TestSignMean:
         scale = math.sqrt(32 / 16)
         np.testing.assert_allclose(first.worker[:4], [4 - scale, -scale, -4 + scale, -scale])
         assert not second.worker.any()
-        # The server of the first shard has eight elements, each plus or minus half the first rank's scale.
+        # The server of the first shard has eight elements, each plus or minus half of the first rank's scale.
         np.testing.assert_allclose(mean, [scale / 2, scale / 2, -scale / 2])
         assert np.abs(first.server).max() < 1e-15
 
     @pytest.mark.slow
     def test_the_same_bytes_in_every_library(self, lockstep, libraries):
-        """Of float32: a rank in each library, and a run of each library alone."""
+        """In float32: a rank in each library, and a run of each library alone."""
         x = [draw(rank, 0, [(7, 5)])[0] for rank in range(3)]
 
         def run(names):
@@ -143,7 +143,7 @@ class TestSignMean:
 
     @pytest.mark.parametrize("size", [2, 3])
     def test_bytes_sent(self, size):
-        """One bit for each element of the padded vector, and a scale a message, to each of the others, twice."""
+        """One bit per element of the padded vector and one scale per message, to each other rank, twice."""
         x = draw(0, 0, [(100,)])[0]
         length = padded_size(100, size)
         stages = sign_mean(x, Errors.zeros(x, 100, size), size)
@@ -167,7 +167,7 @@ class TestSignMean:
         errors = lockstep([sign_mean(v, Errors.zeros(v, 20, 3), 3) for v in x], catch=NonFiniteError)
         assert all("rank 1 is not finite" in str(error) for error in errors)
 
-    def test_what_is_just_below_is_sent(self, lockstep):
+    def test_values_just_below_the_limit_are_sent(self, lockstep):
         x = [np.full(20, np.nextafter(np.float32(2.0**48), np.float32(0))) for _ in range(2)]
         for mean, _ in lockstep([sign_mean(v, Errors.zeros(v, 20, 2), 2) for v in x]):
             assert np.isfinite(mean).all()
@@ -175,7 +175,7 @@ class TestSignMean:
 
 class TestStages:
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_the_first_call_counts_and_does_nothing(self, ranks, name):
+    def test_the_first_call_is_counted_but_changes_nothing(self, ranks, name):
         run = ranks(OPTIMIZERS[name], 2)
         before = run.snapshot()
         stages = run.stages([[g * np.nan for g in draw(rank, 0)] for rank in range(2)])
@@ -203,7 +203,7 @@ class TestStages:
             run.step([draw(rank, step) for rank in range(2)])
         assert 1 + calls.index("local") == first
 
-    def test_when_zero_one_adam_exchanges_what(self, ranks):
+    def test_zero_one_adam_exchanges_at_the_expected_calls(self, ranks):
         """Exact, compressed or nothing, by the bytes of the first message of each call."""
         opt = zero_one_adam(
             0.01, var_freeze_step=9, var_update_scaler=2, local_step_scaler=3, local_step_clipper=2
@@ -216,19 +216,19 @@ class TestStages:
             size = 0 if request is None else sum(len(part) for part in request.send)
             kinds.append("." if size == 0 else "e" if size > 4 * 78 else "c")
             run.step(grads)
-        # Updates at 2 and 3, then at 4 and 6, then at 8; local from 11 on, each of 3 calls, then each second call.
+        # Updates at 2 and 3, then at 4 and 6, then at 8; local from 11 on: each third call, then each second one.
         assert "".join(kinds) == ".eeececec" + "c" + "ccc" + "c.c.c.c"
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_all_ranks_hold_the_same_whenever_they_are_together(self, ranks, name):
-        """Bit for bit; 0/1 Adam's parameters up to rounding, as every rank takes back what it has added itself."""
+    def test_all_ranks_hold_the_same_after_a_synchronisation(self, ranks, name):
+        """Bit for bit; 0/1 Adam's parameters up to rounding, because every rank subtracts what it added itself."""
         run = ranks(OPTIMIZERS[name], 3, 16)  # call 16 is a multiple of every interval
         assert len({b"".join(m.tobytes() for m in state.momentum) for state in run.states}) == 1
         spread = max(np.abs(a - b).max() for a, b in zip(run.params[0], run.params[2], strict=True))
         assert spread == 0 if name != "zero_one_adam" else 0 < spread < 1e-5
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_one_array_is_as_good_as_a_list(self, name):
+    def test_one_array_may_replace_a_list(self, name):
         opt, comm = OPTIMIZERS[name], LocalCommunicator.alone()
         x = draw(99, 0)[0]
         state = opt.init(x, comm)
@@ -250,8 +250,8 @@ class TestStages:
         assert [p.shape for p in run.params[0]] == [(20,), (0,), (3, 3)]
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_without_a_mask_what_has_no_gradient_drifts_and_with_it_not(self, ranks, name):
-        """What the mask is for: one bit cannot say zero."""
+    def test_elements_without_gradients_drift_unless_masked(self, ranks, name):
+        """The mask is needed because one bit cannot represent zero."""
         mask = np.ones(20, dtype=np.float32)
         mask[:5] = 0
 
@@ -296,7 +296,7 @@ class TestNonFinite:
             assert held == old
             assert now == (then[0], then[1], 1)
 
-    def test_a_rank_alone_is_found_out_at_the_next_synchronisation(self, ranks):
+    def test_a_bad_value_in_a_local_step_is_found_at_the_next_synchronisation(self, ranks):
         run = ranks(OPTIMIZERS["zero_one_adam"], 2, 12)
         assert run.states[0].numbers["local_step_interval"] == 4
         for step in (12, 13, 14):
@@ -342,7 +342,7 @@ class TestCheckpoint:
         assert set(run_local(2, rank_main)) <= {last or "warmup", LAST[name]}
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_what_deepspeed_drops_when_it_loads_matters(self, name):
+    def test_errors_that_deepspeed_drops_on_loading_change_the_run(self, name):
         opt = OPTIMIZERS[name]
 
         def rank_main(comm):
@@ -414,12 +414,12 @@ class TestRefusals:
             make(learning_rate=0.1, **arguments)
 
     @pytest.mark.parametrize("make", [onebit_adam, zero_one_adam, onebit_lamb])
-    def test_what_deepspeed_accepts_and_never_uses_does_not_exist(self, make):
+    def test_options_that_deepspeed_never_uses_are_not_accepted(self, make):
         for key in ("bias_correction", "max_grad_norm", "eps_inside_sqrt", "amsgrad", "cuda_aware"):
             with pytest.raises(TypeError, match=key):
                 make(0.1, **{key: False})
 
-    def test_json_has_lists(self):
+    def test_betas_from_json_may_be_a_list(self):
         assert onebit_adam(0.1, betas=[0.8, 0.99]).betas == (0.8, 0.99)
 
     @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ class TestRefusals:
             next(run.opt.stages(run.params[0], [np.ones(2)], run.states[0]))
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_there_are_no_halves(self, ranks, name):
+    def test_prepare_and_apply_are_refused(self, ranks, name):
         run = ranks(OPTIMIZERS[name], 1)
         with pytest.raises(TypeError, match="has no prepare; drive stages"):
             run.opt.prepare(draw(0, 0), run.states[0])
@@ -454,7 +454,7 @@ class TestRefusals:
         errors = run.lockstep(run.stages(zero), catch=ValueError)
         assert all("the momentum of '2' is zero at the freeze, in call 2" in str(e) for e in errors)
 
-    def test_a_sum_of_rates_of_zero(self, ranks):
+    def test_a_zero_sum_of_rates_is_refused(self, ranks):
         opt = zero_one_adam(lambda completed: 0.1 if completed < 4 else 0.0, var_freeze_step=2)
         run = ranks(opt, 2, 4)
         assert run.states[0].stage == "local"
@@ -488,7 +488,7 @@ MODULES = sorted((PACKAGE / "compat").rglob("*.py"))
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_it_is_as_pure_as_the_core(path):
-    """It imports the core, itself and the standard library, no array library and no communicator."""
+    """It imports only the core, itself and the standard library; no array library and no communicator."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert all(alias.name in PURE for alias in node.names)

@@ -1,4 +1,4 @@
-"""The page on migrating from DeepSpeed accounts for every key; `tests/docs` runs its Python."""
+"""The page on migrating from DeepSpeed covers every key; `tests/docs` runs its Python."""
 
 import inspect
 from pathlib import Path

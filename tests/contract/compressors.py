@@ -1,4 +1,4 @@
-"""The compressors that keep the whole contract, in the configurations that tests check."""
+"""The compressors and configurations for which tests check the whole contract."""
 
 import qcomp
 

@@ -1,4 +1,4 @@
-"""Every compressor on every array library keeps the whole contract."""
+"""Every compressor keeps the whole contract in every array library."""
 
 import array_api_strict
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.contract.compressors import COMPRESSORS
 
 LIBRARIES = [np, read_only_numpy, torch, array_api_strict]
 QUICK_LAWS = [("same_bytes", torch), ("shapes_and_dtypes", torch)]
-"""The golden payloads show the same of read-only arrays and of the strict library."""
+"""The golden payloads test the same for read-only arrays and the strict library."""
 
 
 QUICK = {
@@ -27,7 +27,7 @@ QUICK = {
     qcomp.TopK(k=5, bucket_size=64),
     qcomp.TopK(k=8, bucket_size=512, value_bits=4, coding="fixed"),
 }
-"""One of each kind of which a check takes a second or two; that of QSGD under kernels is quick, in tests/backends."""
+"""One compressor of each kind, each checked in a second or two; tests/backends checks QSGD with kernels quickly."""
 
 
 def quick_or_slow(compressor):
@@ -63,7 +63,7 @@ def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
     assert list(compressor_contract(Case(compressor, xp), 5).broken(only=law)) == []
 
 
-# One of each kind: compiling is what takes the time, and the same code is compiled for other parameters.
+# One compressor of each kind: compiling takes most of the time, and other parameters compile the same code.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_contract_under_jit(compressor):
     ids=str,
 )
 def test_bytes_under_jit(compressor):
-    """What the compiler may fuse, and must not, shows in the bytes; the other laws follow from those in NumPy."""
+    """The bytes show whether the compiler fused what it must not; the other laws follow from those in NumPy."""
     assert list(compressor_contract(Case(compressor, jnp, jit=True), 10).broken(only="same_bytes")) == []
 
 

@@ -1,4 +1,4 @@
-"""Exact identities of single compressors, beyond what every compressor promises."""
+"""Exact identities of single compressors, beyond the laws for every compressor."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def qsgd_parts(compressor, x, key=KEY):
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(vectors((8, 64)))
 def test_sign_with_l1_scale_loses_exactly_what_the_identity_says(x):
-    # ||C(v) - v||^2 = (1 - ||v||_1^2 / (n ||v||_2^2)) ||v||^2; float32 rounds the scale, 2^-23 relative.
+    # ||C(v) - v||^2 = (1 - ||v||_1^2 / (n ||v||_2^2)) ||v||^2; float32 rounds the scale by 2^-23 relative.
     v = np.where(np.abs(x) < 2.0**-100, 0, x).astype(np.float32)
     lost = np.sum((decoded(qcomp.ScaledSign(bucket_size=64), v).astype(np.float64) - v) ** 2)
     norm1, square = np.sum(np.abs(v.astype(np.float64))), np.sum(v.astype(np.float64) ** 2)
@@ -56,7 +56,7 @@ def test_sign_of_zero_is_plus():
 @pytest.mark.parametrize("norm", ["max", "l2"])
 @pytest.mark.parametrize(("levels", "n"), [(1, 9), (3, 64), (7, 513), (127, 40)])
 def test_qsgd_variance_is_exactly_step_squared_times_p_one_minus_p(norm, levels, n):
-    # Over all draws, for each element: a fraction T / 65536 of them rounds up, T = rint(65536 p).
+    # Over all draws, for each element: a fraction T / 65536 of the draws rounds up, T = rint(65536 p).
     c = qcomp.QSGD(levels=levels, bucket_size=1024, norm=norm)
     x = vector("gaussian", n, 2)
     step = float(qsgd_parts(c, x)["step"][0])
@@ -146,7 +146,7 @@ def test_variance_of_gaussian_buckets_is_that_of_the_specification(n, levels, no
     step = qsgd_parts(c, x.ravel())["step"].reshape(-1)[:, None].astype(np.float64)
     p = np.mod(np.abs(x) / step, 1)
     each = np.sum(step**2 * p * (1 - p), axis=1) / np.sum(x.astype(np.float64) ** 2, axis=1)
-    # The figures have two or three digits; the mean over rows has a standard error of its own.
+    # The figures have two or three digits; the mean over rows has its own standard error.
     slack = 0.02 * omega + 4 * np.std(each) / np.sqrt(rows)
     assert abs(np.mean(each) - omega) <= slack
 
@@ -172,7 +172,7 @@ def test_minmax_keeps_a_constant_bucket(value):
     assert np.array_equal(decoded(qcomp.MinMaxUInt8(bucket_size=64), x), x)
 
 
-def test_minmax_of_a_range_of_tiny_gradients_is_not_swamped():
+def test_minmax_resolves_a_range_of_tiny_gradients():
     x = vector("gaussian", 64, 7) * np.float32(2.0**-60)
     y = decoded(qcomp.MinMaxUInt8(bucket_size=64), x)
     assert np.max(np.abs(y - x)) <= (x.max() - x.min()) / 500
@@ -217,7 +217,7 @@ def test_scaled_is_the_inner_result_over_one_plus_omega():
 
 
 @pytest.mark.parametrize("compressor", [qcomp.ScaledSign(), qcomp.MinMaxUInt8(), qcomp.Identity()], ids=str)
-def test_scaled_wants_an_unbiased_compressor(compressor):
+def test_scaled_needs_an_unbiased_compressor(compressor):
     if compressor.traits.unbiased:
         qcomp.Scaled(compressor)
     else:
@@ -289,7 +289,7 @@ def test_donate_touches_nothing_when_the_input_is_not_finite():
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.integers(0, 2**20))
-def test_what_is_fed_back_is_never_lost(seed):
+def test_feedback_loses_nothing(seed):
     # Over T steps the decompressed vectors and the last residual add up to the sum of the inputs, in float64.
     rng = np.random.default_rng(seed)
     c = qcomp.ScaledSign(bucket_size=16, scale="rms")

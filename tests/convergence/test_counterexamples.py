@@ -12,7 +12,7 @@ from qcomp.testing import replace_draws
 
 
 class TestThreeWorkersAndTopOne:
-    """CE4 (Beznosikov et al.): f_i = <a_i, x>^2 + |x|^2 / 4. Each worker sends the one coordinate that is wrong.
+    """CE4 (Beznosikov et al.): f_i = <a_i, x>^2 + |x|^2 / 4. Each worker sends only the coordinate with the wrong sign.
 
     At (t, t, t) worker i sends -5.5 t on coordinate i, so without feedback x_T = (1 + 11 rate / 6)^T x_0 exactly, while
     the mean gradient is +7/6 t. The workers are buckets of one vector.
@@ -45,10 +45,10 @@ class TestThreeWorkersAndTopOne:
 
 
 class TestExplodingResidual:
-    """CE5: feedback around an unscaled random-k, and no input at all: E |e'|^2 = omega |e|^2, here omega = 3.
+    """CE5: feedback around an unscaled random-k, without any input: E |e'|^2 = omega |e|^2, here omega = 3.
 
-    Exactly, over all draws of two steps: an element is in one of four places of its stratum, and the expectation of
-    a sum of squares depends on the probabilities of single elements alone.
+    Exact over all draws of two steps: an element is in one of four places of its stratum, and the expectation of
+    a sum of squares depends only on the probabilities of single elements.
     """
 
     C = RandK(4, 16)
@@ -65,13 +65,13 @@ class TestExplodingResidual:
                     squares[step].append(np.sum(e**2))
         return [float(np.mean(s) / np.sum(e0**2)) for s in squares]
 
-    def test_without_the_factor_it_explodes(self):
+    def test_unscaled_it_explodes(self):
         assert self.expected_growth(self.C) == pytest.approx([3.0, 9.0], rel=1e-5)
         with pytest.raises(ValueError, match="omega = 3 >= 1"):
             CompressedMean(self.C)
 
     def test_scaled_it_decays(self):
-        """By 1 - delta = 3/4 a step."""
+        """By a factor of 1 - delta = 3/4 per step."""
         assert self.expected_growth(qcomp.Scaled(self.C)) == pytest.approx([0.75, 0.75**2], rel=1e-5)
 
 
@@ -81,7 +81,7 @@ class TestResidualBound:
     @pytest.mark.parametrize(
         "c", [TopK(4, 16), TopK(1, 16), qcomp.ScaledSign(16), qcomp.OneBitSGD(column_size=16)], ids=str
     )
-    def test_holds_and_is_of_the_right_size(self, c):
+    def test_the_bound_holds_and_has_the_right_magnitude(self, c):
         root = np.sqrt(1 - c.traits.delta)
         bound = root / (1 - root)
         worst = {}
@@ -95,7 +95,7 @@ class TestResidualBound:
                 largest = max(largest, float(np.linalg.norm(e)))
             worst[kind] = largest
         assert max(worst.values()) <= bound
-        assert max(worst.values()) > 0.05 * bound  # a residual that is dropped would be far below
+        assert max(worst.values()) > 0.05 * bound  # without feedback the residual would be far below
 
     def test_a_residual_without_the_carried_part_does_not_telescope(self):
         """The erratum: delta = g - Q(g + delta) instead of g + delta - Q(g + delta)."""

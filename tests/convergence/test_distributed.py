@@ -1,4 +1,4 @@
-"""What holds bit for bit among the ranks of a job, and which faults break it."""
+"""Facts that hold bit for bit across the ranks of a job, and faults that break them."""
 
 import hashlib
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def held(arrays) -> bytes:
 
 
 def train(opt, size: int, *, steps: int = 5, data: Callable = values) -> list[list[str]]:
-    """The digests of the parameters of each rank after each step."""
+    """Return, for each rank, the digests of the parameters after each step."""
 
     def rank_main(comm):
         params, digests = values(99, 0), []
@@ -64,8 +64,8 @@ class TestEveryOptimizer:
         assert train(OPTIMIZERS[name], 2) == train(OPTIMIZERS[name], 2)
 
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
-    def test_two_ranks_with_the_same_data_are_one(self, name):
-        """(x + x) / 2 is x, and what they send is the same; but for draws, which every rank has of its own."""
+    def test_two_ranks_with_the_same_data_train_like_one(self, name):
+        """(x + x) / 2 is x, and both ranks send the same, except that each rank has draws of its own."""
         opt = OPTIMIZERS[name]
         two, one = (train(opt, size, data=lambda _, step: values(0, step)) for size in (2, 1))
         draws = getattr(opt, "compressor", qcomp.Identity()).traits.random
@@ -75,7 +75,7 @@ class TestEveryOptimizer:
 class TestReferences:
     @pytest.mark.parametrize("size", [1, 3])
     def test_without_loss_it_is_the_plain_optimizer(self, size):
-        """Bit for bit, written out by hand, on one rank and with sums in rank order on three."""
+        """Bit for bit, against a reference written out by hand, on one rank and with sums in rank order on three."""
         opt = qcomp.CompressedSGD(
             learning_rate=0.05,
             momentum=0.9,
@@ -99,8 +99,8 @@ class TestReferences:
 
     @pytest.mark.parametrize("c", [qcomp.ScaledSign(16), qcomp.MinMaxUInt8(16), qcomp.TopK(3, 16)], ids=str)
     @pytest.mark.parametrize("size", [2, 3, 5])
-    def test_who_serves_what_does_not_matter(self, lockstep, c, size):
-        """One server of everything, with one residual, gives what the sharded servers give."""
+    def test_results_do_not_depend_on_the_assignment_of_servers(self, lockstep, c, size):
+        """One server for everything, with one residual, gives the results of sharded servers."""
         mean = CompressedMean(c)
         states = [mean.zeros(values(0, 0), rank=rank, size=size) for rank in range(size)]
         worker = [[np.zeros(t.size, np.float32) for t in values(0, 0)] for _ in range(size)]
@@ -120,12 +120,12 @@ class TestReferences:
 
 
 class TestFaults:
-    """The check of the digests finds each of these; all of them have happened in other libraries."""
+    """The comparison of digests finds each of these faults; all of them have occurred in other libraries."""
 
     MEAN = CompressedMean(qcomp.ScaledSign(16), topology="all_gather")
 
     def digests(self, lockstep, faulty: Callable | None, *, mean=None, steps: int = 3) -> set[bytes]:
-        """The means that the three ranks hold after some steps, of which the last rank is the faulty one."""
+        """Return the distinct means that the three ranks hold after some steps; a fault is put into the last rank."""
         mean = mean or self.MEAN
         states = [mean.zeros(values(0, 0), rank=rank, size=3) for rank in range(3)]
         held_by: list[bytes] = [b""] * 3
@@ -141,7 +141,7 @@ class TestFaults:
             ]
         return set(held_by)
 
-    def test_without_a_fault_there_is_none(self, lockstep):
+    def test_without_a_fault_all_digests_agree(self, lockstep):
         assert len(self.digests(lockstep, None)) == 1
 
     def test_a_sum_in_the_order_of_arrival(self, lockstep):
@@ -156,7 +156,7 @@ class TestFaults:
 
         assert len(self.digests(lockstep, reversed_order)) == 2
 
-    def test_a_rank_that_uses_what_it_had_instead_of_what_it_sent(self, lockstep):
+    def test_a_rank_that_uses_its_own_values_instead_of_what_it_sent(self, lockstep):
         def own_contribution(stages, step):
             means, state = yield from stages
             sent = [
@@ -183,7 +183,7 @@ class TestFaults:
 
 
 class TestOrderOfRanks:
-    """Whose data is whose does not matter to exact sums, and only to these."""
+    """Exact sums do not depend on which rank has which data; only these do not."""
 
     def means(self, lockstep, c, order, make) -> bytes:
         mean = CompressedMean(c, feedback=False)
@@ -200,7 +200,7 @@ class TestOrderOfRanks:
                 lockstep, c, (2, 0, 3, 1), integers
             )
 
-    def test_other_sums_do_not(self, lockstep):
+    def test_float_sums_depend_on_the_order(self, lockstep):
         def numbers(rank):
             return values(rank, 0)
 

@@ -1,6 +1,6 @@
-"""Rates and floors that theory gives exactly: enumerated where there are few draws, else with derived intervals.
+"""Rates and floors that theory gives exactly: over all draws where these are few, else within derived intervals.
 
-Independent runs are buckets of one vector: every bucket has scales and draws of its own.
+Independent runs are the buckets of one vector: every bucket has its own scales and draws.
 """
 
 import math
@@ -19,12 +19,12 @@ OMEGA = N / K - 1
 
 
 def quantized(c, x: np.ndarray, step: int) -> np.ndarray:
-    """C(x) with draws of its own for every step and bucket, of the shape of x."""
+    """Return C(x) in the shape of x, with new draws for every step and bucket."""
     return c.decompress(c.compress(x, key=Key(seed=3, step=step)), like=x)
 
 
 def within(values: np.ndarray, expected: float, errors: float = 5.0) -> bool:
-    """Whether the mean of independent values is within so many standard errors of what is expected."""
+    """Return whether the mean of independent values is within so many standard errors of the expected one."""
     return abs(values.mean() - expected) <= errors * values.std() / math.sqrt(values.size)
 
 
@@ -71,7 +71,7 @@ class TestConsistentLeastSquares:
     RUNS = 6
 
     def steps(self, levels: int | None, workers: int = 1) -> float:
-        """The mean number of steps to f / f_0 = 1e-6 over some runs on the same data."""
+        """Return the mean number of steps to f / f_0 = 1e-6 over some runs on the same data."""
         rng = np.random.default_rng(0)
         a = rng.standard_normal((256, 64)) / 16
         hessian = a.T @ a
@@ -103,7 +103,7 @@ class TestConsistentLeastSquares:
 
 
 class TestHeterogeneousWorkers:
-    """C3: f_i = |x - b_i|^2 / 2. At the solution the gradients of the workers do not vanish, only their mean does."""
+    """C3: f_i = |x - b_i|^2 / 2. At the solution the workers' gradients do not vanish; only their mean does."""
 
     M = 8
     B = np.random.default_rng(5).standard_normal((M, N))
@@ -124,7 +124,7 @@ class TestHeterogeneousWorkers:
         assert not within(distances, 0.9 * (1 - factor**steps) * floor)
 
     def floor_of_feedback(self, rate: float) -> float:
-        """The mean of |x - x*|^2 late in a run with top-k and plain error feedback, full gradients."""
+        """Return the mean of |x - x*|^2 late in a run with top-k and plain error feedback, full gradients."""
         target, x, e = self.B.mean(axis=0), np.zeros(N), np.zeros((self.M, N))
         steps, found = round(16 / rate), []
         for step in range(steps):
@@ -141,7 +141,7 @@ class TestHeterogeneousWorkers:
         assert 10 < floors[1] / floors[2] < 20
 
     def test_compressed_differences_have_none(self):
-        """EF21 sends C(gradient - what was sent so far): what it compresses vanishes at the solution."""
+        """EF21 sends C(gradient - estimate so far): the compressed difference vanishes at the solution."""
         target, x, sent = self.B.mean(axis=0), np.zeros(N), np.zeros((self.M, N))
         for _ in range(500):
             x = x - 0.2 * sent.mean(axis=0)
@@ -149,7 +149,7 @@ class TestHeterogeneousWorkers:
         assert np.sum((x - target) ** 2) < 1e-26
 
     def test_learned_shifts_have_none(self):
-        """DIANA, the same with an unbiased compressor: h_i tends to the gradient of worker i."""
+        """DIANA, the same idea with an unbiased compressor: h_i tends to the gradient of worker i."""
         target, x, h = self.B.mean(axis=0), np.zeros(N), np.zeros((self.M, N))
         for step in range(400):
             m = quantized(RAND, x - self.B - h, step)
@@ -168,7 +168,7 @@ class TestVarianceOfTheMean:
         noise = rng.standard_normal((3, N))
         noise -= noise.mean(axis=0)
         sigma2 = float((noise**2).sum(axis=1).mean())
-        outcomes = []  # of a single worker, all equally likely
+        outcomes = []  # the equally likely outcomes of a single worker
         for z in noise:
             for number in range(N // K):
                 with replace_draws(lambda _key, _block, number=number: number * 65536 * K // N):

@@ -1,4 +1,4 @@
-"""A topology that is known in one test."""
+"""A topology that is registered for one test."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """``python -m tests.core.elastic_everywhere``: ranks die, leave and join with every optimizer, in every topology.
 
-With outer loops, too. In every exchange of each of twelve steps, and of what follows them. Takes a quarter of an hour;
-writes docs/reliability/elastic.json, in which other jobs stay as they are.
+Also with outer loops. Each death is tried in every exchange of each of twelve steps and of the resumes after them.
+Takes a quarter of an hour; updates the jobs that it ran in docs/reliability/elastic.json and keeps all others.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SCENARIOS = {
 
 
 def every_topology() -> dict[str, tuple[str, str | None]]:
-    """Return a job of every optimizer and outer loop as it is, and in all topologies if it has a choice."""
+    """Return a job for every optimizer and outer loop as it is, and for each other topology if it has a choice."""
     settings: dict[str, Any] = {name: entry.opt for name, entry in EVERY.items()} | LOOPS
     found: dict[str, tuple[str, str | None]] = {name: (name, None) for name in settings}
     for name, opt in settings.items():
@@ -40,7 +40,7 @@ def every_topology() -> dict[str, tuple[str, str | None]]:
 
 
 def try_job(name: str) -> tuple[str, dict[str, Any]]:
-    """Return how many times a rank died, left or joined, or what went wrong."""
+    """Return, by scenario, how many times a rank died, left or joined, or the traceback of what went wrong."""
     warnings.simplefilter("ignore")
     elastic_jobs.JOBS |= every_topology()
     results: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def try_job(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Try all jobs, and write what came out; return 1 if anything went wrong."""
+    """Run all jobs and write the results; return 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/reliability"), help="default: %(default)s")
     parser.add_argument("--jobs", nargs="+", default=list(every_topology()), help="default: all")

@@ -1,4 +1,4 @@
-"""Jobs of ranks that die, leave and join, in one thread: what all tests of `qcomp.elastic` share."""
+"""Jobs whose ranks die, leave and join, in one thread; shared by all tests of `qcomp.elastic`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ LOOPS = {
         exact=qcomp.ExactBelow(10),
     ),
 }
-"""Outer loops: one whose residuals decay, and one that has everything else."""
+"""Outer loops: one whose residuals decay, and one with all other features."""
 TOPOLOGIES = ("two_phase", "all_gather", "ring", "hierarchical")
 JOBS = {name: (name, None) for name in (*EVERY, *LOOPS)} | {
     f"{name}, {topology}": (name, topology) for name in ("1-bit", "0/1", "SGD") for topology in TOPOLOGIES[1:]
@@ -37,7 +37,7 @@ JOBS = {name: (name, None) for name in (*EVERY, *LOOPS)} | {
 
 @dataclass(frozen=True)
 class World:
-    """An optimizer, and the machine of each rank."""
+    """An optimizer, and the host of each rank."""
 
     elastic: Elastic
     hosts: str
@@ -51,7 +51,7 @@ class World:
         return self.elastic.optimizer
 
     def begin(self) -> list[ElasticState]:
-        """What each rank has before the first step."""
+        """Return the state of each rank before the first step."""
         params = [np.ones(s, np.float32) for s in SHAPES]
         stages = [
             self.opt.init_stages(params, rank=rank, size=self.size, host=host)
@@ -60,7 +60,7 @@ class World:
         return [self.elastic.begin(params, state) for state in lockstep(stages)]
 
     def steps(self, helds: Sequence[ElasticState]) -> list[Any]:
-        """The next step of each rank, in stages."""
+        """Return the next step of each rank, in stages."""
         return [self._step(held) for held in helds]
 
     def _step(self, held: ElasticState) -> Any:
@@ -85,7 +85,7 @@ class World:
         return self.elastic.run_stages(with_epoch, held)
 
     def resumes(self, helds: Sequence[ElasticState | None], hosts: str | None = None) -> list[Any]:
-        """What each of the new ranks does to resume, in stages."""
+        """Return the resume of each new rank, in stages."""
         given = [np.zeros(s, np.float32) for s in SHAPES]
         return [
             self.elastic.resume_stages(held, rank=rank, size=len(helds), host=host, params=given)
@@ -95,7 +95,7 @@ class World:
     def resume(
         self, helds: Sequence[ElasticState | None], hosts: str | None = None
     ) -> tuple[list[ElasticState], dict[str, float]]:
-        """All ranks resume, alike."""
+        """Resume on all ranks, and check that they agree."""
         results = lockstep(self.resumes(helds, hosts))
         reports = [report for _, report in results]
         assert all(report == reports[0] for report in reports)
@@ -104,7 +104,7 @@ class World:
         return helds, reports[0]
 
     def require_alike(self, helds: Sequence[ElasticState]) -> None:
-        """Everything that is not a rank's own is the same on all ranks, bit for bit."""
+        """Check that everything except a rank's own arrays is the same on all ranks, bit for bit."""
         first = helds[0].state
         own = {"rank", "skipped", "digests", *self.opt.mean.kinds[:2], *self.opt.mean.owned_kinds}
         own |= set(self.opt.own_kinds(first.stage))
@@ -120,12 +120,12 @@ class World:
             assert found == shared[0]
 
     def saved(self, held: ElasticState) -> dict[str, Any]:
-        """What a rank would save."""
+        """Return the dict that a rank would save."""
         whole = [held.params] if isinstance(self.opt, qcomp.OuterLoop) else []
         return self.opt.state_dict(*whole, held.state)
 
     def go_on(self, helds: Sequence[ElasticState], steps: int = 2) -> list[ElasticState]:
-        """Make some steps; the ranks stay alike."""
+        """Take some steps; the ranks must stay alike."""
         for _ in range(steps):
             helds = lockstep(self.steps(helds))
             self.require_alike(helds)
@@ -133,7 +133,7 @@ class World:
 
 
 def world(job: str, hosts: str = "aab", **options: Any) -> World:
-    """The world of an entry of `JOBS`."""
+    """Return the world of an entry of `JOBS`."""
     name, topology = JOBS[job]
     opt: Any = LOOPS[name] if name in LOOPS else EVERY[name].opt
     if topology is not None:
@@ -145,7 +145,7 @@ def world(job: str, hosts: str = "aab", **options: Any) -> World:
 
 @cache
 def whole_run(job: World, steps: int) -> list[list[ElasticState]]:
-    """What each rank has after each step if nobody dies."""
+    """Return the state of each rank after each step if nobody dies."""
     run = [job.begin()]
     for _ in range(steps):
         run.append(lockstep(job.steps(run[-1])))
@@ -155,10 +155,10 @@ def whole_run(job: World, steps: int) -> list[list[ElasticState]]:
 def kills(
     begin: Callable[[], list[Any]], size: int, *, first: int = 0, all_reaches: bool = False
 ) -> Iterator[tuple[Death, list[Any]]]:
-    """Yield deaths in each exchange of some computations, and what the ranks are left with.
+    """Yield deaths in each exchange of some computations, and the results that the ranks are left with.
 
-    The exchange reaches nobody, one of the others, or all of them: each in turn, or in every exchange all three. The
-    victim changes from death to death, beginning at ``first``.
+    The victim's last exchange reaches nobody, one of the others, or all: in turn, or all three in every exchange. The
+    victim changes from death to death, beginning with ``first``.
     """
     exchange, number = 0, first
     while True:
@@ -176,7 +176,7 @@ def kills(
 
 
 def left_with(helds: Sequence[Any], results: Sequence[Any], dead: int) -> list[Any]:
-    """What the survivors hold: the result of those that have one, of the others what it was before."""
+    """Return what the survivors hold: their result, or what they held before if they have none."""
     found = []
     for rank, (before, after) in enumerate(zip(helds, results, strict=True)):
         if rank == dead:
@@ -196,12 +196,12 @@ def without(items: Sequence[Any], dead: int) -> Any:
 
 
 def is_owed(job: World) -> bool:
-    """Whether what the residuals hold is owed."""
+    """Return whether the residuals count as owed."""
     return job.opt.mean.kinds == CompressedMean.kinds
 
 
 def owed_by(job: World, states: Sequence[Any], lost: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
-    """mean_i e_i + e_s of every compressed tensor, without the residuals of some ranks; and the same of magnitudes."""
+    """Return mean_i e_i + e_s of each compressed tensor, without some ranks' residuals; and the same of magnitudes."""
     mean = job.opt.mean_of(states[0])
     shapes = [
         np.zeros(s)
@@ -225,7 +225,7 @@ def owed_by(job: World, states: Sequence[Any], lost: Sequence[int] = ()) -> tupl
 
 
 def require_owed(job: World, old: Sequence[Any], new: Sequence[Any], lost: Sequence[int]) -> None:
-    """What is owed is what was owed, without what the lost ranks owed: to the last roundings."""
+    """Check that what is owed now is what was owed before, minus what the lost ranks owed, up to final roundings."""
     if not is_owed(job):
         return
     after, _ = owed_by(job, new)

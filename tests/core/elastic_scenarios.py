@@ -1,4 +1,4 @@
-"""Ranks die, leave and join in every exchange of some steps of a job: the others agree, and what is owed adds up.
+"""Ranks die, leave and join in every exchange of some steps of a job: the others agree, and owed amounts add up.
 
 Each function returns how many times a rank died, left or joined.
 """
@@ -13,7 +13,7 @@ __all__ = ["die_in_resumes", "die_in_steps", "join", "leave"]
 
 
 def die_in_steps(job: World, steps: int, moments: Sequence[int]) -> int:
-    """The others go back to the last step that all completed, and what it owed is dropped, and nothing else."""
+    """The others go back to the last step that all completed; only what the dead rank owed is dropped."""
     run = whole_run(job, steps)
     cases = mixed = 0
     for step in moments:
@@ -35,7 +35,7 @@ def die_in_steps(job: World, steps: int, moments: Sequence[int]) -> int:
 
 
 def leave(job: World, steps: int, moments: Sequence[int]) -> int:
-    """Nothing is lost; and if a rank dies while it leaves, no more than by any other death."""
+    """Nothing is lost when a rank leaves; if it dies while leaving, no more is lost than by any other death."""
     cases = 0
     for step in moments:
         helds = whole_run(job, steps)[step]
@@ -61,7 +61,7 @@ def leave(job: World, steps: int, moments: Sequence[int]) -> int:
 
 
 def join(job: World, steps: int, moments: Sequence[int]) -> int:
-    """In every exchange of a resume with one more rank, which dies, or one of the old ones does."""
+    """In every exchange of a resume with one more rank, either the new rank or one of the old ones dies."""
     cases = 0
     for step in moments:
         helds = whole_run(job, steps)[step]
@@ -77,7 +77,7 @@ def join(job: World, steps: int, moments: Sequence[int]) -> int:
             left = left_with(joined, results, death.rank)
             again, report = job.resume(left, without(hosts, death.rank))
             went_on = all(not isinstance(result, Exception) for result in results)
-            if not went_on:  # back to the old world, in which the new rank had nothing
+            if not went_on:  # back to the old world, where the new rank held nothing
                 lost = [] if death.rank == 0 else [death.rank - 1]
                 require_owed(job, [h.state for h in helds], [h.state for h in again], lost)
                 assert report["joined_ranks"] == (death.rank != 0)
@@ -88,14 +88,14 @@ def join(job: World, steps: int, moments: Sequence[int]) -> int:
 
 
 def die_in_resumes(job: World, steps: int, moments: Sequence[int]) -> int:
-    """In every exchange of a resume of four ranks after a death; what two ranks owed is dropped, once each."""
+    """One of four ranks has died, and another dies in any exchange of the resume; what both owed is dropped once."""
     cases = 0
     in_groups = len(set(job.hosts)) < job.size
     gone = 3 if in_groups else 1
     for step in moments:
         helds = whole_run(job, steps)[step]
         rest, first = without(job.hosts, gone), without(helds, gone)
-        # If the step exchanges anything, one of them has completed it, and goes back.
+        # If the step exchanges anything, one rank has completed it and goes back.
         deaths = [Death(gone, exchange, [0]) for exchange in range(4)]
         for results in (until_death(job.steps(helds), death) for death in deaths):
             if isinstance(results[0], ElasticState) and results[gone] is None:

@@ -1,4 +1,4 @@
-"""The exact mean in a world of one: what an exchange would return, without an exchange."""
+"""The exact mean in a world of one: what an exchange would return, without exchanging."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ SIZES = (5, 0, 1, 3000)
 
 
 class Silent(LocalCommunicator):
-    """The only rank of a world, in which nothing may be exchanged."""
+    """The only rank of a world, which must not exchange anything."""
 
     def _exchange(self, *_):
         raise AssertionError("something was sent")

@@ -1,4 +1,4 @@
-"""What the core adds to the standard: bit-casts, correctly rounded division and roots, flushing."""
+"""What the core adds to the array API standard: bit-casts, correctly rounded division and roots, flushing."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ DIVISORS = [3.0, 7.0, 61.0, 0.1]
 
 
 def rounded_quotient(x: np.ndarray, divisor: np.ndarray | float) -> np.ndarray:
-    """The correctly rounded float32 quotient: 53 bits are more than twice 24 and two."""
+    """Return the correctly rounded float32 quotient: float64 has 53 bits, more than 2 * 24 + 2."""
     return (x.astype(np.float64) / np.float64(np.float32(divisor))).astype(np.float32)
 
 
@@ -54,7 +54,7 @@ class TestDivide:
         # An array that is broadcast over each row.
         column = library.array([[divisor]] * 2, dtype=np.float32)
         assert bits(library.numpy(divide(library.array(VALUES), column))) == expected
-        # A multiplication by the reciprocal, which is what XLA makes of x / 3, would show.
+        # This would detect multiplication by the reciprocal, into which XLA turns x / 3.
         assert bits(VALUES * (np.float32(1) / np.float32(divisor))) != expected
 
     def test_is_correctly_rounded_under_jit(self):
@@ -91,7 +91,7 @@ class TestSqrt:
         assert bits(np.asarray(jax.jit(sqrt)(x))) == bits(rounded_root(x))
 
     def test_is_correctly_rounded_on_many_values(self):
-        """Enough of them that torch's own vectorised root is off on some."""
+        """On so many values that torch's own vectorised root is off on some."""
         torch = pytest.importorskip("torch")
         x = np.random.default_rng(0).uniform(0, 100, 100_001).astype(np.float32)
         assert (sqrt(torch.from_numpy(x)).numpy() == rounded_root(x)).all()
@@ -176,7 +176,7 @@ class TestDtypes:
         assert compute_dtype_name(name) == compute
 
     @pytest.mark.parametrize("name", ["int32", "complex64", "bool"])
-    def test_others_are_an_error_that_names_the_argument(self, name):
+    def test_other_dtypes_are_an_error_that_names_the_argument(self, name):
         with pytest.raises(TypeError, match=f"grads has dtype {name}; expected float64, float32, float16 or"):
             compute_dtype_name(name, argument="grads")
 
@@ -220,8 +220,8 @@ def test_require_below(library):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_every_compressor_takes_what_is_below_the_limit(dtype):
-    """And no sum, range or norm overflows on the way: a warning would be an error here."""
+def test_every_compressor_accepts_values_below_the_limit(dtype):
+    """And no sum, range or norm overflows: a warning would be an error here."""
     x = np.where(np.arange(4100) % 2, 1.0, -1.0).astype(dtype) * dtype(
         np.nextafter(np.float32(LIMIT), np.float32(0))
     )
@@ -247,8 +247,8 @@ def test_every_compressor_takes_what_is_below_the_limit(dtype):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_element_of_a_long_vector_is_seen(library, bad):
-    """On the CPU, the maximum of XLA drops NaN from 12,100 elements, though not from 1,000."""
+def test_one_bad_element_of_a_long_vector_is_found(library, bad):
+    """On the CPU, XLA's maximum drops NaN from 12,100 elements on, though not at 1,000."""
     for at in (0, 6000, 12099):
         values = np.ones(12100, dtype=np.float32)
         assert not np.any(library.numpy(out_of_range(library.array(values), LIMIT)))

@@ -1,4 +1,4 @@
-"""The topology that is chosen: by formulas, once, on all ranks alike, and known to states and checkpoints."""
+"""The automatic choice of a topology: by formulas, once, the same on all ranks, and kept in states and checkpoints."""
 
 import warnings
 from dataclasses import replace
@@ -28,7 +28,7 @@ def chosen(elements: int, nodes: Nodes, compressor: qcomp.Compressor = SIGN, **o
 
 class TestChoice:
     def test_two_ranks_gather(self):
-        """The same bytes as in two phases, half of the messages, and one rounding."""
+        """The same bytes as in two phases, half as many messages, and only one rounding."""
         for size in (10, 10**9):
             assert chosen(size, Nodes((0, 1))) == "all_gather"
 
@@ -58,12 +58,12 @@ class TestChoice:
 
     @pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 1, 2, 3), (0,)])
     def test_one_node_and_one_rank_a_node_are_never_hierarchical(self, nodes):
-        """On one node that would be the exact mean, which nobody asked for."""
+        """On one node it would be the exact mean, which was not requested."""
         for exponent in range(10):
             assert chosen(10**exponent, Nodes(nodes)) in ("all_gather", "two_phase")
 
-    def test_a_ring_where_each_further_message_costs_more_than_the_first(self):
-        """As on a network that slows down when all send to all; with the default link never."""
+    def test_a_ring_if_each_further_message_costs_more_than_the_first(self):
+        """As on a network that slows down when all send to all; never with the default link."""
         congested = Link(1.25e9, latency=5e-6, per_message=200e-6)
         assert chosen(10**6, Nodes(tuple(range(8))), link=congested) == "ring"
         assert chosen(10**6, Nodes(tuple(range(8))), link=replace(congested, per_message=None)) != "ring"
@@ -74,7 +74,7 @@ class TestChoice:
                     assert chosen(size, nodes) != "ring"
 
     def test_a_ring_must_be_clearly_faster(self):
-        """By the tenth that the formulas may be wrong: it rounds N times."""
+        """By the tenth that allows for errors of the formulas, since a ring rounds N times."""
         nodes, fastest = Nodes(tuple(range(8))), []
         for per_message in np.linspace(20e-6, 200e-6, 50):
             link = Link(1.25e9, latency=20e-6, per_message=float(per_message))
@@ -86,15 +86,15 @@ class TestChoice:
             fastest.append(min(others) / ring)
             assert (chosen(10**6, nodes, link=link) == "ring") == (fastest[-1] >= 1.1)
         assert min(fastest) < 1 < max(fastest)
-        assert any(1 < ratio < 1.1 for ratio in fastest)  # where it is faster, but not clearly
+        assert any(1 < ratio < 1.1 for ratio in fastest)  # in some cases it is faster, but not clearly
 
     def test_is_a_function_of_sizes_and_compressors_only(self):
-        """Many tensors count as their sum; the names, values and dtypes as nothing."""
+        """Many tensors count as their sum; names, values and dtypes have no influence."""
         assert choose_topology([SIGN] * 4, [10**7] * 4, ALONE) == chosen(4 * 10**7, ALONE)
         assert choose_topology([], [], ALONE) in names()
 
-    def test_an_announced_length_counts(self):
-        """Each exchange has one of its own before it: a reason for fewer of them."""
+    def test_announcing_lengths_is_part_of_the_cost(self):
+        """Each exchange needs another one before it, which favours fewer exchanges."""
         coded = qcomp.QSGD(levels=7, coding="elias")
         cluster = Cluster(4, Link(1.25e9))
         plain = choice._NOTHING._replace(size=1000, payload=500)
@@ -105,7 +105,7 @@ class TestChoice:
         assert chosen(1000, ALONE, coded) == "all_gather"
 
     def test_is_what_the_planner_predicts(self):
-        """One copy of the formulas: with the same link and speeds the same method is the fastest, but for the ring."""
+        """Both use the same formulas: with the same link and speeds they choose the same, except for the ring."""
         known = choice._NOTHING
         speed = Speed(encode=known.encode, decode=known.decode, add=known.add)
         machine = Machine("made up", known.copy, {c.spec: speed for c in (SIGN, QSGD)})
@@ -149,7 +149,7 @@ class TestMean:
         hosts = HOSTS[topology]
         assert run_local(len(hosts), rank_main, hosts=hosts) == [True] * len(hosts)
 
-    def test_ranks_with_other_links_are_told(self):
+    def test_ranks_with_different_links_are_an_error(self):
         def rank_main(comm):
             mean = CompressedMean(SIGN, "auto", link=Link(1e9 + comm.rank))
             with pytest.raises(qcomp.MismatchError, match=r"link is .*bandwidth=1000000000.* on rank 0"):
@@ -188,7 +188,7 @@ def trained(opt: Any, comm: Any, steps: int = 3) -> tuple[np.ndarray, Any]:
 
 class TestOptimizer:
     @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-    def test_has_the_residuals_of_its_choice(self, hosts):
+    def test_has_the_residuals_of_the_chosen_topology(self, hosts):
         def rank_main(comm):
             params, state = trained(optimizer(), comm)
             topology = state.exchange.topology
@@ -201,8 +201,8 @@ class TestOptimizer:
 
         assert len(set(run_local(len(hosts), rank_main, hosts=hosts))) == 1
 
-    def test_a_checkpoint_knows_the_choice(self):
-        """With formulas or a link by which it would be another now, a rank goes on as it was."""
+    def test_a_checkpoint_keeps_the_chosen_topology(self):
+        """Even if formulas or a link would now choose another topology, a rank continues with its own."""
         slow, fast = optimizer(link=Link(1.0)), optimizer()
 
         def rank_main(comm):
@@ -220,7 +220,7 @@ class TestOptimizer:
 
         assert run_local(4, rank_main, hosts=list("abcd")) == [("two_phase",) * 3] * 4
 
-    def test_a_list_of_dicts_goes_on_in_what_is_chosen_for_the_new_world(self):
+    def test_a_list_of_dicts_resumes_in_the_topology_chosen_for_the_new_world(self):
         saved = run_local(
             4,
             lambda comm: optimizer(link=Link(1.0)).state_dict(trained(optimizer(link=Link(1.0)), comm)[1]),
@@ -236,7 +236,7 @@ class TestOptimizer:
         assert {each["topology"] for each in saved} == {"two_phase"}
         assert run_local(2, rank_main, hosts=["a", "b"]) == ["all_gather"] * 2
 
-    def test_other_checkpoints_are_as_they_were(self):
+    def test_checkpoints_of_a_fixed_topology_do_not_name_it(self):
         comm = qcomp.comm.LocalCommunicator.alone()
         opt = optimizer(topology="two_phase")
         assert "topology" not in opt.state_dict(opt.init(np.zeros(40, dtype=np.float32), comm))
@@ -253,7 +253,7 @@ class TestOptimizer:
 
         assert run_local(2, rank_main, timeout=20) == [True] * 2
 
-    def test_the_warning_of_a_measured_network_knows_what_will_be_chosen(self):
+    def test_the_warning_of_a_measured_network_uses_the_topology_that_will_be_chosen(self):
         measured = Measured(Cluster(ranks=4, link=Link(1e11, latency=0.0)), CPU)
 
         def rank_main(comm):

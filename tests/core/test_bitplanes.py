@@ -1,4 +1,4 @@
-"""Byte planes, against their definition element by element."""
+"""Byte planes against their element-by-element definition."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from qcomp.core.numeric.bitplanes import pack, unpack
 
 
 def reference_pack(codes: list[int], bits: int) -> list[int]:
-    """Pack one bucket by the definition: which element owns which bits of which byte."""
+    """Pack one bucket by the definition of which element owns which bits of which byte."""
     size = len(codes)
     data = [0] * (size * bits // 8)
     for element, code in enumerate(codes):
@@ -64,8 +64,8 @@ def test_equals_the_definition_for_every_width_and_length(data):
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.integers(1, 8), st.integers(1, 4), st.binary(min_size=1, max_size=8))
-def test_every_byte_string_is_some_codes(bits, width, seed):
-    """pack is onto: what is not said by the codes is not in the bytes either."""
+def test_every_byte_string_is_a_packing_of_codes(bits, width, seed):
+    """pack is onto: the bytes hold nothing but the codes."""
     data = np.resize(np.frombuffer(seed, dtype=np.uint8), (1, (8 << width) * bits // 8))
     codes = unpack(data, bits)
     assert codes.max() < 1 << bits
@@ -83,7 +83,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_consecutive_packing_is_caught(bits):
-    """Neighbours in one byte, as numpy.packbits has it, are another format."""
+    """Packing neighbours into one byte, as numpy.packbits does, gives another format."""
     codes = random_codes(bits, 1, 32)
     neighbours = codes.reshape(-1, 8 // bits) << np.arange(0, 8, bits, dtype=np.uint8)
     assert neighbours.sum(axis=1).tolist() != pack(codes, bits)[0].tolist()

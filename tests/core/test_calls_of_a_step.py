@@ -1,4 +1,4 @@
-"""How many functions a step calls: for a small model, calling them is what takes the time."""
+"""The number of function calls in a step, which dominates the time for a small model."""
 
 import sys
 import warnings
@@ -15,7 +15,7 @@ PACKAGE = str(Path(qcomp.__file__).parent)
 
 
 def calls_of_a_step(kernels, tensors):
-    """Return how many calls of functions of this package rank 0 of 2 makes in a compressed step."""
+    """Return how many functions of this package rank 0 of 2 calls in a compressed step."""
     opt = qcomp.OneBitAdam(learning_rate=0.01, freeze=2, exact=None, watch=None)
     counts = Counter()
 

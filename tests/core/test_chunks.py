@@ -1,4 +1,4 @@
-"""How tensors are cut into one chunk for every rank."""
+"""How tensors are cut into one chunk per rank."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ RANKS = st.integers(1, 9)
 
 
 def reference_cut(sizes: list[int], bucket_size: int, count: int) -> list[dict[int, list[int]]]:
-    """The elements of each chunk by tensor, put there bucket by bucket."""
+    """Return the elements of each chunk by tensor, assigned bucket by bucket."""
     buckets = [
         (tensor, list(range(start, min(size, start + bucket_size))))
         for tensor, size in enumerate(sizes)

@@ -1,4 +1,4 @@
-"""QSGD with a coder: shorter payloads of the same values, more levels than eight bits hold, and damage."""
+"""QSGD with a coder: shorter payloads of the same values, more levels than eight bits hold, and damaged payloads."""
 
 import math
 
@@ -17,7 +17,7 @@ from qcomp.testing.inputs import vector
 KEY = Key(seed=3, step=1, rank=2, hop=1, bucket=5)
 CODINGS = ["elias", "range"]
 LEVELS = [1, 5, 127, 128, 700, 32767]
-"""Widths from 2 to 16 bits; 5 does not fill its own."""
+"""Levels with code widths from 2 to 16 bits; 5 does not use all values of its width."""
 
 
 def coded(levels: int = 7, coding: str = "range", **options) -> qcomp.QSGD:
@@ -33,13 +33,13 @@ def steps(c, x, key=KEY) -> np.ndarray:
 
 
 class TestSameValues:
-    """A coder loses nothing: the contract suite has this as a law of every vector; here is what that leaves out."""
+    """A coder loses nothing: the contract checks this for compressing vectors; these tests cover everything else."""
 
     @pytest.mark.parametrize("make", [lambda c: c, qcomp.Scaled], ids=["plain", "scaled"])
     @pytest.mark.parametrize("coding", CODINGS)
     @pytest.mark.parametrize("levels", [1, 127, 700])
-    def test_every_use_gives_what_fixed_width_gives(self, float64_library, levels, coding, make):
-        """Compressing, feedback with donation, a blended momentum, writing into a buffer, adding."""
+    def test_every_operation_gives_the_results_of_fixed_width(self, float64_library, levels, coding, make):
+        """Compressing, feedback with donation, blending a momentum, writing into a buffer, adding."""
         lib, c = float64_library, make(coded(levels, coding, norm="l2"))
         plain = c.coder.plain
         x, old = (vector(family, 77, 1) for family in ("gaussian", "sparse"))
@@ -74,8 +74,8 @@ class TestSameValues:
         assert np.abs(float64_library.numpy(y) - x).max() <= steps(c, x).max()
 
     @pytest.mark.parametrize("name", ["pure", "numba"])
-    def test_kernels_do_what_they_can(self, name):
-        """Whatever works on the plain payload, the bytes are the same; no set is asked for a coder."""
+    def test_kernels_compress_the_plain_payload(self, name):
+        """The bytes are the same whatever kernels compress the plain payload; no kernel set is asked for a coder."""
         asked = []
 
         class Spy:
@@ -114,8 +114,8 @@ class TestSameValues:
                 qcomp.feedback.compress(c, x, residual, key=KEY, donate=True)
             assert residual.tobytes() == before.tobytes()
 
-    def test_what_a_device_has_refused_is_still_a_payload(self):
-        """A device says so only afterwards: what was to be coded then may be anything."""
+    def test_a_vector_refused_by_a_device_still_gives_a_valid_payload(self):
+        """A device reports the refusal only later: until then the codes may be arbitrary."""
         x = vector("gaussian", 77, 4)
 
         class Device:
@@ -151,8 +151,8 @@ class TestLength:
             assert 4 * count.size + 1 == spec.shortest <= payload.nbytes <= spec.nbytes
 
     @pytest.mark.parametrize("coding", CODINGS)
-    def test_what_coding_would_not_shorten_is_sent_as_it_is(self, coding):
-        """The largest level everywhere: no code of it is shorter than its own bits."""
+    def test_codes_that_coding_would_not_shorten_are_sent_as_they_are(self, coding):
+        """With the largest level everywhere, no code is shorter than the plain bits."""
         c = coded(127, coding, bucket_size=8)
         x = 127 * np.asarray([1, -1, 1, 1, -1, 1, -1, -1], dtype=np.float32)
         payload = c.compress(x, key=KEY)
@@ -161,7 +161,7 @@ class TestLength:
         assert decoded(c, x).tobytes() == x.tobytes()
 
     def test_sparse_codes_are_short(self):
-        """One level and the L2 norm: 3.7% of a Gaussian bucket of 512 are not zero, against 2 bits an element."""
+        """One level and the L2 norm: 3.7% of a Gaussian bucket of 512 is nonzero, against 2 bits per element."""
         x = vector("gaussian", 64 * 512, 7)
         nbytes = {
             coding: coded(1, coding, bucket_size=512, norm="l2").compress(x, key=KEY).nbytes - 64 * 4
@@ -172,8 +172,8 @@ class TestLength:
         assert entropy <= nbytes["range"] * 8 / x.size < 1.03 * entropy + 0.01
         assert nbytes["range"] < nbytes["elias"] < 0.5 * 2 * x.size / 8
 
-    def test_the_kind_of_codes_is_that_of_the_coder(self):
-        """Steps, the byte 1, and then exactly what the coder makes of levels and signs."""
+    def test_the_payload_holds_the_output_of_the_coder(self):
+        """Steps, the byte 1, and then exactly the coder's output for levels and signs."""
         c = coded(7, bucket_size=64)
         x = vector("sparse", 150, 8)
         data = c.compress(x, key=KEY).data.tobytes()
@@ -201,7 +201,7 @@ class TestManyLevels:
             assert np.all(step <= np.maximum(norms / np.float64(levels) * slack, 2.0**-126))
 
     def test_with_more_bits_a_product_would_not_be(self):
-        """Otherwise the test above could not tell."""
+        """Otherwise the test above could not fail."""
         step = np.asarray([1 + 2.0**-16], dtype=np.float32)
         assert float(step[0] * np.float32(1001)) != float(step[0]) * 1001
 
@@ -215,7 +215,7 @@ class TestManyLevels:
         low = np.floor(position)
         threshold = np.round((position - low) * np.float32(65536))
         results = []
-        for draw in range(0, 65536, 257):  # 256 draws; where they are below a threshold is known for all
+        for draw in range(0, 65536, 257):  # 256 draws; all draws below a threshold round up
             with replace_draws(lambda _key, _block, draw=draw: draw):
                 got = np.abs(decoded(c, x).astype(np.float64)) / step
             assert np.array_equal(got, low + (draw < threshold))
@@ -227,8 +227,8 @@ class TestManyLevels:
         error = p * ((low + 1) * step - np.abs(x)) ** 2 + (1 - p) * (low * step - np.abs(x)) ** 2
         assert np.sum(error) <= c.traits.omega * np.sum(x.astype(np.float64) ** 2)
 
-    def test_the_variance_that_is_promised_is_nearly_reached(self):
-        """p = 1/2 everywhere but in one: n / (4 s^2) of max^2 n, and the vector is nearly flat."""
+    def test_the_promised_bound_on_the_variance_is_nearly_attained(self):
+        """p = 1/2 everywhere but in one element: n / (4 s^2) times max^2 n, for a nearly flat vector."""
         c, n = coded(1000, bucket_size=1024), 1024
         x = np.full(n, 999.5, dtype=np.float32)
         x[0] = 1000
@@ -244,7 +244,7 @@ class TestManyLevels:
             assert qcomp.Scaled(c).factor == qcomp.Scaled(c.coder.plain).factor
 
     def test_omega_continues_where_fixed_width_ends(self):
-        """One formula on either side of eight bits, up to what rounding adds."""
+        """One formula on either side of eight bits, up to the rounding term."""
         below, above = (coded(levels, bucket_size=512).traits.omega for levels in (127, 128))
         assert above < below < above * (128 / 127) ** 2 * 1.001
 
@@ -296,7 +296,7 @@ class TestDamage:
     @settings(derandomize=True, deadline=None, max_examples=100)
     @given(st.sampled_from(CODINGS), st.sampled_from([1, 700]), st.binary(max_size=90))
     def test_arbitrary_codes(self, coding, levels, code):
-        """A PayloadError, or levels that the compressor has."""
+        """Either a PayloadError, or levels that the compressor has."""
         c = coded(levels, coding, bucket_size=512)
         step = np.ones(1, dtype=np.float32).tobytes()
         try:
@@ -320,8 +320,8 @@ class TestSpec:
         assert qcomp.compressor(c.spec) == c
         assert c.variable_length == (coding != "fixed") == (c.coder is not None)
 
-    def test_of_fixed_width_is_what_it_was(self):
-        """Payloads in files are called by it."""
+    def test_the_spec_of_fixed_width_is_unchanged(self):
+        """Payloads in files are identified by it."""
         assert qcomp.QSGD().spec == "qsgd:levels=7,bucket_size=512,norm=max"
         assert qcomp.compressor("qsgd:coding=fixed") == qcomp.QSGD()
         assert coded(300).spec == "qsgd:levels=300,bucket_size=32,norm=max,coding=range"
@@ -336,7 +336,7 @@ class TestSpec:
             ({"levels": 0, "coding": "elias"}, r"levels is 0; expected an integer from 1 to 32767$"),
         ],
     )
-    def test_what_is_out_of_range(self, arguments, message):
+    def test_options_out_of_range_are_refused(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             qcomp.QSGD(**arguments)
 

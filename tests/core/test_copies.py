@@ -1,4 +1,4 @@
-"""Copies in the memory of nodes: whenever a rank dies or a node is lost, the job goes on in the same bits."""
+"""Copies in the memory of nodes: whenever a rank dies or a node is lost, the job continues with the same bits."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ QUICK = ("1-bit", "0/1", "EF21", "QSVRG", "Muon")
 
 
 class Dead(BaseException):
-    """A rank is killed: nothing of it runs any more."""
+    """The rank was killed: none of its code runs any more."""
 
 
 class End(NamedTuple):
@@ -51,7 +51,7 @@ class End(NamedTuple):
 
     bits: dict[str, bytes]
     kept: int | None
-    """The step that it went on from."""
+    """The step from which it resumed."""
 
 
 def entries_of(opt: Any, params: Sequence[Any], state: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def read(part: bytes) -> tuple[list[np.ndarray], dict[str, Any]]:
 
 
 class Mixing:
-    """A job of a few bytes: each rank mixes what it has with what all others have."""
+    """A job with a few bytes of state: each rank mixes its own with those of all others."""
 
     def __init__(self, comm: Any, part: bytes | None) -> None:
         self.comm, self.own = comm, part or bytes([comm.rank] * 32)
@@ -119,7 +119,7 @@ def train(
     dies: tuple[int, int] | None = None,
     draws: int = 0,
 ) -> End:
-    """Train, going on from what is kept; each host has a folder of its own in ``root``."""
+    """Train, resuming from existing copies; each host has a folder of its own in ``root``."""
     folder = root / comm.host
     folder.mkdir(exist_ok=True)
     copies = Copies(comm, every=KEPT_EVERY, folder=folder, job="job")
@@ -148,7 +148,7 @@ def files(root: Path, host: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def memory():
-    """A folder in memory, where there is one: files on a disk take long to be on it."""
+    """Return a folder in memory, if there is one: writing to a disk takes long."""
     base = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="qcomp-test-", dir=base if base.is_dir() else None) as folder:
         yield Path(folder)
@@ -162,7 +162,7 @@ def tmp_path(memory):
 
 @pytest.fixture(scope="module")
 def whole(memory):
-    """How each rank ends if nothing happens, for any hosts and optimizer."""
+    """Return the final bits of each rank if nothing happens, for any hosts and optimizer."""
     known: dict[Any, list[dict[str, bytes]]] = {}
 
     def ends(hosts: Sequence[str] = "abc", **options: Any) -> list[dict[str, bytes]]:
@@ -175,7 +175,7 @@ def whole(memory):
 
 
 def errors_of(n: int, rank_main: Any, hosts: Sequence[str] | None = None) -> list[Exception | None]:
-    """What each rank raises, when each goes on after its error to the end."""
+    """Return the error of each rank; every rank runs until it ends or fails."""
 
     def caught(comm: Any) -> Exception | None:
         try:
@@ -188,7 +188,7 @@ def errors_of(n: int, rank_main: Any, hosts: Sequence[str] | None = None) -> lis
 
 
 class Killer:
-    """Counts what a rank does to files, and kills it before, during or after one of these."""
+    """Counts a rank's operations on files, and kills it before, during or after one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, moment: str) -> None:
         self.thread, self.left, self.moment = f"rank {victim} of ", number, moment
@@ -222,7 +222,7 @@ class Killer:
 
 
 class Cut:
-    """A communicator whose exchange after the first few reaches rank 0; then rank 2 is dead, and rank 1 has noticed."""
+    """A communicator whose exchange after the first few reaches only rank 0; then rank 2 is dead and rank 1 notices."""
 
     most = 0
 
@@ -252,7 +252,7 @@ def keep_twice(comm: Any, root: Path) -> None:
 
 
 class TestAnyRankMayDie:
-    """At any moment, at most the steps since the last copy are made again, in the same bits."""
+    """At any moment; at most the steps since the last copy are repeated, with the same bits."""
 
     @pytest.mark.parametrize("moment", ["before", "during", "after"])
     @pytest.mark.parametrize("hosts", ["abc", "aab", "aa"])
@@ -278,7 +278,7 @@ class TestAnyRankMayDie:
             assert bits(ends) == whole(hosts)
             (kept,) = {end.kept for end in ends}
             found.add((killer.struck, kept))
-        # Where there is another node, it has the victim's part before anybody writes anything.
+        # If there is another node, it has the victim's part before anybody writes a file.
         expected = {("write", 3), ("touch", 3), ("touch", 6)}
         assert found >= (
             expected if len(set(hosts)) > 1 else {*expected, ("write", 6 if moment == "after" else None)}
@@ -296,7 +296,7 @@ class TestAnyRankMayDie:
             assert {end.kept for end in ends} == {step // KEPT_EVERY * KEPT_EVERY or None}
             assert bits(ends) == whole(hosts)
 
-    def test_again_and_again(self, tmp_path, whole):
+    def test_several_ranks_may_die_one_after_the_other(self, tmp_path, whole):
         for step in (2, 4, 5, 7):
             with pytest.raises(Dead):
                 run(tmp_path, dies=(step % 3, step))
@@ -368,24 +368,24 @@ class TestAnyRankMayDie:
 
 
 class TestWhatIsLost:
-    def test_two_neighbours_and_all_ranks_say_whose_parts(self, tmp_path):
+    def test_losing_two_neighbours_is_an_error_that_names_their_parts(self, tmp_path):
         run(tmp_path, "abcd")
         for host in "bc":
             shutil.rmtree(tmp_path / host)
         errors = errors_of(4, lambda comm: train(comm, tmp_path), list("abcd"))
         assert [type(error) for error in errors] == [FileNotFoundError] * 4
         (text,) = {str(error) for error in errors}
-        assert text.startswith("no copy is left of what rank 1 had of 4 after step 6: ")
+        assert text.startswith("no copy is left of the state of rank 1 of 4 after step 6: ")
 
     @pytest.mark.parametrize(("gone", "missing"), [("bcd", "ranks 1 and 2"), ("abd", "ranks 0 and 3")])
-    def test_several(self, tmp_path, gone, missing):
+    def test_losing_several_nodes(self, tmp_path, gone, missing):
         run(tmp_path, "abcd")
         for host in gone:
             shutil.rmtree(tmp_path / host)
         for error in errors_of(4, lambda comm: train(comm, tmp_path), list("abcd")):
-            assert f"what {missing} had" in str(error)
+            assert f"the state of {missing} of" in str(error)
 
-    def test_not_two_nodes_apart(self, tmp_path, whole):
+    def test_losing_two_nodes_apart_loses_nothing(self, tmp_path, whole):
         run(tmp_path, "abcd")
         for host in "ac":
             shutil.rmtree(tmp_path / host)
@@ -394,7 +394,7 @@ class TestWhatIsLost:
         assert bits(ends) == whole("abcd")
 
     def test_training_goes_on_after_the_error(self, tmp_path):
-        """From a checkpoint, say; the next copy replaces what is left."""
+        """For instance from a checkpoint; the next copy replaces the remaining files."""
         run(tmp_path, "ab")
         for path in [*files(tmp_path, "a"), *files(tmp_path, "b")]:
             if path.suffix.startswith(".1"):
@@ -410,7 +410,7 @@ class TestWhatIsLost:
         assert run_local(2, rank_main, hosts=["a", "b"]) == [(1, [b"x"])] * 2
         assert len(files(tmp_path, "a")) == 3
 
-    def test_nothing_if_all_is_gone(self, tmp_path, whole):
+    def test_if_all_copies_are_gone_the_job_starts_anew(self, tmp_path, whole):
         run(tmp_path)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -434,10 +434,10 @@ def emptied(path: Path) -> None:
 
 
 class TestDamage:
-    """A file that is not what was written is as good as none."""
+    """A damaged file counts as missing."""
 
     @pytest.mark.parametrize("damage", [flipped, cut_off, emptied])
-    def test_of_any_file(self, tmp_path, whole, damage):
+    def test_any_damaged_file_is_replaced(self, tmp_path, whole, damage):
         run(tmp_path / "", steps=6)
         for number in range(6):
             parts = [path for host in "abc" for path in files(tmp_path, host) if path.suffix != ".agreed"]
@@ -448,7 +448,7 @@ class TestDamage:
         assert bits(run(tmp_path)) == whole()
 
     def test_lost_copies_are_made_again_at_once(self, tmp_path, whole):
-        """So that one node after the other may be lost, before the next copy is due."""
+        """So that one node after another may be lost before the next copy is due."""
         run(tmp_path, steps=6)
         for host in "abcab":
             shutil.rmtree(tmp_path / host)
@@ -457,7 +457,7 @@ class TestDamage:
         assert bits(run(tmp_path, steps=7)) == whole(steps=7)
         assert files(tmp_path, "a") == before  # if none is lost, nothing is written
 
-    def test_of_both_files_of_a_part(self, tmp_path):
+    def test_damage_to_both_files_of_a_part_is_an_error(self, tmp_path):
         run(tmp_path)
         for host in "abc":
             for path in files(tmp_path, host):
@@ -465,10 +465,10 @@ class TestDamage:
                     flipped(path)
         for error in errors_of(3, lambda comm: train(comm, tmp_path), list("abc")):
             assert isinstance(error, FileNotFoundError)
-            assert "what rank 1 had of 3 after step 6" in str(error)
+            assert "the state of rank 1 of 3 after step 6" in str(error)
 
-    def test_files_of_two_ranks_exchanged(self, tmp_path, whole):
-        """What they hold is whole, but under the wrong name."""
+    def test_swapped_files_of_two_ranks_are_rejected(self, tmp_path, whole):
+        """Their content is whole, but under the wrong name."""
         run(tmp_path, "aab")
         first, second, *_ = (path for path in files(tmp_path, "a") if path.suffix in (".0-0", ".1-1"))
         content = first.read_bytes()
@@ -476,24 +476,24 @@ class TestDamage:
         second.write_bytes(content)
         assert bits(run(tmp_path, "aab")) == whole("aab")
 
-    def test_of_another_run_through_the_same_step(self, tmp_path):
-        """Half of what is kept is of one run and half of another: they are not mixed."""
+    def test_files_of_another_run_are_not_mixed_in(self, tmp_path):
+        """Half of the files are from one run and half from another: they are not mixed."""
         one, other = tmp_path / "one", tmp_path / "other"
         for root, draws in ((one, 0), (other, 4)):
             root.mkdir()
             run(root, "ab", draws=draws)
-        for path in files(one, "a"):  # only rank 0 of one
+        for path in files(one, "a"):  # keep only rank 0's files of one
             if path.suffix.startswith(".1-"):
                 path.unlink()
         shutil.rmtree(one / "b")
         shutil.copytree(other / "b", one / "b")
-        for path in files(one, "b"):  # and rank 1 of the other
+        for path in files(one, "b"):  # and rank 1's of the other
             if path.suffix.startswith(".0-"):
                 path.unlink()
         for error in errors_of(2, lambda comm: train(comm, one), ["a", "b"]):
             assert isinstance(error, FileNotFoundError)
 
-    def test_strange_files_are_left_alone_and_removed(self, tmp_path, whole):
+    def test_unknown_files_are_ignored_and_later_removed(self, tmp_path, whole):
         run(tmp_path, steps=5)
         folder = files(tmp_path, "a")[0].parent
         for name in ("x", "3-0-1.0-0", "a.unfinished"):
@@ -528,7 +528,7 @@ class TestAnotherWorld:
             return job.bits
 
         run_local(len(before), first, hosts=list(before))
-        if now == "cd":  # processes moved, and their memory with them
+        if now == "cd":  # the processes have moved, and their memory with them
             for old, new in zip(before, now, strict=True):
                 (tmp_path / old).rename(tmp_path / new)
         with pytest.MonkeyPatch.context() as patch:
@@ -557,7 +557,7 @@ class TestAnotherWorld:
 
 
 class TestJobs:
-    """One name is one job."""
+    """One name stands for one job."""
 
     def newest(self, root: Path, **options: Any) -> Any:
         return Copies(qcomp.comm.LocalCommunicator.alone(), every=1, folder=root, **options).newest()
@@ -600,11 +600,11 @@ class TestJobs:
             self.newest(tmp_path)
 
     @pytest.mark.parametrize("job", ["", ".", "..", "a/b", "../a", "a" * 101, "-a", "a\n"])
-    def test_have_names_of_files(self, tmp_path, job):
+    def test_names_must_be_usable_as_file_names(self, tmp_path, job):
         with pytest.raises(ValueError, match="job is "):
             self.newest(tmp_path, job=job)
 
-    def test_keep_their_folder_to_themselves(self, tmp_path):
+    def test_keep_their_folder_private(self, tmp_path):
         self.kept(tmp_path, "job")
         (folder,) = tmp_path.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -621,7 +621,7 @@ class TestJobs:
 
 
 class TestAllRanksRaise:
-    """What is wrong on one rank is an error on all, and the copy before stays whole."""
+    """An error of one rank is raised on all, and the previous copy stays whole."""
 
     def errors(self, tmp_path: Path, **of_rank_1: Any) -> list[Exception | None]:
         return errors_of(
@@ -662,7 +662,7 @@ class TestAllRanksRaise:
         assert str(errors[0]) == str(errors[1])
 
     def keeping(self, root: Path, wrong: Any) -> tuple[list[Any], list[Any]]:
-        """Keep step 1, have rank 1 do something wrong, keep step 3; return errors, and what was whole between."""
+        """Keep step 1, let rank 1 fail, keep step 3; return the errors, and the newest whole copy in between."""
 
         def rank_main(comm: Any) -> Any:
             (root / comm.host).mkdir()
@@ -680,7 +680,7 @@ class TestAllRanksRaise:
 
         return tuple(zip(*run_local(3, rank_main, hosts=list("abc")), strict=True))
 
-    def test_for_what_cannot_be_written(self, tmp_path):
+    def test_for_a_state_that_cannot_be_written(self, tmp_path):
         def wrong(comm: Any, copies: Copies) -> None:
             copies.keep(2, lambda file: file.write("text" if comm.rank == 1 else b"2"))
 
@@ -742,7 +742,7 @@ class TestParts:
                     assert max(loads) - min(loads) <= 1
 
     @pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
-    def test_arrive_in_any_pieces(self, monkeypatch, piece):
+    def test_arrive_whole_for_any_piece_size(self, monkeypatch, piece):
         monkeypatch.setattr("qcomp.core.checkpoint.copies._PIECE", piece)
         rng = np.random.default_rng(piece)
         routes = [tuple(map(int, route)) for route in rng.integers(0, [3, 3, 90], (9, 3))]
@@ -756,7 +756,7 @@ class TestParts:
             assert found == {n: data[n] for n, (_, dest, _) in enumerate(routes) if dest == rank}
 
     def test_stay_on_a_single_node(self, tmp_path):
-        """Nothing else would outlive it, so ranks send nothing, and write one file each."""
+        """Copies there would not survive the node anyway, so ranks send nothing and write one file each."""
         run(tmp_path, "aa")
         assert len(files(tmp_path, "a")) == 3
         sent = [0, 0]
@@ -781,12 +781,12 @@ class TestParts:
 
 
 class TestWithoutStates:
-    """What a restart loses that has states of step s, or parameters only, if the job died at step t."""
+    """The loss at a restart from states of step s, or from its parameters only, if the job died at step t."""
 
     S, T = 7, 12
 
-    def test_from_parameters_alone_exactly_what_was_owed_is_lost(self):
-        """Parameters move by all gradients but what is owed at the end, and what was owed at step s."""
+    def test_a_restart_from_parameters_loses_exactly_what_was_owed(self):
+        """Parameters move by all gradients except what is owed at the end and what was owed at step s."""
         opt = qcomp.CompressedSGD(learning_rate=0.5, momentum=0.0, exact=None, compressor=qcomp.ScaledSign(8))
         begin = [np.ones(s) for s in SHAPES]
 
@@ -817,8 +817,8 @@ class TestWithoutStates:
                 lost = grads[i] - moved - at_end[i]
                 assert np.abs(lost - (at_s[i] if restart else 0)).max() < 1e-9
 
-    def test_from_states_only_time_is_lost(self, tmp_path, whole):
-        """The steps from s to t are made again, in the same bits."""
+    def test_a_restart_from_states_loses_only_time(self, tmp_path, whole):
+        """The steps from s to t are repeated, with the same bits."""
         with pytest.raises(Dead):
             run(tmp_path, "aaa", opt=OPT, dies=(1, 5))
         ends = run(tmp_path, "aaa", opt=OPT)

@@ -1,4 +1,4 @@
-"""A report says what NumPy finds in the states and gradients of all ranks, and the step is as it would be without."""
+"""A report agrees with NumPy on the states and gradients of all ranks, and reporting does not change the step."""
 
 import math
 import re
@@ -17,7 +17,7 @@ NAMES = ("embedding", "layer/weight", "bias")
 
 
 def sgd(**chosen: Any) -> qcomp.CompressedSGD:
-    """With a rate of 1 and parameters of 0, minus the new parameters are the mean, exactly."""
+    """With a rate of 1 and parameters of 0, the mean is exactly minus the new parameters."""
     settings = {"learning_rate": 1.0, "momentum": 0.0, "exact": None, "compressor": qcomp.ScaledSign(8)}
     return qcomp.CompressedSGD(**settings | chosen)
 
@@ -41,7 +41,7 @@ def run(
     shapes: Sequence[tuple] = SHAPES,
     **chosen: Any,
 ) -> list[list]:
-    """For every rank: (parameters, state before, state after, report, bytes sent) of each step."""
+    """Return for every rank: (parameters, state before, state after, report, bytes sent) of each step."""
     watched = qcomp.Diagnostics(opt, **{"replicas_every": None} | chosen)
 
     def rank_main(comm):
@@ -64,7 +64,7 @@ def flat(arrays: Any) -> np.ndarray:
 
 
 class Found:
-    """What NumPy finds in the last step of a run, on a sample of the compressed tensors."""
+    """The values that NumPy computes for the last step of a run, on a sample of the compressed tensors."""
 
     def __init__(
         self, opt: Any, runs: list[list], stride: int, *, shapes: Sequence[tuple] = SHAPES, step: int = 3
@@ -118,7 +118,7 @@ class Found:
 
 
 def assert_reported(found: dict[str, float], expected: dict[str, float]) -> None:
-    """To the rounding of float32 sums of at most 103 squares by a tree, and of a mean of 3: far below 1e-5."""
+    """Up to the rounding of float32 tree sums of at most 103 squares, and of a mean of 3: far below 1e-5."""
     measured = {k: v for k, v in found.items() if k not in ("bytes_sent", "bits_per_element")}
     assert measured.keys() == expected.keys()
     for key, value in expected.items():
@@ -129,10 +129,10 @@ def assert_reported(found: dict[str, float], expected: dict[str, float]) -> None
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 @pytest.mark.parametrize("make", [sgd, one_bit])
 @pytest.mark.parametrize(("sample", "stride"), [(1000, {103: 1, 63: 1}), (10, {103: 11, 63: 7})])
-def test_says_what_numpy_finds(size, topology, make, sample, stride):
+def test_agrees_with_numpy(size, topology, make, sample, stride):
     opt = make(averaging=qcomp.Averaging(topology))
     runs = run(opt, size, sample=sample)
-    elements = 103 if make is sgd else 63  # the others stay exact
+    elements = 103 if make is sgd else 63  # the other elements stay exact
     expected = Found(opt, runs, stride[elements]).report()
     assert_reported(runs[0][3][3], expected)
     assert 0.1 < expected["cosine"] < 0.999
@@ -142,11 +142,11 @@ def test_says_what_numpy_finds(size, topology, make, sample, stride):
 
 
 class TestDirection:
-    """A step of one bit may point anywhere; several together go where the exact ones go."""
+    """A single one-bit step may point anywhere; the sum of several points where the exact ones point."""
 
     @staticmethod
     def of(opt, steps, *, direction_steps=10, restart=None, size=2):
-        """Return all reports, and the cosine of all sums of so many steps as NumPy finds it."""
+        """Return all reports, and NumPy's cosines for all sums of so many steps."""
 
         def rank_main(comm):
             watched = qcomp.Diagnostics(opt, replicas_every=None, direction_steps=direction_steps)
@@ -178,7 +178,7 @@ class TestDirection:
         return reports[0]
 
     @pytest.mark.parametrize("direction_steps", [1, 4])
-    def test_says_what_numpy_finds(self, direction_steps):
+    def test_agrees_with_numpy(self, direction_steps):
         reports = self.of(one_bit(freeze=2, watch=None), 12, direction_steps=direction_steps)
         compared = [r for r in reports if r["expected"] is not None]
         assert len(compared) == 12 - 2 - direction_steps + 1
@@ -190,12 +190,12 @@ class TestDirection:
                 assert report["direction"] == pytest.approx(report["cosine"], rel=1e-6)
 
     def test_only_of_steps_in_a_row(self):
-        """A step without diagnostics is not in the sum: it begins anew."""
+        """A step without diagnostics restarts the sum."""
         reports = self.of(one_bit(freeze=2, watch=None), 16, direction_steps=4, restart=8)
         assert ["direction" in r for r in reports] == [*[False] * 5, *[True] * 3, *[False] * 4, *[True] * 4]
 
     def test_is_near_one_where_single_steps_are_not(self):
-        """One bit for elements of very different sizes: single steps alternate, and the sum does not."""
+        """One bit for elements of very different sizes: single steps alternate in sign, but their sum does not."""
         scale = np.logspace(-3, 0, 512)
         opt = qcomp.OneBitAdam(learning_rate=0.0, betas=(0.9, 0.9), freeze=30, exact=None)
         watched, comm = qcomp.Diagnostics(opt, replicas_every=None), LocalCommunicator.alone()
@@ -210,8 +210,8 @@ class TestDirection:
         assert np.mean([r["direction"] for r in last]) > 0.8
 
 
-def test_what_broken_measures_would_say():
-    """The test above tells them from the right one."""
+def test_broken_measures_would_differ():
+    """The test above distinguishes them from the right ones."""
     opt = sgd()
     runs = run(opt, 3, sample=10)
     found = Found(opt, runs, 11)
@@ -224,7 +224,7 @@ def test_what_broken_measures_would_say():
         right | {"worker_residual": np.mean(found.ratios(before, found.signals))},  # of the step before
         right | {"worker_residual_worst": min(found.ratios(found.worker, found.signals))},
         right | {"server_residual": np.mean(found.ratios(found.server, found.signals))},
-        own.report(),  # of all elements
+        own.report(),  # over all elements instead of the sample
     ]
     assert_reported(reported, right)
     for each in broken:
@@ -236,8 +236,8 @@ def test_what_broken_measures_would_say():
 @pytest.mark.parametrize(
     "opt", [sgd(compressor=qcomp.QSGD(7, 16)), one_bit(clip_norm=1.0), qcomp.Adam(learning_rate=0.1)]
 )
-def test_the_step_is_as_without(size, opt):
-    """The same parameters and states bit for bit, and the bytes are those of the step alone, as communicators count."""
+def test_the_step_is_the_same_without_diagnostics(size, opt):
+    """The same parameters and states bit for bit; the reported bytes are those that communicators count for it."""
     runs = run(opt, size, replicas_every=1)
 
     def rank_main(comm):
@@ -270,7 +270,7 @@ def test_the_step_is_as_without(size, opt):
         assert report["bits_per_element"] == pytest.approx(8 * np.mean(sent) / 106)
 
 
-def test_what_it_sends_itself():
+def test_the_bytes_that_diagnostics_send():
     """2 (N - 1) / N * 4 bytes for each element of the sample, rounded up to messages, and 40 to each rank."""
     for size in (2, 3):
         for done in run(sgd(), size, sample=60):
@@ -306,7 +306,7 @@ def _as_numpy(library: Any, step: tuple) -> tuple:
 
 
 class TestReplicas:
-    """One bit of one parameter of one rank."""
+    """Flip one bit of one parameter on one rank."""
 
     @staticmethod
     def flipped(opt: Any, size: int, rank: int, tensor: int, **chosen: Any) -> tuple[list, list[str]]:
@@ -331,8 +331,8 @@ class TestReplicas:
         return reports, [str(w.message) for w in told]
 
     @pytest.mark.parametrize(("rank", "tensor"), [(0, 0), (2, 1), (1, 2)])
-    def test_is_found_and_named(self, rank, tensor):
-        # A rate of 0 keeps it there: only the comparison can see it.
+    def test_a_flipped_bit_is_found_and_named(self, rank, tensor):
+        # A rate of 0 keeps the difference in place, so that only the comparison can find it.
         reports, told = self.flipped(sgd(learning_rate=0.0), 3, rank, tensor, replicas_every=1)
         for of_rank in reports:
             assert [report["drifted_ranks"] for report in of_rank] == [0, 0, 1, 1]
@@ -343,7 +343,7 @@ class TestReplicas:
             for step in (2, 3)
         }
 
-    def test_is_compared_every_so_many_steps(self):
+    def test_replicas_are_compared_at_the_given_interval(self):
         for every, expected in ((2, [0, None, 1, None]), (3, [0, None, None, 1]), (None, [None] * 4)):
             reports, told = self.flipped(sgd(learning_rate=0.0), 2, 1, 1, replicas_every=every)
             assert [report.get("drifted_ranks") for report in reports[0]] == expected
@@ -381,7 +381,7 @@ class TestReplicas:
 
 
 class TestWhatThereIs:
-    """Only what there is to report is in a report."""
+    """A report contains only what exists to be reported."""
 
     def test_exact_steps(self):
         runs = run(one_bit(), 2)
@@ -405,7 +405,7 @@ class TestWhatThereIs:
             assert done[4][3]["variance_ratio"] == done[4][2].numbers["variance_ratio"] > 0
 
     def test_zeros(self):
-        """Of nothing: no residual over no signal, and the direction is right."""
+        """With zeros only: the residual ratio is zero, and the direction counts as right."""
         opt, comm = sgd(), qcomp.comm.LocalCommunicator.alone()
         params = [np.zeros(s, np.float32) for s in SHAPES]
         _, _, report = qcomp.Diagnostics(opt).step(params, params, opt.init(params, comm), comm)
@@ -429,7 +429,7 @@ class TestWhatThereIs:
 
     @pytest.mark.parametrize("hosts", ["aab", "abab", "aa"])
     def test_hierarchies(self, hosts):
-        """With one rank a node it is two phases; otherwise a rank's ratio is over its part of its own signal."""
+        """With one rank per node it is two phases; else a rank's ratio refers to its part of its own signal."""
         opt = sgd(averaging=qcomp.Averaging(topology="hierarchical"))
         watched = qcomp.Diagnostics(opt, sample=1000)
 
@@ -444,7 +444,7 @@ class TestWhatThereIs:
         exact = np.mean([flat(grads) for _, grads, *_ in results], axis=0)
         mean = -flat(params)
         cosine = mean @ exact / np.linalg.norm(mean) / np.linalg.norm(exact)
-        if hosts == "aa":  # an exact mean
+        if hosts == "aa":  # then the mean is exact
             assert "worker_residual" not in report
             assert cosine == pytest.approx(1)
         ratios = []
@@ -475,7 +475,7 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"optimizer is 'sgd'; expected a qcomp\.Optimizer"):
             qcomp.Diagnostics("sgd")
 
-    def test_of_another_world(self):
+    def test_a_state_of_another_world_is_an_error(self):
         opt = sgd()
         params = [np.zeros(s, np.float32) for s in SHAPES]
         states = run_local(2, lambda comm: opt.init(params, comm))

@@ -1,4 +1,4 @@
-"""Ranks die, leave and join in every exchange of every optimizer: the others agree, and what is owed adds up."""
+"""Ranks die, leave and join in every exchange of every optimizer: the others agree, and owed amounts add up."""
 
 from fractions import Fraction
 from typing import Any
@@ -32,17 +32,17 @@ pytestmark = [
 
 STEPS = 12
 STEPPING = [name for name in JOBS if name not in LOOPS]
-"""Those in which ranks wait for each other in every step, or soon."""
+"""Jobs in which ranks wait for each other in every step, or soon do."""
 QUICK = ("1-bit", "0/1", "EF21", "Muon", "1-bit, hierarchical", "streaming")
 
 
 def jobs(quick: Any = QUICK, *, every: Any = JOBS) -> list[Any]:
-    """Every job; most of them are slow."""
+    """Return every job; most of them are marked slow."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name) for name in every]
 
 
 def moments(job: World) -> list[int]:
-    """The steps in which ranks die: with a quick optimizer the first one of each stage, and the one before it."""
+    """Return the steps in which ranks die: the first and last steps, the first of each stage, and those before them."""
     run = whole_run(job, STEPS)
     stages = [helds[0].state.stage for helds in run]
     edges = [i for i in range(1, STEPS) if stages[i] != stages[i - 1]]
@@ -50,7 +50,7 @@ def moments(job: World) -> list[int]:
 
 
 def fingerprint(run: Any) -> list[Any]:
-    """Everything that is held in a run."""
+    """Return everything that ranks hold in a run."""
     return [
         [np.asarray(x).tobytes() for x in (*held.params, *held.state.momentum, *held.state.exchange.worker)]
         for helds in run
@@ -91,10 +91,10 @@ def test_a_rank_dies_while_the_others_resume(name):
 @pytest.mark.parametrize("name", jobs(("1-bit", "Muon"), every=STEPPING))
 @pytest.mark.parametrize("every", [1, 3])
 def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
-    """With a new rank in its place, the job goes on bit for bit as it was."""
+    """With a new rank in its place, the job continues bit for bit."""
     job = world(name, lost="restore", every=every)
     run = whole_run(job, STEPS)
-    for step in moments(job)[1:]:  # there are no copies yet in the first step
+    for step in moments(job)[1:]:  # in the first step there are no copies yet
         helds = run[step]
         for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=every == 3):
             left = left_with(helds, results, death.rank)
@@ -118,7 +118,7 @@ def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
 
 @pytest.mark.parametrize("name", jobs(("1-bit",), every=STEPPING))
 def test_restored_with_fewer_ranks(name):
-    """What is owed is what all old ranks owed when they last copied."""
+    """The ranks then owe what all old ranks owed when they last copied."""
     job = world(name, lost="restore", every=4)
     run = whole_run(job, STEPS)
     for step in range(1, STEPS, 3):
@@ -134,7 +134,7 @@ def test_restored_with_fewer_ranks(name):
 
 @pytest.mark.parametrize("name", jobs(("1-bit",), every=STEPPING))
 def test_ranks_die_while_they_save(name):
-    """Some have written a new file, and some have not: the files are refused on all ranks, and the old ones load."""
+    """If only some ranks have written a new file, all ranks refuse the files, and the old ones load."""
     job = world(name)
     run = whole_run(job, STEPS)
     old, new = ([job.opt.state_dict(h.state) for h in run[step]] for step in (8, 9))
@@ -158,13 +158,13 @@ def test_ranks_die_while_they_save(name):
 
 
 class TestAnOuterLoop:
-    """Of which the scenarios above are true, too."""
+    """The scenarios above also hold for outer loops."""
 
     @pytest.mark.parametrize("name", LOOPS)
     @pytest.mark.parametrize("lost", ["drop", "restore"])
     @pytest.mark.parametrize("joins", [False, True])
-    def test_the_mean_of_the_outer_gradients_is_that_of_those_that_are_counted(self, name, lost, joins):
-        """With their parameters, and with what they have under way: so the next round moves towards their mean."""
+    def test_the_mean_of_outer_gradients_is_over_the_counted_ranks(self, name, lost, joins):
+        """Also of their parameters and of the exchanges under way, so that the next round moves towards their mean."""
         job = world(name, lost=lost, every=1)
         helds = whole_run(job, STEPS)[STEPS - 1]
         assert all(held.state.stage != "warmup" for held in helds)
@@ -192,7 +192,7 @@ class TestAnOuterLoop:
 
     @pytest.mark.parametrize("name", LOOPS)
     def test_restored_from_a_neighbour_as_if_nobody_had_died(self, name):
-        """With a new rank in its place, from the exchange of the last round, bit for bit."""
+        """With a new rank in its place, from the exchange of the last round on, bit for bit."""
         job = world(name, lost="restore", every=1)
         run = whole_run(job, STEPS)
         cases = 0
@@ -215,7 +215,7 @@ class TestAnOuterLoop:
                 cases += 1
         assert cases > 9
 
-    def test_between_two_rounds_ranks_tell_each_other_nothing(self):
+    def test_between_two_rounds_ranks_exchange_nothing(self):
         job = world("outer loop", every=1, lost="restore")
         helds = whole_run(job, STEPS)
         silent = [step for step in range(STEPS) if step % 3 != 2]
@@ -224,8 +224,8 @@ class TestAnOuterLoop:
                 with pytest.raises(StopIteration):
                     next(stages)
 
-    def test_parameters_after_an_inner_step_are_what_is_gone_back_to(self):
-        """A failed exchange repeats no inner step of a caller that has told of it."""
+    def test_a_resume_goes_back_to_the_parameters_after_the_inner_step(self):
+        """If the caller has reported its inner step, a failed exchange does not repeat that step."""
         job = world("outer loop")
         helds = whole_run(job, STEPS)[5]
         stepped = [held.moved([p + 1 + held.state.rank for p in held.params]) for held in helds]
@@ -257,7 +257,7 @@ class TestAnOuterLoop:
 
 
 class TestTheSumIdentity:
-    """Sent and owed, before = after and dropped: exactly, with residuals whose sums are exact."""
+    """Sent and owed before = sent and owed after + dropped: exactly, with residuals whose sums are exact."""
 
     @staticmethod
     def job(topology: str) -> tuple[World, list[ElasticState]]:
@@ -304,7 +304,7 @@ class TestTheSumIdentity:
 
     @pytest.mark.parametrize("topology", ["two_phase", "hierarchical"])
     def test_is_exact_in_the_next_step_too(self, topology):
-        """What the new ranks send, and then owe, is their gradients and what was owed without the dropped."""
+        """What the new ranks send and then owe is their gradients and what was owed, without the dropped part."""
         job, helds = self.job(topology)
         again, _ = job.resume(helds[:3], "aab")
         grads = [[np.full(s, float(1 + rank)) for s in SHAPES] for rank in range(3)]
@@ -314,7 +314,7 @@ class TestTheSumIdentity:
         for s, after, before in zip(sent, owed_by(job, [h.state for h in moved])[0], owed, strict=True):
             assert np.abs(s + after - (2.0 + before)).max() < 1e-10
 
-    def test_of_what_is_dropped_the_norm_is_known(self):
+    def test_the_norm_of_dropped_residuals_is_reported(self):
         job = world("1-bit", every=3)
         run = whole_run(job, STEPS)
         _, report = job.resume(run[10][:2], "aa")
@@ -327,7 +327,7 @@ class TestTheSumIdentity:
 
 class TestWhatIsNoResidual:
     def test_the_mean_of_estimates_stays_what_all_ranks_hold(self):
-        """EF21: a mean over those that are left would be another, and stay wrong."""
+        """EF21: a mean over the remaining ranks would differ, and stay wrong."""
         job = world("EF21")
         helds = whole_run(job, STEPS)[8]
         for dead in range(3):
@@ -343,7 +343,7 @@ class TestWhatIsNoResidual:
                     assert not np.shares_memory(own, mean)
 
     @pytest.mark.parametrize("replaced", [False, True])
-    def test_sums_of_ranks_apart_become_the_mean_of_those_left(self, replaced):
+    def test_sums_of_ranks_apart_become_the_mean_over_the_survivors(self, replaced):
         job = world("0/1")
         run = whole_run(job, STEPS)
         helds = next(h for h in run if h[0].state.stage == "local")
@@ -356,7 +356,7 @@ class TestWhatIsNoResidual:
                 for held in again:
                     assert np.abs(kind(held.state)[i] - mean).max() <= 1e-6 * np.abs(mean).max()
 
-    def test_what_an_owner_had_begins_anew_or_is_restored(self):
+    def test_the_state_of_a_dead_owner_starts_anew_or_is_restored(self):
         for lost in ("drop", "restore"):
             job = world("Muon", lost=lost, every=1)
             helds = whole_run(job, STEPS)[8]
@@ -388,11 +388,11 @@ class TestLessUsualDeaths:
         again, report = job.resume([helds[0], helds[3]])
         assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (0, 2, 0)
         require_owed(job, [h.state for h in helds], [h.state for h in again], [1, 2])
-        again, report = job.resume([helds[0], helds[2]])  # these are no neighbours
+        again, report = job.resume([helds[0], helds[2]])  # these two are not neighbours
         assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (2, 0, 2)
 
-    def test_in_a_new_world_before_its_first_copies(self):
-        """The others go back across the change, to the last copies of the old world."""
+    def test_a_death_in_a_new_world_before_its_first_copies(self):
+        """The others go back beyond the change of world, to the last copies of the old world."""
         job = world("1-bit", "abcd", lost="restore", every=5)
         run = whole_run(job, STEPS)
         again, report = job.resume(run[7][:3])
@@ -415,8 +415,8 @@ class TestLessUsualDeaths:
         require_owed(job, [alone[0].state], [h.state for h in again], [])
         job.go_on(again)
 
-    def test_while_ranks_go_on_alone_they_need_not_be_in_step(self):
-        """0/1 Adam: who was told earlier of a death has made fewer silent steps."""
+    def test_ranks_between_synchronisations_need_not_be_at_the_same_step(self):
+        """0/1 Adam: a rank that heard earlier of a death has made fewer silent steps."""
         job = world("0/1")
         run = whole_run(job, STEPS)
         quiet = next(
@@ -427,8 +427,8 @@ class TestLessUsualDeaths:
         assert report["repeated_steps"] >= 1
         job.go_on(again)
 
-    def test_others_are_several_silent_steps_ahead(self):
-        """0/1 Adam: who has completed a synchronisation makes silent steps, and then goes back behind them."""
+    def test_some_ranks_may_be_several_silent_steps_ahead(self):
+        """0/1 Adam: a rank that completed a synchronisation makes silent steps, and then goes back before them."""
         job = world("0/1")
         run = whole_run(job, STEPS + 6)
         ahead = set()
@@ -455,8 +455,8 @@ class TestLessUsualDeaths:
                 job.go_on(again, 1)
         assert max(ahead) > 1
 
-    def test_one_has_a_step_and_then_a_world_that_the_others_have_not(self):
-        """It goes back twice to the same snapshot, and never to the step that was given up."""
+    def test_one_rank_completes_a_step_and_a_resume_that_the_others_do_not(self):
+        """It goes back twice to the same snapshot, never to the abandoned step."""
         job = world("1-bit", "abcd")
         helds = whole_run(job, STEPS)[8]
         results = until_death(job.steps(helds), Death(3, 1, [0]))
@@ -474,7 +474,7 @@ class TestLessUsualDeaths:
         assert completed == 1
 
     @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
-    def test_whoever_is_late(self, order):
+    def test_the_order_of_ranks_makes_no_difference(self, order):
         """The order in which ranks compute between exchanges makes no difference."""
         job = world("1-bit")
         run = whole_run(job, STEPS)
@@ -490,7 +490,7 @@ class TestLessUsualDeaths:
                     if isinstance(a, ElasticState):
                         assert fingerprint([[a]]) == fingerprint([[b]])
 
-    def test_ranks_of_different_jobs_or_without_anything(self):
+    def test_ranks_without_a_common_snapshot_are_an_error(self):
         job = world("1-bit")
         run = whole_run(job, STEPS)
         for helds, text in (
@@ -503,15 +503,15 @@ class TestLessUsualDeaths:
             assert text in str(errors[0])
 
     def test_one_machine_is_left_of_a_hierarchy(self):
-        """It averages exactly and keeps no residuals, so it refuses what is owed: on all ranks alike."""
+        """It averages exactly and keeps no residuals, so it refuses what is owed, on all ranks alike."""
         job = world("1-bit, hierarchical")
         errors = lockstep(job.resumes(whole_run(job, STEPS)[8][:2], "aa"), catch=ValueError)
         assert len({str(error) for error in errors}) == 1
         assert "this world keeps none" in str(errors[0])
 
 
-def test_the_rule_of_who_goes_back_where():
-    """From the facts alone: labels, who was there, and who has copies."""
+def test_the_rule_for_the_common_snapshot():
+    """From the facts alone: labels, membership, and which ranks have copies."""
 
     def facts(since: int, *seats: tuple) -> dict:
         return {"since": since, "seats": [(*seat, []) for seat in seats]}
@@ -519,7 +519,7 @@ def test_the_rule_of_who_goes_back_where():
     behind = facts(0, (4, 0, 3, 4, False), (5, 0, 3, 5, False))
     ahead = facts(0, (5, 1, 3, 5, False), (6, 1, 3, 6, False))
     assert meet([behind, ahead], restoring=False).label == 5
-    # A rank that came with label 6 does not outvote one that has not got that far.
+    # A rank that joined with label 6 does not outvote one that has not got that far.
     came = facts(6, (6, 0, 3, 5, False))
     through = facts(0, (5, 1, 2, 5, False), (6, 1, 3, 5, False))
     not_yet = facts(0, (4, 0, 2, 4, False), (5, 0, 2, 5, False))
@@ -534,11 +534,11 @@ def test_the_rule_of_who_goes_back_where():
 
 
 class TestFramesInTheWrongPlace:
-    """Communicators promise order. What if one delivers a frame twice, in place of the next one?"""
+    """Communicators promise order. These tests deliver a frame twice, in place of the next one."""
 
     @staticmethod
     def outcomes(begin: Any, count: int) -> list[str]:
-        """What comes of each exchange in which rank 0 gets again what rank 1 sent it in the exchange before."""
+        """Return the outcome for each exchange in which rank 0 receives rank 1's previous message again."""
         found = []
         for late in range(1, count):
             seen: list[Any] = []
@@ -559,7 +559,7 @@ class TestFramesInTheWrongPlace:
             first, *others = begin()
             try:
                 results = lockstep([repeated(first), *others])
-            except Exception as error:  # of one rank, which then closes the communicator
+            except Exception as error:  # the error of one rank, which then closes the communicator
                 found.append("length" if "another length" in str(error) else "error")
                 continue
             same = seen[late - 1].tobytes() == seen[late].tobytes()
@@ -567,17 +567,17 @@ class TestFramesInTheWrongPlace:
         return found
 
     def test_a_resume_notices(self):
-        """By the length, in all exchanges but one."""
+        """By the length, except in one exchange."""
         job = world("1-bit")
         helds = [None, *whole_run(job, STEPS)[8][:2]]
         count = exchanges(job.resumes(helds))
         found = self.outcomes(lambda: job.resumes(helds), count)
         assert len(found) == count - 1 > 10
-        # Residuals are values, averaged in two phases of one length: this rank then owes something else.
+        # Two phases with residual values have the same length: this rank then owes something else.
         assert (set(found), found.count("alike")) == ({"length", "alike"}, 1)
 
     def test_a_step_notices_by_length_alone(self):
-        """Two steps by all-gather have frames of one length: a repeated one sets ranks apart, and diagnostics tell."""
+        """Two all-gather steps have frames of one length: a repeated one sets ranks apart; diagnostics see it."""
         job = world("SGD, all_gather", "ab")
         helds = whole_run(job, STEPS)[4]
 
@@ -594,13 +594,13 @@ class TestFramesInTheWrongPlace:
 
 
 def alike(results: Any) -> bool:
-    """Whether all ranks have the same parameters."""
+    """Return whether all ranks have the same parameters."""
     helds = [r if isinstance(r, ElasticState) else r[0] for r in results]
     return len({b"".join(np.asarray(p).tobytes() for p in held.params) for held in helds}) == 1
 
 
 def exchanges(computations: Any) -> int:
-    """Return the number of exchanges."""
+    """Return the number of exchanges of some computations."""
     counted: list[int] = []
 
     def counting(stages: Any) -> Any:
@@ -618,7 +618,7 @@ def exchanges(computations: Any) -> int:
     return len(counted)
 
 
-def test_optimizers_that_are_not_here():
+def test_every_optimizer_has_a_job_and_bad_settings_are_refused():
     assert set(EVERY) <= set(JOBS)
     with pytest.raises(TypeError, match=r"expected a qcomp\.Optimizer"):
         Elastic(None)
@@ -630,7 +630,7 @@ def test_optimizers_that_are_not_here():
 
 @pytest.mark.parametrize("lost", ["drop", "restore"])
 def test_every_library(float64_library, lost):
-    """Nothing is written to, and arrays stay in their library."""
+    """Inputs are not written to, and arrays stay in their library."""
     library = float64_library
     opt = qcomp.OneBitAdam(
         learning_rate=0.1,
@@ -675,7 +675,7 @@ class TestUntilDeath:
         ranks = [self.total(x) for x in (1, 2, 3)]
         assert until_death(ranks, Death(0, 2)) == [3, 3, 3]
 
-    def test_whoever_is_reached_goes_on_to_its_next_exchange(self):
+    def test_reached_ranks_continue_to_their_next_exchange(self):
         for exchange, reached, ends in ((0, [1, 2], []), (1, [1], [1]), (1, [0, 1, 2], [1, 2]), (1, [], [])):
             results = until_death([self.total(x) for x in (1, 2, 3)], Death(0, exchange, reached))
             assert results[0] is None
@@ -683,7 +683,7 @@ class TestUntilDeath:
             failed = [r for r in results[1:] if isinstance(r, qcomp.CommunicatorError)]
             assert len(failed) == 2 - len(ends)
 
-    def test_one_that_hides_a_failure_is_found(self):
+    def test_a_computation_that_hides_a_failure_is_found(self):
         def hiding(x: int) -> Any:
             try:
                 yield from self.total(x)

@@ -1,4 +1,4 @@
-"""The compressed mean in two phases and by all-gather: its order, bytes, draws and errors; and what carries it."""
+"""The compressed mean in two phases and by all-gather: order of sums, bytes, draws, errors, and its transport."""
 
 import json
 import math
@@ -40,7 +40,7 @@ class TestSameOnAllRanks:
         ],
     )
     def test_a_mixed_world(self, libraries, c):
-        """A NumPy, a torch, a JAX and a strict rank, three steps with feedback: the same bytes."""
+        """A NumPy, a torch, a JAX and a strict rank; three steps with feedback give the same bytes."""
         mean = CompressedMean(c)
         ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]
 
@@ -60,10 +60,10 @@ class TestSameOnAllRanks:
             assert len({held[step] for held in results}) == 1
         assert len(set(results[0])) == 3
 
-    def test_chunks_do_not_depend_on_who_serves_them(self):
-        """With one bucket a chunk, and a worker that sends the exact values, 2 and 4 ranks agree on the mean."""
+    def test_means_of_chunks_do_not_depend_on_their_servers(self):
+        """With one bucket per chunk and values on the grid of the compressor, 2 and 4 ranks agree on the mean."""
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
-        x = np.sign(inputs(0, 0, shapes=[(64,)])[0])  # on the grid of the compressor: nothing is lost
+        x = np.sign(inputs(0, 0, shapes=[(64,)])[0])  # on the grid of the compressor, so nothing is lost
         two, _ = average(mean, [x] * 2, start(mean, [x], 2), None)
         four, _ = average(mean, [x] * 4, start(mean, [x], 4), None)
         assert two.tobytes() == four.tobytes() == x.tobytes()
@@ -86,7 +86,7 @@ class TestExactMean:
             assert got.tobytes() == (total / np.float32(size)).tobytes()
 
     def test_the_order_of_ranks_matters_in_the_last_bit(self):
-        """Otherwise the test above could not tell the rank order from another."""
+        """Otherwise the test above could not distinguish rank order from another order."""
         mean = CompressedMean(qcomp.Identity())
         values = [inputs(rank, 0, shapes=[(500,)]) for rank in range(3)]
         there, _ = average(mean, values, start(mean, values[0], 3), None)
@@ -99,12 +99,12 @@ class TestState:
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         tensors = inputs(0, 0)
         states = start(mean, tensors, 3)
-        # Buckets: 3 of the first tensor, 1 of the scalar, 5 of the fourth; three a chunk.
+        # Buckets: 3 of the first tensor, 1 of the scalar, 5 of the fourth; three per chunk.
         assert [[r.shape for r in s.worker] for s in states] == [[(33,), (0,), (1,), (70,), (0,)]] * 3
         assert [[r.shape for r in s.server] for s in states] == [[(33,)], [(1,), (32,)], [(38,)]]
         assert all((r == 0).all() for s in states for r in (*s.worker, *s.server))
 
-    def test_of_all_gather_has_no_server(self):
+    def test_all_gather_keeps_no_server_residual(self):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology="all_gather")
         assert start(mean, inputs(0, 0), 2)[0].server == ()
 
@@ -137,7 +137,7 @@ class TestState:
         with pytest.raises(ValueError, match=said):
             mean(np.zeros(10, after), state, comm)
 
-    def test_of_half_precision_is_that_of_float32(self):
+    def test_a_state_for_half_precision_serves_float32(self):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         (state,) = start(mean, [np.zeros(10, np.float16)], 1)
         mean(np.ones(10, np.float32), state, qcomp.comm.LocalCommunicator.alone())
@@ -155,7 +155,7 @@ class TestBytes:
     @pytest.mark.parametrize(
         "spec", ["sign:bucket_size=16", "qsgd:levels=20,bucket_size=16", "cast", "identity"]
     )
-    def test_sent_are_what_the_layout_predicts(self, topology, size, spec):
+    def test_bytes_sent_are_those_that_the_layout_predicts(self, topology, size, spec):
         c = qcomp.compressor(spec)
         mean = CompressedMean(c, topology=topology)
         tensors = inputs(0, 0)
@@ -186,7 +186,7 @@ class TestBytes:
         assert run_local(size, rank_main) == [2 * n for n in expected]
 
     def test_one_bit_an_element_each_way(self):
-        """2 (N - 1) / N bits an element: 32 times less than ring all-reduce, up to scales, padding and verdict."""
+        """2 (N - 1) / N bits per element: 32 times less than ring all-reduce, except for scales, padding, verdict."""
         n, size = 1 << 16, 4
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=4096))
         x = np.ones(n, dtype=np.float32)
@@ -207,7 +207,7 @@ class TestNonFinite:
         ["sign:bucket_size=16", "qsgd:bucket_size=16,norm=l2", "minmax:bucket_size=16", "cast:dtype=float16"],
     )
     def test_values_too_large_to_compress(self, lockstep, spec):
-        """Finite, but the scale of their bucket is not."""
+        """They are finite, but the scale of their bucket is not."""
         mean = CompressedMean(qcomp.compressor(spec), feedback=False)
         values = [inputs(rank, 0, shapes=[(40,)])[0] for rank in range(2)]
         values[1] = np.where(np.arange(40) % 2, 3e38, -3e38).astype(np.float32)
@@ -219,7 +219,7 @@ class TestNonFinite:
         assert [str(error) for error in errors] == [expected] * 2
 
     def test_a_server_that_cannot_compress(self, lockstep):
-        """What every worker sends is fine, and what one server makes of it is not: all raise in the second phase."""
+        """All workers' payloads are accepted, but one server cannot compress its mean: all raise in phase two."""
         mean = CompressedMean(qcomp.Cast("float16"))
         x = np.full(40, 65504.0, dtype=np.float32)
         states = start(mean, [x], 3)
@@ -231,7 +231,7 @@ class TestNonFinite:
 
 
 class Recorder:
-    """A rank of a communicator that keeps what it is given to send."""
+    """A rank of a communicator that records the messages it sends by all-gather."""
 
     def __init__(self, comm: Any) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -281,7 +281,7 @@ class TestHandshake:
         for word in (*words, f"rank {odd}", f"ranks {' and '.join(ranks)}"):
             assert word in messages[0]
 
-    def test_the_version_takes_part(self):
+    def test_different_versions_are_an_error(self):
         mean, x = self.BASE
 
         def rank_main(comm):
@@ -316,7 +316,7 @@ class TestArguments:
         CompressedMean(qcomp.Scaled(c))
 
     def test_the_residual_would_really_explode(self):
-        """Why: with no new input E |e'|^2 = omega |e|^2 (here about 8, for s = 1 and the L2 norm)."""
+        """The reason: without new input, E |e'|^2 = omega |e|^2 (here about 8, for s = 1 and the L2 norm)."""
         c = qcomp.QSGD(levels=1, bucket_size=64, norm="l2")
         x = np.random.default_rng(0).standard_normal(64)
         plain, scaled = np.zeros(64), np.zeros(64)
@@ -327,7 +327,7 @@ class TestArguments:
         assert np.linalg.norm(plain) > 1e3 * np.linalg.norm(x)
         assert np.linalg.norm(scaled) < np.linalg.norm(x)
 
-    def test_others(self):
+    def test_other_wrong_arguments(self):
         with pytest.raises(TypeError, match=r"compressor is 'sign'; expected a qcomp\.Compressor"):
             CompressedMean("sign")
         words = "topology is 'star'; expected one of two_phase, ring, all_gather, hierarchical, auto"
@@ -344,8 +344,8 @@ class TestArguments:
 def bernoulli_world(source: Callable, p: Sequence[float], levels: int) -> np.ndarray:
     """Average at two ranks, in one bucket, 4096 copies of a value p[rank] of a level, one for each triple of draws.
 
-    The first element is the largest level on both ranks, on the grid: so the step is exactly 1 on workers and
-    server. Draws are sixteenths, as are p and what the server has to round: each triple has the same weight.
+    The first element is the largest level on both ranks, on the grid, so the step is exactly 1 on workers and server.
+    Draws are sixteenths, as are p and the values that the server rounds: each triple has the same weight.
     """
     mean = CompressedMean(qcomp.QSGD(levels=levels, bucket_size=8192), feedback=False)
     values = [np.concatenate([[levels], np.full(4096, value)]).astype(np.float32) for value in p]
@@ -358,11 +358,11 @@ def bernoulli_world(source: Callable, p: Sequence[float], levels: int) -> np.nda
 SIXTEENTHS = (
     np.concatenate([[[0, 0, 0]], np.stack(np.meshgrid(*[np.arange(16)] * 3), -1).reshape(-1, 3)]) * 4096
 )
-"""The draws of worker 0, worker 1 and the server for each of the 4096 elements, after one for the first."""
+"""The draws of worker 0, worker 1 and the server for each of the 4096 copies; the first element is no copy."""
 
 
 class TestUnbiased:
-    """Two-phase QSGD at two ranks, every outcome with its exact probability."""
+    """Two-phase QSGD at two ranks, with the exact probability of every outcome."""
 
     CASES = ([0.25, 0.25], [0.0625, 0.75], [0.9375, 0.5], [0.0, 0.1875], [1.0, 0.4375])
 
@@ -389,7 +389,7 @@ class TestUnbiased:
 
     @staticmethod
     def real_mean(p: float) -> float:
-        """The mean of 2^16 equal elements in one bucket with Philox's draws."""
+        """Return the mean of 2^16 equal elements in one bucket with Philox's draws."""
         n = 1 << 16
         x = np.full(n, p, dtype=np.float32)
         x[0] = 1
@@ -400,16 +400,16 @@ class TestUnbiased:
     SIX_SIGMA = 6 * 0.5 / 2**8
 
     @pytest.mark.parametrize("p", [0.25, 0.1])
-    def test_with_the_real_draws(self, p):
+    def test_the_mean_with_real_draws_is_unbiased(self, p):
         assert abs(self.real_mean(p) - p) < self.SIX_SIGMA
 
-    def test_and_the_bias_shows_if_the_server_has_no_hop_of_its_own(self, monkeypatch):
+    def test_a_server_without_a_hop_of_its_own_shows_the_bias(self, monkeypatch):
         monkeypatch.setattr(two_phase, "_SERVER", two_phase._WORKER)
         assert abs(self.real_mean(0.25) - 0.3125) < self.SIX_SIGMA
         assert self.real_mean(0.1) - 0.1 > self.SIX_SIGMA
 
     def test_every_draw_has_a_key_of_its_own(self):
-        """In a world of three with several tensors no two buckets are rounded with the same draws."""
+        """In a world of three with several tensors, no two buckets are rounded with the same draws."""
         mean = CompressedMean(qcomp.QSGD(levels=7, bucket_size=16))
         values = [inputs(rank, 0) for rank in range(3)]
         seen = draws_of(mean, values, start(mean, values[0], 3))
@@ -443,7 +443,7 @@ class TestStagesByHand:
     @pytest.mark.parametrize(
         ("topology", "kinds"), [("two_phase", [AllToAll, AllGather]), ("all_gather", [AllGather])]
     )
-    def test_the_exchanges(self, lockstep, topology, kinds):
+    def test_the_kinds_of_exchanges(self, lockstep, topology, kinds):
         mean, found = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology), []
 
         def noted(stages):
@@ -483,7 +483,7 @@ class TestTransport:
 
     @staticmethod
     def echo(rank: int, name: str, sizes: Sequence[int], kinds: Sequence[type]):
-        """A computation that sends a text of another length to each rank in every stage, and returns what came."""
+        """A computation that sends texts of different lengths to the ranks in every stage, and returns what arrived."""
         heard = []
         for stage, kind in enumerate(kinds):
 
@@ -513,7 +513,7 @@ class TestTransport:
 
     @pytest.mark.parametrize("others", [[AllGather, AllToAll], [AllToAll, AllToAll, AllGather], []])
     def test_fuse_joins_different_kinds(self, lockstep, others):
-        """What goes to all goes to each where the others' messages differ."""
+        """An all-gather is sent to each rank separately where the other computation has different messages."""
         kinds, sizes = [[AllToAll, AllGather], others], [3, 0, 1]
 
         def computations(rank):
@@ -552,13 +552,13 @@ class TestTransport:
 
         assert drive(nothing(), qcomp.comm.LocalCommunicator.alone()) == 7
 
-    def test_exchanges_are_what_a_communicator_takes(self):
+    def test_exchanges_have_the_fields_that_communicators_expect(self):
         fields = {"send", "receive", "later"}
         assert set(transport.AllToAll._fields) == set(transport.AllGather._fields) == fields
 
 
 class TestOverwrite:
-    def test_what_must_be_converted_is_not_in_the_way(self, lockstep):
+    def test_overwrite_allows_values_that_must_be_converted(self, lockstep):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         states = start(mean, inputs(0, 0, np.float16), 2)
         values = [inputs(rank, 0, np.float16) for rank in range(2)]
@@ -567,7 +567,7 @@ class TestOverwrite:
         for (means, _), (wanted, _) in zip(lockstep(runs), expected, strict=True):
             assert all(np.array_equal(m, w) for m, w in zip(means, wanted, strict=True))
 
-    def test_only_what_nothing_else_uses_up(self, lockstep):
+    def test_overwrite_cannot_be_combined_with_donate(self, lockstep):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         (state,) = start(mean, inputs(0, 0), 1)
         with pytest.raises(ValueError, match="overwrite is True; expected False with donate"):

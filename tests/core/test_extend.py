@@ -1,4 +1,4 @@
-"""`qcomp.extend` is all that strangers need: the examples and their tests use nothing below it."""
+"""`qcomp.extend` is all that authors of extensions need: the examples and their tests import nothing below it."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ PUBLIC = SUBPACKAGES | {
 
 
 def modules_used(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports from, or reaches by way of attributes."""
+    """Return the modules of the package that a file imports or reaches through attributes."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "qcomp":
@@ -49,7 +49,7 @@ def modules_used(path: Path) -> set[str]:
 
 
 def is_module(name: str) -> bool:
-    """Whether there is a module of this name, by itself and not as a name for something else."""
+    """Return whether there is a module of exactly this name, not an alias for something else."""
     try:
         return importlib.import_module(name).__name__ == name
     except ImportError:
@@ -61,14 +61,14 @@ def below(names: set[str], allowed: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("path", STRANGERS, ids=lambda p: p.name)
-def test_strangers_use_only_what_is_for_authors(path):
+def test_third_party_code_uses_only_the_modules_for_authors(path):
     used = modules_used(path)
     assert used
     assert below(used, FOR_AUTHORS | {"qcomp.comm"}) == set()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT / "examples")))
-def test_examples_use_only_what_is_public(path):
+def test_examples_use_only_public_modules(path):
     assert below(modules_used(path), PUBLIC | {"qcomp.backends"}) == set()
 
 
@@ -81,22 +81,22 @@ def test_examples_use_only_what_is_public(path):
         "import qcomp; qcomp.core.registry.compressor('sign')",
     ],
 )
-def test_what_goes_below_is_found(tmp_path, line):
+def test_uses_of_internal_modules_are_found(tmp_path, line):
     (tmp_path / "stranger.py").write_text(line + "\n")
     assert below(modules_used(tmp_path / "stranger.py"), PUBLIC) != set()
 
 
-def test_every_name_is_there_once():
+def test_every_listed_name_exists_and_is_listed_once():
     assert len(set(extend.__all__)) == len(extend.__all__)
     for name in extend.__all__:
         assert getattr(extend, name) is not None
 
 
-def test_a_name_means_the_same_in_both_places():
+def test_shared_names_mean_the_same_in_qcomp_and_extend():
     for name in set(extend.__all__) & set(qcomp.__all__):
         assert getattr(extend, name) is getattr(qcomp, name)
 
 
-def test_it_is_imported_when_asked_for():
+def test_it_is_imported_on_first_use():
     assert "extend" in dir(qcomp)
     assert sys.modules["qcomp.extend"] is qcomp.extend

@@ -1,4 +1,4 @@
-"""float16 and bfloat16: computed in float32, rounded once, with the bytes of the same values in float32."""
+"""float16 and bfloat16: computed in float32, rounded once, with the bytes that the same values give in float32."""
 
 import importlib
 from dataclasses import dataclass
@@ -40,19 +40,19 @@ class Halves:
 
     @property
     def native(self) -> Any:
-        """The dtype as the library has it; NumPy has its bfloat16 from ml_dtypes."""
+        """The dtype as an object of the library; NumPy's bfloat16 comes from ml_dtypes."""
         if (self.library, self.dtype) == ("numpy", "bfloat16"):
             return pytest.importorskip("ml_dtypes").bfloat16
         return getattr(self.xp, self.dtype)
 
     def array(self, values: np.ndarray) -> Any:
-        """Return float32 values, which must be halves, in this dtype."""
+        """Return float32 values, all representable in this half dtype, in this dtype."""
         assert np.array_equal(values, rounded(values, self.dtype))
         single = self.single(values)
         return single.to(self.native) if self.library == "torch" else single.astype(self.native)
 
     def single(self, values: np.ndarray) -> Any:
-        """Return float32 values in the library."""
+        """Return values as float32 in the library."""
         return self.xp.asarray(np.array(values, dtype=np.float32, copy=True))
 
     def values(self, x: Any) -> np.ndarray:
@@ -84,7 +84,7 @@ def half(request: pytest.FixtureRequest) -> Halves:
 
 
 def halves_of(family: str, size: int, seed: int, name: str) -> np.ndarray:
-    """Return a vector of a family as float32 values that are halves, in the range of float16 after compression."""
+    """Return a vector of a family as float32 values representable in the half dtype, small enough for float16."""
     x = vector(family, size, seed)
     if name == "float16":
         x = x.clip(-1000, 1000)
@@ -107,11 +107,11 @@ class TestConversion:
         got = np.frombuffer(bytes_of_float32(to_compute_dtype(half.array(values))), np.float32)
         assert np.array_equal(
             got, np.where(got == 0, 0, values)
-        )  # a device may flush subnormals, `flush` does
+        )  # a device may flush subnormals, and `flush` does so
         assert np.all(np.abs(values[got == 0]) < 2.0**-126)
 
     def test_float32_is_rounded_to_nearest_even_once(self, half):
-        # The halves between 2^-20 and 2, the points in the middle between them, and their neighbours.
+        # The halves between 2^-20 and 2, the midpoints between them, and their neighbours.
         step = rounded(np.exp2(np.linspace(-20, 1, 5000)).astype(np.float32), half.dtype)
         step = np.unique(step)
         middle = (step[1:] + step[:-1]) / 2
@@ -126,7 +126,7 @@ class TestConversion:
         assert got.tobytes() == rounded(x, half.dtype).tobytes()
 
 
-# JAX compiles every operation for every shape: one compressor of each kind there, and one for its other half dtype.
+# JAX compiles every operation for every shape: so it gets one compressor per kind, and one for its other half dtype.
 JAX_COMPRESSORS = {"float16": COMPRESSORS[:5:2], "bfloat16": COMPRESSORS[2:3]}
 EACH = [
     quick_or_slow(half, compressor)
@@ -140,7 +140,7 @@ class TestCompressors:
     def test_payload_residual_and_result_are_those_of_the_values_in_float32(self, half, compressor):
         for family in FAMILIES:
             self.check(half, compressor, halves_of(family, 131, 0, half.dtype))
-        for size in (0, 1, 9) if half.library != "jax" else ():  # which compiles for every size
+        for size in (0, 1, 9) if half.library != "jax" else ():  # JAX compiles for every size
             self.check(half, compressor, halves_of("gaussian", size, 1, half.dtype))
 
     def check(self, half: Halves, compressor: qcomp.Compressor, x: np.ndarray) -> None:
@@ -176,7 +176,7 @@ class TestCompressors:
         assert compressor.decompress(payload, like=x, out=out) is out
         assert host_bytes(out) == host_bytes(compressor.decompress(payload, like=x))
 
-    def test_a_sum_in_half_is_that_of_two_numbers_in_half(self, half, compressor):
+    def test_adding_in_half_precision_adds_two_rounded_values(self, half, compressor):
         x, total = (halves_of("gaussian", 131, seed, half.dtype) for seed in (6, 7))
         payload = compressor.compress(x, key=KEY)
         expected = rounded(total + rounded(compressor.decompress(payload, like=x), half.dtype), half.dtype)
@@ -210,8 +210,8 @@ def test_views_with_strides(half):
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
 def test_a_result_beyond_float16_is_infinity(name):
-    """The rounding of a float32 above 65520; what is fed back is of the float32, so nothing else is lost."""
-    c = qcomp.QSGD(levels=1, bucket_size=64, norm="l2")  # all or nothing: 480000 or 0
+    """A float32 above 65520 rounds to infinity; the residual comes from the float32, so nothing else is lost."""
+    c = qcomp.QSGD(levels=1, bucket_size=64, norm="l2")  # the only results: 480000 or 0
     x = np.full(64, 60000, dtype=np.float32)
     decoded = c.decompress(c.compress(x, key=KEY), like=x)
     assert decoded.max() > 65520
@@ -225,9 +225,9 @@ def test_a_result_beyond_float16_is_infinity(name):
 
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 def test_compressed_mean(half, topology):
-    """Of an array in half and one in float32; the residuals are those of the values in float32."""
+    """Of one array in half and one in float32; the residuals are those of the values in float32."""
     mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
-    # For JAX segments of one length.
+    # Segments of one length, for JAX.
     size = 100 if half.library != "jax" else 64
     grads = [halves_of("gaussian", size, rank, half.dtype).reshape(4, -1) for rank in range(2)]
     other = [vector("gaussian", 20 if half.library != "jax" else 64, rank) for rank in range(2)]
@@ -268,8 +268,8 @@ STEPS = [
 
 @pytest.mark.parametrize(("half", "optimizer"), STEPS, indirect=["half"])
 class TestOptimizers:
-    def test_a_step_is_that_in_float32_with_the_parameters_rounded_once(self, half, optimizer):
-        """Moments and residuals are float32, and are those of the same values in float32."""
+    def test_a_step_equals_the_float32_step_with_parameters_rounded_once(self, half, optimizer):
+        """Moments and residuals are float32, and equal those of the same values in float32."""
         start = halves_of("gaussian", 96, 0, half.dtype).reshape(4, 24)
 
         def rank_main(comm):
@@ -308,7 +308,7 @@ def arrays_of(state: Any) -> list[Any]:
 
 
 def test_the_norm_of_many_float16_gradients_does_not_overflow(half):
-    """Their sum of squares is above 65504, the largest float16."""
+    """Their sum of squares exceeds 65504, the largest float16."""
     optimizer = qcomp.CompressedSGD(
         learning_rate=1.0, momentum=0.0, clip_norm=1.0, exact=None, compressor=qcomp.Identity()
     )
@@ -327,7 +327,7 @@ def test_bytes_of_a_half_on_the_host(half):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rounding_of_the_checks_is_that_of_torch(dtype):
+def test_the_rounding_used_by_these_tests_is_that_of_torch(dtype):
     torch = pytest.importorskip("torch")
     x = np.concatenate([vector(family, 999, 0) for family in ("gaussian", "wide", "ties", "tiny")])
     with np.errstate(over="ignore"):

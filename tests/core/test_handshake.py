@@ -12,7 +12,7 @@ FACTS = {"version": "0.1.0", "sizes": [3, 5], "policy": {"below": 10, "names": [
 
 
 def mismatch(*facts):
-    """The text that every rank raises when rank r holds facts[r]."""
+    """Return the text that every rank raises if rank r holds facts[r]."""
     texts = []
 
     def shake(comm):
@@ -66,21 +66,21 @@ def test_a_missing_key_is_absent():
     assert mismatch({"seed": 0}, {}) == "seed is 0 on rank 0, but absent on rank 1"
 
 
-def test_of_a_long_list_the_first_entry_that_differs_is_named():
+def test_in_a_long_list_the_first_entry_that_differs_is_named():
     sizes = list(range(10_000))
     others = sizes.copy()
     others[700], others[9000] = -1, -1
     assert mismatch({"sizes": sizes}, {"sizes": others}) == "sizes[700] is 700 on rank 0, but -1 on rank 1"
 
 
-def test_of_a_list_that_goes_on_the_first_additional_entry_is_named():
+def test_if_one_list_is_longer_its_first_additional_entry_is_named():
     assert (
         mismatch({"sizes": [1, 2]}, {"sizes": [1, 2, 3, 4]})
         == "sizes[2] is absent on rank 0, but 3 on rank 1"
     )
 
 
-def test_of_a_mapping_the_entry_is_named():
+def test_in_a_mapping_the_entry_that_differs_is_named():
     other = FACTS | {"policy": {"below": 10, "names": ["norm"]}}
     assert mismatch(FACTS, other) == "policy.names[0] is 'bias' on rank 0, but 'norm' on rank 1"
 
@@ -96,7 +96,7 @@ def test_text_beyond_ascii_passes():
     assert mismatch({"x": "Ångström"}, {"x": "naïve"}) == "x is 'Ångström' on rank 0, but 'naïve' on rank 1"
 
 
-def test_what_json_cannot_hold_counts_as_its_text():
+def test_values_that_json_cannot_hold_are_compared_as_text():
     assert mismatch({"x": 1j}, {"x": 2j}) == "x is '1j' on rank 0, but '2j' on rank 1"
 
 

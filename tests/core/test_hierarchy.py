@@ -1,4 +1,4 @@
-"""The hierarchical mean: exact inside a node, compressed between nodes, whose ranks may be few or many."""
+"""The hierarchical mean: exact within a node, compressed between nodes, for any number of nodes and ranks."""
 
 import math
 from functools import partial
@@ -31,7 +31,7 @@ from tests.core.worlds import (
 )
 
 SHAPES = [(3, 11), (0,), (), (170,), (2, 0, 4)]
-"""Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 11 and 0 buckets of 16."""
+"""Odd sizes, a scalar, and empty tensors: 3, 0, 1, 11 and 0 buckets of 16."""
 inputs = partial(worlds.inputs, shapes=SHAPES)
 
 WORLDS = NODES | {"one each": (0, 1, 2)}
@@ -48,8 +48,8 @@ SIGN = hierarchical(qcomp.ScaledSign(bucket_size=16))
 
 class TestMean:
     @every_world
-    def test_without_loss_is_the_mean_of_all_ranks(self, nodes):
-        """In the last bits too: the sums of the nodes, in rank order and scaled, in the order of the nodes."""
+    def test_without_loss_it_is_the_mean_of_all_ranks(self, nodes):
+        """To the last bit: the sums within nodes, in rank order and scaled, are added in the order of the nodes."""
         mean = hierarchical(qcomp.Identity())
         values = [inputs(rank, 0) for rank in range(len(nodes))]
         means, _ = average(mean, values, start(mean, values[0], nodes))
@@ -70,7 +70,7 @@ class TestMean:
             assert (np.abs(got - exact) <= (len(nodes) + 3) * 2.0**-24 * largest).all()
 
     def test_leaders_without_weights_are_caught(self, monkeypatch):
-        """The mean of the nodes' means is the mean over the ranks only where nodes are alike."""
+        """The mean of the nodes' means is the mean over all ranks only if all nodes have the same size."""
 
         def unweighted(self, exact, messages, lane):
             sums = add(self, exact, messages, lane)
@@ -79,14 +79,14 @@ class TestMean:
 
         add = hierarchy._Share._add
         monkeypatch.setattr(hierarchy._Share, "_add", unweighted)
-        self.test_without_loss_is_the_mean_of_all_ranks(WORLDS["pairs"])
+        self.test_without_loss_it_is_the_mean_of_all_ranks(WORLDS["pairs"])
         for name in ("3 and 2", "3 and 1", "scattered"):
             with pytest.raises(AssertionError):
-                self.test_without_loss_is_the_mean_of_all_ranks(WORLDS[name])
+                self.test_without_loss_it_is_the_mean_of_all_ranks(WORLDS[name])
 
     @pytest.mark.parametrize("spec", SPECS[:4])
-    def test_of_one_node_is_exact(self, spec):
-        """Bit for bit the exact mean; there is nothing to keep."""
+    def test_on_one_node_it_is_exact(self, spec):
+        """Bit for bit the exact mean, without residuals."""
         mean, exact = hierarchical(qcomp.compressor(spec)), CompressedMean(qcomp.Identity())
         values = [inputs(rank, 0) for rank in range(3)]
         states = start(mean, values[0], (0, 0, 0))
@@ -99,8 +99,8 @@ class TestMean:
     @pytest.mark.parametrize("spec", SPECS)
     @pytest.mark.parametrize("feedback", [True, False])
     @pytest.mark.parametrize("size", [2, 4])
-    def test_of_nodes_of_one_rank_is_two_phases(self, lockstep, spec, feedback, size):
-        """Bit for bit, residuals and draws included, also with momenta to blend into."""
+    def test_on_nodes_of_one_rank_it_is_two_phases(self, lockstep, spec, feedback, size):
+        """Bit for bit, including residuals and draws, also with momenta to blend into."""
         held = []
         for topology in ("hierarchical", "two_phase"):
             mean = CompressedMean(qcomp.compressor(spec), topology=topology, feedback=feedback)
@@ -118,8 +118,8 @@ class TestMean:
             held.append(record)
         assert held[0] == held[1]
 
-    def test_of_ranks_without_nodes_is_two_phases(self):
-        """Who starts without `init` and names no nodes has one for each rank."""
+    def test_without_nodes_it_is_two_phases(self):
+        """A state made without `init` and without nodes has one node per rank."""
         x = [inputs(rank, 0) for rank in range(3)]
         named = average(SIGN, x, start(SIGN, x[0], (0, 1, 2)))
         unnamed = average(SIGN, x, [SIGN.zeros(x[0], rank=r, size=3) for r in range(3)])
@@ -127,7 +127,7 @@ class TestMean:
 
     @pytest.mark.slow
     def test_a_mixed_world(self, libraries):
-        """A NumPy, a torch, a JAX and a strict rank on two nodes, two steps with feedback: the same bytes."""
+        """A NumPy, a torch, a JAX and a strict rank on two nodes; two steps with feedback give the same bytes."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]
 
         def rank_main(comm):
@@ -182,7 +182,7 @@ class TestState:
             assert all((w == 1).all() for w in workers)
             assert all((s == 1).all() for s in servers)
 
-    def test_a_rank_that_the_smallest_node_has_no_partner_for_keeps_nothing(self):
+    def test_a_rank_without_a_partner_in_the_smallest_node_keeps_no_residuals(self):
         states = start(SIGN, inputs(0, 0), WORLDS["3 and 2"])
         assert [r.shape for r in states[2].worker] == [(0,)] * 5
         assert states[2].server == ()
@@ -221,13 +221,13 @@ class TestDamage:
     @pytest.mark.parametrize(("stage", "sender"), [(0, 1), (1, 2), (3, 1)])
     @pytest.mark.parametrize("spec", ["sign:bucket_size=16", "qsgd:levels=31,bucket_size=16,coding=elias"])
     def test_a_message_of_another_size_is_named(self, lockstep, stage, sender, spec):
-        """In every exchange whose messages a rank opens: of the other in its node, or of its partner's node."""
+        """In every exchange whose messages a rank opens: from its own node, or from its partner's node."""
         mean, size = hierarchical(qcomp.compressor(spec)), 4
         states = start(mean, inputs(0, 0), (0, 0, 1, 1))
         exchanges = 0
 
         def short(stages):
-            """Rank 0, to which 8 bytes less come from one rank in one of the exchanges with messages."""
+            """Run rank 0 so that in one of these exchanges the message of one rank arrives 8 bytes too short."""
             nonlocal exchanges
             arrived = None
             while True:
@@ -248,7 +248,7 @@ class TestDamage:
 class TestBytes:
     @pytest.mark.parametrize("nodes", SEVERAL)
     @pytest.mark.parametrize("spec", SPECS[:4])
-    def test_sent_are_what_the_layout_predicts(self, nodes, spec):
+    def test_bytes_sent_are_those_that_the_layout_predicts(self, nodes, spec):
         c = qcomp.compressor(spec)
         mean, size, count = hierarchical(c), len(nodes), len(set(nodes))
         tensors = inputs(0, 0)
@@ -264,7 +264,7 @@ class TestBytes:
             return -(-n // 8) * 8
 
         def runs(part):
-            """The elements of each tensor in some buckets."""
+            """Return the number of elements of each tensor in some buckets."""
             return [n for i in range(len(SHAPES)) if (n := sum(m for j, m in part if i == j))]
 
         members = [[r for r in range(size) if nodes[r] == node] for node in range(count)]
@@ -298,8 +298,8 @@ class TestBytes:
             expected.append(sent)
         assert run_local(size, rank_main, hosts=[str(node) for node in nodes]) == [2 * n for n in expected]
 
-    def test_between_nodes_goes_what_two_phases_of_nodes_send(self):
-        """A vector of 2^16 on 2 nodes of 4: between nodes 1 bit an element each way, shared by 4 ranks."""
+    def test_nodes_send_each_other_as_much_as_ranks_in_two_phases(self):
+        """A vector of 2^16 on 2 nodes of 4 ranks: between nodes 1 bit per element each way, shared by 4 ranks."""
         n, nodes = 1 << 16, (0, 0, 0, 0, 1, 1, 1, 1)
         mean = hierarchical(qcomp.ScaledSign(bucket_size=4096))
         crossed, within = [0] * 8, [0] * 8
@@ -340,7 +340,7 @@ class TestNonFinite:
         assert [str(error) for error in errors] == [expected] * 6
 
     def test_a_sum_that_is_too_large(self, lockstep):
-        """The values of all ranks can be compressed; the sum of one node, for one of its two ranks, cannot."""
+        """The values of all ranks can be compressed; the sum of one node cannot, for one of its two ranks."""
         mean = hierarchical(qcomp.Cast("float16"))
         values = [np.full(40, 60000.0, dtype=np.float32) for _ in range(4)]
         states = start(mean, values[:1], (0, 0, 1, 1))
@@ -353,7 +353,7 @@ class TestNonFinite:
         assert [error.__cause__ is not None for error in errors] == [False, False, False, True]
 
     def test_a_server_that_cannot_compress(self, lockstep):
-        """What every node sends is fine, and what one server makes of it is not."""
+        """Every node's payloads are accepted, but one server cannot compress its mean."""
         mean = hierarchical(qcomp.Cast("float16"))
         x = np.full(40, 65504.0, dtype=np.float32)
         states = start(mean, [x], WORLDS["pairs"])
@@ -363,8 +363,8 @@ class TestNonFinite:
         assert [str(e) for e in errors] == ["a value on rank 1 is not finite, or too large to compress"] * 4
 
     @pytest.mark.parametrize("bad", range(5))
-    def test_what_a_device_finds_later(self, lockstep, bad):
-        """Its kernels do not raise: they set a flag, and what they compress means nothing."""
+    def test_a_refusal_that_a_device_reports_later(self, lockstep, bad):
+        """Its kernels do not raise: they set a flag, and the payload is meaningless."""
 
         class Flags(Partial):
             name = "flags"
@@ -410,7 +410,7 @@ class TestNodes:
             states = run_local(len(hosts), lambda comm: SIGN.init(np.zeros(40), comm), hosts=hosts)
             assert {state.nodes for state in states} == {expected}
 
-    def test_other_topologies_ask_for_none(self):
+    def test_other_topologies_need_no_hosts(self):
         mean = CompressedMean(qcomp.ScaledSign())
 
         class Hostless:
@@ -451,7 +451,7 @@ SIXTEENTHS = np.stack(np.meshgrid(*[np.arange(16)] * 3), -1).reshape(-1, 3) * 40
 
 
 class TestUnbiased:
-    """Two nodes of two ranks: every outcome of the draws with its exact probability."""
+    """Two nodes of two ranks, with the exact probability of every outcome of the draws."""
 
     @staticmethod
     def independent(key, block):
@@ -514,7 +514,7 @@ os.write(1, f"{{rank}} {{state.nodes}} {{zlib.crc32(held)}}\\n".encode())
 
 @pytest.mark.mpi
 class TestMPI:
-    """Hosts by the environment variable, in processes: the same bytes as from ranks that are threads."""
+    """In processes with hosts from the environment variable: the same bytes as from ranks that are threads."""
 
     @pytest.mark.parametrize("hosts", ["a b a", pytest.param("", marks=pytest.mark.slow)])
     def test_processes_agree_with_threads(self, mpirun, hosts):

@@ -1,4 +1,4 @@
-"""How often a step reads values from a device: each read stalls what a GPU has queued."""
+"""The number of times that a step reads values from a device: each read stalls the GPU's queue."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SHAPES = [(40, 50)] * 6 + [(50,)] * 6
 
 
 class Reads(TorchDispatchMode):
-    """Counts where values of tensors are asked for: numbers here, whole tensors in `Tensor.cpu`."""
+    """Counts reads of tensor values: single numbers here, whole tensors in `Tensor.cpu`."""
 
     def __init__(self):
         super().__init__()
@@ -27,9 +27,9 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_steps(monkeypatch, lockstep, ranks, **options):
-    """Return how many values rank 0 reads in each of 6 steps; the variance is frozen after 2.
+    """Return how many values rank 0 reads in each of 6 steps; the variance is frozen after 2 steps.
 
-    Without the comparison of gradients in the first step: of a sample of them, and of what every rank sends.
+    Not counting the comparison of gradients in the first step, which reads a sample of them and the ranks' messages.
     """
     opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=qcomp.ExactBelow(1000), **options)
     params = [torch.zeros(shape) for shape in SHAPES]
@@ -40,7 +40,7 @@ def reads_of_steps(monkeypatch, lockstep, ranks, **options):
     counts = []
 
     def counted(stages):
-        """Run the steps of rank 0, and count."""
+        """Run the steps of rank 0 and count its reads."""
         reads, arrived = Reads(), None
         with monkeypatch.context() as patch:
 
@@ -79,19 +79,19 @@ def reads_of_steps(monkeypatch, lockstep, ranks, **options):
 def test_a_step_reads_twice_at_any_number_of_ranks(monkeypatch, lockstep, ranks, kernels):
     with qcomp.backends.use(kernels):
         counts = reads_of_steps(monkeypatch, lockstep, ranks, watch=None)
-    # A rank alone sends no exact values, and a kernel has checked them when it returns.
+    # A lone rank sends no exact values, and a kernel has checked them when it returns.
     spared = int(ranks == 1 and kernels == "auto")
     assert counts == [count - spared for count in (1, 1, 2, 2, 2, 2)]
 
 
 def test_a_watch_reads_a_few_times_more(monkeypatch, lockstep):
-    """Its own mean is accepted in one read; the samples and the momenta take one each, and the levels at first one."""
+    """Its mean is accepted with one read; samples and momenta take one read each, and so do the levels at first."""
     counts = reads_of_steps(monkeypatch, lockstep, 3, watch=qcomp.VarianceWatch(every=1))
     assert counts[:2] == [1, 1]
     assert max(counts) <= 6
 
 
-def test_verdicts_that_are_read_as_they_arrive_are_noticed(monkeypatch, lockstep):
+def test_reading_verdicts_as_they_arrive_is_noticed(monkeypatch, lockstep):
     init = Verdicts.__init__
     monkeypatch.setattr(Verdicts, "__init__", lambda self, *, at_once: init(self, at_once=True))
     assert reads_of_steps(monkeypatch, lockstep, 3, watch=None) == [2, 2, 4, 4, 4, 4]

@@ -1,4 +1,4 @@
-"""What importing loads, what is public, and what the core may import."""
+"""What importing the package loads, which names are public, and what the core may import."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ LIBRARIES = ("numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "array_api_str
 
 
 def modules_after(code: str) -> set[str]:
-    """Which modules a fresh interpreter has loaded after some code."""
+    """Return the modules that a fresh interpreter has loaded after some code."""
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"],
         capture_output=True,
@@ -30,7 +30,7 @@ def modules_after(code: str) -> set[str]:
 
 
 def loaded_by(code: str) -> list[str]:
-    """Which array libraries and transports a fresh interpreter has loaded after some code."""
+    """Return the array libraries and transports that a fresh interpreter has loaded after some code."""
     loaded = modules_after(code)
     return [name for name in LIBRARIES if name in loaded]
 
@@ -40,7 +40,7 @@ class TestLoads:
         assert loaded_by("import qcomp") == []
 
     def test_import_loads_little(self):
-        """So that it takes about a tenth of a second: what is slow to load, or rarely used, waits for its use."""
+        """So that it takes about a tenth of a second: modules that load slowly or are rarely used load on first use."""
         loaded = modules_after("import qcomp") - modules_after("")
         slow = {
             "asyncio",
@@ -55,14 +55,14 @@ class TestLoads:
         assert not loaded & slow
         assert 50 < sum(name.startswith("qcomp") for name in loaded) <= 135
 
-    def test_nor_does_choosing_an_optimizer(self):
+    def test_making_an_optimizer_loads_no_array_library(self):
         code = (
             "import qcomp; opt = qcomp.OneBitAdam(learning_rate=1e-3, compressor=qcomp.compressor('sign'))\n"
             "qcomp.compressor('scaled(qsgd)').payload_spec(100); qcomp.comm; dir(qcomp)"
         )
         assert loaded_by(code) == []
 
-    def test_only_what_is_passed_in_is_used(self):
+    def test_only_the_library_of_the_arrays_is_loaded(self):
         assert "torch" not in loaded_by("import numpy, qcomp; qcomp.ScaledSign().compress(numpy.ones(9))")
         assert "jax" not in loaded_by("import torch, qcomp; qcomp.ScaledSign().compress(torch.ones(9))")
 
@@ -87,8 +87,8 @@ class TestPublic:
         for public in module.__all__:
             assert hasattr(module, public)
 
-    def test_every_public_thing_is_listed(self):
-        """What the package's own modules say is public and a user is meant to touch."""
+    def test_every_public_name_is_listed(self):
+        """Names that the package's own modules declare public for users."""
         modules = ("compressors", "optimizers", "errors", "registry")
         for module in modules:
             listed = importlib.import_module(f"qcomp.core.{module}").__all__
@@ -100,7 +100,7 @@ class TestPublic:
         }
         assert own <= set(qcomp.__all__)
 
-    def test_sorted_without_duplicates(self):
+    def test_listed_names_are_sorted_without_duplicates(self):
         assert len(set(qcomp.__all__)) == len(qcomp.__all__)
         assert dir(qcomp) == sorted(qcomp.__all__)
 
@@ -109,7 +109,7 @@ class TestPublic:
             qcomp.nothing  # noqa: B018
 
     @pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(PACKAGE)))
-    def test_every_module_of_the_core_lists_what_it_has(self, path):
+    def test_names_listed_by_modules_of_the_core_exist(self, path):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", []):
@@ -121,7 +121,7 @@ class TestPublic:
 
 ALLOWED = {"array_api_compat", *sys.stdlib_module_names}
 NO_IO = {"asyncio", "http", "multiprocessing", "os", "random", "socket", "subprocess", "threading", "time"}
-"""Parts of the standard library that a pure core has no use for."""
+"""Modules of the standard library that a pure core does not need."""
 
 
 def forbidden_imports(source: str, *, package: tuple[str, ...]) -> list[str]:
@@ -176,8 +176,8 @@ def test_the_core_has_no_clock_no_files_and_no_global_random_numbers():
                 assert node.func.id not in ("open", "print", "input", "exec", "eval"), path
 
 
-def test_arrays_are_not_asked_for_numpys_protocol_by_name():
-    """From Python 3.12 on array-api-strict has the buffer protocol alone; NumPy looks for what there is."""
+def test_no_module_calls_the_array_protocol_directly():
+    """From Python 3.12 on, array-api-strict supports only the buffer protocol; NumPy uses whichever protocol exists."""
     for path in sorted(PACKAGE.rglob("*.py")):
         names = {
             node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)

@@ -1,4 +1,4 @@
-"""Means and optimizers start without a communicator: `init` is a drive of `init_stages`."""
+"""Means and optimizers can start without a communicator: `init` drives `init_stages`."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_a_mean_starts_as_over_a_communicator(lockstep, name):
 
 
 @pytest.mark.parametrize("start", [CompressedMean(SIGN), OPT])
-def test_ranks_that_differ_are_told_in_the_same_stage(lockstep, start):
+def test_ranks_that_differ_all_raise_in_the_same_stage(lockstep, start):
     params = [X, X, [X[0], np.ones(6, np.float32)]]
     stages = [start.init_stages(p, rank=r, size=3) for r, p in enumerate(params)]
     errors = lockstep(stages, catch=qcomp.MismatchError)
@@ -37,7 +37,7 @@ def test_ranks_that_differ_are_told_in_the_same_stage(lockstep, start):
 
 @pytest.mark.parametrize("start", [CompressedMean(SIGN), OPT])
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_the_world_has_not(start, rank):
+def test_a_rank_outside_the_world_is_an_error(start, rank):
     with pytest.raises(ValueError, match=f"rank is {rank}, size is 2; expected a rank from 0"):
         next(start.init_stages(X, rank=rank, size=2))
 
@@ -57,8 +57,8 @@ def test_a_hierarchy_needs_the_host_of_every_rank(lockstep, known):
             assert all("host is None on rank 1; topology='hierarchical' expects" in str(e) for e in results)
 
 
-def test_an_optimizer_that_is_saved_goes_on(lockstep):
-    """Through all of start, steps, dicts and another start, without a communicator."""
+def test_an_optimizer_saves_and_resumes_without_a_communicator(lockstep):
+    """Start, steps, dicts and another start, all without a communicator."""
     states = lockstep([OPT.init_stages(X, rank=r, size=2, names=["w", "b"]) for r in range(2)])
     params = [X, X]
     for step in range(4):
@@ -77,15 +77,15 @@ def test_an_optimizer_that_is_saved_goes_on(lockstep):
         ]
 
 
-def test_a_refused_dict_is_the_error_that_is_raised(lockstep):
+def test_a_refused_dict_raises_its_own_error(lockstep):
     stages = [OPT.load_stages({}, X, rank=r, size=2) for r in range(2)]
     for error in lockstep(stages, catch=ValueError):
         assert isinstance(error, ValueError)
         assert not isinstance(error, qcomp.MismatchError)
 
 
-def test_what_waits_for_nothing_can_be_given_up():
-    """A framework that ends between two exchanges closes the generator."""
+def test_stages_can_be_closed_between_exchanges():
+    """A framework that stops between two exchanges closes the generator."""
     stages = OPT.init_stages(X, rank=0, size=2)
     assert isinstance(next(stages), AllGather)
     stages.close()

@@ -31,7 +31,7 @@ def parts(c, x):
 @pytest.mark.parametrize("bits", BITS)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(x=vectors((8, 64)))
-def test_the_error_is_what_a_projection_leaves(bits, x):
+def test_the_error_is_that_of_a_projection(bits, x):
     """||C(v) - v||^2 = ||v||^2 - <v, C(v)>^2 / ||C(v)||^2, up to the 17 bits of the step."""
     v = np.where(np.abs(x) < 2.0**-100, 0, x).astype(np.float32)
     y = decoded(qcomp.LloydMax(bits, bucket_size=64), v).astype(np.float64)
@@ -50,15 +50,15 @@ def test_one_bit_is_the_sign_with_the_mean_magnitude(size):
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
-def test_normal_values_lose_what_max_found(bits, expected):
-    """Max (1960), table 1; a bucket of many values has their distribution."""
+def test_the_error_of_normal_values_is_that_of_max(bits, expected):
+    """Max (1960), table 1; a bucket with many values is distributed like them."""
     x = np.random.default_rng(2).standard_normal(1 << 20).astype(np.float32)
     assert relative_error(qcomp.LloydMax(bits, bucket_size=1 << 14), x) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_thresholds_lie_halfway_between_levels(bits):
-    """As Max's condition demands: in units that make the best scale for a normal distribution 1."""
+    """As Max's condition requires, in units where the best scale for a normal distribution is 1."""
     edges = [0.0, *THRESHOLDS[bits], math.inf]
     shares = [math.erf(b / math.sqrt(2)) - math.erf(a / math.sqrt(2)) for a, b in pairwise(edges)]
     density = [math.sqrt(2 / math.pi) * math.exp(-t * t / 2) for t in edges]
@@ -90,7 +90,7 @@ def test_the_bound_holds_and_no_bound_could_be_much_better(bits, n):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_multiples_of_the_levels_are_fixed_points(bits):
-    """In proportions with which the thresholds tell them apart: those of a normal distribution."""
+    """For the proportions of a normal distribution, for which the thresholds separate the levels."""
     shares = np.diff([math.erf(t / math.sqrt(2)) for t in (0, *THRESHOLDS[bits], 9)])
     counts = np.round(shares * 250).astype(int)
     x = np.repeat(LEVELS[bits], counts) * np.float32(0.375)
@@ -113,7 +113,7 @@ def test_powers_of_two_and_the_sign_commute_and_buckets_are_independent(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_zeros_stay_zeros_together_and_get_the_lowest_level_among_others(bits):
+def test_a_bucket_of_zeros_stays_zero_and_other_zeros_get_the_lowest_level(bits):
     c = qcomp.LloydMax(bits, bucket_size=8)
     x = np.zeros(16, dtype=np.float32)
     x[[9, 10]] = -0.0, 2.0**-130
@@ -125,7 +125,7 @@ def test_zeros_stay_zeros_together_and_get_the_lowest_level_among_others(bits):
     assert not np.any(y[8:])
 
 
-def test_the_largest_values_that_are_taken_do_not_overflow():
+def test_the_largest_accepted_values_do_not_overflow():
     largest = np.nextafter(np.float32(2.0**100), np.float32(0))
     for bits in BITS:
         x = np.full(1 << 12, largest, dtype=np.float32)
@@ -175,6 +175,6 @@ def test_a_code_with_a_level_that_does_not_exist_is_refused():
         ({"bits": 1, "coding": "range"}, "which cannot shorten signs; expected 'fixed', or bits from 2 on"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, message):
+def test_bad_parameters_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         qcomp.LloydMax(**options)

@@ -1,4 +1,4 @@
-"""No format of the package contains code: nothing here unpickles, and states pass through formats that cannot."""
+"""No format of the package contains code: nothing unpickles, and states pass through formats that cannot hold code."""
 
 import ast
 from pathlib import Path
@@ -23,15 +23,15 @@ CALLS = {
     "scatter_object_list",
     "send_object_list",
 }
-"""Of torch.distributed and mpi4py: they unpickle what other ranks send."""
+"""Functions of torch.distributed and mpi4py that unpickle what other ranks send."""
 LOADERS = {"numpy", "np", "torch"}
 CHECKS_PICKLING = {PACKAGE / "testing" / "form_laws.py"}
 TENSORS_ONLY = {(PACKAGE / "comm" / "torch_dist.py", name) for name in ("allgather", "irecv", "isend")}
-"""Of torch.distributed, where these names send tensors."""
+"""Functions of torch.distributed that send tensors although their names are among those above."""
 
 
 def unpickles(tree):
-    """Yield what in a module may unpickle: names of modules and of functions."""
+    """Yield the modules and functions used in a module that may unpickle."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ({name.name.split(".")[0] for name in node.names} & MODULES)
@@ -70,12 +70,12 @@ def test_nothing_unpickles():
         "torch.load(file, weights_only=False)",
     ],
 )
-def test_what_does_is_seen(code):
+def test_code_that_unpickles_is_found(code):
     assert list(unpickles(ast.parse(code)))
 
 
 @pytest.mark.parametrize(
     "code", ["np.load(f, allow_pickle=False)", "torch.load(f, weights_only=True)", "json.load(f)"]
 )
-def test_what_does_not_is_allowed(code):
+def test_code_that_does_not_unpickle_is_allowed(code):
     assert not list(unpickles(ast.parse(code)))

@@ -1,4 +1,4 @@
-"""1-bit SGD: the identities of its quantizer, columns from the shapes of tensors, the doubly quantized mean."""
+"""1-bit SGD: the identities of its quantizer, columns from the shapes of tensors, and the doubly quantized mean."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def columns(x: np.ndarray, column_size: int):
 
 
 def two_means(x: np.ndarray, column_size: int) -> np.ndarray:
-    """The definition, in float64."""
+    """Return the result by the definition, in float64."""
     parts = []
     for column in columns(x.astype(np.float64), column_size):
         up = column >= 0
@@ -52,9 +52,9 @@ class TestContract:
     @pytest.mark.parametrize(
         ("size", "column_size", "nbytes"),
         [
-            (4096, 512, 8 * (64 + 8)),  # a bit an element, 64 bits a column
-            (100 * 768, 768, 100 * (96 + 8)),  # no power of two
-            (10 * 5, 5, 10 * (1 + 8) + 2),  # whole bytes a column, and the means at a multiple of 4 bytes
+            (4096, 512, 8 * (64 + 8)),  # one bit per element, 64 bits per column
+            (100 * 768, 768, 100 * (96 + 8)),  # not a power of two
+            (10 * 5, 5, 10 * (1 + 8) + 2),  # whole bytes per column, and the means at a multiple of 4 bytes
             (13, 5, (1 + 1 + 1) + 1 + 3 * 8),
             (0, 5, 0),
         ],
@@ -64,7 +64,7 @@ class TestContract:
 
 
 class TestIdentities:
-    """For every column: sums of the loss over each sign, orthogonality, and the contraction."""
+    """For every column: the sums of the loss over each sign, orthogonality, and the contraction."""
 
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("column_size", COLUMNS)
@@ -74,7 +74,7 @@ class TestIdentities:
         v = np.where(np.abs(x) < 2.0**-126, 0, x).astype(np.float64)
         for p, r in zip(columns(v, column_size), columns(q, column_size), strict=True):
             lost, square, m = p - r, np.sum(p**2), p.size
-            # A mean is a tree of at most 8 roundings and one of the division; and zero below 2^-126.
+            # A mean is a tree of at most 8 roundings and one of the division; below 2^-126 it is zero.
             slack = 9 * 2.0**-24 * np.sum(np.abs(p)) + m * 2.0**-126
             for chosen in (p >= 0, p < 0):
                 assert abs(lost[chosen].sum()) <= slack
@@ -93,12 +93,12 @@ class TestIdentities:
             )
 
     def test_the_threshold_is_zero_and_not_the_mean(self):
-        """At the mean, 5, two values would be left here and nothing lost."""
+        """At the mean, 5, two values would remain here and nothing would be lost."""
         x = np.asarray([1.0, 1.0, 9.0, 9.0], dtype=np.float32)
         assert decoded(OneBitSGD(), x).tolist() == [5.0] * 4
 
     def test_padding_is_not_counted(self):
-        """If it were, the positive elements would have a smaller mean."""
+        """Otherwise the positive elements would have a smaller mean."""
 
         class CountsPadding(OneBitSGD):
             def encode_block(self, rows, block, key):
@@ -109,7 +109,7 @@ class TestIdentities:
         assert decoded(CountsPadding(), x).tolist() == [3.0] * 3
 
     def test_relative_error_of_gaussian_columns(self):
-        """1 - 2 / pi, as of a scaled sign."""
+        """It is 1 - 2 / pi, as for a scaled sign."""
         x = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
         lost = x - decoded(OneBitSGD(column_size=1 << 12), x)
         assert np.sum(lost**2) / np.sum(x**2) == pytest.approx(1 - 2 / np.pi, abs=0.003)
@@ -138,7 +138,7 @@ class TestIdentities:
         payload = OneBitSGD(column_size=10).compress(np.zeros(50, dtype=np.float32))
         assert not payload.data.any()  # the sign of zero is plus, and both means are zero
 
-    def test_the_bits_are_those_of_the_signs_and_the_means_of_minus_v_are_swapped(self):
+    def test_codes_depend_on_signs_alone_and_negation_swaps_the_means(self):
         c, x = OneBitSGD(column_size=30), vector("gaussian", 90, 7)
         spec = c.payload_spec(90)
         there, back = (spec.split(c.compress(v).data) for v in (x, -x))
@@ -162,12 +162,12 @@ class TestShapes:
             ((2, 1000), 1000),
         ],
     )
-    def test_a_column_is_what_leads_to_one_output(self, shape, column_size):
+    def test_a_column_has_the_weights_of_one_output(self, shape, column_size):
         c = OneBitSGD(column_size=1000)
         assert c.for_shape(shape) == OneBitSGD(column_size=column_size)
         assert c.for_shape(shape).for_shape((123,)) == OneBitSGD(column_size=column_size)
 
-    def test_other_compressors_do_not_look(self):
+    def test_other_compressors_ignore_the_shape(self):
         c = qcomp.ScaledSign()
         assert c.for_shape((3, 4)) is c
 
@@ -186,12 +186,12 @@ class TestShapes:
         again = qcomp.compressor(back.compressor).decompress(back, like=array)
         assert library.numpy(again).tobytes() == got.tobytes()
 
-    def test_feedback_does_too(self):
+    def test_feedback_takes_the_columns_of_its_array(self):
         x = np.random.default_rng(1).standard_normal((5, 9))
         payload, residual = qcomp.feedback.compress(OneBitSGD(), x, np.zeros_like(x))
         assert payload.compressor == "onebit_sgd:column_size=9"
-        assert np.abs(residual.sum(axis=1)).max() < 1e-6  # the columns' losses add up to zero
-        assert np.abs(residual.sum(axis=0)).max() > 0.1  # as those of other columns do not
+        assert np.abs(residual.sum(axis=1)).max() < 1e-6  # the losses of each column add up to zero
+        assert np.abs(residual.sum(axis=0)).max() > 0.1  # those along other axes do not
 
     def test_an_array_of_another_shape_is_an_error(self):
         c, x = OneBitSGD(), np.ones((4, 6), dtype=np.float32)
@@ -237,8 +237,8 @@ class TestMean:
                     server[i] = p - average
                 np.testing.assert_allclose(results[0][0][i].ravel(), average, rtol=0, atol=1e-5)
 
-    def test_what_is_missing_is_in_the_residuals(self, lockstep):
-        """Telescoping: the sum of the means is that of the exact means less mean_i D_i + D_agg, in float64."""
+    def test_the_missing_part_is_in_the_residuals(self, lockstep):
+        """Telescoping: the sum of the means is that of the exact means minus mean_i D_i + D_agg, in float64."""
         size, mean = 3, CompressedMean(OneBitSGD())
         states = [mean.zeros(inputs(0, 0), rank=rank, size=size) for rank in range(size)]
         total = [np.zeros(x.size) for x in inputs(0, 0)]
@@ -276,7 +276,7 @@ class TestMean:
         assert distances[False][1] > 1
 
     def test_bytes(self):
-        """A bit an element in whole bytes and two float32 a column, and no more than that for other tensors."""
+        """One bit per element in whole bytes and two float32 per column, without overhead for other tensors."""
         x = [np.ones((64, 96), dtype=np.float32)]
 
         def rank_main(comm):
@@ -288,7 +288,7 @@ class TestMean:
         assert run_local(2, rank_main) == [2 * (32 * (96 // 8 + 8) + 8)] * 2
 
     def test_tensors_with_buckets_of_their_own_share_no_draws(self):
-        """Buckets are numbered in the elements before them, and all are in the chunks once."""
+        """Bucket numbers count in units of the elements before a tensor; every bucket is in exactly one chunk."""
         mean = CompressedMean(OneBitSGD())
         shapes = [(5, 21), (2, 8), (7,), (30, 3)]
         for size in (1, 2, 3, 7):
@@ -318,7 +318,7 @@ class TestOptimizer:
             params, state = opt.step(params, grads, state, comm)
         return params, state
 
-    def test_it_works_and_goes_on_bit_for_bit(self):
+    def test_it_trains_and_resumes_bit_for_bit(self):
         opt = qcomp.CompressedSGD(learning_rate=0.05, momentum=0.5, exact=None, compressor=OneBitSGD())
 
         def rank_main(comm):

@@ -1,4 +1,4 @@
-"""Newton-Schulz: singular vectors stay, and singular values go through the polynomial."""
+"""Newton-Schulz: singular vectors are kept, and singular values are mapped by the polynomial."""
 
 import warnings
 
@@ -17,7 +17,7 @@ from qcomp.core.numeric.orthogonal import (
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (64, 24), (24, 64), (48, 49)]
 SMALLEST = 0.0018
-"""The part of the norm from which singular values come near 1."""
+"""Singular values from this fraction of the norm on come near 1."""
 
 
 def polynomial(s, iterations=ITERATIONS):
@@ -39,7 +39,7 @@ def matrix(shape, kind):
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
-def test_every_library_does_the_same(library, shape):
+def test_every_library_gives_the_same_result(library, shape):
     x = matrix(shape, "random").astype(np.float32)
     found = library.numpy(orthogonalize(library.array(x)))
     assert (found.shape, found.dtype) == (shape, np.float32)
@@ -47,7 +47,7 @@ def test_every_library_does_the_same(library, shape):
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
-def test_in_bfloat16_it_does_almost_the_same(library, shape):
+def test_in_bfloat16_the_result_is_almost_the_same(library, shape):
     x = library.array(matrix(shape, "random").astype(np.float32))
     if library.name not in {"torch", "jax"}:
         with pytest.raises(ValueError, match="newton_schulz_dtype is 'bfloat16'"):
@@ -58,19 +58,19 @@ def test_in_bfloat16_it_does_almost_the_same(library, shape):
     rough = orthogonalize(x, dtype="bfloat16")
     assert rough.dtype == xp.bfloat16
     exact, found = (library.numpy(xp.astype(y, xp.float32)) for y in (orthogonalize(x), rough))
-    # Roundings of 2^-9, times coefficients whose sizes add up to 10, in each of the three products of two iterations.
+    # Roundings of 2^-9, times coefficients whose magnitudes add up to 10, in each of three products of two iterations.
     assert 0 < np.linalg.norm(exact - found, 2) < 6 * 10 * 2**-9 * 2
 
 
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "rank-deficient"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_singular_values_go_through_the_polynomial(shape, kind):
+def test_the_polynomial_maps_the_singular_values(shape, kind):
     x = matrix(shape, kind).astype(np.float32)
     u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
     s /= np.linalg.norm(s)
     expected = (u * polynomial(s)) @ vt
     found = orthogonalize(x)
-    # A rounding of 2^-24 grows by the slope of the polynomial at 0 in each iteration, times some for the products.
+    # A rounding of 2^-24 grows by the polynomial's slope at 0 in each iteration, times a few for the products.
     np.testing.assert_allclose(found, expected, rtol=0, atol=2**-24 * COEFFICIENTS[0] ** ITERATIONS)
     values = np.linalg.svd(found, compute_uv=False)
     assert values.max() <= 1.21
@@ -80,7 +80,7 @@ def test_the_singular_values_go_through_the_polynomial(shape, kind):
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize("shape", [(16, 16), (64, 24), (24, 37)])
 def test_any_number_of_iterations(shape, iterations):
-    """Those on the Gram matrix, of the shapes that are not nearly square, are those on the matrix itself."""
+    """For shapes that are far from square they use the Gram matrix; the result is that on the matrix itself."""
     x = matrix(shape, "ill-conditioned")
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     expected = (u * polynomial(s / np.linalg.norm(s), iterations)) @ vt
@@ -109,7 +109,7 @@ def test_errors_of_a_gram_matrix_in_bfloat16_do_not_grow(shape, kind, iterations
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 12), (8, 13), (8, 100)])
-def test_multiplications_are_those_of_the_products(monkeypatch, shape):
+def test_the_counted_multiplications_are_those_of_the_products(monkeypatch, shape):
     class Counted:
         total = 0
 
@@ -138,7 +138,7 @@ def test_zero_stays_zero(library):
 
 @pytest.mark.parametrize("signs", ["both", "positive", "negative"])
 def test_any_scale_from_eps_on_gives_the_same(signs):
-    """Powers of two change no rounding; squares of these would overflow, or vanish."""
+    """Powers of two change no rounding; the squares of these values would overflow or vanish."""
     x = matrix((24, 64), "random").astype(np.float32)
     x = {"both": x, "positive": np.abs(x), "negative": -np.abs(x)}[signs]
     with warnings.catch_warnings():
@@ -150,7 +150,7 @@ def test_any_scale_from_eps_on_gives_the_same(signs):
 
 @pytest.mark.parametrize("shape", [(24, 64), (24, 24)])
 def test_any_scale_gives_the_same_in_bfloat16(shape):
-    """Also of a matrix beside others of any scale; few of them are scaled."""
+    """Also for a matrix beside others of any scale; few of them are scaled."""
     torch = pytest.importorskip("torch")
     x = torch.asarray(matrix(shape, "random").astype(np.float32))
     expected = orthogonalize(x, dtype="bfloat16")
@@ -166,7 +166,7 @@ def test_any_scale_gives_the_same_in_bfloat16(shape):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_a_program_of_jax(dtype):
+def test_it_can_be_compiled_by_jax(dtype):
     jax = pytest.importorskip("jax")
     x = jax.numpy.asarray(np.stack([matrix((24, 64), "random") * 2.0**power for power in (0, 50)]), "float32")
     compiled = jax.jit(lambda x: orthogonalize(x, dtype=dtype))(x)

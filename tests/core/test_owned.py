@@ -1,4 +1,4 @@
-"""Tensors that one rank owns: who owns what, and that feedback loses nothing on either way."""
+"""Tensors with one owner each: the assignment to owners, and feedback that loses nothing on either way."""
 
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +22,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Tripled:
-    """Updates that are linear in the means, so that sums tell what was lost; the momentum is the mean."""
+    """Updates that are linear in the means, so that sums show what was lost; the momentum is the sum of the means."""
 
     def cost(self, shape):
         return prod(shape)
@@ -45,7 +45,7 @@ def vectors(rank, step):
 
 
 def run(mean, size, lockstep, *, steps=STEPS):
-    """The states after some steps, the sums of exact means and of updates, all in float64."""
+    """Return the states after some steps, the sums of exact means and of updates, all in float64."""
     states = lockstep([mean.init_stages(vectors(0, 0), rank=rank, size=size) for rank in range(size)])
     exact = [np.zeros(shape) for shape in SHAPES]
     decoded = [np.zeros(shape) for shape in SHAPES]
@@ -62,7 +62,7 @@ def run(mean, size, lockstep, *, steps=STEPS):
 
 
 def owned(mean, states):
-    """What the owner of each tensor has: the momentum and the residual."""
+    """Return what the owner of each tensor holds: the momentum and the residual."""
     found = {}
     for state in states:
         (_, mine) = mean.layout(state.shapes, rank=state.rank, size=state.size).residuals
@@ -108,8 +108,8 @@ def test_feedback_loses_nothing_on_either_way(lockstep, size, pair, repaid):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
-def test_feedback_loses_nothing_of_what_is_whitened(lockstep, size, pair):
-    """Of W x: sum of W means = sum of the exact means of W x - mean_i e_i."""
+def test_feedback_loses_nothing_of_whitened_gradients(lockstep, size, pair):
+    """For W x: sum of the W means = sum of the exact means of W x - mean_i e_i."""
     mean = mean_of(*pair)
     rng = np.random.default_rng(0)
     rows = [min(shape[0], prod(shape[1:])) for shape in SHAPES]
@@ -133,7 +133,7 @@ def test_feedback_loses_nothing_of_what_is_whitened(lockstep, size, pair):
         assert np.any(owed) == lossy
 
 
-def test_every_draw_is_made_once(lockstep):
+def test_every_draw_is_used_once(lockstep):
     """No two ranks, ways or buckets share draws."""
     mean = mean_of(qcomp.QSGD(7, 16), qcomp.QSGD(7, 8))
     values = [vectors(rank, 0) for rank in range(3)]
@@ -169,14 +169,14 @@ def test_the_state_of_another_mean_is_refused():
 
 
 @pytest.mark.parametrize("repaid", [0, -0.5, 1.5, float("nan")])
-def test_a_part_that_is_no_part_is_refused(repaid):
+def test_a_repaid_fraction_out_of_range_is_refused(repaid):
     with pytest.raises(ValueError, match=f"repaid is {repaid!r}; expected a number above 0 and at most 1"):
         mean_of(qcomp.ScaledSign(16), qcomp.Identity(), repaid)
 
 
 @pytest.mark.parametrize("repaid", [1.0, 0.5])
-def test_what_a_worker_owes_is_repaid_in_part(lockstep, repaid):
-    """By hand: r' = (1 - repaid) r + repaid (x + r - C(x + r)), and the old residuals are still there."""
+def test_a_worker_repays_a_part_of_its_residual(lockstep, repaid):
+    """By hand: r' = (1 - repaid) r + repaid (x + r - C(x + r)); the old residuals are not overwritten."""
     c = qcomp.LloydMax(2, 16)
     mean = mean_of(c, qcomp.Identity(), repaid)
     (state,) = lockstep([mean.init_stages(vectors(0, 0), rank=0, size=1)])
@@ -196,7 +196,7 @@ def test_what_a_worker_owes_is_repaid_in_part(lockstep, repaid):
 
 @dataclass(frozen=True)
 class Momentum(Tripled):
-    """The update is the momentum, with Nesterov's look ahead or without."""
+    """The update is the momentum, with or without Nesterov's look-ahead."""
 
     nesterov: bool
 
@@ -207,8 +207,8 @@ class Momentum(Tripled):
 
 
 @pytest.mark.parametrize(("nesterov", "ratio"), [(True, (0.6, 0.8)), (False, (1.2, 2.0))])
-def test_nesterov_hears_less_noise_if_half_is_repaid(lockstep, nesterov, ratio):
-    """It weighs the last mean 1.95 times; so what is owed had better come back in two halves than at once."""
+def test_nesterov_updates_have_less_noise_if_half_is_repaid(lockstep, nesterov, ratio):
+    """Nesterov weighs the last mean 1.95 times, so repaying in two halves adds less noise than repaying at once."""
     found = {}
     for repaid in (0.5, 1.0):
         pair = [
@@ -237,14 +237,14 @@ def test_both_compressors_must_be_contractions():
 
 
 class Silent(LocalCommunicator):
-    """The only rank of a world, in which nothing may be exchanged."""
+    """The only rank of a world, which must not exchange anything."""
 
     def _exchange(self, *_):
         raise AssertionError("something was sent")
 
 
 class TestAlone:
-    """Without compression a rank that is alone makes the updates that an exchange would give it, without one."""
+    """Without compression, a lone rank makes the updates that an exchange would give it, without exchanging."""
 
     mean = mean_of(qcomp.Identity(), qcomp.Identity())
 
@@ -252,7 +252,7 @@ class TestAlone:
         return [self.mean.zeros(values, rank=rank, size=size) for rank in range(size)]
 
     @pytest.mark.parametrize("family", ["gaussian", "subnormal"])
-    def test_the_updates_are_those_of_two_ranks_that_have_the_same(self, library, lockstep, family):
+    def test_the_updates_are_those_of_two_ranks_with_the_same_gradients(self, library, lockstep, family):
         values = [
             library.seal(library.array(vector(family, prod(shape), 3).reshape(shape))) for shape in SHAPES
         ]
@@ -274,7 +274,7 @@ class TestAlone:
     @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-127, -(2.0**-149)])
     @pytest.mark.parametrize("kernels", ["pure", "numba"])
     def test_gradients_stay_as_they_are_and_are_not_shared(self, kernels, value):
-        """Those in range are not copied, and a value that is flushed is flushed in a copy."""
+        """Values in range are not copied; values to be flushed are flushed in a copy."""
         values = [vector("gaussian", prod(shape), 3).reshape(shape) for shape in SHAPES]
         for x in values:
             x.flat[x.size // 2] = value
@@ -295,7 +295,7 @@ class TestAlone:
             assert [x.shape for x in updates] == [x.shape for x in some]
             assert all((x == 3).all() for x in updates)
 
-    def test_what_an_exchange_refuses_is_refused_and_changes_nothing(self):
+    def test_values_that_an_exchange_refuses_are_refused_and_change_nothing(self):
         values = vectors(0, 0)
         (state,) = self.states(values, 1)
         values[2][3, 1] = np.nan

@@ -1,7 +1,7 @@
-"""Payloads: layout, round trip, what damaged bytes do, and golden files.
+"""Payloads: layout, round trip, damaged bytes, and golden files.
 
-``python tests/core/test_payload.py`` writes the golden file anew. It is the wire format: that every release reads
-what an earlier one has written holds only as long as nobody does this to make a test pass.
+``python tests/core/test_payload.py`` rewrites the golden file. The file fixes the wire format: every release reads
+payloads of earlier releases only as long as nobody rewrites it to make a test pass.
 """
 
 import json
@@ -59,7 +59,7 @@ KEY = Key(seed=2**33 + 1, step=7, tensor=1, rank=2, hop=1, bucket=3)
 
 
 def golden_input(dtype: str) -> np.ndarray:
-    """77 values from integer arithmetic, with zeros of both signs and a subnormal among them."""
+    """Return 77 values from integer arithmetic; zeros of both signs and a subnormal are among them."""
     i = np.arange(77, dtype=np.int64)
     x = ((i * 7919 % 1009 - 504) * 2.0 ** (i % 11 - 9)).astype(dtype)
     x[[5, 40]] = 0.0, -0.0
@@ -100,7 +100,7 @@ class TestGolden:
             return c.decompress(Payload(spec, 77, dtype, data), like=x)
 
         if library.name == "jax" and not c.variable_length:
-            # Eagerly it would compile every operation for every shape; a coder leaves no choice.
+            # Without jit, JAX would compile every operation for every shape; a coder cannot be compiled.
             jax = pytest.importorskip("jax")
             compress, decompress = jax.jit(compress), jax.jit(decompress)
         assert Payload(spec, 77, dtype, compress(x)).to_bytes().hex() == record["bytes"]
@@ -110,7 +110,7 @@ class TestGolden:
         assert decoded.dtype == dtype
         assert decoded.tobytes().hex() == record["decoded"]
 
-    def test_nothing_is_missing_and_nothing_left_over(self):
+    def test_the_golden_file_has_exactly_these_payloads(self):
         golden = json.loads(GOLDEN.read_text())
         assert golden.keys() == {f"{spec} {dtype}" for spec in [*SPECS, *CODED] for dtype in DTYPES}
         assert {spec.partition(":")[0].partition("(")[0] for spec in SPECS} >= {
@@ -122,8 +122,8 @@ class TestGolden:
             "scaled",
         }
 
-    def test_codes_are_sent_in_every_way(self):
-        """The byte after the steps says whether they are coded, and the next, of Elias's codes, whether by gaps."""
+    def test_the_golden_payloads_cover_every_kind_of_code(self):
+        """The byte after the steps says whether they are coded; for Elias codes, the next says whether by gaps."""
         golden, ways = json.loads(GOLDEN.read_text()), []
         codes = [spec for spec in CODED if "coding" in spec]
         for spec in codes:
@@ -161,7 +161,7 @@ class TestLayout:
             "d": [-2.0],
         }
 
-    def test_an_empty_field_takes_no_place(self):
+    def test_an_empty_field_takes_no_space(self):
         spec = PayloadSpec((Field("a", "uint8", 3), Field("b", "float32", 0)))
         assert spec.nbytes == 3
         assert PayloadSpec(()).nbytes == 0
@@ -247,9 +247,9 @@ BLOB = qcomp.QSGD(levels=7, bucket_size=32).compress(golden_input("float32"), ke
 
 
 class TestDamage:
-    """Whatever the bytes are: a PayloadError, and nothing else."""
+    """Any bytes are a payload or raise PayloadError, and nothing else."""
 
-    def test_the_helper_makes_good_bytes(self):
+    def test_the_helper_makes_valid_bytes(self):
         assert read(assemble()).size == 8
 
     @pytest.mark.parametrize(
@@ -321,11 +321,11 @@ class TestDamage:
             payload = read(assemble(spec=spec, size=size, dtype=dtype, data=data))
         except PayloadError:
             return
-        # If it is taken it must be consistent, and can be decoded.
+        # If it is accepted, it must be consistent and decodable.
         made = qcomp.compressor(payload.compressor)
         assert made.payload_spec(payload.size, payload.dtype).nbytes == len(data) == payload.nbytes
 
-    def test_no_big_allocation(self):
+    def test_damaged_sizes_cause_no_big_allocation(self):
         absurd = [
             assemble(size=2**50),
             assemble(data_length=2**50),

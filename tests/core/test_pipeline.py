@@ -1,4 +1,4 @@
-"""What `pipeline` starts when, what `drive` waits for, and what becomes of errors in between."""
+"""The order in which `pipeline` starts exchanges, what `drive` waits for, and what happens to errors in between."""
 
 import contextlib
 import random
@@ -13,7 +13,7 @@ from qcomp.core.mean.stages import AllGather, AllToAll, Arriving, drive, fuse, p
 
 
 class Started:
-    """An exchange that was started and not waited for; over a thread it moves when somebody waits."""
+    """An exchange that was started but not waited for; over a thread it moves only when a rank waits."""
 
     def __init__(self, comm, number, request):
         self.comm, self.number, self.request = comm, number, request
@@ -34,7 +34,7 @@ class Started:
 
 
 class Delayed:
-    """A communicator whose exchanges go on later, with a log."""
+    """A communicator whose exchanges move later, with a log."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -58,7 +58,7 @@ class Delayed:
 
 
 def counting(comm, name, exchanges):
-    """Exchanges of a size that names the computation and the stage; returns the sum of what came."""
+    """Make exchanges whose sizes identify computation and stage; return the sum of what arrived."""
     total = 0
     for stage in range(exchanges):
         size = 10 * name + stage + 1
@@ -87,7 +87,7 @@ def test_results_are_those_of_each_computation_alone(n, delayed):
     assert run_local(n, rank_main) == [True] * n
 
 
-def test_the_next_computation_goes_on_before_anything_is_waited_for():
+def test_all_computations_start_before_any_exchange_is_waited_for():
     def rank_main(local):
         comm = Delayed(local)
         drive(pipeline([counting(comm, i, 2) for i in (1, 2, 3)]), comm)
@@ -96,12 +96,12 @@ def test_the_next_computation_goes_on_before_anything_is_waited_for():
     first, second = run_local(2, rank_main)
     assert first == second
     assert first[:3] == [("start", 0), ("start", 1), ("start", 2)]
-    # Then in turns: the second exchange of each starts when its first one has been waited for, and no sooner.
+    # Then in turns: the second exchange of each starts as soon as its first one has been waited for.
     assert first[3:9] == [("wait", 0), ("start", 3), ("wait", 1), ("start", 4), ("wait", 2), ("start", 5)]
     assert first[9:] == [("wait", 3), ("wait", 4), ("wait", 5)]
 
 
-def test_one_computation_is_driven_with_the_verbs():
+def test_a_single_computation_uses_blocking_exchanges():
     def rank_main(local):
         comm = Delayed(local)
         drive(pipeline([counting(comm, 1, 2)]), comm)
@@ -115,7 +115,7 @@ def started(log):
 
 
 def in_order_of_completion(computations, comm):
-    """The mistake: whoever's exchange happens to be complete goes on first."""
+    """The fault: the computation whose exchange happens to be complete continues first."""
     whims = random.Random(comm.rank)
     waiting = [(stages, comm.start(next(stages))) for stages in computations]
     while waiting:
@@ -145,14 +145,14 @@ class RefusalError(Exception):
 
 
 def refusing(comm, stages):
-    """Raise on all ranks once what one of them has sent is there."""
+    """Raise on all ranks after an exchange, because of the value of one rank."""
     arrived = yield AllGather(np.full(1, comm.rank == 1, dtype=np.uint8), (1,) * comm.size)
     if any(int(x[0]) for x in arrived):
         raise RefusalError
     return (yield from stages)
 
 
-def test_where_one_raises_all_ranks_do_and_nothing_is_left_under_way():
+def test_if_a_computation_raises_no_exchange_is_left_under_way():
     def rank_main(local):
         comm = Delayed(local)
         work = [counting(comm, 1, 2), refusing(comm, counting(comm, 2, 1)), counting(comm, 3, 2)]
@@ -180,7 +180,7 @@ def test_a_driver_that_leaves_exchanges_under_way_is_noticed():
     assert 0 not in run_local(2, rank_main)
 
 
-def test_an_answer_that_nobody_looked_at_is_waited_for():
+def test_a_result_that_is_never_read_is_waited_for():
     def blind(comm):
         yield AllGather(np.zeros(3, dtype=np.uint8), (3,) * comm.size)
         return "done"
@@ -193,7 +193,7 @@ def test_an_answer_that_nobody_looked_at_is_waited_for():
     assert run_local(2, rank_main) == [(["done", "done"], [])] * 2
 
 
-def test_an_error_of_the_communicator_comes_through():
+def test_an_error_of_the_communicator_is_passed_on():
     def rank_main(local):
         comm = Delayed(local)
         with pytest.raises(CommunicatorError, match="which expected"):
@@ -205,7 +205,7 @@ def test_an_error_of_the_communicator_comes_through():
     assert run_local(2, rank_main) == [True, True]
 
 
-def test_the_error_of_one_rank_reaches_the_others_as_that_of_a_peer():
+def test_an_error_of_one_rank_is_raised_and_the_others_do_not_hang():
     def failing(comm):
         arrived = yield AllGather(np.zeros(3, dtype=np.uint8), (3,) * comm.size)
         if comm.rank == 1:
@@ -221,7 +221,7 @@ def test_the_error_of_one_rank_reaches_the_others_as_that_of_a_peer():
         run_local(2, rank_main, timeout=10)
 
 
-def test_what_arrives_is_a_sequence_like_any_other():
+def test_received_messages_form_an_ordinary_sequence():
     def looking(comm):
         arrived = yield AllGather(np.full(2, comm.rank, dtype=np.uint8), (2,) * comm.size)
         return len(arrived), int(arrived[-1][0]), [int(x[0]) for x in arrived], len(arrived[:1])

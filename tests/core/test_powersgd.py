@@ -1,4 +1,4 @@
-"""PowerSGD: what its residuals add up to, what it approximates, and that all ranks hold the same."""
+"""PowerSGD: the sums of its residuals, its approximation, and equality of all ranks."""
 
 import warnings
 from fractions import Fraction
@@ -29,7 +29,7 @@ def draw(seed: int, size: int, shapes=SHAPES, dtype=np.float32) -> list[list[np.
 
 
 def average(lockstep, mean, vectors, states, **options) -> tuple[list, list]:
-    """One step of all ranks, which then hold the same means and factors, bit for bit."""
+    """Take one step on all ranks, which then hold the same means and factors, bit for bit."""
     results = lockstep([mean.stages(x, s, **options) for x, s in zip(vectors, states, strict=True)])
     held = [b"".join(np.asarray(x).tobytes() for x in [*means, *state.server]) for means, state in results]
     assert len(set(held)) == 1
@@ -50,7 +50,7 @@ def best(matrix: np.ndarray, rank: int) -> np.ndarray:
 
 
 def lost_in_total(lockstep, mean, size: int = 3, steps: int = 6, dtype=np.float32) -> float:
-    """The largest element of sum mean_i x_i - sum means - mean_i e_i, over the largest of the first."""
+    """Return the largest element of sum mean_i x_i - sum means - mean_i e_i."""
     states = begin(mean, draw(0, 1, dtype=dtype)[0], size)
     exact = [np.zeros(s) for s in SHAPES]
     given = [np.zeros(s) for s in SHAPES]
@@ -70,14 +70,14 @@ class TestSum:
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("compressor", [qcomp.Identity(), CAST, qcomp.QSGD(127, 64)], ids=str)
     def test_means_and_residuals_add_up_to_the_exact_means(self, lockstep, compressor, size):
-        """Each step rounds M_i, e_i' and the exact means once: values below 16, so 2^-20 each at most."""
+        """Each step rounds M_i, e_i' and the exact means once: values are below 16, so at most 2^-20 each."""
         mean = PowerSGDMean(compressor, rank=2)
         assert lost_in_total(lockstep, mean, size) <= 6 * 4 * 2.0**-20
         assert lost_in_total(lockstep, mean, size, dtype=np.float64) <= 6 * 4 * 2.0**-49
 
     @pytest.mark.parametrize("size", [1, 2, 4])
     def test_a_step_loses_nothing_at_all(self, lockstep, size):
-        """Bit for bit: e_i' is the float32 nearest to M_i - P Q'^T, below 2^-126 zero, for every element."""
+        """Bit for bit: every element of e_i' is the float32 nearest to M_i - P Q'^T, and zero below 2^-126."""
         mean, vectors = PowerSGDMean(rank=3), draw(5, size)
         states = begin(mean, vectors[0], size)
         for _ in range(2):
@@ -107,7 +107,7 @@ class TestSum:
 class TestApproximation:
     @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 2, 3), (1, 4)])
     def test_full_rank_is_the_exact_mean(self, lockstep, shape):
-        """P P^T is then the identity, up to roundings: of P, of two products of at most 9 terms, of the last one."""
+        """P P^T is the identity then, up to roundings: of P, of two products of at most 9 terms, of the last one."""
         mean, vectors = PowerSGDMean(rank=50, min_compression=0), draw(2, 3, [shape])
         means, states = average(lockstep, mean, vectors, begin(mean, vectors[0], 3))
         assert len(states[0].worker) == 1
@@ -117,14 +117,14 @@ class TestApproximation:
     def test_a_mean_of_low_rank_is_found_at_once(self, lockstep):
         rng = np.random.default_rng(3)
         low = (rng.standard_normal((30, 2)) @ rng.standard_normal((2, 40))).astype(np.float32)
-        noise = rng.standard_normal((30, 40)).astype(np.float32)  # which the ranks have with opposite signs
+        noise = rng.standard_normal((30, 40)).astype(np.float32)  # the two ranks have it with opposite signs
         mean, vectors = PowerSGDMean(rank=2), [[low + noise], [low - noise]]
         means, _ = average(lockstep, mean, vectors, begin(mean, vectors[0], 2))
         np.testing.assert_allclose(means[0], low, atol=2e-4)
 
     @pytest.mark.parametrize("rank", [1, 2, 4])
     def test_constant_matrices_tend_to_the_best_approximation(self, lockstep, rank):
-        """Without residuals every step is one of subspace iteration: the error shrinks by (s_{r+1} / s_r)^2."""
+        """Without residuals, every step is a subspace iteration: the error shrinks by (s_{r+1} / s_r)^2."""
         rng = np.random.default_rng(4)
         u, _ = np.linalg.qr(rng.standard_normal((24, 24)))
         v, _ = np.linalg.qr(rng.standard_normal((30, 30)))
@@ -142,7 +142,7 @@ class TestApproximation:
             assert after > 0.2 * before or before < 1e-4
 
     def test_is_linear(self, lockstep):
-        """The ranks' matrices may be shared out in any way: only their mean matters, up to roundings."""
+        """The ranks' matrices may be distributed in any way: only their mean matters, up to roundings."""
         x = draw(6, 2, [(12, 20)])
         both = mean_of(x, 0).astype(np.float32)
         mean = PowerSGDMean(rank=2)
@@ -154,7 +154,7 @@ class TestApproximation:
 
 
 def torch_hook(vectors: list, rank: int, steps: int) -> list[np.ndarray]:
-    """What torch's hook returns for these matrices in each step, by its own functions, on one bucket and one rank.
+    """Return the results of torch's hook in each step, by its own functions, on one bucket and one rank.
 
     P = orthonormal(M Q), Q' = M^T P, with Q orthonormal first; see `torch.distributed...powerSGD_hook._orthogonalize`.
     """
@@ -177,7 +177,7 @@ def torch_hook(vectors: list, rank: int, steps: int) -> list[np.ndarray]:
 class TestPeer:
     @pytest.mark.parametrize("rank", [1, 2, 4])
     def test_is_what_the_hook_of_torch_computes(self, lockstep, rank):
-        """The span of Q decides, so that the bases may differ; float32, and 6 steps that build on each other."""
+        """Only the span of Q matters, so the bases may differ; in float32, over 6 steps that build on each other."""
         pytest.importorskip("torch")
         mean = PowerSGDMean(rank=rank, min_compression=0)
         vectors = [draw(step, 2, [(12, 20)]) for step in range(6)]
@@ -205,7 +205,7 @@ class TestSameBits:
         assert library.numpy(rest).tobytes() == (matrix - exact.reshape(-1)).tobytes()
 
     def test_ranks_with_different_libraries_hold_the_same(self, libraries):
-        """Each computes its own products, and serves some of the factors, with its own library."""
+        """Each rank computes its own products and serves some of the factors with its own library."""
         mean, vectors = PowerSGDMean(CAST, rank=2), draw(8, 3)
         mixed = [libraries[name] for name in ("numpy", "torch", "strict")]
 
@@ -222,8 +222,8 @@ class TestSameBits:
         assert others == [first, first]
 
     @pytest.mark.slow
-    def test_jax_too_also_under_jit(self, libraries):
-        """A compiler may contract a product and a sum: not this one."""
+    def test_jax_gives_the_same_bits_also_under_jit(self, libraries):
+        """A compiler may fuse a product with a sum: it must not do so here."""
         import jax
 
         rng = np.random.default_rng(9)
@@ -236,7 +236,7 @@ class TestSameBits:
 
     @pytest.mark.parametrize("least", [2.0**-60, 2.0**-100, 2.0**-126, 1e-45])
     def test_no_product_is_subnormal(self, lockstep, least):
-        """Some devices flush those and others do not: neither the mean nor the residual has any."""
+        """Some devices flush subnormals and others do not: neither the mean nor the residual contains any."""
         mean = PowerSGDMean(rank=2)
         vectors = [[(x[0] * np.float32(least)).astype(np.float32)] for x in draw(10, 2, [(12, 20)])]
         means, states = average(lockstep, mean, vectors, begin(mean, vectors[0], 2))
@@ -253,7 +253,7 @@ class TestOrthonormal:
             np.testing.assert_allclose((rows @ basis.T) @ basis, rows, atol=1e-5)
 
     @pytest.mark.parametrize("apart", [1e-3, 1e-6, 1e-7, 1e-12])
-    def test_nearly_dependent_rows_are_orthogonal_all_the_same(self, apart):
+    def test_nearly_dependent_rows_become_orthogonal_too(self, apart):
         rng = np.random.default_rng(12)
         first, other = rng.standard_normal((2, 200))
         basis = low_rank.orthonormal(np.stack([first, first + apart * other, other]).astype(np.float32))
@@ -261,7 +261,7 @@ class TestOrthonormal:
         assert np.abs(gram - np.diag(np.diag(gram))).max() < 2e-6
         assert all(abs(x - 1) < 1e-5 or x == 0 for x in np.diag(gram))
 
-    def test_zero_and_dependent_rows_are_no_nan(self):
+    def test_zero_and_dependent_rows_give_no_nan(self):
         rows = np.zeros((4, 6), np.float32)
         assert (low_rank.orthonormal(rows) == 0).all()
         rows[1] = rows[2] = 2.0
@@ -277,8 +277,8 @@ class TestOrthonormal:
 
 
 class TestDegenerate:
-    def test_zeros_stay_zeros_and_what_follows_is_found(self, lockstep):
-        """A factor that had become zero would stay zero for ever."""
+    def test_zeros_stay_zeros_and_later_values_are_approximated(self, lockstep):
+        """A factor of zeros would otherwise stay zero for ever."""
         mean, x = PowerSGDMean(rank=2), draw(13, 2, [(12, 20)])
         zeros = [[np.zeros((12, 20), np.float32)]] * 2
         states = begin(mean, zeros[0], 2)
@@ -313,8 +313,8 @@ class TestDegenerate:
     @pytest.mark.parametrize(
         ("shape", "matrix"),
         [
-            ((64, 32, 3, 3), (64, 288)),  # a convolution of torch
-            ((3, 3, 32, 64), (288, 64)),  # the same of Flax
+            ((64, 32, 3, 3), (64, 288)),  # a convolution in torch
+            ((3, 3, 32, 64), (288, 64)),  # the same convolution in Flax
             ((8, 64, 64), (512, 64)),  # a stack of matrices
             ((6, 1, 6), (6, 6)),
         ],
@@ -339,7 +339,7 @@ class TestDegenerate:
         means, states = average(lockstep, mean, half, begin(mean, half[0], 2))
         assert (means[0].dtype, states[0].worker[0].dtype) == (np.float16, np.float32)
 
-    def test_donated_values_give_the_same(self, lockstep):
+    def test_donation_changes_no_result(self, lockstep):
         mean, x = PowerSGDMean(rank=2), draw(17, 2)
         expected, kept = average(lockstep, mean, x, begin(mean, x[0], 2))
         for options in ({"donate": True}, {"overwrite": True}):
@@ -416,19 +416,19 @@ class TestRefusals:
             (lambda x: [x[0].reshape(20, 12), *x[1:]], r"shape \(20, 12\) at 0; state is for \(12, 20\)"),
             (
                 lambda x: [x[0].astype(np.float64), *x[1:]],
-                "dtype float64 at 0; state is for what is computed in",
+                "dtype float64 at 0; state is for arrays that are computed in",
             ),
             (lambda x: x[:-1], "state is for"),
             (lambda x: x[::-1], "state is for"),
         ],
     )
-    def test_other_tensors_than_the_state_is_for(self, lockstep, change, said):
-        """The rows of a matrix of another shape are others: the sum would be right, and the approximation poor."""
+    def test_tensors_that_do_not_fit_the_state_are_refused(self, lockstep, change, said):
+        """The rows of a matrix of another shape differ: the sum would be right, but the approximation poor."""
         mean, x = PowerSGDMean(rank=2), draw(21, 1)[0]
         with pytest.raises(ValueError, match=said):
             lockstep([mean.stages(change(x), mean.zeros(x, rank=0, size=1))])
 
-    def test_a_state_of_another_rank_or_mean(self, lockstep):
+    def test_a_state_of_another_mean_is_refused(self, lockstep):
         x = draw(19, 1, [(12, 20)])[0]
         for other in (PowerSGDMean(rank=1), qcomp.CompressedMean(qcomp.ScaledSign())):
             state = other.zeros(x, rank=0, size=1)
@@ -461,8 +461,8 @@ def _orthonormal_product(rows, matrix, plain=powersgd._product):
 
 
 @pytest.mark.parametrize("broken", [None, *BROKEN])
-def test_what_is_broken_is_noticed(lockstep, broken, monkeypatch):
-    """Constant matrices: the sum of the means, over the steps, must come close to the mean, and follow its span."""
+def test_broken_parts_are_noticed(lockstep, broken, monkeypatch):
+    """Constant matrices: over the steps, the mean of the means must come close to the exact mean and its span."""
     if broken:
         BROKEN[broken](monkeypatch)
     rng = np.random.default_rng(20)

@@ -1,7 +1,7 @@
 """The moments of QSGD, exact over all 65536 draws of every element: identities first, then the bounds on them.
 
-What the identities say of real draws holds here up to what 16 bits leave: p is off by 2^-17 at most, and the step is
-the norm over the levels rounded up by a factor of at most 1 + 2^-16.
+Identities for real-valued draws hold here up to the resolution of 16 bits: p is off by 2^-17 at most, and the step is
+the norm over the levels, rounded up by a factor of at most 1 + 2^-16.
 """
 
 from typing import NamedTuple
@@ -35,14 +35,14 @@ class Moments(NamedTuple):
 def values(family: str) -> np.ndarray:
     if family != "worst":
         return vector(family, N, 21)
-    # One large, all others 1 / (1 + sqrt(n)): of all vectors this has the largest |v|_1 |v|_inf / |v|_2^2.
+    # One large element, all others 1 / (1 + sqrt(n)): this vector has the largest |v|_1 |v|_inf / |v|_2^2 of all.
     x = np.full(N, 1 / (1 + np.sqrt(N)), dtype=np.float32)
     x[3] = -1
     return x
 
 
 def enumerate_draws(c: qcomp.QSGD, x: np.ndarray) -> Moments:
-    """Compress 65536 buckets of these values, all elements of bucket d with the draw d."""
+    """Compress 65536 buckets of these values; all elements of bucket d have the draw d."""
 
     def source(_key, block):
         return (block.first_bucket + np.arange(block.rows, dtype=np.float32))[:, None]
@@ -72,7 +72,7 @@ def plain_of(c: qcomp.QSGD) -> qcomp.QSGD:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("levels", [1, 3, 7])
 def test_mean_and_variance(levels, norm, family):
-    """E Q = v; E |Q - v|^2 = step^2 sum p (1 - p); and the bounds, for v itself and for all v."""
+    """E Q = v; E |Q - v|^2 = step^2 sum p (1 - p); and the bounds, for this v and for all v."""
     x = values(family)
     found = enumerate_draws(qcomp.QSGD(levels=levels, bucket_size=N, norm=norm), x)
     v, step = x.astype(np.float64), found.step
@@ -83,7 +83,7 @@ def test_mean_and_variance(levels, norm, family):
     one, two, largest = np.sum(np.abs(v)), np.sqrt(np.sum(v**2)), np.max(np.abs(v))
     scale = two if norm == "l2" else largest
     assert scale / levels <= step <= scale / levels * (1 + 2.0**-15)
-    up = 1 + 2.0**-14  # of the square of the step
+    up = 1 + 2.0**-14  # for rounding up the square of the step
     assert found.error <= min(N / 4 * (scale / levels) ** 2, one * scale / levels) * up + slack
     if norm == "max":
         assert (
@@ -106,7 +106,7 @@ def test_second_moment_with_one_level(norm, family):
     expected = np.sum(np.abs(v)) * scale
     assert abs(found.square - expected) <= 2.0**-15 * expected + N * found.step**2 * 2.0**-17
     other = np.max(np.abs(v)) if norm == "l2" else np.sqrt(np.sum(v**2))
-    if family == "gaussian":  # and it is not that of the other norm
+    if family == "gaussian":  # and it differs from that of the other norm
         assert abs(found.square - np.sum(np.abs(v)) * other) > 0.1 * expected
 
 
@@ -153,18 +153,18 @@ def test_with_one_level_it_is_terngrad(library, norm, draw):
     assert not np.any(np.signbit(got[got == 0]))
 
 
-def test_of_a_coder_they_are_the_same():
+def test_a_coder_does_not_change_the_moments():
     x = values("gaussian")
     fixed = qcomp.QSGD(levels=1, bucket_size=N, norm="l2")
     coded = qcomp.QSGD(levels=1, bucket_size=N, norm="l2", coding="range")
-    with qcomp.backends.use("auto"):  # a million elements
+    with qcomp.backends.use("auto"):  # for speed: a million elements
         found = enumerate_draws(coded, x)
     for a, b in zip(found, enumerate_draws(fixed, x), strict=True):
         assert np.array_equal(a, b)
 
 
 def test_rounding_to_nearest_is_caught():
-    """Of the same errors or less, but not unbiased: E |Q|^2 tells."""
+    """Its errors are no larger, but it is not unbiased: E |Q|^2 reveals that."""
     x = values("gaussian")
     c = qcomp.QSGD(levels=1, bucket_size=N, norm="l2")
     with replace_draws(lambda _key, _block: 32768):

@@ -1,4 +1,4 @@
-"""Philox, the layout of draws, keys, and the one place where draws can be replaced."""
+"""Philox, the layout of draws, keys, and the one function that can replace draws."""
 
 import builtins
 import copy
@@ -32,7 +32,7 @@ def words(text: str) -> tuple[int, ...]:
 
 
 def reference_philox(*words: int) -> tuple[int, ...]:
-    """Philox4x32-10 as Salmon et al. write it, with one wide product for high and low word."""
+    """Philox4x32-10 as written by Salmon et al., with one wide product for high and low word."""
     c0, c1, c2, c3, k0, k1 = words
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
@@ -42,7 +42,7 @@ def reference_philox(*words: int) -> tuple[int, ...]:
 
 
 def reference_draws(key: Key, size: int, bucket_size: int) -> list[int]:
-    """The draw of every element, one by one, as Philox is defined."""
+    """Return the draw of every element, one by one, by the definition of Philox."""
     seed = key.seed % 2**32, key.seed >> 32
     stream = reference_philox(key.step % 2**32, key.step >> 32, key.tensor, key.rank, *seed)[:2]
     draws = []
@@ -58,7 +58,7 @@ def reference_draws(key: Key, size: int, bucket_size: int) -> list[int]:
 
 
 def draws(key: Key, size: int, bucket_size: int, like: object) -> np.ndarray:
-    """The draws of all elements of a vector, without those of the padding."""
+    """Return the draws of all elements of a vector, without those of the padding."""
     parts = [
         np.asarray(block.flat(draws16(key, block, bucket_size=bucket_size, like=like)))
         for block in blocks(size, bucket_size)
@@ -98,7 +98,7 @@ class TestPhilox:
         assert tuple(int(w.view(np.uint32)[0]) for w in mixed) == expected
 
     def test_constants_become_arrays_once(self, monkeypatch):
-        """Of a short vector, making them anew in every round takes longer than the arithmetic."""
+        """For a short vector, making them anew in every round would take longer than the arithmetic."""
         made = []
         as_array = array_api_compat.numpy.asarray
         monkeypatch.setattr(
@@ -110,7 +110,7 @@ class TestPhilox:
 
     @staticmethod
     def flips() -> Iterator[list[int]]:
-        """For each bit of counter and key, how many of the 4 * 32 output bits flip, for 20 random inputs."""
+        """For each bit of counter and key: how many of the 4 * 32 output bits flip, for 20 random inputs."""
         inputs = np.random.default_rng(1).integers(0, 2**32, (20, 6)).tolist()
         before = [philox4x32(tuple(row[:4]), tuple(row[4:])) for row in inputs]
         for bit in range(192):
@@ -124,7 +124,7 @@ class TestPhilox:
 
     @classmethod
     def check_avalanche(cls):
-        # 128 fair coins for each input: mean 64, variance 32. Six standard deviations of each mean.
+        # 128 fair coins per input: mean 64, variance 32. Allow six standard deviations of each mean.
         flips = np.array(list(cls.flips()))
         assert abs(flips.mean() - 64) < 6 * np.sqrt(32 / flips.size)
         assert np.abs(flips.mean(axis=1) - 64).max() < 6 * np.sqrt(32 / flips.shape[1])
@@ -150,7 +150,7 @@ class TestDraws:
         assert draws(key, 70, 32, like).tolist() == reference_draws(key, 70, 32)
 
     def test_another_layout_is_caught(self):
-        """Neighbouring elements do not share a block: the reference tells this from the layout above."""
+        """Neighbouring elements do not share a block: the reference distinguishes such a layout from the one above."""
         key = Key()
         first = reference_philox(0, 0, 0, 0, *fold_key(key, like=LIKE))
         neighbours = [half for word in first for half in (word & 0xFFFF, word >> 16)]
@@ -169,8 +169,8 @@ class TestDraws:
         for name, bits in [("seed", 64), ("step", 64), ("tensor", 32), ("rank", 32)]:
             changes += [{name: 1 << bit} for bit in (0, 1, 15, 16, 31, 32, 48, 63) if bit < bits]
         streams = [draws(Key()._replace(**change), 4096, 512, LIKE) for change in changes]
-        # Two independent streams agree in about 4096 / 65536 places: Poisson of mean 1/16, and eight or more
-        # has a probability of 4e-15.
+        # Two independent streams agree in 4096 / 65536 places on average: Poisson with mean 1/16; eight or more
+        # have a probability of 4e-15.
         for i, one in enumerate(streams):
             for other in streams[:i]:
                 assert (one == other).sum() < 8
@@ -201,13 +201,13 @@ class TestKey:
                 ):
                     make(**{name: value})
 
-    def test_at_refuses_what_is_out_of_range(self):
+    def test_at_refuses_values_out_of_range(self):
         with pytest.raises(ValueError, match=r"Key\.hop is -1"):
             Key().at(hop=-1)
         with pytest.raises(ValueError, match=r"Key\.bucket is -1"):
             Key().at(bucket=-1)
 
-    def test_is_a_tuple_that_compilers_and_pickle_can_make_anew(self):
+    def test_is_a_tuple_that_compilers_and_pickle_can_rebuild(self):
         key = Key(1, 2, 3, 4, 5, 6)
         assert pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) == jax.tree.map(lambda part: part, key)
         assert type(jax.tree.map(lambda part: None, key)) is Key
@@ -275,7 +275,7 @@ class TestReplaceDraws:
             assert (self.read() == 1).all()
         assert (self.read() == before).all()
 
-    def test_other_threads_keep_their_own(self):
+    def test_other_threads_keep_the_real_draws(self):
         before, got = self.read(), []
         with replace_draws(lambda key, block: 1):
             thread = threading.Thread(target=lambda: got.append(self.read()))

@@ -1,4 +1,4 @@
-"""The path of a gradient that CONTRIBUTING names is the one that a step takes, and there are no import circles."""
+"""A step takes the path of a gradient that CONTRIBUTING describes, and no modules import each other in a circle."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "qcomp"
 
 
 def entered(call):
-    """Return the modules of the core in which a call runs functions, in the order of their first ones."""
+    """Return the modules of the core whose functions run during a call, in order of first use."""
     found = {}
 
     def note(frame, event, _):
@@ -33,11 +33,11 @@ def entered(call):
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PATH = re.findall(r"^\d+\. `([a-z_/]+\.py)`:", GUIDE, flags=re.MULTILINE)
-"""The modules that the guide numbers."""
+"""The modules that the guide lists by number."""
 
 
 def compressed_step(kernels):
-    """Return the modules of the core that a compressed step passes through."""
+    """Return the modules of the core that a compressed step runs through."""
     opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=None)
     comm = qcomp.comm.LocalCommunicator.alone()
     gradient = np.ones(5000, dtype=np.float32)
@@ -50,12 +50,12 @@ def compressed_step(kernels):
 
 
 @pytest.mark.parametrize("kernels", ["numba", "pure"])
-def test_the_path_of_a_gradient_is_that_of_the_guide(kernels):
+def test_a_gradient_takes_the_path_that_the_guide_describes(kernels):
     assert 1 < len(PATH) <= 7
     assert [module for module in compressed_step(kernels) if module in PATH] == PATH
 
 
-def test_only_without_kernels_a_compressor_is_asked():
+def test_compressor_modules_run_only_without_kernels():
     compressors = re.findall(r"`(compressors/[a-z_]+\.py)`", GUIDE)
     passed = {kernels: compressed_step(kernels) for kernels in ("numba", "pure")}
     assert [module for module in passed["pure"] if module in compressors] == compressors
@@ -63,7 +63,7 @@ def test_only_without_kernels_a_compressor_is_asked():
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the modules of the package that a module imports, also for types only."""
+    """Return the modules of the package that a module imports, including imports for types only."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qcomp"):
@@ -75,7 +75,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def circles(arrows: dict[str, set[str]]) -> list[str]:
-    """Return the modules that import themselves by way of others."""
+    """Return the modules that import themselves through others."""
     reached = {module: set(targets) for module, targets in arrows.items()}
     for middle in arrows:
         for targets in reached.values():
@@ -84,20 +84,20 @@ def circles(arrows: dict[str, set[str]]) -> list[str]:
     return [module for module, targets in reached.items() if module in targets]
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_there_are_no_import_circles():
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for path in PACKAGE.rglob("*.py")
-        if path.name != "__init__.py"  # the face of a package only hands names on
+        if path.name != "__init__.py"  # the __init__ of a package only re-exports names
     }
     arrows = {module: imports_of(path) & modules.keys() for module, path in modules.items()}
     assert sum(map(len, arrows.values())) > 500
     assert circles(arrows) == []
 
 
-def test_a_circle_is_found():
+def test_an_import_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
 
 
-def test_the_root_of_the_core_is_what_a_reader_meets_first():
+def test_the_root_of_the_core_stays_small():
     assert len([path for path in (PACKAGE / "core").glob("*.py") if path.name != "__init__.py"]) <= 16

@@ -1,4 +1,4 @@
-"""Compressors by name: spec strings, what they say when they are wrong, and entry points."""
+"""Compressors by name: spec strings, errors in them, and entry points."""
 
 import subprocess
 import sys
@@ -60,12 +60,12 @@ def test_specs_are_equal_exactly_where_compressors_are(one, other):
         ("scaled(qsgd:levels=1,bucket_size=8)", qcomp.Scaled(qcomp.QSGD(levels=1, bucket_size=8))),
     ],
 )
-def test_what_is_left_out_has_its_default(spec, expected):
+def test_omitted_options_have_their_defaults(spec, expected):
     assert qcomp.compressor(spec) == expected
 
 
-def test_specs_are_written_like_this():
-    """Golden files and handshakes compare them as text."""
+def test_the_text_of_specs_is_fixed():
+    """Golden files and handshakes compare specs as text."""
     assert qcomp.ScaledSign().spec == "sign:bucket_size=4096,scale=l1"
     assert qcomp.QSGD().spec == "qsgd:levels=7,bucket_size=512,norm=max"
     assert qcomp.Scaled(qcomp.QSGD()).spec == "scaled(qsgd:levels=7,bucket_size=512,norm=max)"
@@ -130,7 +130,7 @@ def test_every_compressor_of_the_package_is_registered():
 
 @dataclass(frozen=True)
 class Wrapper(qcomp.Compressor):
-    """A compressor with an option of every kind, around another."""
+    """A compressor around another one, with an option of every kind."""
 
     name: ClassVar[str] = "wrapper"
 
@@ -173,7 +173,7 @@ class TestRegister:
         with pytest.raises(ValueError, match="has factor='x'; expected a value of type float"):
             qcomp.compressor("wrapper(qsgd):factor=x")
 
-    def test_deep_nesting_as_far_as_a_spec_may_be_long(self):
+    def test_deep_nesting_works_up_to_the_maximal_length(self):
         qcomp.register(Wrapper)
         spec = "wrapper(" * 100 + "qsgd" + ")" * 100
         c = qcomp.compressor(spec)
@@ -218,7 +218,7 @@ class Halve(qcomp.Identity):
 
 
 def install(folder: Path, distribution: str, **points: str) -> None:
-    """Put a package into a folder as an installer would, with entry points."""
+    """Put a package with entry points into a folder, as an installer would."""
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
@@ -268,6 +268,6 @@ class TestEntryPoints:
         )
         assert run(tmp_path, "print(qcomp.compressor('qsgd'))") == "qsgd:levels=7,bucket_size=512,norm=max\n"
 
-    def test_a_class_of_another_name_than_its_entry_point_is_an_error(self, tmp_path):
+    def test_an_entry_point_must_have_the_name_of_its_class(self, tmp_path):
         install(tmp_path, "plugin", third="plugin:Halve")
         assert "ValueError" in run(tmp_path, "qcomp.compressor('third')")

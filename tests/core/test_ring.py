@@ -1,4 +1,4 @@
-"""The mean around a ring: N roundings, one neighbour, the order of its sums."""
+"""The mean around a ring: N roundings, messages to one neighbour only, and the order of its sums."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -42,7 +42,7 @@ SIGN = around(qcomp.ScaledSign(bucket_size=16))
 class TestMean:
     @sizes
     def test_without_loss_adds_in_the_order_of_the_ring(self, size):
-        """In the last bits too: the owner of a chunk comes last, its right neighbour first."""
+        """To the last bit: the sum starts with the owner's right neighbour and ends with the owner of the chunk."""
         mean = around(qcomp.Identity())
         values = [inputs(rank, 0, shapes=[(23,)])[0] for rank in range(size)]
         got, _ = average(mean, values, start(mean, values[:1], size))
@@ -54,7 +54,7 @@ class TestMean:
                 assert got[part.start : part.stop].tobytes() == (total / np.float32(size)).tobytes()
 
     @pytest.mark.parametrize("spec", SPECS[:1] + SPECS[2:])
-    def test_of_one_rank_rounds_once(self, spec):
+    def test_with_one_rank_it_rounds_once(self, spec):
         c, x = qcomp.compressor(spec), inputs(0, 0)
         got, expected = (
             average(mean, [x], start(mean, x, 1)).means
@@ -62,8 +62,8 @@ class TestMean:
         )
         assert bits(got) == bits(expected)
 
-    def test_of_two_ranks_is_two_phases_in_which_a_server_keeps_its_own_part_exact(self):
-        """Bit for bit, where compressing that part loses nothing."""
+    def test_with_two_ranks_it_is_two_phases_with_the_own_part_kept_exact(self):
+        """Bit for bit, if compressing that part loses nothing."""
         signs = np.sign(np.random.default_rng(0).standard_normal(64)).astype(np.float32)
         values = [inputs(rank, 0, shapes=[(64,)])[0] for rank in range(2)]
         for rank in range(2):
@@ -81,7 +81,7 @@ class TestMean:
 
 
 def requantising(self: _Share, sealed: Any, owner: int) -> AllToAll:
-    """Break the second half: what is passed on is compressed anew, by who passes it on."""
+    """Break the second half: each rank compresses anew what it passes on."""
     self.sent = getattr(self, "sent", 0) + 1
     if self.sent >= self.size and owner != self.rank:
         frame = self.layout.frames[owner]
@@ -107,7 +107,7 @@ class TestExchanges:
             average(mean, values, states, Key())
 
     @sizes
-    def test_each_rank_compresses_n_things_and_sends_to_the_right(self, lockstep, monkeypatch, size):
+    def test_each_rank_compresses_n_times_and_sends_to_the_right(self, lockstep, monkeypatch, size):
         calls, encode = [], Codec.encode
 
         def counted(self, *args, **options):
@@ -138,7 +138,7 @@ class TestExchanges:
     @sizes
     @pytest.mark.parametrize("spec", ["sign:bucket_size=16", "qsgd:levels=20,bucket_size=16"])
     def test_bytes_are_what_the_layout_predicts(self, size, spec):
-        """A message is the payload of each segment, the verdict and a flag for each rank, each padded to 8 bytes."""
+        """A message holds the payload of each segment, the verdict and a flag for each rank, each padded to 8 bytes."""
         c = qcomp.compressor(spec)
         mean, tensors = around(c), inputs(0, 0)
 
@@ -155,14 +155,14 @@ class TestExchanges:
             sum(padded(c.payload_spec(s.size).nbytes) for s in chunk) + 8 + padded(size)
             for chunk in mean.layout([t.shape for t in tensors], rank=0, size=size).chunks
         ]
-        # Of sums a rank sends all but its own, of means all but its right neighbour's.
+        # Of sums, a rank sends all but its own; of means, all but its right neighbour's.
         expected = [2 * sum(messages) - messages[r] - messages[(r + 1) % size] for r in range(size)]
         assert run_local(size, rank_main) == (expected if size > 1 else [0])
 
 
 class TestSumIdentity:
-    def test_residuals_taken_for_those_of_means_are_caught(self, monkeypatch):
-        """Residuals of sums count as their Nth part; the owner of a chunk, which has none, counts among the N."""
+    def test_counting_residuals_of_sums_like_those_of_means_is_caught(self, monkeypatch):
+        """Residuals of sums count as an Nth part; the owner of a chunk has none, but counts as one of the N."""
 
         def of_holders(mean, states, tensors):
             fewer = [state._replace(worker=tuple(r * (3 / 2) for r in state.worker)) for state in states]
@@ -175,7 +175,7 @@ class TestSumIdentity:
 
 class TestState:
     @sizes
-    def test_residuals_are_one_vector_a_rank(self, size):
+    def test_residuals_add_up_to_one_vector_per_rank(self, size):
         for state in start(SIGN, inputs(0, 0), size):
             worker, server = SIGN.layout(SHAPES, rank=state.rank, size=size).residuals
             assert [r.shape for r in (*state.worker, *state.server)] == [
@@ -188,7 +188,7 @@ class TestState:
             assert state.topology == "ring"
 
     def test_of_other_topologies_is_an_error_of_checkpoints(self):
-        """A rank's own dict fits one topology; a list of all fits any (see the tests of elastic checkpoints)."""
+        """A rank's own dict fits one topology; a list of all dicts fits any (see the tests of elastic checkpoints)."""
         comm, x = qcomp.comm.LocalCommunicator.alone(), np.ones(40, dtype=np.float32)
         settings = {"learning_rate": 0.1, "compressor": qcomp.ScaledSign(8), "exact": None}
         ring, other = (
@@ -201,8 +201,8 @@ class TestState:
 
 
 class TestNonFinite:
-    def test_a_sum_that_is_too_large_is_refused_where_it_is(self, lockstep):
-        """Values below 2^100 whose sum is not: rank 2 cannot compress it for rank 0, which owns the chunk."""
+    def test_a_sum_that_is_too_large_names_the_rank_that_computed_it(self, lockstep):
+        """Values are below 2^100, but their sum is not: rank 2 cannot compress it for rank 0, the chunk's owner."""
         values = [np.full(16, 0.75 * 2.0**100, dtype=np.float32) for _ in range(3)]
         errors = lockstep(
             [SIGN.stages(x, s) for x, s in zip(values, start(SIGN, values[:1], 3), strict=True)],
@@ -212,24 +212,24 @@ class TestNonFinite:
 
 
 LARGEST = (3, 3, 6, 12)
-"""Of each rank's bucket in the order of the ring: the sums, and the means of 2, 3 and 4 ranks, are exact steps."""
+"""Values of each rank's bucket in the order of the ring: sums, and means of 2, 3 and 4 ranks, are exact steps."""
 DRAWS = 16
 
 
 def thirds(*values: str) -> list[Fraction]:
-    """Values whose thirds, over exact steps, are sixteenths."""
+    """Return values whose thirds, over exact steps, are sixteenths."""
     return [3 * Fraction(value) for value in values]
 
 
 def rounded(value: Fraction, largest: Fraction, levels: int) -> dict[Fraction, Fraction]:
-    """The distribution of QSGD: the two levels around a value, by their distance."""
+    """Return QSGD's distribution: the two levels around a value, weighted by their distance."""
     step = largest / levels
     low, share = divmod(value / step, 1)
     return {low * step: 1 - share, (low + 1) * step: share} if share else {low * step: Fraction(1)}
 
 
 def ring_moments(p: Sequence[Fraction], levels: int) -> tuple[Fraction, Fraction]:
-    """The exact mean and variance of what a ring makes of p, in the order of the ring."""
+    """Return the exact mean and variance of a ring's result for p, in the order of the ring."""
     sums = {Fraction(0): Fraction(1)}
     size, largest = len(p), Fraction(0)
     for hop, own in enumerate(p):
@@ -260,7 +260,7 @@ class TestUnbiased:
     )
 
     def outcomes(self, p: Sequence[Fraction], levels: int, columns: Callable) -> np.ndarray:
-        """Average at len(p) ranks, in one bucket of the chunk of rank 0, a copy of p for each tuple of draws."""
+        """Average at len(p) ranks, in one bucket of the chunk of rank 0, one copy of p for each tuple of draws."""
         size, grid = len(p), GRIDS[len(p)]
         values = [np.full(len(grid) + 1, 0, dtype=np.float64) for _ in p]
         for hop, value in enumerate(p):
@@ -268,9 +268,7 @@ class TestUnbiased:
             values[(hop + 1) % size][0] = LARGEST[hop]
 
         def source(key, block):
-            draws = (
-                (2 * grid[:, columns(key)] + 1) * (1 << 16) // (2 * DRAWS)
-            )  # in the middle of each sixteenth
+            draws = (2 * grid[:, columns(key)] + 1) * (1 << 16) // (2 * DRAWS)  # the middle of each sixteenth
             return np.pad(np.concatenate([[0], draws]), (0, block.length - len(grid) - 1))
 
         mean = around(qcomp.QSGD(levels=levels, bucket_size=1 << 17), feedback=False)
@@ -280,7 +278,7 @@ class TestUnbiased:
 
     @staticmethod
     def own(key: Key) -> int:
-        return 0 if key.hop == 1 else key.hop - 1  # the owner finishes with hop 1, the others have 2 and up
+        return 0 if key.hop == 1 else key.hop - 1  # the owner finishes with hop 1, others use hops from 2 on
 
     @pytest.mark.parametrize(("p", "levels"), CASES)
     def test_mean_and_variance_over_all_outcomes_are_exact(self, p, levels):
@@ -299,16 +297,14 @@ class TestUnbiased:
         assert max(off) > 0.01
 
     def test_variances_of_the_roundings_add_up(self):
-        """Three hops of variance s (1 - s) steps^2 over N^2, and that of the mean: where the sums do not vary."""
+        """Three hops of variance s (1 - s) steps^2 over N^2, and that of the mean, for sums that do not vary."""
         p, levels = thirds("1/4", "0", "0"), 1
         first = Fraction(1, 4) * Fraction(3, 4)
         mean, variance = ring_moments(p, levels)
-        # After the first hop the sum is 0 or 1 of 1, then 0 or 2 of 2 with half of that, then 0 or 4 of 4: each of
-        # these is a variance on top of the one before, since E[X] stays.
+        # After the first hop the sum is 0 or 1 of 1, then 0 or 2 of 2 half as probably, then 0 or 4 of 4: each
+        # rounding adds its variance to those before, since E[X] stays.
         assert mean == Fraction(1, 4)
-        expected = (
-            first + Fraction(1, 4) * 1 + Fraction(1, 8) * 4
-        )  # in units of 3, of which the mean has a third
+        expected = first + Fraction(1, 4) * 1 + Fraction(1, 8) * 4  # in units of 3; the mean has a third
         assert variance == expected
         assert self.outcomes(p, levels, self.own).var() == pytest.approx(float(expected), rel=1e-12)
 

@@ -1,4 +1,4 @@
-"""Large means in rounds: the same bits as in one, and no more messages than rounds."""
+"""Large means in rounds: the same bits as in one message, and no more messages than rounds."""
 
 import random
 
@@ -18,7 +18,7 @@ from tests.optimizers.every import COMPRESSING, EVERY
 SHAPES = [(11, 3), (8, 8), (0, 4), (13, 10), (5, 5), (1, 3), (257, 1), (8, 5), (8, 9)]
 IN_ROUNDS = [name for name in names() if topology(name).allows_rounds]
 BYTES = 128
-"""Of the shortest round, in these tests: 32 float32."""
+"""The shortest round in these tests has 32 float32."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def small_rounds(monkeypatch):
     monkeypatch.setattr(rounds, "ROUND_BYTES", BYTES)
 
 
-# --- what is in a round ----------------------------------------------------------------------------------------------
+# --- the contents of a round -----------------------------------------------------------------------------------------
 
 
 def test_rounds_hold_every_bucket_once_in_order_with_its_number():
@@ -54,7 +54,7 @@ def test_rounds_hold_every_bucket_once_in_order_with_its_number():
 @pytest.mark.parametrize(
     ("elements", "count"), [(0, 1), (63, 1), (64, 2), (191, 2), (192, 3), (640, 10), (703, 10), (704, 11)]
 )
-def test_there_are_two_short_rounds_and_more_only_of_twice_that(small_rounds, elements, count):
+def test_the_number_of_rounds_grows_with_the_size(small_rounds, elements, count):
     x = np.zeros(elements, dtype=np.float32)
     assert (
         count_rounds([x.dtype.name], [x.size]) == count_rounds([x.dtype.name] * 2, [5, x.size - 5]) == count
@@ -62,13 +62,13 @@ def test_there_are_two_short_rounds_and_more_only_of_twice_that(small_rounds, el
     assert count_rounds([x.dtype.name, "float64"], [x.size, elements]) == 1
 
 
-def test_rounds_are_of_the_same_length_but_for_a_bucket():
+def test_rounds_have_the_same_length_up_to_a_bucket():
     chunks = cut([5000, 3, 0, 700, 9000], [8, 16, 8, 32, 8], 3)
     for count in (2, 5, 16):
         found = cut_rounds(chunks, [8, 16, 8, 32, 8], count)
         for rank, chunk in enumerate(chunks):
             even = sum(s.size for s in chunk) / count
-            # Each of its two ends is moved by less than the largest bucket, and so is that of the tail of a tensor.
+            # Each of its two ends moves by less than the largest bucket, and so does that of the tail of a tensor.
             assert all(abs(sum(s.size for s in of_round[rank]) - even) <= 2 * 32 for of_round in found)
 
 
@@ -105,7 +105,7 @@ def gradient(rank, step, shapes=SHAPES):
 
 
 def leaves(value):
-    """Every array and number within a value, as bytes."""
+    """Return every array and number within a value, as bytes."""
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value)]
     if isinstance(value, list | tuple):
@@ -127,7 +127,7 @@ def train(opt, n, steps=4):
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_in_rounds_is_bit_for_bit_the_fused_one(name, n, monkeypatch):
+def test_a_step_in_rounds_has_the_bits_of_a_step_in_one_message(name, n, monkeypatch):
     fused = train(OPTIMIZERS[name], n)
     monkeypatch.setattr(rounds, "ROUND_BYTES", BYTES)
     assert train(OPTIMIZERS[name], n) == fused
@@ -166,24 +166,24 @@ def at_once(mean, x, state, key, comm, **how):
 )
 @pytest.mark.parametrize("topology", IN_ROUNDS)
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_every_compressor_draws_and_keeps_what_it_does_in_the_whole(name, topology, n, shapes, small_rounds):
+def test_every_compressor_has_the_same_draws_and_residuals_in_rounds(name, topology, n, shapes, small_rounds):
     for feedback in (True, False):
         if feedback and name in ("qsgd", "elias"):
-            continue  # no contraction
+            continue  # not a contraction
         mean = CompressedMean(COMPRESSORS[name], topology=topology, feedback=feedback)
         assert means_of(mean, n, in_rounds, shapes=shapes) == means_of(mean, n, at_once, shapes=shapes)
 
 
 def test_every_library_gives_the_same(library, small_rounds):
-    shapes = [(256,), (0,)]  # in rounds of the same length, for JAX compiles for each
+    shapes = [(256,), (0,)]  # the rounds have the same length, because JAX compiles for each length
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
     found = means_of(mean, 2, in_rounds, steps=2, shapes=shapes, library=library)
     assert found == means_of(mean, 2, at_once, steps=2, shapes=shapes)
 
 
 @pytest.mark.parametrize("topology", IN_ROUNDS)
-def test_buffers_are_used_as_in_the_whole(topology, small_rounds):
-    """The residual in the buffer of x, the mean in one buffer: nothing is put together from copies."""
+def test_rounds_write_into_the_buffers_of_the_whole_mean(topology, small_rounds):
+    """The residual is in the buffer of x, the mean in one buffer: nothing is assembled from copies."""
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8), topology=topology)
 
     def rank_main(comm):
@@ -206,14 +206,14 @@ def test_buffers_are_used_as_in_the_whole(topology, small_rounds):
     assert all(qcomp.comm.run_local(2, rank_main))
 
 
-def test_what_may_be_overwritten_is_so_only_when_all_has_arrived(small_rounds):
+def test_a_mean_that_may_overwrite_its_values_has_one_round(small_rounds):
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
     x = gradient(0, 0, [(700,)])[0]
     state = mean.zeros([x], rank=0, size=1)
     assert len(mean.begin(x, state, Terms(overwrite=True)).rounds) == 1
 
 
-def test_a_mean_that_is_called_is_in_rounds_too(small_rounds):
+def test_calling_a_mean_also_uses_rounds(small_rounds):
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
 
     def called(mean, x, state, key, comm):
@@ -230,7 +230,7 @@ def test_a_mean_that_is_called_is_in_rounds_too(small_rounds):
     assert all(found)
 
 
-def test_half_precision_is_cut_like_the_values_it_is_computed_in(small_rounds):
+def test_half_precision_is_cut_into_rounds_like_float32(small_rounds):
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
 
     def halves(runner):
@@ -260,7 +260,7 @@ def test_momenta_are_blended_in_the_rounds(small_rounds):
 
 
 @pytest.mark.parametrize("fault", ["numbers", "residuals", "order"])
-def test_rounds_that_go_wrong_are_noticed(fault, small_rounds, monkeypatch):
+def test_faults_in_rounds_are_noticed(fault, small_rounds, monkeypatch):
     compressor = COMPRESSORS["qsgd" if fault == "numbers" else "sign"]
     mean = CompressedMean(compressor, feedback=fault != "numbers")
     expected = means_of(mean, 2, at_once)
@@ -289,7 +289,7 @@ def test_rounds_that_go_wrong_are_noticed(fault, small_rounds, monkeypatch):
         )
     try:
         found = means_of(mean, 2, in_rounds)
-    except Exception:  # parts that do not fit
+    except Exception:  # parts that do not fit each other
         found = None
     assert found != expected
 
@@ -298,7 +298,7 @@ def test_rounds_that_go_wrong_are_noticed(fault, small_rounds, monkeypatch):
 
 
 def requests_of(opt):
-    """What a step of the only rank wants to exchange."""
+    """Return the exchanges that a step requests in a world of one."""
     params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
     state = opt.initial_state(params, tuple(map(str, range(len(params)))), 0, 1)
     stages, found, arrived = opt.stages(params, gradient(0, 0), state), [], None
@@ -311,14 +311,14 @@ def requests_of(opt):
         arrived = [request.send if isinstance(request, AllGather) else request.send[0]]
 
 
-def test_a_small_model_sends_what_it_always_did():
+def test_a_small_model_sends_one_message_per_phase():
     opt = SGD
     found = requests_of(opt)
     assert [type(r).__name__ for r in found] == ["AllToAll", "AllGather"]
     assert not any(r.later for r in found)
 
 
-def test_a_large_one_sends_a_message_a_round_and_phase(small_rounds):
+def test_a_large_model_sends_one_message_per_round_and_phase(small_rounds):
     opt = SGD
     found = requests_of(opt)
     count = len(found) // 2
@@ -328,7 +328,7 @@ def test_a_large_one_sends_a_message_a_round_and_phase(small_rounds):
     assert all(r.later for r in found)
 
 
-def test_what_rounds_send_is_what_one_message_holds_but_for_verdicts_and_padding(small_rounds, monkeypatch):
+def test_rounds_add_only_verdicts_and_padding_to_the_bytes(small_rounds, monkeypatch):
     opt = SGD
 
     def sent():
@@ -345,11 +345,11 @@ def test_what_rounds_send_is_what_one_message_holds_but_for_verdicts_and_padding
     in_rounds = sent()
     monkeypatch.setattr(rounds, "ROUND_BYTES", 1 << 20)
     for whole, pieces in zip(sent(), in_rounds, strict=True):
-        # In each phase a verdict of 8 bytes for each further message, and of each cut payload less than 12 of padding.
+        # In each phase 8 bytes of verdict for each further message, and less than 12 of padding for each cut payload.
         assert 2 * 8 * further <= pieces - whole < 2 * (8 + 12) * further
 
 
-def test_the_first_rounds_carry_the_exact_tensors_along(small_rounds):
+def test_the_first_rounds_also_carry_the_exact_tensors(small_rounds):
     opt = SGD
     params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
     state = opt.initial_state(params, tuple(map(str, range(len(params)))), 0, 1)
@@ -379,7 +379,7 @@ def test_a_value_out_of_range_in_any_round_is_an_error_on_all_ranks_and_touches_
         untouched = leaves([params, state]) == before
         params, state = opt.step(
             params, gradient(comm.rank, 1), state, comm
-        )  # and the communicator still works
+        )  # and the communicator is still usable
         return untouched, leaves(params)
 
     (first, params), (second, others), (third, last) = qcomp.comm.run_local(3, rank_main)
@@ -387,7 +387,7 @@ def test_a_value_out_of_range_in_any_round_is_an_error_on_all_ranks_and_touches_
     assert params == others == last
 
 
-def test_what_does_not_fit_is_refused_as_ever(small_rounds):
+def test_values_that_do_not_fit_the_state_are_refused(small_rounds):
     mean = CompressedMean(COMPRESSORS["sign"])
     comm = qcomp.comm.LocalCommunicator.alone()
     x = gradient(0, 0)
@@ -396,7 +396,7 @@ def test_what_does_not_fit_is_refused_as_ever(small_rounds):
         mean.begin(x[1:], state, Terms())
 
 
-def test_tensors_of_several_dtypes_are_one_round(small_rounds):
+def test_tensors_of_several_dtypes_form_one_round(small_rounds):
     mean = CompressedMean(COMPRESSORS["sign"])
     x = gradient(0, 0)
     mixed = [x[0].astype(np.float64), *x[1:]]

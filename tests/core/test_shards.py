@@ -1,4 +1,4 @@
-"""Means of which each rank keeps its shard, and shards for all, in every array library."""
+"""Means of which each rank keeps its shard, and gathering of shards, in every array library."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def run(lockstep, stages):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_exact_is_the_mean_of_the_own_shard(lockstep, library, world):
+def test_exact_tensors_give_the_mean_of_the_own_shard(lockstep, library, world):
     shards = of_all(world, (EXACT,) * 4)
     values = drawn(world, world * sum(SIZES))
     results = run(
@@ -41,8 +41,8 @@ def test_what_is_exact_is_the_mean_of_the_own_shard(lockstep, library, world):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_is_not_sent_is_owed(lockstep, kernels, dtype):
-    """The means of all steps add up to those of the exact means, minus the mean of what the ranks owe."""
+def test_the_part_that_is_not_sent_is_owed(lockstep, kernels, dtype):
+    """The sum of the means equals the sum of the exact means minus the mean of what the ranks owe."""
     world, steps = 3, 5
     size = world * sum(SIZES)
     shards = of_all(world)
@@ -64,7 +64,7 @@ def test_what_is_not_sent_is_owed(lockstep, kernels, dtype):
 
 
 def test_the_mean_is_unbiased(lockstep):
-    """Over four equidistant draws, which all elements share: an expectation needs no more than each one's own."""
+    """Over four equidistant draws shared by all elements: an expectation depends only on each element's own draw."""
     shards = of_all(2, (qcomp.QSGD(1, 8, norm="max"),), (2,))
     values = [np.asarray([1, 0.25, 0.5, 1], np.float32), np.asarray([1, -0.5, 0.25, 1], np.float32)]
     found = []
@@ -79,7 +79,7 @@ def test_the_mean_is_unbiased(lockstep):
 
 
 def test_no_two_shards_share_draws():
-    """Else the same values in two shards, or on two ranks, would be rounded alike."""
+    """Otherwise equal values in two shards, or on two ranks, would be rounded alike."""
     asked = []
 
     def source(key, block):

@@ -1,4 +1,4 @@
-"""Top-k and random-k: exact laws of what they keep, and what they say of themselves."""
+"""Top-k and random-k: exact laws about what they keep, and their traits."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ class TestTopK:
             expected[start : start + bucket_size][first] = bucket[first]
         assert decoded(TopK(k, bucket_size), x).tobytes() == expected.tobytes()
 
-    def test_what_is_kept_and_what_is_lost_are_the_vector(self):
+    def test_the_kept_and_the_lost_part_add_up_to_the_vector(self):
         """Nothing is rounded: p = D + e bit for bit, and the loss is the energy of the tail."""
         x, residual = vector("gaussian", 200, 2), vector("gaussian", 200, 3)
         payload, left = qcomp.feedback.compress(TopK(7, 64), x, residual)
@@ -34,7 +34,7 @@ class TestTopK:
         assert np.array_equal(q + left, x + residual)
         assert not (q * left).any()
 
-    def test_equality_in_the_contraction_iff_all_magnitudes_are_equal(self):
+    def test_the_contraction_is_tight_iff_all_magnitudes_are_equal(self):
         c, x = TopK(5, 64), np.where(np.arange(64) % 3, -2.0, 2.0)
         assert np.sum((decoded(c, x) - x) ** 2) == (1 - c.traits.delta) * np.sum(x**2)
         x[11] *= 1.01
@@ -45,14 +45,14 @@ class TestTopK:
         [(512, 256, 2 * 5 * (1 + 4) + 2), (1024, 512, 2 * 5 * (2 + 4)), (514, 512, 7 * 6 + 2), (0, 512, 0)],
     )
     def test_bytes(self, size, bucket_size, nbytes):
-        """A byte an index, or two, then the values at a multiple of 4."""
+        """One byte or two per index, then the values at a multiple of 4."""
         assert TopK(5, bucket_size).payload_spec(size).nbytes == nbytes
 
 
 class TestRandK:
     @pytest.mark.parametrize(("k", "bucket_size"), [(1, 8), (8, 64), (4, 16), (64, 64), (2, 1024)])
     def test_moments_are_exact(self, k, bucket_size):
-        """Over all draws: each stratum takes each of its elements equally often."""
+        """Over all draws: each stratum keeps each of its elements equally often."""
         c, x = RandK(k, bucket_size), vector("gaussian", bucket_size, 4).astype(np.float64)
         ratio = bucket_size // k
         results = []
@@ -60,7 +60,7 @@ class TestRandK:
             for draw in (
                 number * 65536 // ratio,
                 (number + 1) * 65536 // ratio - 1,
-            ):  # first and last of the number
+            ):  # the first and the last draw of each number
                 with replace_draws(lambda _key, _block, draw=draw: draw):
                     results.append(decoded(c, x, Key()))
         mean, error = np.mean(results, axis=0), np.mean(np.square(np.subtract(results, x)), axis=0)
@@ -70,17 +70,17 @@ class TestRandK:
         assert all(np.count_nonzero(r) == k for r in results)
 
     def test_strata_are_drawn_independently(self):
-        """Of 4096 buckets with 8 strata of 8 elements, each pair of numbers comes up about as often."""
+        """With 4096 buckets of 8 strata of 8 elements, every pair of numbers occurs about equally often."""
         c, x = RandK(8, 64), np.ones(64 * 4096, dtype=np.float32)
         kept = decoded(c, x, Key(seed=1)).reshape(4096, 8, 8) != 0
-        number = kept.argmax(axis=1)  # of each bucket and stratum
+        number = kept.argmax(axis=1)  # the number drawn in each bucket and stratum
         for i in range(8):
             for j in range(i):
                 counts = np.bincount(number[:, i] * 8 + number[:, j], minlength=64)
-                # 64 cells of 64 on average: chi-square with 63 degrees, whose 1e-9 quantile is below 150.
+                # 64 cells of 64 on average: chi-square with 63 degrees of freedom; its 1e-9 quantile is below 150.
                 assert ((counts - 64) ** 2 / 64).sum() < 150
 
-    def test_scaled_is_the_contraction_without_the_factor(self):
+    def test_scaled_keeps_values_without_the_factor(self):
         c, x = qcomp.Scaled(RandK(8, 64)), vector("gaussian", 640, 5)
         y = decoded(c, x, Key(seed=2))
         assert np.count_nonzero(y) == 80
@@ -90,9 +90,9 @@ class TestRandK:
     def test_bytes(self):
         assert RandK(8, 64).payload_spec(640).nbytes == 80 * 5
         assert RandK(8, 4096).payload_spec(8192).nbytes == 16 * 6
-        assert RandK(64, 64).payload_spec(3).nbytes == 8 * 5  # a tail of three has a length of eight
+        assert RandK(64, 64).payload_spec(3).nbytes == 8 * 5  # a tail of three counts as length eight
 
-    def test_values_of_few_bits_are_those_of_qsgd_and_positions_those_of_32_bits(self):
+    def test_values_of_few_bits_are_rounded_as_by_qsgd_at_the_positions_of_32_bits(self):
         x, key = vector("gaussian", 300, 7), Key(seed=3, step=2, rank=1, hop=1, bucket=5)
         for bits in (2, 4, 8):
             c, exact = RandK(8, 64, bits), decoded(RandK(8, 64), x, key)
@@ -105,9 +105,9 @@ class TestRandK:
                 assert not np.any((y[part] / (8 * step[bucket])) % 1)
 
     def test_the_draws_of_values_do_not_depend_on_those_of_positions(self):
-        """Values in the middle of a step go up half of the time, wherever in their stratum they were taken from."""
+        """Values halfway between levels are rounded up half of the time, wherever in their stratum they were drawn."""
         x = np.full(64, 0.5, dtype=np.float32)
-        x[7::8] = 1  # the largest, in one stratum
+        x[7::8] = 1  # the largest value, in one place of each stratum
         ups = {True: [], False: []}
         for step in range(400):
             (number,) = np.flatnonzero(decoded(RandK(8, 64), x, Key(step=step))[::8])
@@ -117,7 +117,7 @@ class TestRandK:
 
     @pytest.mark.slow
     def test_a_compiler_draws_the_same(self):
-        """Also when what was drawn is drawn again."""
+        """Also when decompressing draws the positions again."""
         jax = pytest.importorskip("jax")
         c, x, key = RandK(8, 64, 2), vector("gaussian", 128, 1), Key(seed=1, step=5, hop=1)
 
@@ -134,7 +134,7 @@ class TestRandK:
         assert RandK(64, 4096, 2).payload_spec(1 << 20).nbytes == 256 * (16 + 4) + 16
         assert (
             RandK(2, 64, 2).payload_spec(64).nbytes == 8 * 2 // 8 + 2 + 4 + 16
-        )  # eight codes at least, padding
+        )  # at least eight codes, padding
 
     @pytest.mark.parametrize("k", [1, 8, 64])
     def test_zeros_tails_and_keys_of_every_size(self, k):
@@ -156,7 +156,7 @@ class TestRandK:
             y = decoded(RandK(k, 64, bits), np.full(size, 3, dtype=np.float32), Key(seed=2))
             np.testing.assert_allclose(y[y != 0], 3 * factor, rtol=2.0**-15 if bits == 5 else 0)
 
-    def test_around_it_feedback_explodes_and_says_so(self):
+    def test_feedback_around_it_is_refused(self):
         with pytest.raises(ValueError, match=r"omega = 7 >= 1.*qcomp\.Scaled"):
             qcomp.CompressedMean(RandK(8, 64))
 

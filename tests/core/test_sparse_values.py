@@ -1,4 +1,4 @@
-"""Top-k with values of a few bits: which levels, which code, how long, and what damaged bytes do."""
+"""Top-k with values of a few bits: the levels, the code, its length, and damaged bytes."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def short(x):
 
 
 def levels(magnitudes, bits):
-    """The levels of magnitudes whose sums are exact."""
+    """Return the levels for magnitudes whose sums are exact."""
     mean = F(sum(magnitudes)) / F(len(magnitudes))
     if bits == 1:
         return [short(mean)]
@@ -57,8 +57,8 @@ def levels(magnitudes, bits):
 class TestLevels:
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize(("k", "bucket_size"), [(1, 8), (5, 16), (16, 16), (12, 64)])
-    def test_what_is_kept_takes_the_nearest_level(self, k, bucket_size, bits):
-        """Of integers, whose sums are exact: the elements and signs of 32 bits; of two nearest, the higher."""
+    def test_kept_values_take_the_nearest_level(self, k, bucket_size, bits):
+        """For integers, whose sums are exact: elements and signs as with 32 bits; of two nearest levels the higher."""
         rng = np.random.default_rng([k, bucket_size, bits])
         for size in (bucket_size, 3 * bucket_size + 5, 3):
             x = rng.integers(-9, 10, size).astype(F) ** 3
@@ -93,7 +93,7 @@ class TestLevels:
         assert errors[1] <= errors[0] * (1 + 2**-6)
         assert errors[3] <= errors[2] * (1 + 2**-6)
 
-    def test_two_bits_of_gradients_cost_one_or_two_percent_of_what_is_kept(self, gradients):
+    def test_two_bits_lose_one_or_two_percent_of_the_kept_gradients(self, gradients):
         for x in gradients.values():
             kept = decoded(TopK(64, 4096), x)
             lost = np.sum((decoded(TopK(64, 4096, 2), x) - kept).astype(float) ** 2)
@@ -130,8 +130,8 @@ class TestContraction:
         assert list(compressor_contract(Case(c, np), 5).broken(only="contraction")) == []
 
     @pytest.mark.parametrize("bits", [1, 2])
-    def test_it_is_reached_up_to_a_rounding(self, bits):
-        """Equal magnitudes where k <= n / k; with one bit one far above the others where k >= n / k, too."""
+    def test_the_bound_is_attained_up_to_a_rounding(self, bits):
+        """For equal magnitudes if k <= n / k; with one bit and k >= n / k, also for one value far above the others."""
         x = np.full(64, 9.49, dtype=F)  # is rounded to 9.5 or 9
         lost = np.sum((decoded(TopK(4, 64, bits), x) - x).astype(float) ** 2) / np.sum(x.astype(float) ** 2)
         assert 1 - 4 / 64 < lost < 1 - kept_delta(4, 64, bits)
@@ -152,7 +152,7 @@ class TestCode:
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize("k", [1, 2, 3, 8])
     def test_every_choice_of_positions_and_signs(self, coders, k, bits):
-        """All vectors of 8 elements of {-3, 0, 5}, in one payload for each number of buckets that fills it."""
+        """All vectors of 8 elements of {-3, 0, 5}, concatenated into payloads with several numbers of buckets."""
         every = np.asarray(list(itertools.product((-3, 0, 5), repeat=8)), dtype=F)
         every *= 2.0 ** (np.arange(len(every)) % 7)[:, None]
         for x in (every.reshape(-1), every.reshape(-1)[:-3], *every[::640]):
@@ -163,7 +163,7 @@ class TestCode:
             assert len(code) <= gaps.longest(x.size, gaps.Shape(k, 8, bits))
 
     def test_the_code_by_hand(self):
-        """Of 16 elements 2 and 9, of which one is negative, with K = 3: written out bit by bit."""
+        """Of 16 elements, 2 and 9 are kept, one of them negative, with K = 3: written out bit by bit."""
         x = np.zeros(16, dtype=F)
         x[2], x[9] = 2.0**-8, -(2.0**-8)
         count, lowest = "0" + "10", "1" + "0"
@@ -171,16 +171,16 @@ class TestCode:
             "0" * 9 + f"{936:010b}" + "1"
         )  # the number of 0 is 0: 0 - 952 + 16 = -936, of which -1 has the least bits
         assert gaps.divisor(16, 2) == 6
-        first = "1" + "100"  # skipped 2: quotient 0, and the rests 2 to 5 of 6 have 3 bits
-        second = "01" + "00"  # skipped 6: quotient 1, and the rests 0 and 1 have 2 bits
+        first = "1" + "100"  # skipped 2: quotient 0, and the remainders 2 to 5 of 6 have 3 bits
+        second = "01" + "00"  # skipped 6: quotient 1, and the remainders 0 and 1 have 2 bits
         code = count + lowest + step + first + "01" + second + "11"  # level 1 of a step of 0
         code += "0" * (-len(code) % 8)
         assert TopK(3, 16, 2).compress(x).data.tobytes() == int(code, 2).to_bytes(len(code) // 8, "big")
 
     @pytest.mark.parametrize("coding_of", ["fixed", None])
     @pytest.mark.parametrize("k", [3, 64])
-    def test_of_nothing_is_nothing(self, k, coding_of):
-        """Zeros, fewer elements than k, an empty vector."""
+    def test_zeros_and_empty_vectors_decode_to_themselves(self, k, coding_of):
+        """For zeros, fewer elements than k, and an empty vector."""
         c = TopK(k, 64, 2, coding_of)
         for x in (np.zeros(200, F), np.zeros(0, F), np.eye(1, 130, 129, dtype=F)[0], -np.zeros(64, F)):
             assert decoded(c, x).tobytes() == (x + 0).tobytes()
@@ -195,8 +195,8 @@ class TestCode:
 
 
 class TestLength:
-    def test_positions_at_random_cost_little_more_than_their_entropy(self):
-        """Averaged over all choices of 4 of 16."""
+    def test_random_positions_cost_little_more_than_their_entropy(self):
+        """Averaged over all choices of 4 of 16 positions."""
         total, count = 0, 0
         for chosen in itertools.combinations(range(16), 4):
             before, m = -1, gaps.divisor(16, 4)
@@ -210,8 +210,8 @@ class TestLength:
     @pytest.mark.parametrize(
         ("n", "c", "most"), [(4096, 64, 7.44), (1024, 32, 6.44), (4096, 1024, 3.5), (65536, 1, 16.7)]
     )
-    def test_the_mean_of_a_gap_at_random_positions(self, n, c, most):
-        """Exactly: the first of c positions is g with probability binom(n - g - 1, c - 1) / binom(n, c)."""
+    def test_the_mean_length_of_a_gap_at_random_positions(self, n, c, most):
+        """Exact: the first of c positions is g with probability binom(n - g - 1, c - 1) / binom(n, c)."""
         writer, total = gaps.BitWriter, 0
         for g in range(n - c + 1):
             bits = writer()
@@ -221,21 +221,21 @@ class TestLength:
 
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize("draw", ["normal", "laplace"])
-    def test_of_64_of_4096_elements(self, draw, bits):
-        """At least the entropy of positions, and the bits of the values; with 2 of these at most 9.6."""
+    def test_the_length_for_64_of_4096_elements(self, draw, bits):
+        """At least the entropy of the positions and the bits of the values; with 2-bit values at most 9.6."""
         x = getattr(np.random.default_rng(bits), draw)(size=64 * 4096).astype(F)
         floor = math.log2(math.comb(4096, 64)) / 64
         assert floor == pytest.approx(7.364, abs=1e-3)
         assert floor + bits < bits_an_entry(TopK(64, 4096, bits), x) < 7.6 + bits
 
-    def test_of_gradients(self, gradients):
+    def test_the_length_for_gradients(self, gradients):
         for name, x in gradients.items():
             found = bits_an_entry(TopK(64, 4096, 2), x)
             assert 8.9 < found < 9.6, name
 
     @pytest.mark.parametrize(("k", "bucket_size"), [(1, 65536), (16, 1024), (100, 512), (8, 8)])
-    def test_the_longest_is_an_upper_bound(self, k, bucket_size):
-        """Elements crowded at the end, scales that jump from end to end of their range."""
+    def test_longest_is_an_upper_bound(self, k, bucket_size):
+        """For elements crowded at the end, and scales that jump from one end of their range to the other."""
         n = bucket_size
         x = np.zeros(8 * n, dtype=F)
         for bucket in range(8):
@@ -250,7 +250,7 @@ class TestLength:
     @pytest.mark.parametrize(
         ("n", "k", "bits", "nbytes"), [(512, 5, 2, 2), (16384, 5, 2, 2), (65536, 5, 1, 3), (64, 5, 2, 1)]
     )
-    def test_of_fixed_length(self, n, k, bits, nbytes):
+    def test_the_length_without_a_coder_is_fixed(self, n, k, bits, nbytes):
         entries = -(-2 * k * nbytes // 4) * 4
         assert TopK(k, n, bits, "fixed").payload_spec(2 * n).nbytes == entries + 2 * 8
 
@@ -281,7 +281,7 @@ class TestDamage:
             ("1" + "10" + "10" + "1" * 7 + "0" * 8, "skips 5 elements where at most 4 follow"),
         ],
     )
-    def test_what_is_wrong_is_said(self, bits, message):
+    def test_errors_say_what_is_wrong(self, bits, message):
         bits += "0" * (-len(bits) % 8)
         with pytest.raises(PayloadError, match=message), qcomp.backends.use("pure"):
             coding.decode_gaps(int(bits, 2).to_bytes(len(bits) // 8, "big"), 8, gaps.Shape(5, 8, 2))
@@ -296,7 +296,7 @@ class TestDamage:
     @settings(derandomize=True, deadline=None, max_examples=200)
     @given(st.binary(max_size=60), st.sampled_from([(1, 8), (5, 64), (64, 64), (3, 4096)]), st.integers(1, 4))
     def test_arbitrary_bytes(self, data, shape, bits):
-        """An error, or a vector with at most k elements a bucket; compiled loops read the same from it."""
+        """Either an error, or a vector with at most k elements per bucket; compiled loops read the same."""
         check_same_reading(data, 150, gaps.Shape(*shape, bits))
 
     @settings(derandomize=True, deadline=None, max_examples=200)
@@ -324,7 +324,7 @@ class TestDamage:
 
 
 def check_same_reading(data, size, shape):
-    """Pure and compiled loops raise, or return the same payload."""
+    """Check that pure and compiled loops both raise, or return the same payload."""
     found = []
     numba = pytest.importorskip("qcomp.backends.numba_cpu.coding_set").CODERS
     for coders in (coding.PURE, numba):
@@ -367,16 +367,16 @@ class TestSpec:
             ({"value_bits": True}, "value_bits is True; expected an integer"),
             (
                 {"coding": "fixed"},
-                "coding is 'fixed', as values of 32 bits always are; expected None, or fewer",
+                "coding is 'fixed' with value_bits=32, whose length is always fixed; expected None, or fewer",
             ),
             ({"value_bits": 2, "coding": "rice"}, "coding is 'rice'; expected 'fixed' or None"),
         ],
     )
-    def test_what_is_out_of_range(self, arguments, message):
+    def test_options_out_of_range_are_refused(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             TopK(**arguments)
 
-    def test_a_compiler_can_trace_what_has_a_fixed_length(self):
+    def test_a_compiler_can_trace_payloads_of_fixed_length(self):
         jax = pytest.importorskip("jax")
         x = vector("gaussian", 100, 1)
         c = TopK(5, 64, 2, "fixed")
@@ -388,8 +388,8 @@ class TestSpec:
 
 class TestMeans:
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
-    def test_nothing_is_lost_but_owed(self, topology):
-        """Over rounds, what came out and what workers and servers still owe is what went in."""
+    def test_everything_lost_is_owed(self, topology):
+        """Over rounds, the results plus what workers and servers still owe equal the inputs."""
         mean, world = qcomp.CompressedMean(TopK(4, 64, 2), topology=topology), 3
         x = [
             [vector("gaussian", 300, 10 * rank + turn).astype(float) for rank in range(world)]
@@ -404,7 +404,7 @@ class TestMeans:
             owed = owed + np.concatenate([part for state in states for part in state.server])
         np.testing.assert_allclose(total + owed, np.sum(np.mean(x, axis=1), axis=0), atol=1e-12)
 
-    def test_a_server_keeps_k_elements_again(self, kernels):
+    def test_a_server_keeps_k_elements_of_the_mean(self, kernels):
         c = TopK(4, 64, 2)
         x = [vector("gaussian", 64, rank) for rank in range(4)]
         payloads = [c.compress(one) for one in x]
@@ -418,7 +418,7 @@ class TestMeans:
 
 @pytest.fixture(scope="module")
 def gradients():
-    """Gradients of a trained language model, of whole buckets."""
+    """Gradients of a trained language model, cut to whole buckets."""
     path = Path(__file__).parents[2] / "docs/benchmarks/gradients/sample.npz"
     found = {name: value.reshape(-1) for name, value in np.load(path).items()}
     return {

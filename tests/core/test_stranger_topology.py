@@ -1,4 +1,4 @@
-"""A topology written by a stranger is known to optimizers, checkpoints and planning; `test_topologies` has its laws."""
+"""A third-party topology works in optimizers, checkpoints and planning; `test_topologies` checks its laws."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def trained(size, saved, steps):
     return run_local(size, rank_main)
 
 
-def test_an_optimizer_saves_and_loads_it():
+def test_an_optimizer_with_it_saves_and_loads():
     saved = trained(3, None, 2)
     assert {"worker_residual.0", "worker_residual.1"} <= saved[1].keys()
     again = trained(3, saved, 0)
@@ -46,7 +46,7 @@ def test_an_optimizer_saves_and_loads_it():
 
 
 @pytest.mark.filterwarnings("ignore:a state of 3 ranks resumes with 4")
-def test_another_world_goes_on_with_what_is_owed():
+def test_another_world_resumes_with_what_is_owed():
     saved = trained(3, None, 2)
     total = sum(np.ravel(s["worker_residual.0"]) for s in saved[1:]) / 3
     total += np.concatenate([np.ravel(v) for k, v in saved[0].items() if k.startswith("server_residual.0@")])

@@ -1,4 +1,4 @@
-"""Sums in the order of the halving tree, and the norms made from them."""
+"""Sums in the order of the halving tree, and norms computed from them."""
 
 import math
 
@@ -11,7 +11,7 @@ from qcomp.core.numeric.sums import mean_abs, norm2, rms, sum_of_squares, total,
 
 
 def reference_tree(values: list) -> float:
-    """Add the upper half to the lower half until one is left, element by element."""
+    """Add the upper half to the lower half until one element is left, element by element."""
     while len(values) > 1:
         half = len(values) // 2
         values = [values[i] + values[i + half] for i in range(half)]
@@ -19,7 +19,7 @@ def reference_tree(values: list) -> float:
 
 
 def reference_total(values: list) -> float:
-    """The same for any length: an odd one is halved upwards and what is missing counts as zero."""
+    """The same for any length: an odd length is halved upwards, and missing elements count as zero."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         high = [*values[half:], values[0] * 0][:half]
@@ -28,7 +28,7 @@ def reference_total(values: list) -> float:
 
 
 def wide(rows: int, length: int, dtype: type = np.float32) -> np.ndarray:
-    """Values over a wide range, so that every order of addition gives another sum."""
+    """Return values over so wide a range that every order of addition gives another sum."""
     rng = np.random.default_rng(rows * length)
     return (rng.standard_normal((rows, length)) * np.exp2(rng.integers(-20, 20, (rows, length)))).astype(
         dtype
@@ -72,7 +72,7 @@ class TestTree:
 class TestTotal:
     @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 9, 31, 100, 1000])
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-    def test_is_a_fixed_order_for_any_size(self, size, dtype):
+    def test_the_order_is_fixed_for_any_size(self, size, dtype):
         values = wide(1, size, dtype)[0]
         assert bits(total(values)) == bits(np.array(reference_total(list(values))))
 
@@ -82,17 +82,17 @@ class TestTotal:
         assert got.shape == ()
         assert bits(got) == bits(np.array(reference_total(list(values.ravel()))))
 
-    def test_of_nothing_is_zero(self, float64_library):
+    def test_the_sum_of_no_elements_is_zero(self, float64_library):
         got = float64_library.numpy(total(float64_library.array(np.zeros((0, 3), dtype=np.float32))))
         assert got.shape == ()
         assert got == 0
 
 
 class TestSumOfSquares:
-    """Of gradients, for clipping: as a number, of any size."""
+    """Of gradients, for clipping: as a number, for any size."""
 
     @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 3e38])
-    def test_is_the_exact_one_within_rounding(self, library, scale):
+    def test_is_exact_within_rounding(self, library, scale):
         x = (np.linspace(-1, 1, 35) * scale).astype(np.float32).reshape(5, 7)
         exact = math.fsum(float(v) ** 2 for v in x.ravel())
         assert sum_of_squares(library.array(x)) == pytest.approx(exact, rel=2**-20)
@@ -101,13 +101,13 @@ class TestSumOfSquares:
         assert sum_of_squares(float64_library.array(np.zeros((0, 3)))) == 0.0
         assert sum_of_squares(float64_library.array(np.zeros((2, 3)))) == 0.0
 
-    def test_of_what_is_not_finite(self, library):
+    def test_of_values_that_are_not_finite(self, library):
         for bad in (np.nan, np.inf, -np.inf):
             assert sum_of_squares(library.array(np.asarray([1.0, bad, 2.0], dtype=np.float32))) == math.inf
 
 
 def exact_norm(row: np.ndarray) -> float:
-    """The norm of a float32 vector in wide arithmetic."""
+    """Return the norm of a float32 vector in wider arithmetic."""
     return math.sqrt(math.fsum(float(v) ** 2 for v in row))
 
 
@@ -151,7 +151,7 @@ class TestNorms:
                 assert abs(np.sqrt((row * row).sum()) / exact_norm(row) - 1) > 2**-20
 
     def test_the_same_bits_under_jit(self):
-        """Under jit XLA contracts a * a + b * b, unless the squares are kept from it."""
+        """Under jit XLA contracts a * a + b * b unless this is prevented."""
         jax = pytest.importorskip("jax")
         rows = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float32)
         assert bits(np.array(jax.jit(norm2)(rows))) == bits(norm2(rows))
@@ -173,7 +173,7 @@ class TestNorms:
         row = np.zeros(16, dtype=dtype)
         row[: len(values)] = np.ldexp(np.array(values, dtype=dtype), exponent)
         exact = exact_norm(row)
-        # Subnormals, which count as zero elsewhere, are lost in an absolute sense.
+        # Subnormals, which count as zero elsewhere, are lost; compare absolute values.
         assert float(norm2(row[None])[0]) == pytest.approx(exact, rel=2**-20, abs=4 * 2**-126)
         if exact >= 2**-120:
             assert float(rms(row[None], 16)[0]) == pytest.approx(exact / 4, rel=2**-20)

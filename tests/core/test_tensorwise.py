@@ -1,4 +1,4 @@
-"""A mean of each tensor by itself: the same as of all together, and independent of what it is exchanged with."""
+"""The mean of each tensor on its own: the same as of all together, and independent of what it is exchanged with."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.topologies.registry import names
 
 SHAPES = [(3, 11), (0,), (), (70,), (5, 26)]
-"""Odd sizes, a scalar, and a tensor with nothing in it."""
+"""Odd sizes, a scalar, and an empty tensor."""
 SIGN = qcomp.ScaledSign(bucket_size=16)
 DRAWS = qcomp.QSGD(levels=7, bucket_size=16)
 GROUPS = [[4], [1, 2], [0, 3]]
@@ -25,7 +25,7 @@ def equal(xs, ys):
     return len(xs) == len(ys) and all(np.array_equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
-def test_means_of_every_library_are_those_of_one_mean_of_all(library, lockstep):
+def test_separate_means_equal_one_mean_of_all_tensors_in_every_library(library, lockstep):
     shapes = [(40,), (40,)]  # JAX compiles for each shape
     check_that_means_are_those_of_one_mean_of_all(library, lockstep, 2, "two_phase", SIGN, shapes=shapes)
 
@@ -33,15 +33,15 @@ def test_means_of_every_library_are_those_of_one_mean_of_all(library, lockstep):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("topology", [*names(), "auto"])
 @pytest.mark.parametrize("compressor", [SIGN, DRAWS, [SIGN, DRAWS, DRAWS, SIGN, DRAWS]])
-def test_means_are_those_of_one_mean_of_all(libraries, lockstep, size, topology, compressor):
+def test_separate_means_equal_one_mean_of_all_tensors(libraries, lockstep, size, topology, compressor):
     check_that_means_are_those_of_one_mean_of_all(libraries["numpy"], lockstep, size, topology, compressor)
 
 
 def check_that_means_are_those_of_one_mean_of_all(
     library, lockstep, size, topology, compressor, *, shapes=SHAPES
 ):
-    # A server draws as the rank that it is, and here another rank is the server of a bucket.
-    # And a ring sums a bucket in an order that depends on the rank that it begins with.
+    # A server draws with its own rank, and here another rank serves a bucket.
+    # A ring sums a bucket in an order that depends on the rank where it begins.
     differ = size > 1 and (topology == "ring" or (topology == "two_phase" and compressor is not SIGN))
     together = CompressedMean(compressor, topology=topology)
     apart = TensorwiseMean(compressor, topology=topology)
@@ -107,7 +107,7 @@ def test_groups_of_tensors_are_exchanged_as_one(lockstep, compressor):
             assert equal(joined.server, whole[rank].server)
 
 
-def test_without_numbers_groups_have_other_draws(lockstep):
+def test_without_bucket_numbers_groups_have_other_draws(lockstep):
     mean = TensorwiseMean(DRAWS, feedback=False)
     nothing = qcomp.MeanState(0, 1, (), ())
     values = inputs(0, 0)
@@ -117,7 +117,7 @@ def test_without_numbers_groups_have_other_draws(lockstep):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_residual_is_of_its_own_part(size):
+def test_residuals_match_their_parts(size):
     mean = TensorwiseMean(SIGN)
     served = [np.zeros(int(np.prod(shape)), int) for shape in SHAPES]
     for rank in range(size):

@@ -1,6 +1,6 @@
-"""Every topology keeps the laws of `qcomp.testing`, in worlds of every kind; and what these cannot see.
+"""Every topology keeps the laws of `qcomp.testing` in worlds of every kind; and tests beyond these laws.
 
-What is special to a topology, such as the order of its sums, its exchanges and its bytes, is in a module of its own.
+Tests specific to one topology, such as the order of its sums, its exchanges and bytes, are in a module of its own.
 """
 
 import re
@@ -46,7 +46,7 @@ WORLDS = [
 
 
 def _over(worlds: Sequence[World]) -> pytest.MarkDecorator:
-    """One rank, three, and nodes of three and two; `make test-all` has the other worlds."""
+    """Return worlds of one rank, of three, and nodes of three and two ranks; `make test-all` adds the other worlds."""
     marks = [
         [] if len(w.nodes) in (1, 3) or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.slow] for w in worlds
     ]
@@ -71,13 +71,13 @@ def test_keeps_the_law(world, law):
 
 @pytest.mark.parametrize("world", [w for w in THREE if w.topology in OWN], ids=str)
 @pytest.mark.parametrize("library", ["read-only NumPy", "array_api_compat.torch", "array_api_strict"])
-def test_every_library_alike(world, library):
-    """The read-only detector also proves that nothing passed in is written to."""
+def test_every_library_gives_the_same(world, library):
+    """The read-only detector also proves that inputs are not written to."""
     same_as_on_numpy(world, read_only_numpy if library == "read-only NumPy" else import_module(library))
 
 
 def steps_with(kernels: str, mean: CompressedMean, world: World, shapes: Any) -> list[bytes]:
-    """The means of two steps, and the residuals of every rank after them."""
+    """Return the means of two steps, and the residuals of every rank after them."""
     states = start(mean, inputs(0, 0, shapes=shapes), world.nodes)
     found = []
     with qcomp.backends.use(kernels):
@@ -91,7 +91,7 @@ def steps_with(kernels: str, mean: CompressedMean, world: World, shapes: Any) ->
 @every_world
 @pytest.mark.parametrize("spec", ["sign:bucket_size=64", "qsgd:levels=7,bucket_size=64"])
 def test_kernels_change_nothing(world, spec):
-    """Also where a rank has chunks without elements, because there are fewer buckets than ranks."""
+    """Also if fewer buckets than ranks leave a rank with empty chunks."""
     for shapes in ([(900,), (0,), (3, 70), ()], [(70,), (0,)], [(0,)]):
         mean = world.mean(spec)
         pure, numba = (steps_with(kernels, mean, world, shapes) for kernels in ("pure", "numba"))
@@ -114,7 +114,7 @@ def test_residuals_that_are_dropped_anywhere_are_caught(monkeypatch, world):
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("other", TOPOLOGIES)
 def test_a_state_of_another_topology_is_an_error(name, other):
-    if name == other or "hierarchical" in (name, other):  # of one rank it is exact
+    if name == other or "hierarchical" in (name, other):  # with one rank it is exact
         return
     x, c = np.ones(40, dtype=np.float32), qcomp.ScaledSign(16)
     state = CompressedMean(c, other).zeros([x], rank=0, size=1)
@@ -123,7 +123,7 @@ def test_a_state_of_another_topology_is_an_error(name, other):
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_ranks_of_other_topologies_are_told(name):
+def test_ranks_with_different_topologies_are_an_error(name):
     other = TOPOLOGIES[TOPOLOGIES.index(name) - 1]
 
     def rank_main(comm):
@@ -135,11 +135,11 @@ def test_ranks_of_other_topologies_are_told(name):
     assert run_local(2, rank_main, timeout=20) == [True] * 2
 
 
-# --- who is to blame -------------------------------------------------------------------------------------------------
+# --- which rank is to blame ------------------------------------------------------------------------------------------
 
 
 def names_ranks(error: Exception, ranks: list[int], name: str) -> bool:
-    """Whether an error names exactly these ranks; one of a stranger's topology may name none."""
+    """Return whether an error names exactly these ranks; one of a third-party topology may name none."""
     found = re.fullmatch(
         r"a value on ranks? ([\d, and]+) is not finite, or too large to compress", str(error)
     )
@@ -151,7 +151,7 @@ def names_ranks(error: Exception, ranks: list[int], name: str) -> bool:
 @every_world
 @pytest.mark.parametrize("spec", [*SPECS, CODED], ids=str)
 def test_a_refusal_names_its_rank(world, spec):
-    """In the same words on all ranks; the rank itself also says why."""
+    """The text is the same on all ranks; the refusing rank adds the reason."""
     for bad, errors in refusals(world, spec):
         assert all(names_ranks(error, [bad], world.topology) for error in errors)
         assert [error.__cause__ is not None for error in errors] == [rank == bad for rank in world.ranks]
@@ -160,7 +160,7 @@ def test_a_refusal_names_its_rank(world, spec):
 @pytest.mark.parametrize("world", [world for world in WORLDS if world.size > 3], ids=str)
 @pytest.mark.parametrize("at", [(0, 5), (5, 5), (169, 169)])
 def test_all_ranks_to_blame_are_named(world, at):
-    """In chunks of their own, and in the same one."""
+    """For ranks with errors in different chunks, and in the same one."""
     values = world.values(0)
     values[1][3][at[0]], values[3][3][at[1]] = np.nan, -np.inf
     mean = world.mean()

@@ -1,4 +1,4 @@
-"""Payloads whose length depends on the values: layout, messages, means, optimizers, and who tells whom how long."""
+"""Payloads whose length depends on the values: layout, messages, means, optimizers, and announcing lengths."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ CODED = qcomp.QSGD(levels=7, bucket_size=32, norm="l2", coding="range")
 @qcomp.register
 @dataclass(frozen=True)
 class Nonzeros(qcomp.Compressor):
-    """A stranger's: sends which elements are not zero, and these as float32. It has no coder."""
+    """A third-party compressor without a coder: it sends the positions of nonzero elements, and these as float32."""
 
     name: ClassVar[str] = "test_nonzeros"
 
@@ -52,7 +52,7 @@ class Nonzeros(qcomp.Compressor):
 
 
 def inputs(rank: int, step: int, shapes: Sequence[tuple] = SHAPES) -> list[np.ndarray]:
-    """Mostly zeros and small values, so that there is something to code."""
+    """Return mostly zeros and small values, so that coding shortens them."""
     rng = np.random.default_rng([rank, step])
     values = [rng.standard_normal(s) * (rng.random(s) < 0.2) for s in shapes]
     return [np.asarray(v, dtype=np.float32) for v in values]
@@ -73,18 +73,18 @@ class TestLayout:
             assert parts["codes"].tolist() == codes.tolist()
 
     @pytest.mark.parametrize("length", [0, 3, 10])
-    def test_but_not_anything_else(self, length):
+    def test_no_other_field_may_be_shorter(self, length):
         with pytest.raises(PayloadError, match=r"has shape \(\d+,\); expected \(4,\) to \(9,\)"):
             self.SPEC.split(np.zeros(length, dtype=np.uint8))
         with pytest.raises(PayloadError, match="has shape"):
             self.SPEC.check(np.zeros((1, 5), dtype=np.uint8))
 
     @pytest.mark.parametrize("fields", [(), (Field("codes", "uint8", 5), Field("step", "float32", 1))])
-    def test_it_must_be_of_bytes(self, fields):
-        with pytest.raises(ValueError, match="expected a last one of uint8"):
+    def test_the_shorter_field_must_hold_bytes(self, fields):
+        with pytest.raises(ValueError, match="expected uint8 for the last"):
             PayloadSpec(fields, variable_length=True)
 
-    def test_in_a_file(self):
+    def test_a_shorter_payload_in_a_file(self):
         x = inputs(0, 0)[0]
         payload = CODED.compress(x, key=Key())
         blob = payload.to_bytes()
@@ -97,7 +97,7 @@ class TestLayout:
         ):
             qcomp.Payload.from_bytes(longer, like=x)
 
-    def test_a_stranger_s_keeps_the_contract(self):
+    def test_a_third_party_compressor_keeps_the_contract(self):
         check_compressor(Nonzeros(), max_examples=10)
 
 
@@ -135,13 +135,13 @@ class TestMessage:
 class TestAnnouncing:
     @staticmethod
     def stages(rank: int, lengths: Sequence[Sequence[int]], most: int):
-        """One exchange of each kind, of messages of these lengths from each rank to each."""
+        """Make one exchange of each kind with messages of these lengths."""
         send = tuple(np.full(n, 10 * rank + r, np.uint8) for r, n in enumerate(lengths[rank]))
         to_each = yield AllToAll(send, (most,) * len(lengths))
         to_all = yield AllGather(send[0], (most,) * len(lengths))
         return [[b.tolist() for b in buffers] for buffers in (to_each, to_all)]
 
-    def test_messages_arrive_with_the_lengths_that_they_have(self, lockstep):
+    def test_messages_arrive_with_their_announced_lengths(self, lockstep):
         lengths = [[3, 0, 9], [1, 2, 3], [9, 9, 0]]
         got = lockstep([announce_lengths(self.stages(r, lengths, 9), r) for r in range(3)])
         for rank in range(3):
@@ -160,8 +160,8 @@ class TestAnnouncing:
         assert request.receive == (3, 1)
 
     @pytest.mark.parametrize(("source", "target"), [(0, 0), (1, 2), (2, 1)])
-    def test_what_is_too_long_is_an_error_on_every_rank(self, lockstep, source, target):
-        """In the same stage, which `lockstep` sees to: so nobody waits, and nobody makes room for it."""
+    def test_a_message_that_is_too_long_is_an_error_on_every_rank(self, lockstep, source, target):
+        """In the same stage, as `lockstep` checks: no rank blocks, and no rank allocates memory for the message."""
         lengths = [[1] * 3 for _ in range(3)]
         lengths[source][target] = 10
         running = [announce_lengths(self.stages(r, lengths, 9), r) for r in range(3)]
@@ -169,8 +169,8 @@ class TestAnnouncing:
         text = f"rank {source} has a message of 10 bytes for rank {target}; expected at most 9"
         assert [str(error) for error in errors] == [text] * 3
 
-    def test_if_only_the_receiver_looked_the_others_would_wait(self, lockstep):
-        """Why all ranks are told about all messages."""
+    def test_if_only_the_receiver_checked_the_others_would_wait(self, lockstep):
+        """This is why all ranks learn the lengths of all messages."""
         lengths = [[1, 10, 1], [1, 1, 1], [1, 1, 1]]
 
         def looks_for_itself(rank):
@@ -188,7 +188,7 @@ class TestAnnouncing:
 class TestMean:
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_without_a_coder(self, lockstep, topology):
-        """Exact values in a compressor of variable length give the exact mean, of values and of zeros."""
+        """Exact values in a compressor of variable length give the exact mean, for values and for zeros."""
         mean = CompressedMean(Nonzeros(), topology=topology)
         values = [inputs(rank, 0) for rank in range(2)]
         states = [mean.zeros(values[0], rank=rank, size=2) for rank in range(2)]
@@ -197,8 +197,8 @@ class TestMean:
             assert np.array_equal(got, (a + b) / np.float32(2))
 
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
-    def test_sends_what_the_payloads_take(self, topology):
-        """Beside 16 bytes a rank and stage to each of the others: table, padded payloads, verdict."""
+    def test_sends_no_more_than_the_payloads_need(self, topology):
+        """Plus 16 bytes per rank and stage to each other rank, for table, padding and verdict."""
         n, size = 12288, 3
         c = qcomp.QSGD(levels=7, bucket_size=512, norm="l2", coding="range")
         mean = CompressedMean(c, topology=topology, feedback=False)
@@ -224,7 +224,7 @@ class TestMean:
 
     @pytest.mark.slow
     def test_a_mixed_world(self, libraries):
-        """A NumPy, a torch and a JAX rank over a communicator: the mean that fixed width gives in NumPy."""
+        """A NumPy, a torch and a JAX rank over a communicator get the mean that fixed width gives in NumPy."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax")]
 
         def world(mean, libs):
@@ -248,7 +248,7 @@ class TestMean:
 
 
 class TestTrouble:
-    def test_over_a_communicator_nobody_waits(self):
+    def test_over_a_communicator_no_rank_blocks(self):
         mean = CompressedMean(CODED)
 
         def rank_main(comm):
@@ -258,13 +258,13 @@ class TestTrouble:
                 x[3][0, 0] = np.nan
             with pytest.raises(NonFiniteError, match="a value on rank 1 is not finite"):
                 mean(x, state, comm, key=Key())
-            means, _ = mean(inputs(comm.rank, 1), state, comm, key=Key())  # and the state is still good
+            means, _ = mean(inputs(comm.rank, 1), state, comm, key=Key())  # and the state is still usable
             return b"".join(m.tobytes() for m in means)
 
         assert len(set(run_local(3, rank_main))) == 1
 
     def test_a_compressor_that_outgrows_its_bound_is_an_error_on_every_rank(self, monkeypatch):
-        """Its own rank too: before anybody makes room for the message."""
+        """Also on its own rank, before any rank allocates memory for the message."""
         monkeypatch.setattr(
             Nonzeros,
             "payload_spec",
@@ -313,7 +313,7 @@ def train(opt, comm, *, steps: int = 3, poison: int | None = None, array: Callab
 
 
 class TestOptimizer:
-    """Exact tensors travel beside coded ones, in stages of other kinds and numbers."""
+    """Exact tensors travel beside coded ones, in stages of different kinds and numbers."""
 
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
@@ -334,14 +334,14 @@ class TestOptimizer:
         assert results[0] == results[1]
         assert [skipped for _, skipped in results[0]] == [1] * 3
 
-    def test_with_a_momentum_that_is_blended_on_the_way(self):
+    def test_with_a_momentum_that_the_mean_blends(self):
         results = []
         for c in (CODED, CODED.coder.plain):
             opt = qcomp.OneBitAdam(learning_rate=0.1, compressor=c, freeze=1, exact=small)
             results.append(run_local(2, lambda comm, opt=opt: train(opt, comm)))
         assert results[0] == results[1]
 
-    def test_ranks_that_code_differently_are_not_started_alike(self):
+    def test_ranks_with_different_codings_are_an_error(self):
         def rank_main(comm):
             opt = sgd(CODED if comm.rank else CODED.coder.plain)
             with pytest.raises(qcomp.MismatchError, match="coding=range"):
@@ -353,7 +353,7 @@ class TestOptimizer:
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_over_mpi(mpirun):
-    """Processes of two libraries end where threads of NumPy end with fixed width."""
+    """Processes with two libraries end where NumPy threads with fixed width end."""
     code = """
 import sys, hashlib
 sys.path[:0] = [sys.argv[1]]

@@ -1,4 +1,4 @@
-"""Whiteners: they bring singular values together, and can be undone."""
+"""Whiteners bring singular values together, and can be inverted."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from qcomp.core.numeric.whitening import half_of, unwhitened, whitened, whitener
 
 
 def spread(rows, columns, smallest, seed=0):
-    """A matrix whose singular values fall from 1 to the smallest, each by the same factor."""
+    """Return a matrix whose singular values fall from 1 to the smallest, each by the same factor."""
     rng = np.random.default_rng(seed)
     count = min(rows, columns)
     u, _, v = np.linalg.svd(rng.standard_normal((rows, columns)), full_matrices=False)
@@ -31,8 +31,8 @@ def test_singular_values_come_together(shape, dtype):
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 1e29])
-def test_its_size_is_bounded(scale):
-    """Also where x has fewer dimensions than rows, or is huge or tiny."""
+def test_the_size_of_a_whitener_is_bounded(scale):
+    """Also if x has fewer dimensions than rows, or is huge or tiny."""
     w = np.eye(6, dtype=np.float32)
     x = np.zeros((6, 9), np.float32)
     x[0] = scale
@@ -49,8 +49,8 @@ def test_zeros_change_nothing():
     np.testing.assert_allclose(after / after[0, 0], before / before[0, 0], rtol=1e-9)
 
 
-def test_it_follows_the_average():
-    """Of six tenths of what was before, and four tenths of what comes, each of trace 1."""
+def test_the_whitener_follows_the_average():
+    """Six tenths of the previous average plus four tenths of the new matrix, each with trace 1."""
     first, second = spread(4, 7, 0.1), spread(4, 7, 0.1, seed=1)
     of_trace_1 = lambda x: x @ x.T / np.trace(x @ x.T)  # noqa: E731
     before = 0.6 * np.eye(4) / 4 + 0.4 * of_trace_1(first)
@@ -61,7 +61,7 @@ def test_it_follows_the_average():
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 9])
 @pytest.mark.parametrize("library", ["numpy", "torch", "strict"])
-def test_a_symmetric_matrix_is_had_back_from_its_half(libraries, library, rows):
+def test_a_symmetric_matrix_is_restored_from_its_half(libraries, library, rows):
     lib = libraries[library]
     x = np.random.default_rng(rows).standard_normal((rows, rows)).astype(np.float32)
     x += x.T
@@ -72,7 +72,7 @@ def test_a_symmetric_matrix_is_had_back_from_its_half(libraries, library, rows):
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
-def test_what_is_whitened_can_be_had_back(libraries, library, shape):
+def test_whitening_can_be_inverted(libraries, library, shape):
     lib = libraries[library]
     x = spread(*shape, 1e-3).astype(np.float32)
     symmetric = whitener(x, np.eye(min(shape), dtype=np.float32))
@@ -84,14 +84,14 @@ def test_what_is_whitened_can_be_had_back(libraries, library, shape):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -(2.0**100)])
-def test_a_value_that_no_product_can_hold_makes_all_nan(bad):
+def test_a_value_too_large_for_products_makes_everything_nan(bad):
     x = np.ones(12, np.float32)
     x[5] = bad
     assert np.isnan(whitened(x, np.eye(3, dtype=np.float32), (3, 4))).all()
 
 
 @pytest.mark.slow
-def test_compiled_it_is_the_same():
+def test_a_compiled_whitener_is_the_same():
     jax = pytest.importorskip("jax")
     compiled = jax.jit(lambda x, w: whitened(x, w, (3, 4)))
     x, w = np.arange(12, dtype=np.float32), np.arange(9, dtype=np.float32).reshape(3, 3)
@@ -100,7 +100,7 @@ def test_compiled_it_is_the_same():
     assert np.isnan(compiled(x, w)).all()
 
 
-def test_products_that_a_context_makes_coarse_are_refused():
+def test_products_with_reduced_precision_are_refused():
     torch = pytest.importorskip("torch")
     x, w = torch.ones(12), torch.eye(3)
     with (

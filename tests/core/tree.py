@@ -1,4 +1,4 @@
-"""A topology written by a stranger, with what `qcomp.extend` has: a binary tree."""
+"""A third-party topology, written with `qcomp.extend` only: a binary tree."""
 
 import math
 
@@ -8,7 +8,7 @@ from qcomp import extend
 
 
 class Tree(extend.Topology):
-    """Sums go up a binary tree to rank 0, whose compressed mean goes down as bytes.
+    """Sums go up a binary tree to rank 0; its compressed mean goes down as bytes.
 
     In exchange d a rank r with r mod 2^(d + 1) = 2^d sends the sum of its subtree to r - 2^d.
     """
@@ -17,7 +17,7 @@ class Tree(extend.Topology):
     roundings = None
 
     def lay_out(self, operands, chunks=None):
-        """Every rank feeds back what it lost of its sum, the root what it lost of the mean."""
+        """Every rank feeds back the loss of its sum, the root that of the mean."""
         (whole,) = operands.chunks(1)
         nothing = tuple(extend.Segment(i, 0, 0, 0) for i in range(len(operands.sizes)))
         root = operands.rank == 0
@@ -72,7 +72,7 @@ class Tree(extend.Topology):
 
     @staticmethod
     def between(codec, layout, send, sources):
-        """An exchange with a few ranks."""
+        """Return an exchange with a few ranks."""
         nothing = codec.like[:0].view(np.uint8)
         return extend.AllToAll(
             tuple(send.get(rank, nothing) for rank in range(layout.world)),
@@ -80,7 +80,7 @@ class Tree(extend.Topology):
         )
 
     def cost(self, load, cluster):
-        """Twice the height of the tree."""
+        """Return a cost of twice the height of the tree."""
         height = math.ceil(math.log2(cluster.ranks))
         wire = 2 * height * cluster.link.seconds(load.payload, ranks=1, messages=1)
         return extend.Cost(load.packed * (load.encode + height * load.add), wire, 2 * load.payload)

@@ -1,4 +1,4 @@
-"""What tests of compressed means share: `qcomp.testing.means`, and how to break feedback."""
+"""Helpers for tests of compressed means: `qcomp.testing.means`, and a way to break feedback."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ __all__ = [
 
 
 SHAPES = [(3, 11), (0,), (), (70,), (2, 0, 4)]
-"""Odd sizes, a scalar, and tensors with nothing in them: 3, 0, 1, 5 and 0 buckets of 16."""
+"""Odd sizes, a scalar, and empty tensors: 3, 0, 1, 5 and 0 buckets of 16."""
 
 
 def inputs(
@@ -51,7 +51,7 @@ def inputs(
 
 
 def forget_residuals(monkeypatch: Any, forgets: Callable[[Key], bool] = lambda _: True) -> set[int]:
-    """Break feedback: drop the residuals where a key says so. Return the hops that had any, as they come."""
+    """Break feedback: drop residuals where a key matches. Return the hops that had residuals, as they occur."""
     hops: set[int] = set()
 
     def broken(encode):

@@ -1,4 +1,4 @@
-"""What a page needs of the process, and what it must not leave behind."""
+"""Prepares the process for running a page, and cleans up after it."""
 
 import socket
 
@@ -10,7 +10,7 @@ from qcomp.core.mean.topologies import registry as topologies
 
 @pytest.fixture
 def reader(monkeypatch, tmp_path):
-    """A folder of its own, the environment of a single rank under torchrun, and registries that forget."""
+    """Provide an empty folder, the environment of a single torchrun rank, and registries that are restored later."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compressors, "_classes", dict(compressors._classes))
     monkeypatch.setattr(topologies, "_registered", dict(topologies._registered))

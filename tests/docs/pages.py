@@ -1,4 +1,4 @@
-"""The Python of a page of the documentation, as a module that a reader would have pasted together."""
+"""The Python code of a page of the documentation, joined into a module as a reader might paste it together."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ def blocks(page):
 
 
 def code(page):
-    """Return the Python of a page, each line where the page has it, so that tracebacks lead there."""
+    """Return the Python of a page, with every line at its number in the page, so that tracebacks point there."""
     lines = [""] * (page.read_text().count("\n") + 1)
     for found in FENCE.finditer(page.read_text()):
         if found[1] == "python":
@@ -33,9 +33,9 @@ def name_of(page):
 
 
 def run(page, monkeypatch):
-    """Run a page in this process, as a module, and return what it has defined."""
+    """Run a page in this process as a module; return its globals."""
     name = "page_" + re.sub(r"\W", "_", name_of(page))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))
-    monkeypatch.setitem(sys.modules, name, module)  # its classes are pickled by its name
+    monkeypatch.setitem(sys.modules, name, module)  # pickle finds the page's classes by this name
     exec(compile(code(page), page, "exec"), vars(module))
     return vars(module)

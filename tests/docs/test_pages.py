@@ -18,8 +18,8 @@ WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, 
 LANGUAGES = {"python", "sh", "text", "diff", "toml", "{toctree}", "{include}"}
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3"),  # the page on torch shows that
-    # The gradients of the page on Bagua shrink to a thousandth after the freeze, of which the watch warns.
+    pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3"),  # done by the page on torch
+    # The gradients of the page on Bagua shrink to a thousandth after the freeze, and the watch warns of it.
     pytest.mark.filterwarnings("ignore:the variance of QAdam no longer fits the gradients"),
 ]
 
@@ -29,7 +29,7 @@ def ids(paths):
 
 
 SLOW = {"ddp", "jax", "sharded"}
-"""Pages for which torch must load much; they run on two ranks anyway."""
+"""Pages that import much of torch; they run on two ranks anyway."""
 
 
 def once(page):
@@ -104,7 +104,7 @@ def test_runs_on_two_ranks_of_mpirun(mpirun, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_every_block_says_its_language(page):
-    """What is Python is run, so nothing may be Python without saying so."""
+    """All Python is run, so every block must declare its language."""
     assert {language for language, _ in pages.blocks(page)} <= LANGUAGES
     prose = pages.FENCE.sub("", page.read_text())
     assert not re.search(r"^    (import |from |\w+ = |with |def |qcomp\.)", prose, re.MULTILINE)
@@ -112,14 +112,14 @@ def test_every_block_says_its_language(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_links_lead_somewhere(page):
-    """Those to headings are checked by Sphinx."""
+    """Sphinx checks links to headings."""
     for link in re.findall(r"\]\(((?!http|#)[^)#\s]+)", pages.FENCE.sub("", page.read_text())):
         if link != "api/index.rst":  # made with the site
             assert (page.parent / link).exists(), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
-def test_make_targets_exist(page):
+def test_make_targets_on_pages_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     commands = re.findall(r"(?:^    |`|sudo )make ([a-z-]+)", page.read_text(), re.MULTILINE)
     for target in commands:
@@ -127,7 +127,7 @@ def test_make_targets_exist(page):
 
 
 def commands(page):
-    """Return the commands ``qcomp plan ...`` on a page that need nothing but their arguments."""
+    """Return the ``qcomp plan ...`` commands of a page that need no other files."""
     lines = re.findall(r"^(?:    )?(qcomp plan .*)$", page.read_text(), re.MULTILINE)
     return [line for line in lines if "--measured" not in line]
 
@@ -136,13 +136,13 @@ PLANS = [(page, command) for page in PAGES for command in commands(page)]
 
 
 @pytest.mark.parametrize(("page", "command"), PLANS, ids=[pages.name_of(page) for page, _ in PLANS])
-def test_plans_can_be_made(page, command, reader, capsys):
+def test_commands_of_pages_make_plans(page, command, reader, capsys):
     assert main(shlex.split(command)[1:]) == 0
     advice = capsys.readouterr().out.splitlines()[-1]
     assert "ompress" in advice or advice.startswith("Try ")
 
 
-def test_figures_are_those_of_the_committed_run():
+def test_figures_in_the_readme_are_those_of_the_committed_run():
     for run in json.loads((DOCS / "demo" / "summary.json").read_text()):
         loss, sent = f"{run['validation_loss']:.3f}", f"{run['bytes_sent_per_rank'] / 1e6:.0f} MB"
         row = f"| {loss} | {sent} | {run['compression_ratio']:.2f}x |"

@@ -1,4 +1,4 @@
-"""The reference has a page for every public name; `make docs` also looks whether the site has them all."""
+"""The reference has a page for every public name; `make docs` also checks that the site has all these pages."""
 
 import importlib.util
 import pkgutil
@@ -9,7 +9,7 @@ import qcomp
 from tests.docs.pages import DOCS
 
 INTERNAL = {"cli", "copies", "core", "version", "__main__"}
-"""What is not public at the top of the package: commands, and what its public modules are made of."""
+"""Modules at the top of the package that are not public: commands, and the parts of its public modules."""
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +42,18 @@ def test_no_two_pages_differ_in_case_alone(reference, tmp_path):
     assert len(set(files)) == len(files)
 
 
-def test_what_is_no_module_is_a_name(reference):
+def test_public_names_that_are_not_modules_are_listed_under_the_package(reference):
     modules = {name.removeprefix("qcomp.") for name in reference.public()}
     assert set(reference.public()["qcomp"]) == set(qcomp.__all__) - modules
 
 
-def test_each_name_says_something(reference, tmp_path):
+def test_each_name_has_a_summary(reference, tmp_path):
     reference.write(tmp_path / "api")
     for module in reference.public():
         assert "\n     - \n" not in (tmp_path / "api" / f"{module}.rst").read_text(), module
 
 
-def test_modules_of_modules_are_public_too(reference):
+def test_submodules_may_have_public_names(reference):
     assert "release_memory" not in reference.public()["qcomp"]
     assert "hook" in reference.public()["qcomp.integrations.ddp"]
     assert "register" in reference.public()["qcomp.topologies"]

@@ -1,4 +1,4 @@
-"""The index of messages cannot go stale: each entry is in the sources, and no warning or error of ranks is missing."""
+"""The index of messages stays current: each entry is in the sources, and no warning or error of ranks is missing."""
 
 import ast
 import functools
@@ -22,11 +22,11 @@ RAISES = {
     "RuntimeError",
     "UnavailableError",
 }
-"""Errors whose message does not name an argument, so that the reader needs to be told more."""
+"""Errors whose message names no argument, so that a reader needs further explanation."""
 
 
 def text_of(node):
-    """Return the text of an expression, with a gap for what is only known when it runs; None if it has no text."""
+    """Return the text of an expression with a gap for every run-time part; None if it has no text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.replace("%s", GAP)
     if isinstance(node, ast.JoinedStr):
@@ -53,7 +53,7 @@ def texts():
 
 
 def messages():
-    """Yield what the package warns of, and raises on no single argument; what `qcomp` prints itself is not among it."""
+    """Yield all warnings, and errors that name no argument; without what the command `qcomp` prints."""
     for path, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not node.args or "cli" in path.parts:
@@ -74,9 +74,9 @@ def test_every_message_has_an_entry():
     assert [message for message in sorted(set(messages())) if not message.startswith(entries)] == []
 
 
-def test_an_entry_that_is_no_message_would_be_seen():
+def test_an_entry_without_a_message_would_be_found():
     assert not any(text.startswith(normal("the gradient of … is not quite finite")) for text in texts())
 
 
-def test_entries_differ():
+def test_entries_are_distinct():
     assert len(set(map(normal, LISTED))) == len(LISTED)

@@ -1,4 +1,4 @@
-"""The examples for authors: a compressor and a transport of one's own."""
+"""The examples for authors: a custom compressor and a custom transport."""
 
 import ast
 import importlib.util
@@ -49,7 +49,7 @@ def test_the_compressor_has_at_most_40_lines():
 
 
 @pytest.mark.parametrize("law", ["sound_traits", "same_bytes", "unbiased_to_the_last_draw", "cut_at_buckets"])
-def test_the_compressor_keeps_the_laws_that_are_soon_checked(example, law):
+def test_the_compressor_keeps_the_quickly_checked_laws(example, law):
     contract_of(example("custom_compressor").TernGrad(bucket_size=64)).require(only=law)
 
 
@@ -80,7 +80,7 @@ def test_the_transport_trains_and_all_ranks_hold_the_same():
 
 @pytest.fixture
 def loop_of_three(example):
-    """Run a coroutine of each of three connected ranks: ``loop_of_three(main)``, main(peers) -> anything."""
+    """Run a coroutine on each of three connected ranks: ``loop_of_three(main)``, main(peers) -> anything."""
     import asyncio
 
     module = example("custom_transport")
@@ -103,8 +103,8 @@ def loop_of_three(example):
     return run_ranks
 
 
-def test_the_transport_gives_what_a_communicator_gives(loop_of_three):
-    """Also large messages, which fill the buffers of the streams, and a mean that nothing blocks."""
+def test_the_transport_gives_the_results_of_a_communicator(loop_of_three):
+    """Also for large messages, which fill the buffers of the streams, and for a mean that blocks nothing."""
     import numpy as np
 
     mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=64), "ring")

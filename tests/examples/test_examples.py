@@ -1,4 +1,4 @@
-"""The examples as a user starts them: real ranks under mpirun."""
+"""The examples as a user starts them, on real ranks under mpirun."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 TRAIN = EXAMPLES / "train_lm.py"
 STEPS = 6
-SOON = ("-W", "ignore:the variance is frozen after")  # in so few steps
+SOON = ("-W", "ignore:the variance is frozen after")  # because the runs are so short
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ def test_three_ranks_end_with_identical_parameters(mpirun, script):
     assert "all 3 ranks hold identical parameters" in job.stdout
 
 
-def test_the_twins_differ_in_little_more_than_the_gradient():
+def test_the_numpy_and_jax_examples_differ_in_little_more_than_the_gradient():
     ours, theirs = ((EXAMPLES / name).read_text().splitlines() for name in ("mpi_numpy.py", "mpi_jax.py"))
     assert len(ours) < 80
     assert len(set(theirs) - set(ours)) <= 6
@@ -40,7 +40,7 @@ def test_a_mesh_of_jax(mpirun, monkeypatch, processes, devices):
     assert float(re.search(r"accuracy ([0-9.]+)", job.stdout)[1]) > 0.8
 
 
-# Stands in for CuPy: with NumPy's arrays, and as many GPUs as the environment says.
+# A stand-in for CuPy: it has NumPy's arrays, and as many GPUs as the environment says.
 CUPY = """
 import os
 from numpy import asarray
@@ -72,7 +72,7 @@ class cuda:
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Let the ranks find a stand-in for CuPy, with some GPUs: ``stand_in(gpus)``."""
+    """Let the ranks import a stand-in for CuPy with some GPUs: ``stand_in(gpus)``."""
 
     def put(gpus):
         (tmp_path / "cupy.py").write_text(CUPY)
@@ -84,7 +84,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def refusal(job):
-    """The one line that an example has printed before all ranks ended with status 2."""
+    """Return the only line that an example printed before all ranks ended with status 2."""
     assert job.returncode == 2
     assert job.stdout == ""
     lines = [line for line in job.stderr.splitlines() if not line.startswith("Abort(2)")]  # MPI's own
@@ -93,7 +93,9 @@ def refusal(job):
 
 
 @pytest.mark.parametrize("script", [pytest.param("cupy_mpi.py", marks=pytest.mark.slow), "cupy_nccl.py"])
-def test_without_cupy_the_gpu_examples_end_on_every_rank_and_say_so(mpirun, script, tmp_path, monkeypatch):
+def test_without_cupy_the_gpu_examples_end_on_every_rank_with_a_message(
+    mpirun, script, tmp_path, monkeypatch
+):
     (tmp_path / "cupy.py").write_text("raise ImportError('no CuPy here')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     job = mpirun(3, ["-m", "mpi4py", EXAMPLES / script], timeout=60, check=False)
@@ -123,7 +125,7 @@ def test_the_gpu_examples_name_what_is_missing(mpirun, stand_in, script, gpus, w
     assert refusal(mpirun(2, ["-m", "mpi4py", EXAMPLES / script], timeout=60, check=False)) == what
 
 
-def test_one_rank_that_lacks_a_gpu_ends_all(mpirun, stand_in, tmp_path):
+def test_one_rank_without_a_gpu_ends_all_ranks(mpirun, stand_in, tmp_path):
     stand_in(1)
     (tmp_path / "cupy.py").write_text(CUPY.replace("available = False", "available = True"))
     job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "cupy_nccl.py"], timeout=60, check=False)
@@ -152,7 +154,7 @@ def test_the_gpu_example_over_mpi_on_a_gpu(mpirun):
 
 
 @pytest.mark.gpu
-def test_the_gpu_example_over_nccl_on_as_many_gpus(mpirun):
+def test_the_gpu_example_over_nccl_with_one_gpu_per_rank(mpirun):
     cupy = pytest.importorskip("cupy")
     ranks = cupy.cuda.runtime.getDeviceCount()
     job = mpirun(ranks, ["-m", "mpi4py", EXAMPLES / "cupy_nccl.py"], timeout=200)
@@ -169,7 +171,7 @@ def train(mpirun, folder, *options, ranks=2):
 
 
 @pytest.mark.slow
-def test_training_counts_what_it_sends_and_draws_its_curves(mpirun, tmp_path):
+def test_training_counts_the_bytes_that_it_sends_and_draws_its_curves(mpirun, tmp_path):
     job, summary = train(mpirun, tmp_path, ranks=3)
     assert [run["optimizer"] for run in summary] == ["adam", "onebit_adam", "qadam", "qsgd"]
     parameters = summary[0]["parameters"]
@@ -182,7 +184,7 @@ def test_training_counts_what_it_sends_and_draws_its_curves(mpirun, tmp_path):
     assert all(
         label in job.stdout for label in ("Adam, exact", "1-bit Adam", "QAdam, 8-bit", "SGD, 4-bit QSGD")
     )
-    # Chunks are whole buckets, so the busiest of three ranks sends a little more than a third.
+    # Chunks are whole buckets, so the busiest of three ranks sends slightly more than a third.
     assert exact["compression_ratio"] == pytest.approx(1, rel=0.01)
     assert onebit["compressed_stage_ratio"] >= 24
     assert qadam["compressed_stage_ratio"] >= 3.8
@@ -226,7 +228,7 @@ def test_resuming_is_as_if_there_had_been_no_stop(mpirun, tmp_path):
         check=False,
     )
     assert stopped.returncode == 130
-    # The kernels return the same bytes as the pure version, so the run may even go on with them.
+    # Kernels return the same bytes as the pure version, so the run may resume with them.
     _, (resumed,) = train(
         mpirun, tmp_path / "resumed", *options, *checkpoints, "--resume", "--kernels", "numba"
     )
@@ -249,18 +251,18 @@ def test_ranks_with_different_compressors_all_stop_and_say_so(mpirun, tmp_path):
 
 
 def torchrun(script, *arguments, ranks=2):
-    """Run an example on ranks of torchrun; return what it printed."""
+    """Run an example on ranks of torchrun; return its output."""
     launcher = Path(sys.executable).parent / "torchrun"
     return printed([launcher, "--nproc-per-node", str(ranks), EXAMPLES / script, *arguments], ranks)
 
 
 def python(script, *arguments, ranks=2):
-    """Run an example that starts its ranks itself; return what it printed."""
+    """Run an example that starts its ranks itself; return its output."""
     return printed([sys.executable, EXAMPLES / script, *arguments], ranks)
 
 
 def printed(command, ranks):
-    """Run a command that trains on ranks; return what it printed."""
+    """Run a command that trains on ranks; return its output."""
     job = subprocess.run(
         command,
         capture_output=True,
@@ -279,9 +281,9 @@ def test_an_ordinary_script_with_an_optimizer_for_torch():
     lines = torchrun("torch_optimizer.py").splitlines()
     assert "compressed" in lines[2]
     sent, exact = (int(words.split()[0].replace(",", "")) for words in lines[-1].split("; ")[:2])
-    small = (144 + 16 + 16 + 64 + 10) / 19706  # of the parameters stay exact
+    small = (144 + 16 + 16 + 64 + 10) / 19706  # the parameters that stay exact
     warm_up = 40 / 150
-    each_step = 40 / (4 * 19706)  # bits of used parameters, verdicts, padding
+    each_step = 40 / (4 * 19706)  # bits that mark used parameters, verdicts, padding
     assert exact / sent == pytest.approx(
         1 / (warm_up + (1 - warm_up) * (small + (1 - small) / 32) + each_step), rel=0.05
     )
@@ -298,7 +300,7 @@ def test_the_same_script_under_mpirun(mpirun):
 def test_a_script_in_an_outer_loop(mpirun):
     lines = torchrun("outer_loop.py").splitlines()
     sent, exact, read = (words.split()[0] for words in lines[-1].split("; "))
-    share = 0.2 * 48 / 32 / 15  # of the elements, with their indices, every 15 steps
+    share = 0.2 * 48 / 32 / 15  # the share of the elements, with their indices, every 15 steps
     assert int(sent.replace(",", "")) / int(exact.replace(",", "")) == pytest.approx(share, rel=0.2)
     assert float(read.rstrip("%")) > 90
     job = mpirun(3, ["-m", "mpi4py", EXAMPLES / "outer_loop.py"], timeout=200)
@@ -312,7 +314,7 @@ def test_a_sharded_script(mesh, ranks):
     sent, read = lines[-1].split("; ")
     exact = (
         4 * 2 * 101_706 * 100 * (1 - 1 / ranks)
-    )  # bytes of a step's gradients and weights, or of a mean of all
+    )  # bytes of a step's gradients and weights, or of a mean of all gradients
     assert int(sent.split()[0].replace(",", "")) < exact / 2.5
     assert float(read.split("%")[0]) > 80
 
@@ -325,10 +327,10 @@ def test_a_sharded_script(mesh, ranks):
         ("transformers", ("--outer",)),
     ],
 )
-def test_frameworks_that_wrap_the_model(framework, arguments):
+def test_examples_with_frameworks_that_wrap_the_model(framework, arguments):
     pytest.importorskip(framework)
     script = f"with_{framework}.py"
-    if framework == "lightning":  # which starts its processes itself
+    if framework == "lightning":  # Lightning starts its processes itself
         line = python(script, *arguments).splitlines()[-1]
     else:
         line = torchrun(script, *arguments).splitlines()[-1]
@@ -348,7 +350,7 @@ def test_ranks_of_torchrun_end_with_identical_parameters(method):
             for words in next(line for line in stdout.splitlines() if "bytes sent" in line).split("; ")
         )
         warmup = {"hook": 2, "onebit_adam": 50}[method] / 200
-        small = 4616 / 70152  # of the parameters stay exact
+        small = 4616 / 70152  # the parameters that stay exact
         assert exact / sent == pytest.approx(
             1 / (warmup + (1 - warmup) * (small + (1 - small) / 32)), rel=0.05
         )

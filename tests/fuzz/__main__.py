@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --seconds 60``: tries new inputs on all targets, in turns, for as long as one likes."""
+"""``python -m tests.fuzz --seconds 60``: tries new inputs on all targets, in turns, until the time is over."""
 
 import argparse
 import itertools
@@ -13,14 +13,14 @@ AT_ONCE = 100
 
 
 def turns(first):
-    """Yield the number of the first input and the target of each turn."""
+    """Yield the number of the first input, and the target, of each turn."""
     for number in itertools.count(first, AT_ONCE):
         for target in TARGETS:
             yield number, target
 
 
 def main():
-    """Run, report, and return 1 if there are faults."""
+    """Run and report; return 1 if there are faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="(default: %(default)s)")
     parser.add_argument(

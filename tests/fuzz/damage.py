@@ -1,4 +1,4 @@
-"""Damage to saved states: dicts of real optimizers, of which any entry may be gone, renamed or another value."""
+"""Damage to saved states: dicts of real optimizers, any entry of which may be removed, renamed or replaced."""
 
 import json
 import math
@@ -12,7 +12,7 @@ __all__ = ["damaged", "deep"]
 
 
 def deep(levels: int = 10_000) -> list:
-    """A list in a list in a list."""
+    """Return a list in a list in a list, and so on."""
     found: list = []
     for _ in range(levels):
         found = [found]
@@ -99,7 +99,7 @@ STRANGE: tuple[Callable[[], Any], ...] = (
     lambda: '{"optimizer": "Adam"}',
     lambda: "[" * 100_000,
 )
-"""What an entry may be instead."""
+"""Values that may replace an entry."""
 
 STAGES = [
     *("start", "epoch", "warmup", "compressed", "rewarm", "local"),
@@ -111,7 +111,7 @@ STAGES = [
 
 
 def _of_array(x: np.ndarray, rng: Random) -> Any:
-    """Another array like this one."""
+    """Return an altered array."""
     dtype = rng.choice(["float64", "float16", "int64", "bool", "complex64", ">f4", "U8", "uint8"])
     changes: tuple[Callable[[], Any], ...] = (
         lambda: x.astype(dtype),
@@ -133,7 +133,7 @@ def _of_array(x: np.ndarray, rng: Random) -> Any:
 
 
 def _of_tensor(x: Any, rng: Random) -> Any:
-    """Another tensor of torch like this one, or an array of NumPy."""
+    """Return an altered tensor of torch, or an array of NumPy."""
     import torch
 
     found = _of_array(x.detach().numpy(), rng)
@@ -144,7 +144,7 @@ def _of_tensor(x: Any, rng: Random) -> Any:
 
 
 def _flipped(x: np.ndarray, rng: Random) -> np.ndarray:
-    """The array with one bit changed."""
+    """Return the array with one bit flipped."""
     data = bytearray(x.tobytes())
     if data:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -152,7 +152,7 @@ def _flipped(x: np.ndarray, rng: Random) -> np.ndarray:
 
 
 def _value(key: Any, value: Any, rng: Random) -> Any:
-    """Another value for an entry."""
+    """Return another value for an entry."""
     if key == "stage" and rng.random() < 0.5:
         return rng.choice(STAGES)
     if (
@@ -176,7 +176,7 @@ def _value(key: Any, value: Any, rng: Random) -> Any:
 
 
 def _key(key: Any, rng: Random) -> Any:
-    """Another name for an entry."""
+    """Return another name for an entry."""
     text = str(key)
     names = (
         *(
@@ -204,7 +204,7 @@ def _key(key: Any, rng: Random) -> Any:
 
 
 def _once(saved: dict, rng: Random) -> dict:
-    """The dict with one thing wrong, in it or, where it has dicts and lists in it, in one of these."""
+    """Return the dict with one fault, in it or in one of the dicts and lists inside."""
     keys = list(saved)
     if not keys:
         return {rng.choice(["step", 0, "x"]): rng.choice(STRANGE)()}
@@ -230,14 +230,14 @@ def _once(saved: dict, rng: Random) -> dict:
 
 
 def _without_digests(x: Any) -> Any:
-    """The dicts in something, without digests."""
+    """Return a value in which no dict has digests."""
     if isinstance(x, Mapping):
         return {key: _without_digests(value) for key, value in x.items() if key != "digests"}
     return type(x)(map(_without_digests, x)) if isinstance(x, list | tuple) else x
 
 
 def damaged(saved: Mapping[str, Any], rng: Random) -> dict[str, Any]:
-    """The dict with up to three things wrong; half of them without digests, which would find most of it."""
+    """Return the dict with up to three faults; half of the results have no digests, which would reveal most faults."""
     found = dict(saved)
     if rng.random() < 0.5:
         found = _without_digests(found)

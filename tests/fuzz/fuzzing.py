@@ -1,4 +1,4 @@
-"""Tries inputs on a target: which errors come out, how long it takes, and how much memory."""
+"""Feeds inputs to a target; records the errors, the time, and the memory."""
 
 import time
 import tracemalloc
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LEAST_BYTES, TIMES = 1 << 19, 64
-"""A reader may allocate this much, and so many times the bytes of its input and of the expected vectors."""
+"""A reader may allocate LEAST_BYTES plus TIMES times the bytes of its input and of the expected vectors."""
 
 
 @dataclass
 class Report:
-    """What was tried."""
+    """The results of the tries."""
 
     inputs: int = 0
     refused: int = 0
     faults: list[str] = field(default_factory=list)
     slowest: tuple[float, str] = (0.0, "")
-    """Seconds, and the name of the input."""
+    """The longest reading in seconds, and the name of its input."""
     largest: tuple[int, str] = (0, "")
-    """Bytes allocated at the same time, and the name of the input."""
+    """The most bytes allocated at the same time, and the name of the input."""
 
     def add(self, other):
-        """Take over what was tried elsewhere."""
+        """Add the results of another report."""
         self.inputs += other.inputs
         self.refused += other.refused
         self.faults += other.faults
@@ -42,7 +42,7 @@ class Report:
 
 
 def fuzz(target, numbers):
-    """Read the inputs of these numbers; the same number makes the same input."""
+    """Read the inputs with these numbers; a number always makes the same input."""
     report = Report()
     started = not tracemalloc.is_tracing()
     if started:
@@ -62,7 +62,7 @@ def try_one(target, number, report):
     most = LEAST_BYTES + TIMES * (len(data) + vector_bytes)
     report.inputs += 1
     error, seconds, size = measured(read)
-    if size > most:  # unless the first reading has compiled something
+    if size > most:  # the first reading may have compiled something
         error, seconds, size = measured(read)
     if isinstance(error, target.errors):
         report.refused += 1
@@ -75,13 +75,13 @@ def try_one(target, number, report):
 
 
 def measured(read):
-    """Return the error of a reading, its seconds, and the bytes that it allocates at the same time."""
+    """Return the error of a reading, its seconds, and the most bytes that it allocates at once."""
     error = None
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
     start = time.perf_counter()
     try:
-        with np.errstate(all="ignore"):  # a damaged scale may be anything
+        with np.errstate(all="ignore"):  # a damaged scale may be any number
             read()
     except Exception as caught:
         error = caught.with_traceback(None)

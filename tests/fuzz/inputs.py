@@ -1,4 +1,4 @@
-"""Bytes that were payloads or messages once: the places that their layouts name get values that break things."""
+"""Damaged payloads and messages: fields of their layouts get values that are likely to break a reader."""
 
 import struct
 import zlib
@@ -29,7 +29,7 @@ BYTES = (0, 1, 0x55, 0x7F, 0x80, 0xAA, 0xFE, 0xFF)
 
 
 def vectors_of(size, rng):
-    """Return a vector: dense, sparse, all zero, or of very different sizes."""
+    """Return a vector: dense, sparse, all zero, or with very different magnitudes."""
     x = rng.standard_normal(size).astype(np.float32)
     kind = rng.integers(4)
     if kind == 1:
@@ -43,13 +43,13 @@ def vectors_of(size, rng):
 
 @cache
 def sizes_of(compressor):
-    """Return sizes at the edges of buckets, of a few hundred elements, so that many inputs fit into a second."""
+    """Return sizes around bucket boundaries, of a few hundred elements, so that many inputs fit into a second."""
     bucket = min(compressor.traits.bucket_size, 130)
     return (1, bucket + 1) if bucket < 8 else (1, bucket - 1, bucket, bucket + 9)
 
 
 def payload_of(compressor, size, rng):
-    """Return one of a few payloads as a compressor makes them."""
+    """Return one of a few payloads made by a compressor."""
     return made(compressor, size, int(rng.integers(8)))
 
 
@@ -60,7 +60,7 @@ def made(compressor, size, number):
 
 
 def mutated(data, fields, rng):
-    """Return damaged bytes: some changes in places of the layout or anywhere, and sometimes another length.
+    """Return damaged bytes: some changes in fields of the layout or anywhere, and sometimes another length.
 
     ``fields`` has the start, the end and the dtype of each part.
     """
@@ -117,7 +117,7 @@ def fields_of(spec):
 
 
 def with_checksum(blob):
-    """Return a serialized payload whose checksum is right again, so that what comes after it is reached."""
+    """Return a serialized payload with a corrected checksum, so that later checks are reached."""
     if len(blob) < 28:
         return blob
     (length,) = struct.unpack_from("<H", blob, 6)

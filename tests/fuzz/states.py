@@ -1,8 +1,8 @@
-"""Loads damaged states into every optimizer, mean and outer loop: each is refused as it should be, or is a valid state.
+"""Loads damaged states into every optimizer, mean and outer loop: each is properly refused, or is a valid state.
 
     python -m tests.fuzz.states --inputs 20000
 
-prints what was tried, the faults, the slowest input and the largest allocation.
+prints the number of inputs, the faults, the slowest input and the largest allocation.
 """
 
 import argparse
@@ -35,24 +35,24 @@ __all__ = ["TARGETS", "Outcome", "Target", "attempt", "targets"]
 NAMES = ["embedding@0", "layer.0/weight", "bias"]
 ALONE = qcomp.comm.LocalCommunicator.alone()
 MOST_BYTES = 8 << 20
-"""What loading a state of some kilobytes may allocate; a JSON text of 100 kB is read as a whole."""
+"""Bytes that loading a state of some kilobytes may allocate; a JSON text of 100 kB is read as a whole."""
 MOST_SECONDS = 5.0
 LONGEST_MESSAGE = 4000
 
 
 class Target(NamedTuple):
-    """States to damage, and how they are loaded."""
+    """States to damage, and the functions that load and use them."""
 
     saved: Sequence[dict[str, Any]]
     """The dict of each rank."""
     load: Callable[[list[Any]], Any]
-    """Loads dicts on all ranks, and returns what each has then, or an error of each."""
+    """Loads dicts on all ranks; returns what each rank holds then, or the error of each."""
     use: Callable[[Any], None]
-    """Saves again what was loaded on a rank, and makes a step with it."""
+    """Saves again what a rank has loaded, and takes a step with it."""
 
 
 class Outcome(NamedTuple):
-    """What loading an input came to."""
+    """The outcome of loading an input."""
 
     fault: str | None
     refused: bool
@@ -65,7 +65,7 @@ def _first() -> list[np.ndarray]:
 
 
 def _trained(opt: Any, size: int, steps: int) -> list[dict[str, Any]]:
-    """The dict of each rank after some steps."""
+    """Return the dict of each rank after some steps."""
 
     def rank_main(comm: Any) -> dict[str, Any]:
         params = _first()
@@ -79,7 +79,7 @@ def _trained(opt: Any, size: int, steps: int) -> list[dict[str, Any]]:
 
 
 def _own(opt: Any, size: int, steps: int) -> Target:
-    """Each rank loads its own."""
+    """Each rank loads its own dict."""
 
     def load(saved: list[Any]) -> list[Any]:
         stages = [
@@ -92,13 +92,13 @@ def _own(opt: Any, size: int, steps: int) -> Target:
 
 
 def _in_stage(opt: Any, stage: str, size: int = 1) -> Target:
-    """As `_own`, after the first step that ends in a stage."""
+    """As `_own`, after the first step that ends in the stage."""
     found = (_own(opt, size, steps) for steps in range(1, 15))
     return next(target for target in found if target.saved[0]["stage"] == stage)
 
 
 def _regrouped(opt: Any, old: int, new: int, steps: int) -> Target:
-    """All ranks load the list of all."""
+    """Resume on a new number of ranks from the list of all dicts."""
 
     def load(saved: list[Any]) -> list[Any]:
         stages = [
@@ -113,7 +113,7 @@ def _regrouped(opt: Any, old: int, new: int, steps: int) -> Target:
 
 
 def _step(opt: Any, state: Any) -> None:
-    """Save what was loaded, and make a step, of a world of one rank or without its exchanges."""
+    """Save the loaded state again and, if that needs no other rank, take a step."""
     opt.state_dict(state)
     if state.size > 1 or state.stage == "start":
         return
@@ -155,7 +155,7 @@ STREAMING = jobs.loop_of(
 
 
 def _torch(name: str, steps: int, **settings: Any) -> Target:
-    """An optimizer for torch, which keeps its state and its groups if it refuses another."""
+    """An optimizer for torch, which keeps its state and groups if it refuses to load others."""
     import torch
 
     import qcomp.torch
@@ -249,7 +249,7 @@ def targets(name: str) -> Target:
 
 
 def attempt(target: Target, seed: object) -> Outcome:
-    """Damage the dict of one rank, load, and judge what comes of it."""
+    """Damage the dict of one rank, load it, and judge the outcome."""
     rng = Random(repr(seed))
     given: list[Any] = [dict(one) for one in target.saved]
     victim = rng.randrange(len(given))
@@ -278,7 +278,7 @@ def attempt(target: Target, seed: object) -> Outcome:
 def _judged(
     target: Target, given: list[Any], victim: int, results: list[Any], held: list[bytes]
 ) -> str | None:
-    """What is wrong with the results, or None."""
+    """Return what is wrong with the results, or None."""
     if held != [_fingerprint(one) for one in target.saved]:
         return "loading has written to what it was given"
     errors = [x for x in results if isinstance(x, Exception)]
@@ -310,7 +310,7 @@ def _judged_states(target: Target, given: Any, victim: int, results: list[Any]) 
         for found in results:
             target.use(found)
     except NonFiniteError:
-        return None  # of NaN in an array without a digest
+        return None  # NaN in an array without a digest
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return (
@@ -320,7 +320,7 @@ def _judged_states(target: Target, given: Any, victim: int, results: list[Any]) 
 
 
 def _content(saved: dict[str, Any]) -> str:
-    """The entries as equal values of all formats are."""
+    """Return the entries in a form that is equal for equal values of all formats."""
     arrays = {key: (x.shape, x.dtype, x.tobytes()) for key, x in read_arrays(saved).items()}
     return repr(sorted({**read_scalars(saved), **arrays}.items()))
 
@@ -330,7 +330,7 @@ def _fingerprint(saved: dict[str, Any]) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try inputs, and print what they came to."""
+    """Try inputs and print the outcome."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--inputs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""What reads bytes of others: each target makes an input, and reads it."""
+"""The functions that read foreign bytes: each target makes an input and reads it."""
 
 from typing import NamedTuple
 
@@ -21,12 +21,12 @@ class Reading(NamedTuple):
 
     data: bytes
     vector_bytes: int
-    """Of the vectors that the reader expects."""
+    """Bytes of the vectors that the reader expects."""
     read: object
 
 
 class PayloadTarget:
-    """Decompresses the data of a payload, into memory with guards before and after it."""
+    """Decompresses the data of a payload into memory with guards before and after it."""
 
     errors = (qcomp.PayloadError,)
 
@@ -54,7 +54,7 @@ class PayloadTarget:
 
 
 class BlobTarget:
-    """Reads a serialized payload whose checksum is right, and decompresses it to a vector of the expected size."""
+    """Reads a serialized payload with a correct checksum, and decompresses it to a vector of the expected size."""
 
     errors = (qcomp.PayloadError,)
     header = ((4, 5, "uint8"), (5, 6, "uint8"), (6, 8, "uint16"), (8, 16, "uint64"), (16, 24, "uint64"))
@@ -108,7 +108,7 @@ class FrameTarget:
 
 
 class VerdictTarget:
-    """Reads who is to blame at the end of a message that was passed on; every byte counts as yes but 0."""
+    """Reads from the end of a relayed message which ranks are to blame; every byte but 0 counts as yes."""
 
     errors = ()
     name = "sealed message"
@@ -127,7 +127,7 @@ class VerdictTarget:
 
 
 class AnnouncementTarget:
-    """Hears from another rank how long the next messages are, before it takes memory for them."""
+    """Reads the lengths of the next messages from another rank, before memory is allocated for them."""
 
     errors = (qcomp.PayloadError,)
     name = "announced lengths"
@@ -136,7 +136,7 @@ class AnnouncementTarget:
         """Return an input."""
         good = np.array([3, 100, 40, 100], dtype="<u8").tobytes()
         data = bytearray(mutated(good, tuple((at, at + 8, "uint64") for at in range(0, 32, 8)), rng))
-        data = bytes(data[:32].ljust(32, b"\0"))  # a communicator admits no other size
+        data = bytes(data[:32].ljust(32, b"\0"))  # a communicator accepts no other size
 
         def read():
             stages = announce_lengths(one_exchange(), rank=0)
@@ -156,7 +156,7 @@ NO_FACTS = [b"[" * 5000, b"3", b"null", b"[]", b'{"a":' * 3000, b"1" * 5000, b'"
 
 
 class HandshakeTarget:
-    """Hears what another rank was started with."""
+    """Reads the settings of another rank."""
 
     errors = (qcomp.MismatchError,)
     name = "handshake"
@@ -182,7 +182,7 @@ class HandshakeTarget:
 
 
 def next_text(stages, length=0):
-    """Return the text that a handshake sends, after it has heard of another one of this length."""
+    """Return the text that a handshake sends after it was told the length of another rank's text."""
     own_length = next(stages).send
     return stages.send([own_length, np.frombuffer(length.to_bytes(8, "little"), np.uint8)]).send
 

@@ -1,4 +1,4 @@
-"""A short run of the fuzzers, the same inputs each time; ``make fuzz`` tries new ones."""
+"""A short run of the fuzzers with fixed inputs; ``make fuzz`` tries new ones."""
 
 import numpy as np
 import pytest
@@ -11,21 +11,21 @@ INPUTS = 200
 
 
 def quick_or_slow(number, target):
-    """Of the compressors, every fourth one is quick."""
+    """Of the compressors, every fourth is marked quick."""
     marks = [pytest.mark.slow] if number % 4 and target in TARGETS[: -len(OTHERS)] else []
     return pytest.param(target, id=target.name, marks=marks)
 
 
 @pytest.mark.parametrize("target", [quick_or_slow(*each) for each in enumerate(TARGETS)])
-def test_only_refusals_come_out(target):
+def test_readers_raise_only_refusals(target):
     report = fuzz(target, range(INPUTS))
     assert not report.faults
     assert report.inputs == INPUTS
-    assert report.refused > INPUTS // 20 or target is OTHERS[0]  # inputs are wrong often enough
+    assert report.refused > INPUTS // 20 or target is OTHERS[0]  # enough inputs are wrong
 
 
 class Planted:
-    """A reader with one thing wrong."""
+    """A target with a planted fault."""
 
     errors = (qcomp.PayloadError,)
     name = "planted"
@@ -41,7 +41,7 @@ def refuse():
     raise qcomp.PayloadError("refused")
 
 
-def test_refusals_are_no_faults():
+def test_refusals_do_not_count_as_faults():
     report = fuzz(Planted(refuse), range(5))
     assert (report.inputs, report.refused, report.faults) == (5, 5, [])
 

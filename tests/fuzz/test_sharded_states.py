@@ -1,4 +1,4 @@
-"""Damage to the state of a sharded model, on one rank alone: both refuse it and stay as they were, or both load."""
+"""Damage to one rank's state of a sharded model: both ranks refuse it and keep their state, or both load it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A damaged state is refused on every rank, with a clear error, soon and in little memory; or it is a valid state."""
+"""A damaged state is refused on every rank, clearly, quickly and in little memory; or it is a valid state."""
 
 import math
 import os
@@ -19,7 +19,7 @@ NAMES_OF_TARGETS = list(TARGETS)
 
 
 def inputs(first: int, count: int) -> list[str]:
-    """The faults of some inputs, of all targets in turn."""
+    """Return the faults found with some inputs, for all targets in turn."""
     faults = []
     for number in range(first, first + count):
         name = NAMES_OF_TARGETS[number % len(NAMES_OF_TARGETS)]
@@ -55,7 +55,7 @@ def load(saved, comm=ALONE):
 
 
 def refusal(saved):
-    """The error with which a state is refused; None if it loads."""
+    """Return the error with which a state is refused; None if it loads."""
     try:
         load(saved)
     except ValueError as error:
@@ -67,7 +67,7 @@ class TestEntries:
     @pytest.mark.parametrize(
         "key", ["step", "rank", "size", "skipped", "schema", "stage", "history", "made_by"]
     )
-    def test_nothing_strange_is_an_entry(self, key):
+    def test_strange_values_of_entries_are_refused_or_harmless(self, key):
         (saved,) = saved_of()
         del saved["digests"]
         for make in STRANGE:
@@ -114,7 +114,7 @@ class TestEntries:
         assert says in text
         assert "it is damaged, or not from qcomp; load an earlier one" in text or "is damaged; load" in text
 
-    def test_what_cannot_be_read_from_a_file_is_named(self):
+    def test_entries_that_cannot_be_read_from_a_file_are_named(self):
         class File(dict):
             def __getitem__(self, key):
                 if key == "momentum.bias":
@@ -126,7 +126,7 @@ class TestEntries:
         ):
             load(File(saved_of()[0]))
 
-    def test_a_huge_array_is_refused_before_its_bytes_are_looked_at(self):
+    def test_a_huge_array_is_refused_before_its_bytes_are_read(self):
         huge = np.broadcast_to(np.float32(0), (1 << 40,))
         (saved,), (one, other) = saved_of(), saved_of(2)
         for key in ("momentum.bias", RESIDUAL, "history"):
@@ -156,8 +156,8 @@ class TestEntries:
         ("0/1 Adam of DeepSpeed", "local_step_interval", (0, 0.5), (1,)),
     ],
 )
-def test_numbers_that_no_state_has(target, name, wrong, right):
-    """Which would fail in the middle of a later step, or divide by zero."""
+def test_impossible_numbers_are_refused(target, name, wrong, right):
+    """They would fail in the middle of a later step, or divide by zero."""
     found = targets(target)
     (saved,) = found.saved
     saved = {key: value for key, value in saved.items() if key != "digests"}
@@ -172,8 +172,8 @@ def test_numbers_that_no_state_has(target, name, wrong, right):
             found.use(state)
 
 
-def test_a_rewarm_ends():
-    """One that has no step left would never end."""
+def test_a_rewarm_without_steps_left_is_refused():
+    """A re-warm with no steps left would never end."""
     found = targets("1-bit, watched, in a re-warm")
     saved = {key: value for key, value in found.saved[0].items() if key != "digests"}
     for left in (0, -1, 0.5):
@@ -181,15 +181,15 @@ def test_a_rewarm_ends():
         assert "expected a whole number, at least 1" in str(error)
 
 
-def test_a_warm_up_of_zero_one_adam_has_an_exact_step_next():
+def test_a_warm_up_of_zero_one_adam_must_continue_with_an_exact_step():
     found = targets("0/1, after 1 steps")
     saved = {key: value for key, value in found.saved[0].items() if key != "digests"}
     (error,) = found.load([{**saved, "step": 3}])
     assert "stage is 'warmup' after step 3, but variance_steps=" in str(error)
 
 
-def test_what_is_not_adopted_is_not_looked_at():
-    """A sample of another size makes the watch begin anew; a huge one is refused."""
+def test_a_sample_that_is_not_adopted_is_still_limited_in_size():
+    """A sample of another size makes the watch start anew; a huge one is refused."""
     found = targets("1-bit, watched, in a re-warm")
     (key,) = [key for key in found.saved[0] if key.startswith("watched_variance.layer")]
     assert "of shape (1099511627776,); expected at most 78 elements" in str(
@@ -236,7 +236,7 @@ class TestDigests:
         assert first == second
 
     def test_a_state_without_digests_loads(self):
-        """As earlier releases saved it."""
+        """Earlier releases saved none."""
         (saved,) = saved_of()
         del saved["digests"]
         assert load(saved).step == 6
@@ -288,7 +288,7 @@ def test_damage_on_one_rank_is_an_error_on_all(form, victim, change):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_damage_to_an_optimizer_for_torch_on_one_rank_is_an_error_on_all(victim):
-    """In the groups, which torch reads first, and in the state; both ranks then train on as before."""
+    """In the groups, which torch reads first, and in the state; both ranks then continue training as before."""
     torch = pytest.importorskip("torch")
     import qcomp.torch
 
@@ -342,8 +342,8 @@ def test_damage_to_an_optimizer_for_torch_on_one_rank_is_an_error_on_all(victim)
     assert set(found[1 - victim]) == {MismatchError}
 
 
-def test_a_reason_that_is_no_unicode_reaches_the_others():
-    """Such as a name in a file, which utf-8 cannot encode: a rank that fails to tell it would leave others waiting."""
+def test_a_reason_that_is_not_valid_unicode_reaches_the_others():
+    """Such as a file name that UTF-8 cannot encode: a rank that could not report it would leave the others waiting."""
 
     def rank_main(comm):
         problem = ValueError("\ud800") if comm.rank else None
@@ -357,7 +357,7 @@ def test_a_reason_that_is_no_unicode_reaches_the_others():
 
 
 class TestFiles:
-    def test_a_file_is_whole_or_as_it_was(self, tmp_path):
+    def test_an_interrupted_write_leaves_the_old_file(self, tmp_path):
         path = tmp_path / "state.npz"
         (saved,) = saved_of()
         write_whole(path, lambda file: np.savez(file, **saved))
@@ -374,13 +374,13 @@ class TestFiles:
         with np.load(path) as archive:
             assert load(dict(archive)).step == 6
 
-    def test_what_a_dead_process_left_is_replaced(self, tmp_path):
+    def test_unfinished_files_of_a_dead_process_are_replaced(self, tmp_path):
         (tmp_path / "state.unfinished").write_bytes(b"half")
         write_whole(tmp_path / "state", lambda file: file.write(b"whole"))
         assert os.listdir(tmp_path) == ["state"]
         assert (tmp_path / "state").read_bytes() == b"whole"
 
-    def test_nobody_sees_a_part(self, tmp_path):
+    def test_a_partly_written_file_is_never_visible(self, tmp_path):
         path = tmp_path / "state"
         path.write_bytes(b"old")
 
@@ -393,7 +393,7 @@ class TestFiles:
         assert path.read_bytes() == b"new"
 
     def test_a_full_disk_raises_and_leaves_the_old_file(self, tmp_path):
-        """The limit fails writes as a full disk does, when a buffer is written or at the end."""
+        """The limit makes writes fail as a full disk does: when a buffer is written, or at the end."""
         resource = pytest.importorskip("resource")
         path = tmp_path / "state"
         path.write_bytes(b"old")

@@ -1,4 +1,4 @@
-"""Optimizers of every kind, as text for the scripts that ranks run; ``policy`` is theirs."""
+"""Optimizers of every kind, as source text for the scripts of ranks; these define ``policy``."""
 
 OPTIMIZERS = {
     "onebit_adam": "qcomp.OneBitAdam(learning_rate=0.01, freeze=3, exact=policy)",
@@ -45,4 +45,4 @@ OPTIMIZERS = {
 
 
 SERVERS_DRAW = ("draws", "by name", "coded")
-"""Which rank is the server of a bucket, and so whose draws it gets, depends on how tensors are cut for the ranks."""
+"""The cut into chunks decides which rank serves a bucket, and so with whose draws it is rounded."""

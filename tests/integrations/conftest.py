@@ -1,4 +1,4 @@
-"""A script that ranks under DistributedDataParallel run."""
+"""Fixture that runs a script on ranks with DistributedDataParallel."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from qcomp.core.optimizers.compression import EXACT
 from qcomp.integrations import ddp
 from qcomp.integrations.ddp import buckets as cut_buckets
 
-cut_buckets.PART_BYTES = 8000  # where there are few buckets, they are exchanged in parts
+cut_buckets.PART_BYTES = 8000  # so that large buckets are exchanged in parts
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* no longer fits")
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -54,7 +54,7 @@ def say(*words):
 
 @pytest.fixture
 def said(ddp_ranks):
-    """Run a script on ranks that have a process group, and return the lines of each.
+    """Run a script on ranks with a process group; return the lines of each.
 
     ``said(n, script, check=True, device="cpu", backend="gloo")``
     """

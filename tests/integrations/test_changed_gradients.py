@@ -1,4 +1,4 @@
-"""What happens to gradients that are changed, for instance clipped, between the backward pass and the step."""
+"""What happens to gradients that are changed between the backward pass and the step, for instance clipped."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def nothing(model):
 @pytest.mark.parametrize("change", ["clip", "clamp", "replace_by_half", "nothing"])
 @pytest.mark.parametrize("view", [True, False])
 def test_averaged_gradients_can_be_changed_as_under_stock_hooks(said, view, change):
-    """In the exact warm-up, and with gradients that are compressed without loss."""
+    """In the exact warm-up, and with lossless compression."""
     body = f"""
 {SIDE_BY_SIDE}
 pairs = [
@@ -54,7 +54,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_half_precision_gradients_are_the_rounded_means_and_are_used_unrounded(said):
+def test_half_precision_gradients_show_rounded_means_but_steps_use_unrounded_ones(said):
     body = f"""
 {SIDE_BY_SIDE}
 def small():
@@ -96,7 +96,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("view", [True, False])
-def test_gradients_of_averaged_momenta_must_stay_as_they_are(said, view):
+def test_gradients_of_averaged_momenta_must_not_be_changed(said, view):
     body = f"""
 def loss_of_one(model):
     with model.no_sync():
@@ -127,7 +127,7 @@ for name, change in changes.items():
             assert "clip_norm" in line
 
 
-def test_gradients_that_are_gone_before_the_step_are_noticed(said):
+def test_gradients_that_are_missing_before_the_step_are_noticed(said):
     body = """
 for freeze in (1, 9):
     model = wrapped()
@@ -191,7 +191,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_with_clip_norm_what_is_not_finite_reaches_all_ranks(said):
+def test_with_clip_norm_a_value_that_is_not_finite_raises_on_all_ranks(said):
     body = """
 model = wrapped()
 opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=1, exact=None, clip_norm=1.0)

@@ -1,4 +1,4 @@
-"""The order in which a conveyor carries what it is given: the same on all ranks, whatever the time that it takes."""
+"""The order in which a conveyor makes exchanges: the same on all ranks, however long each takes."""
 
 import contextlib
 import threading
@@ -34,7 +34,7 @@ class Pending:
 
 @pytest.fixture
 def carry():
-    """Return what carries batches of jobs, each by name and number of exchanges, and returns events and results."""
+    """Return a function that runs batches of jobs (name, number of exchanges) and returns events and results."""
 
     def run(*batches, spoiled=None, error=None):
         comm, results, over = Communicator(), {}, threading.Semaphore(0)
@@ -65,33 +65,33 @@ def carry():
 
 
 def moves(text):
-    """Return events from ``"a0 -b0"``: the start of a0, the wait for b0."""
+    """Return events from text like ``"a0 -b0"``: the start of a0, the wait for b0."""
     return [f"wait {word[1:]}" if word.startswith("-") else f"start {word}" for word in text.split()]
 
 
-def test_all_of_a_batch_is_started_before_anything_is_waited_for(carry):
+def test_a_whole_batch_is_started_before_anything_is_waited_for(carry):
     events, results = carry([("a", 1), ("b", 1), ("c", 1)], [("d", 1)])
     assert events == moves("a0 b0 c0 d0 -a0 -b0 -c0 -d0")
     assert results == {name: name for name in "abcd"}
 
 
-def test_jobs_before_a_batch_move_on_by_one_exchange(carry):
+def test_each_batch_advances_earlier_jobs_by_one_exchange(carry):
     events, _ = carry([("a", 2), ("b", 2)], [("c", 2)], [("d", 2)])
     assert events == moves("a0 b0 c0 -a0 a1 -b0 b1 d0 -a1 -b1 -c0 c1 -d0 d1 -c1 -d1")
 
 
-def test_exchanges_of_several_numbers(carry):
+def test_jobs_may_have_different_numbers_of_exchanges(carry):
     events, _ = carry([("a", 3), ("b", 1), ("c", 0)])
     assert events == moves("a0 b0 -a0 a1 -b0 -a1 a2 -a2")
 
 
-def test_a_value_that_is_not_finite_fails_its_job_alone(carry):
+def test_a_value_that_is_not_finite_fails_only_its_job(carry):
     error = NonFiniteError("a value")
     _, results = carry([("a", 2), ("b", 2)], [("c", 2)], spoiled="a1", error=error)
     assert results == {"a": error, "b": "b", "c": "c"}
 
 
-def test_any_other_error_fails_all_that_come(carry):
+def test_any_other_error_fails_all_later_jobs(carry):
     error = ValueError("of this rank alone")
     events, results = carry([("a", 2), ("b", 2)], [("c", 2)], spoiled="b0", error=error)
     assert results["b"] is error

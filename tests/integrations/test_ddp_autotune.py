@@ -1,4 +1,4 @@
-"""The hook that chooses its method: what is averaged meanwhile, what is chosen, and what it refuses."""
+"""The hook that chooses its method: what it averages meanwhile, what it chooses, and what it refuses."""
 
 import pytest
 
@@ -9,7 +9,7 @@ import itertools
 from qcomp.planning import Autotune
 
 class Told:
-    # A clock that is looked at once in an iteration, whose times it was told.
+    # A clock that is looked at once per iteration, and shows given times.
     def __init__(self, *seconds):
         self.seconds, self.now = itertools.chain(seconds, itertools.repeat(0.0)), 0.0
     def __call__(self):
@@ -37,7 +37,7 @@ def own_gradients(model, step):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_no_iteration_loses_anything(said, n):
-    """Delivered means, and what the ranks still owe, add up to the exact means; the parameters stay as they are."""
+    """Delivered means plus what the ranks still owe are the exact means; the parameters do not change."""
     body = f"""{TUNER}
 model = wrapped(1)
 tuner = Autotune(methods, steps=1, clock=Told())
@@ -69,7 +69,7 @@ say(state.chosen, largest > 0.1, len(state.seconds), state.iterations)
     assert said(n, body) == [["sign True 5 24"]] * n
 
 
-def test_the_exact_method_is_what_happens_without_a_hook(said):
+def test_the_exact_method_gives_the_gradients_without_a_hook(said):
     body = f"""{TUNER}
 plain, model = wrapped(), wrapped()
 tuner = Autotune({{"exact": exact, "sign": sign}}, steps=2, clock=Told(*[0.0] * 2, *[1.0] * 3, *[2.0] * 3))
@@ -82,13 +82,13 @@ for step in range(12):
     alike.append(same(gradients(plain), gradients(model)))
     plain.zero_grad(), model.zero_grad()
 say(state.chosen, state.seconds, state.hook)
-# What one bit owes goes with the gradients of the iteration after it.
+# What one bit owes is added to the gradients of the next iteration.
 say(*map(int, alike))
 """
     assert said(2, body) == [["exact {'exact': 1.0, 'sign': 2.0} None", "1 1 1 1 0 0 0 0 1 1 1 1"]] * 2
 
 
-def test_the_slowest_rank_counts_and_all_choose_alike(said):
+def test_the_slowest_rank_decides_and_all_ranks_choose_alike(said):
     body = f"""{TUNER}
 times = [0, 0, 2, 2, 0, 1, 1] if me == 0 else [0, 0, 2, 2, 0, 4, 4]
 model = wrapped()
@@ -104,8 +104,8 @@ say(state.chosen, state.seconds)
 
 
 @pytest.mark.parametrize("after", ["sign", "exact"])
-def test_gradients_that_nobody_uses_leave_what_is_owed(said, after):
-    """The iteration after a change has a value that is not finite: what is owed goes with the next one."""
+def test_discarded_gradients_do_not_lose_what_is_owed(said, after):
+    """The iteration after a change has a value that is not finite: what is owed is added to the next one."""
     body = f"""{TUNER}
 model = wrapped()
 chosen = {{"factors": qcomp.PowerSGDMean(rank=1), {after!r}: {after}}}

@@ -1,4 +1,4 @@
-"""The hook for gradients: what it averages, what it keeps, and what it does when something goes wrong."""
+"""The hook for gradients: what it averages, what it keeps, and how it handles errors."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from qcomp.core.optimizers.agreement import stream_of
 policy = qcomp.ExactBelow(100)
 options = {"exact": policy, "seed": 5}
 def compressed(mean, model, state, step):
-    # What the hook must give: the exact mean twice, then one compressed mean of the whole model.
+    # What the hook must return: the exact mean twice, then one compressed mean of the whole model.
     chosen = [i for i, p in enumerate(model.parameters()) if p.dim() > 1]
     own = [g.detach() for g in torch.autograd.grad(loss(model, step), list(model.parameters()))]
     means, _ = EXACT(own, qcomp.MeanState(me, n, (), ()), comm)
@@ -34,9 +34,7 @@ def begin(mean, model):
         ("qcomp.QSGD(levels=7, bucket_size=128)", "CompressedMean", "all_gather", None),
     ],
 )
-def test_the_means_are_those_of_the_whole_model_whatever_the_buckets_are(
-    said, compressor, mean, topology, feedback
-):
+def test_means_do_not_depend_on_the_buckets(said, compressor, mean, topology, feedback):
     chosen = "QSGD" not in compressor if feedback is None else feedback
     body = f"""
 from qcomp.core.mean.tensorwise import TensorwiseMean
@@ -103,12 +101,12 @@ say(different)
     assert said(2, body, check=False) == [["True"]] * 2
 
 
-def test_an_exchange_is_over_before_the_backward_pass_is(said):
+def test_an_exchange_ends_before_the_backward_pass_does(said):
     body = """
 import threading
 over = threading.Event()
 class Waiting(torch.autograd.Function):
-    # Before the first layer: its backward pass must not go on before an exchange of the others is over.
+    # Before the first layer: its backward pass must not continue before an exchange of the others has ended.
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
@@ -123,7 +121,7 @@ state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None, exact_iteratio
 model.register_comm_hook(state, averaged)
 over.set()
 torch.manual_seed(me)
-model(torch.randn(3, 64)).sum().backward()  # after it, the buckets are what they stay
+model(torch.randn(3, 64)).sum().backward()  # after it, the buckets no longer change
 over.clear()
 plain = state._step._deliver
 state._step._deliver = lambda bucket: (plain(bucket), over.set())
@@ -206,7 +204,7 @@ say(state.iterations)
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_what_is_not_finite_reaches_all_ranks_and_no_residual(said, bad):
+def test_a_value_that_is_not_finite_reaches_all_ranks_but_no_residual(said, bad):
     body = f"""
 model = wrapped(1)
 state, averaged = ddp.hook(
@@ -233,8 +231,8 @@ say(state.iterations, state.skipped)
     assert said(2, body) == [["False True 2 1", "3 1"]] * 2
 
 
-def test_by_default_what_is_not_finite_raises_on_all_ranks(said):
-    """`backward()` raises the error that is promised, naming parameter and rank; training can go on after it."""
+def test_by_default_a_value_that_is_not_finite_raises_on_all_ranks(said):
+    """`backward()` raises the documented error, naming parameter and rank; training can continue after it."""
     body = """
 model = wrapped()
 state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None, exact_iterations=1)
@@ -284,7 +282,7 @@ say(state.iterations)
     assert said(2, body) == [["1"]] * 2
 
 
-def test_ranks_that_differ_are_told_so(said):
+def test_ranks_with_different_settings_all_raise(said):
     body = """
 model = wrapped()
 try:
@@ -300,7 +298,7 @@ def test_a_dead_rank_ends_the_backward_pass_of_the_others(said):
 import signal
 model = wrapped()
 model.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), model, exact=None, exact_iterations=0))
-for step in range(2):  # DistributedDataParallel itself talks in the first two
+for step in range(2):  # DistributedDataParallel itself communicates in the first two
     loss(model, step).backward()
     model.zero_grad()
 if me == 1:
@@ -393,7 +391,7 @@ except Exception as error:
     assert message in first
 
 
-def test_an_overlapped_optimizer_leaves_a_step_out_or_raises(said):
+def test_an_overlapped_optimizer_skips_a_step_or_raises(said):
     body = """
 for nonfinite in ("raise", "skip"):
     model = wrapped(1)
@@ -440,7 +438,7 @@ say(resumed.state.step, resumed.state.stage)
 
 
 def test_a_large_bucket_is_exchanged_in_parts(said):
-    """All of its parts are under way before the first is waited for; a value that is not finite spoils the bucket."""
+    """All parts are under way before the first is waited for; a value that is not finite spoils the whole bucket."""
     body = """
 started = []
 start = type(comm).start
@@ -469,7 +467,7 @@ say(all(p.grad.isfinite().all().item() for p in model.parameters()))
 
 
 def test_a_state_can_be_loaded_after_other_steps(said):
-    """Residuals are those of what was loaded, not those of the last step."""
+    """The residuals are those of the loaded state, not those of the last step."""
     body = """
 model = wrapped(4000)
 state, averaged = ddp.hook(qcomp.ScaledSign(bucket_size=64), model, exact=None, exact_iterations=0)
@@ -490,7 +488,7 @@ say(all(map(same, first, again)))
     assert said(2, body) == [["True"]] * 2
 
 
-def test_parameters_that_are_to_be_ignored_are(said):
+def test_parameters_that_ddp_ignores_are_left_alone(said):
     body = """
 net = network()
 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])

@@ -14,7 +14,7 @@ def hooked(*args, compressor=qcomp.Identity(), **how):
 """
 
 
-def test_the_means_are_those_of_the_whole_model_whatever_the_buckets_are(said):
+def test_means_do_not_depend_on_the_buckets(said):
     body = f"""{HOOK}
 alone = network()
 mean = qcomp.PowerSGDMean(rank=2, min_compression=1)
@@ -47,7 +47,7 @@ def counted(self, jobs, *, last):
 Conveyor.put = counted
 for how in ({{}}, {{"averaging": qcomp.Averaging()}}):
     model, _ = hooked(10**6, exact_iterations=0, **how)
-    loss(model, 0).backward()  # the first, in which the ranks' gradients are compared, too
+    loss(model, 0).backward()  # the first pass also compares the ranks' gradients
     parts.clear()
     loss(model, 1).backward()
     say(*parts)
@@ -55,8 +55,8 @@ for how in ({{}}, {{"averaging": qcomp.Averaging()}}):
     assert said(2, body) == [["1", "2"]] * 2
 
 
-def test_is_what_the_hook_of_torch_computes(said):
-    """torch's own hook, over gloo, with one bucket; its first Q is another, which five steps forget."""
+def test_results_are_those_of_the_hook_of_torch(said):
+    """torch's own hook, over gloo, with one bucket; its first Q differs, which no longer matters after five steps."""
     body = f"""{HOOK}
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 class Linear(torch.nn.Module):
@@ -95,7 +95,7 @@ say("ok" if off < 0.01 else off)
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_loads_with_another_number_of_ranks_and_pickles(said, tmp_path):
+def test_a_state_loads_with_another_number_of_ranks_and_can_be_pickled(said, tmp_path):
     body = f"""{HOOK}
 model, state = hooked(4000, exact_iterations=0)
 for step in range(3):
@@ -130,7 +130,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_what_is_not_finite_is_refused_on_every_rank(said):
+def test_a_value_that_is_not_finite_is_refused_on_every_rank(said):
     body = f"""{HOOK}
 model, state = hooked(4000, exact_iterations=0)
 loss(model, 0).backward()
@@ -210,7 +210,7 @@ except qcomp.MismatchError as error:
 
 
 @pytest.mark.slow
-def test_odd_memory_formats_and_parameters_that_nobody_used(said):
+def test_odd_memory_formats_and_unused_parameters(said):
     body = """
 options = {"averaging": qcomp.PowerSGD(rank=2, min_compression=1), "exact": None, "exact_iterations": 0}
 class Odd(torch.nn.Module):
@@ -249,7 +249,7 @@ say("ok")
 
 
 def test_outer_rounds_begin_after_a_warm_up_under_the_hook(said):
-    """Of the model inside: its gradients are then a rank's own, and an outer loop takes its steps."""
+    """Of the inner model: its gradients are then a rank's own, and an outer loop takes its steps."""
     body = f"""{HOOK}
 import qcomp.torch
 model, state = hooked(1)

@@ -1,4 +1,4 @@
-"""The steps under DistributedDataParallel are those of the optimizer alone, bit for bit."""
+"""Steps under DistributedDataParallel are those of the optimizer alone, bit for bit."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 
 REPEATED = {"onebit_adam", "qadam", "draws", "all_gather"}
-"""Of these the quick run has harder settings, or `test_ddp_hook` what they average."""
+"""The quick run tests these with harder settings, or `test_ddp_hook` tests what they average."""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_on_a_gpu_as_well(said, name, ranks, backend):
 
 
 def compared(name):
-    """A script that steps an optimizer alone and under DistributedDataParallel, and says in which stage it ends."""
+    """Return a script that steps an optimizer alone and under DistributedDataParallel, and prints its last stage."""
     return f"""
 policy = qcomp.ExactBelow(100)
 make = lambda: {OPTIMIZERS[name]}
@@ -55,7 +55,7 @@ say(state.stage)
 
 
 def test_an_optimizer_of_pairs_of_gradients_is_refused(said):
-    """It would train without its correction, as if it were plain compressed SGD."""
+    """It would train without its correction, like plain compressed SGD."""
     body = """
 try:
     ddp.OverlappedOptimizer(wrapped(), qcomp.QSVRG(learning_rate=0.1))
@@ -66,8 +66,8 @@ except ValueError as error:
     assert said(1, body) == [["refused"]]
 
 
-def test_what_was_saved_or_loaded_stays_as_it_is(said):
-    """Steps write over the optimizer's own state, and over nothing else."""
+def test_steps_do_not_change_saved_or_loaded_states(said):
+    """Steps overwrite only the optimizer's own state."""
     said(
         1,
         """

@@ -1,4 +1,4 @@
-"""A gradient scaler around the hook: what is owed is in units of its scale."""
+"""A gradient scaler around the hook: residuals are in units of its scale."""
 
 import pytest
 
@@ -44,8 +44,8 @@ def plain_steps(topology):
 
 
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
-def test_training_is_that_without_a_scaler_bit_for_bit(said, topology):
-    """Scales are powers of two, so nothing is rounded; and a step with an infinity on one rank is left out on all."""
+def test_training_equals_training_without_a_scaler_bit_for_bit(said, topology):
+    """Scales are powers of two, so nothing is rounded; a step with an infinity on one rank is skipped on all."""
     body = f"""
 {TRAINING}
 expected = plain_steps("{topology}")
@@ -58,7 +58,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_a_factor_that_is_none_is_refused(said):
+def test_a_factor_that_is_not_finite_and_positive_is_refused(said):
     body = """
 state, averaged = ddp.hook(qcomp.ScaledSign(), wrapped(), exact=None)
 for factor in (0.0, -1.0, float("inf"), float("nan")):

@@ -1,4 +1,4 @@
-"""What is averaged under DistributedDataParallel does not depend on the memory format of the parameters."""
+"""Averaging under DistributedDataParallel does not depend on the memory format of the parameters."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def compare(model, optimizer, plain, steps):
 
 
 @pytest.mark.parametrize("view", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_steps_are_those_on_contiguous_copies_bit_for_bit(said, view):
+def test_steps_equal_those_on_contiguous_copies_bit_for_bit(said, view):
     made = ", ".join(f"{name!r}: lambda: {text}" for name, text in OPTIMIZERS.items())
     body = f"""
 {MODEL}
@@ -112,7 +112,7 @@ say("ok")
 
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_checkpoint_moves_between_memory_formats(said, hook):
-    """What a model in other memory formats has saved, a contiguous one goes on from, bit for bit."""
+    """A contiguous model resumes, bit for bit, from a checkpoint of a model in other memory formats."""
     body = f"""
 {MODEL}
 hook = {hook}

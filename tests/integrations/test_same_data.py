@@ -1,4 +1,4 @@
-"""Ranks under DistributedDataParallel that all have the same gradients are told: most train on the same data."""
+"""Ranks under DistributedDataParallel warn if all have the same gradients: probably they train on the same data."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def told(begin, seed, bucket_bytes=4000, steps=2):
 """
 
 
-def test_every_rank_is_told_once_whatever_the_buckets(said):
+def test_every_rank_warns_once_whatever_the_buckets(said):
     body = f"""{RUN}
 for name, begin in optimizers():
     for bucket_bytes in (1, 4000, 10**6):
@@ -44,7 +44,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_one_rank_with_other_data_is_enough(said):
+def test_one_rank_with_other_data_prevents_the_warning(said):
     body = f"""{RUN}
 for name, begin in optimizers():
     assert told(begin, lambda step: int(me == 2)) == [0, 0], name
@@ -53,7 +53,7 @@ say("ok")
     assert said(3, body) == [["ok"]] * 3
 
 
-def test_a_warning_that_is_an_error_leaves_the_state_as_it_was(said):
+def test_a_warning_turned_into_an_error_leaves_the_state_unchanged(said):
     body = f"""{RUN}
 model = wrapped()
 state, averaged = ddp.hook(qcomp.ScaledSign(), model, exact=None)
@@ -73,8 +73,8 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
-def test_means_that_come_early_are_not_compared(said):
-    """Early buckets hold means, equal on all ranks, before the last one arrives, here of layers that nobody uses."""
+def test_means_that_arrive_early_are_not_compared(said):
+    """Before the last bucket arrives, early ones already hold means, equal on all ranks; here of unused layers."""
     body = f"""{RUN}
 for name, begin in optimizers():
     layers = torch.nn.Sequential(*(torch.nn.Linear(9, 9, bias=False) for _ in range(12)))

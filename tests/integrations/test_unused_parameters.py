@@ -1,4 +1,4 @@
-"""Nothing that is owed gets lost where a backward pass leaves out parameters, or a rank has no inputs any more.
+"""Nothing that is owed gets lost if a backward pass leaves out parameters, or a rank runs out of inputs.
 
 Gradients are small integers, top-k keeps values as they are, and there are two ranks: every sum below is exact.
 """
@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 MODEL = """
 from torch.distributed.algorithms.join import Join
 class Parts(torch.nn.Module):
-    # The gradient of each parameter that is used is what is passed in.
+    # The gradient of each used parameter is the value passed in.
     def __init__(self):
         super().__init__()
         self.always, self.sometimes, self.never = (torch.nn.Parameter(torch.zeros(40, 33)) for _ in range(3))
@@ -24,7 +24,7 @@ def mean_over_ranks(x):
     dist.all_reduce(x)
     return x / n
 class Account:
-    # What was put in, and what came out, of one parameter.
+    # The inputs and results for one parameter.
     def __init__(self, name="sometimes"):
         self.name, self.put_in = name, torch.zeros(40, 33)
     def put(self, own):
@@ -46,7 +46,7 @@ USES = {
 
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("use", USES)
-def test_what_came_out_and_is_owed_is_what_was_put_in(said, use, overlapped):
+def test_results_plus_owed_values_are_the_inputs(said, use, overlapped):
     body = f"""
 {MODEL}
 for view in (True, False):
@@ -84,7 +84,7 @@ say("ok")
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_what_was_used_in_no_sync_only_is_averaged(said, overlapped):
+def test_gradients_from_no_sync_alone_are_averaged(said, overlapped):
     body = f"""
 {MODEL}
 for view in (True, False):
@@ -111,8 +111,8 @@ say("ok")
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_static_graph_may_leave_out_parameters_and_mix_dtypes(said, overlapped):
-    """Its first backward pass hands over all buckets, one for each dtype, with the number 0."""
+def test_a_static_graph_may_have_unused_parameters_and_mixed_dtypes(said, overlapped):
+    """Its first backward pass hands over all buckets, one for each dtype, all with the number 0."""
     body = f"""
 {MODEL}
 class Mixed(Parts):
@@ -195,7 +195,7 @@ attempt(lambda model, optimizer: Join([optimizer, model]))
         assert all("use torch.distributed.algorithms.Join([model, optimizer])" in line for line in lines)
 
 
-def test_unused_parameters_that_nobody_looks_for_are_named(said):
+def test_unused_parameters_are_named_if_ddp_does_not_look_for_them(said):
     body = f"""
 {MODEL}
 model = DistributedDataParallel(Parts())

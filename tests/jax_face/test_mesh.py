@@ -1,6 +1,6 @@
-"""Means and optimizers on a mesh: the tests in ``on_devices``, and what needs no devices.
+"""Means and optimizers on a mesh: runs the tests in ``on_devices``, and tests that need no devices.
 
-Those run in a process of their own with eight devices, which JAX counts only once.
+The former run in a process of their own with eight devices, because JAX counts devices only once.
 """
 
 import os
@@ -42,7 +42,7 @@ def test_on_devices():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_more_on_devices(case):
+def test_slow_cases_on_devices(case):
     run_on_devices("slow", case)
 
 
@@ -79,12 +79,12 @@ if sys.argv[1] == "processes":
     except TypeError as error:
         print(error)
 """
-"""Some steps on two devices, of two processes or of one; and what takes arrays of one process refuses those of two."""
+"""Trains some steps on two devices, of two processes or of one; PytreeOptimizer refuses arrays of two."""
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_devices_of_two_processes_train_as_those_of_one(mpirun, tmp_path, monkeypatch):
+def test_devices_of_two_processes_train_like_those_of_one(mpirun, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     script = tmp_path / "training.py"
@@ -114,13 +114,13 @@ def test_devices_of_two_processes_train_as_those_of_one(mpirun, tmp_path, monkey
         ({"compressor": qcomp.QSGD(levels=1, bucket_size=512)}, "Scaled"),
     ],
 )
-def test_settings_that_do_not_fit(settings, match):
+def test_incompatible_settings_are_refused(settings, match):
     with pytest.raises((TypeError, ValueError), match=match):
         qcomp.jax.MeshMean(**{"compressor": qcomp.ScaledSign(), "axis_name": "data", **settings})
 
 
 @pytest.mark.parametrize("freeze", [0, 1.5, True, None])
-def test_a_freeze_that_is_no_step(freeze):
+def test_a_freeze_that_is_not_a_step_is_refused(freeze):
     import qcomp.jax.optax
 
     with pytest.raises(ValueError, match=f"freeze is {freeze!r}; expected the number of exact steps"):

@@ -11,7 +11,7 @@ LOOP = qcomp.OuterLoop(every=2, delay=1, warmup=1, compressor=qcomp.ScaledSign(8
 
 
 def params_of(seed=0):
-    """A pytree of NumPy's arrays, which need no compiler."""
+    """Return a pytree of NumPy arrays, which need no compiler."""
     rng = np.random.default_rng(seed)
     return {"layers": [{"w": rng.normal(size=(8, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}]}
 
@@ -20,7 +20,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def test_it_is_the_loop_of_the_core():
+def test_it_agrees_with_the_loop_of_the_core():
     outer = qcomp.jax.PytreeOuterLoop(LOOP)
 
     def of_trees(comm):
@@ -55,7 +55,7 @@ def test_it_is_the_loop_of_the_core():
     ],
 )
 def test_inner_steps_may_donate_their_parameters(changes):
-    """As compiled steps do: no array that a step takes or returns is one that the state keeps."""
+    """As compiled steps do: the state keeps no array that an inner step takes or returns."""
     loop = qcomp.OuterLoop(**{"every": 2, "compressor": qcomp.ScaledSign(8), "exact": LOOP.exact, **changes})
     outer, comm = qcomp.jax.PytreeOuterLoop(loop), qcomp.comm.LocalCommunicator.alone()
 

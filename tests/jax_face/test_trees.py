@@ -13,7 +13,7 @@ OPT = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, betas=(0.9, 0.9), exact=None
 
 
 def params_of(seed=0):
-    """A pytree of NumPy's arrays, which need no compiler."""
+    """Return a pytree of NumPy arrays, which need no compiler."""
     rng = np.random.default_rng(seed)
     return {
         "layers": [{"w": rng.normal(size=(8, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}],
@@ -122,11 +122,11 @@ class TestErrors:
         with pytest.raises(ValueError, match="expected a pytree with at least one array"):
             qcomp.jax.names_of(empty)
 
-    def test_two_arrays_of_one_path(self):
+    def test_two_arrays_with_the_same_path_are_an_error(self):
         with pytest.raises(ValueError, match="several arrays with the path 'a/b'"):
             qcomp.jax.names_of({"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
 
-    def test_what_is_no_optimizer(self):
+    def test_an_object_that_is_not_an_optimizer_is_refused(self):
         with pytest.raises(TypeError, match=r"expected an optimizer such as qcomp\.OneBitAdam"):
             qcomp.jax.PytreeOptimizer(qcomp.OneBitAdam)
 

@@ -1,4 +1,4 @@
-"""Compressors with one thing wrong, and the law that is about it."""
+"""Compressors with one fault each, and the law that detects it."""
 
 import itertools
 import math
@@ -70,7 +70,7 @@ class Shrunk(qcomp.Scaled):
 
 
 def mutant(law, label, base, **changes):
-    """Add a subclass with some attributes of its own."""
+    """Register a subclass with some attributes replaced."""
     name = "mutant_" + label.replace(" ", "_")
     cls = qcomp.register(type(name, (base,), {"name": name, **changes}))
     MUTANTS.append((cls(), law))
@@ -81,12 +81,12 @@ def inherited(self, method):
 
 
 def encodes(change):
-    """Encode ``change(self, x, key)``, a vector and a key."""
+    """Encode ``change(self, x, key)``, which returns a vector and a key."""
     return lambda self, x, key: inherited(self, "encode")(*change(self, x, key))
 
 
 def decodes(change):
-    """Return ``change(y)`` of what is decoded."""
+    """Return ``change(y)`` of the decoded vector y."""
     return lambda self, parts, size, dtype: change(inherited(self, "decode")(parts, size, dtype))
 
 
@@ -99,7 +99,7 @@ def compresses(change):
 
 
 def afterwards(change):
-    """Compress, and then do something to the vector."""
+    """Compress, and then change the vector."""
 
     def compress(self, x, *, key=None):
         payload = inherited(self, "compress")(x, key=key)
@@ -120,7 +120,7 @@ def usual(self, payload, like, out=None):
 
 
 def promises(**traits):
-    """Have other traits; a function makes them of the honest one."""
+    """Replace traits; a function computes the new value from the honest one."""
 
     def changed(self):
         honest = super(type(self), self).traits
@@ -133,7 +133,7 @@ def times(x, factor, where=True):
     return np.where(where, x * factor, x).astype(x.dtype)
 
 
-# Moments: a bias that shows in some situations only.
+# Moments: a bias that shows only in some situations.
 def biased(label, when, law="unbiased"):
     change = encodes(lambda self, x, key: (times(x, BIAS, when(x, key)), key))
     mutant(law, "biased " + label, Levels, encode=change)
@@ -236,7 +236,7 @@ mutant("key_names_the_draws", "no tensors", Levels, encode=keyed(lambda key: key
 
 
 def of_every_rank(change):
-    """Round with ``change(rank, draws)`` of draws that all ranks share."""
+    """Round with ``change(rank, draws)`` where all ranks share the draws."""
 
     def encode_block(self, rows, block, key):
         shared = key._replace(rank=0)
@@ -403,7 +403,7 @@ mutant(
 )
 
 
-# What is narrow.
+# Narrow faults.
 def dropped(x, where):
     return np.where(where & ~np.isfinite(x), 0, x).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Correct compressors of other designs than qcomp's own, written from the public documentation."""
+"""Correct compressors with designs unlike qcomp's own, written from the public documentation."""
 
 import math
 import zlib
@@ -32,7 +32,7 @@ def to_numpy(x):
 
 
 def rows_of(x, bucket):
-    """Return the buckets of a flat NumPy vector, zeros as padding, and how many elements each has."""
+    """Return the buckets of a flat NumPy vector, padded with zeros, and the number of elements of each."""
     count = -(-len(x) // bucket)
     rows = np.zeros((count, bucket), dtype=x.dtype)
     rows.reshape(-1)[: len(x)] = x
@@ -45,14 +45,14 @@ def flush(x):
 
 
 def generators(key, count):
-    """Yield a generator for every bucket, from all parts of the key: NumPy's own, not qcomp's draws."""
+    """Yield a generator for every bucket, seeded with all parts of the key: NumPy's own, not qcomp's draws."""
     for index in range(count):
         parts = (key.seed, key.step, key.tensor, key.rank, key.hop, key.bucket + index)
         yield np.random.Generator(np.random.PCG64([int(part) for part in parts]))
 
 
 class OnHost(qcomp.Compressor):
-    """Base of those that compute in NumPy, whatever the library."""
+    """Base of compressors that compute in NumPy, whatever the library."""
 
     def encode(self, x, key):
         return {name: like_numpy(part, x) for name, part in self.encode_host(to_numpy(x), key).items()}
@@ -66,14 +66,14 @@ class OnHost(qcomp.Compressor):
 @qcomp.register
 @dataclass(frozen=True)
 class Ternary(OnHost):
-    """-m, 0 or m, with m the largest magnitude of a bucket: TernGrad."""
+    """-m, 0 or m, with m the largest magnitude in a bucket: TernGrad."""
 
     name: ClassVar[str] = "stranger_ternary"
     bucket: int = 40  # not a power of two
 
     @property
     def traits(self):
-        omega = (1 + math.sqrt(self.bucket)) / 2 - 1  # of one large element among equal ones
+        omega = (1 + math.sqrt(self.bucket)) / 2 - 1  # attained by one large element among equal ones
         return qcomp.Traits(self.bucket, random=True, unbiased=True, omega=omega + 1e-3, keeps_zero=True)
 
     def payload_spec(self, size, dtype="float32"):
@@ -96,7 +96,7 @@ class Ternary(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class StochasticSign(OnHost):
-    """-m or m, with mean v: so zeros do not stay zeros."""
+    """-m or m, with mean v; so zeros do not stay zeros."""
 
     name: ClassVar[str] = "stranger_stochastic_sign"
     bucket: int = 16
@@ -125,7 +125,7 @@ class StochasticSign(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class OneDitherPerBucket(qcomp.QSGD):
-    """All elements of a bucket are rounded with one draw: unbiased, and no draw belongs to one element."""
+    """Round all elements of a bucket with one draw: unbiased, although elements have no draws of their own."""
 
     name: ClassVar[str] = "stranger_one_dither"
     bucket_size: int = 64
@@ -139,7 +139,7 @@ class OneDitherPerBucket(qcomp.QSGD):
 @qcomp.register
 @dataclass(frozen=True)
 class EveryEighthDraw(qcomp.QSGD):
-    """Eight elements share a draw, and one of eight draws is used."""
+    """Eight elements share a draw, and only one of eight draws is used."""
 
     name: ClassVar[str] = "stranger_every_eighth_draw"
     bucket_size: int = 64
@@ -157,7 +157,7 @@ class EveryEighthDraw(qcomp.QSGD):
 @qcomp.register
 @dataclass(frozen=True)
 class Natural(OnHost):
-    """The power of two below or above: natural compression, elements in groups of eight for their draws."""
+    """Round to a power of two below or above: natural compression; elements share draws in groups of eight."""
 
     name: ClassVar[str] = "stranger_natural"
 
@@ -191,7 +191,7 @@ class Natural(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class Deadzone(OnHost):
-    """The sign of what is above half of the mean magnitude, times the mean of these; zero else."""
+    """The sign of elements above half of the mean magnitude, times the mean of these; zero for others."""
 
     name: ClassVar[str] = "stranger_deadzone"
     bucket: int = 24
@@ -218,7 +218,7 @@ class Deadzone(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class Deflated(OnHost):
-    """The bytes of the vector, as zlib shortens them: lossless, of variable length."""
+    """The bytes of the vector, compressed by zlib: lossless, of variable length."""
 
     name: ClassVar[str] = "stranger_deflated"
 
@@ -256,7 +256,7 @@ class Deflated(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class Rotated(OnHost):
-    """The signs of the bucket after a Hadamard transform, and the mean magnitude there."""
+    """The signs of the bucket after a Hadamard transform, and the mean magnitude after it."""
 
     name: ClassVar[str] = "stranger_rotated"
     bucket: int = 32
@@ -292,7 +292,7 @@ class Rotated(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class Bernoulli(OnHost):
-    """Each element with probability 1/4, times 4: the values that are sent, after a bit for each."""
+    """Keep each element with probability 1/4, times 4: a bit for each element, then the kept values."""
 
     name: ClassVar[str] = "stranger_bernoulli"
     bucket: int = 16
@@ -325,7 +325,7 @@ class Bernoulli(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class Folded(OnHost):
-    """A sketch: random signs fold the bucket onto a quarter of its length; unfolded, it is unbiased."""
+    """A sketch: random signs fold the bucket to a quarter of its length; unfolding it is unbiased."""
 
     name: ClassVar[str] = "stranger_folded"
     bucket: int = 32
@@ -363,7 +363,7 @@ class Folded(OnHost):
 @qcomp.register
 @dataclass(frozen=True)
 class Bytes(OnHost):
-    """A byte an element: a sign and an exponent in steps of 2^(1/2), relative to the largest of eight."""
+    """One byte per element: a sign and an exponent in steps of 2^(1/2), relative to the largest of eight."""
 
     name: ClassVar[str] = "stranger_log"
 

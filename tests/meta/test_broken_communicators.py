@@ -1,4 +1,4 @@
-"""`check_communicator` catches communicators with one thing wrong."""
+"""`check_communicator` catches communicators with one fault each."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LONG = 30.0
 
 
 class Wrapped:
-    """A communicator over another; a broken one changes a method."""
+    """A communicator over another one; broken subclasses change a method."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -84,7 +84,7 @@ class CallsEverybodyZero(Wrapped):
 
 
 class KeepsOneUnderWay(Wrapped):
-    """What is started last is what every `wait` returns."""
+    """Every `wait` returns the exchange that was started last."""
 
     def start(self, request):
         self.last = Completed(
@@ -102,7 +102,7 @@ class KeepsOneUnderWay(Wrapped):
 
 
 class PadsWhatIsShort(Wrapped):
-    """A message of another size is made to fit, and nobody is told."""
+    """A message of the wrong size is made to fit without an error."""
 
     overhead = 0
 
@@ -147,11 +147,11 @@ def test_broken_communicator_is_caught_by_its_law(broken, law):
     assert any(f"- {law}: " in text and broken.__name__ in text for text in told.values()), told
 
 
-def test_a_whole_one_passes():
+def test_a_correct_communicator_passes():
     run_local(3, lambda comm: check_communicator(Wrapped(comm), failures=True), timeout=LONG)
 
 
-def test_what_is_no_communicator_is_refused():
+def test_an_object_that_is_not_a_communicator_is_refused():
     with pytest.raises(TypeError, match="comm is 3; expected a communicator, which has rank, size"):
         check_communicator(3)
     alone = LocalCommunicator.alone()

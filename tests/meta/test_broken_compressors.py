@@ -1,4 +1,4 @@
-"""Every law of the contract catches a compressor that breaks it, so no law is decoration."""
+"""Every law of the contract catches a compressor that breaks it, so every law is needed."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -280,7 +280,7 @@ class Coded(Rounding):
 class OutgrowsItsBound(LevelCoder):
     def shorten(self, data, size):
         shortened = super().shorten(data, size)
-        if size and not shortened[self.payload_spec(size).shortest - 1]:  # sent as it is: as long as can be
+        if size and not shortened[self.payload_spec(size).shortest - 1]:  # uncoded: the longest payload
             shortened = np.concatenate([shortened, np.zeros(1, dtype=np.uint8)])
         return shortened
 
@@ -301,7 +301,7 @@ class FillsUp(LevelCoder):
 
 
 def with_coder(name, kind):
-    """Return a coded compressor whose coder is of another kind."""
+    """Return a coded compressor with another kind of coder."""
 
     def coder(self):
         inner = qcomp.QSGD.coder.func(self)
@@ -378,7 +378,7 @@ def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
 @pytest.mark.parametrize(
     "cls", [Sign, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (Rounding, Coded))]
 )
-def test_the_compressors_that_were_broken_are_whole(cls):
+def test_the_base_compressors_of_broken_ones_pass(cls):
     whole = qcomp.register(type("Whole" + cls.__name__, (cls,), {"name": f"whole_{cls.__name__.lower()}"}))
     check_compressor(whole(), max_examples=5)
 
@@ -395,8 +395,8 @@ def test_the_error_names_every_broken_promise():
     assert "- zero_gives_zero:" in text
 
 
-def test_what_is_announced_is_looked_at_first():
-    """Of a payload that is too short nothing else is said, and that in a line."""
+def test_the_announced_layout_is_checked_first():
+    """For a payload that is too short nothing else is reported, and in one line per law."""
     with pytest.raises(ContractError) as caught:
         check_compressor(PromisesTooManyBytes(), max_examples=5)
     assert {line.split(":")[0] for line in str(caught.value).splitlines()[1:]} <= {
@@ -411,7 +411,7 @@ def test_what_is_announced_is_looked_at_first():
 @pytest.mark.parametrize(
     ("given", "message"), [(Sign, "is the class Sign; expected an instance"), (3, "is a int")]
 )
-def test_what_is_no_compressor_is_refused(given, message):
+def test_an_object_that_is_not_a_compressor_is_refused(given, message):
     with pytest.raises(TypeError, match=message):
         check_compressor(given)
 

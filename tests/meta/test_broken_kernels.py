@@ -1,4 +1,4 @@
-"""`check_kernels` catches sets of kernels with one thing wrong, and takes one that is right."""
+"""`check_kernels` catches kernel sets with one fault each, and accepts a correct one."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
 class Whole:
-    """Kernels that run the pure version, and keep every rule of the protocol."""
+    """Kernels that run the pure version and keep every rule of the protocol."""
 
     name = "whole"
 
@@ -155,7 +155,7 @@ BROKEN = []
 
 
 def broken(label, compressor=SIGN, **methods):
-    """Add a set some of whose methods are ``change(self, whole, *args)``, with the right method as ``whole``."""
+    """Add a set with some methods replaced by ``change(self, whole, *args)``, where ``whole`` is the correct method."""
 
     def method(name, change):
         def call(self, *args, **options):
@@ -172,7 +172,7 @@ def flip(data, index):
 
 
 def encodes(change, when=lambda x, key: True):
-    """Have something done to the data of a payload."""
+    """Return an encoder that also changes the data of a payload."""
 
     def encode(self, whole, compressor, x, residual, key):
         encoded = whole(compressor, x, residual, key)
@@ -217,7 +217,7 @@ broken(
 
 
 def nudged(self, whole, compressor, x, residual, key):
-    """Round ties the other way: exactly half a step counts as a little less."""
+    """Round ties the other way: exactly half a step counts as slightly less."""
     return whole(
         compressor, (x * np.float32(1 - 2.0**-22)).astype(x.dtype) if residual is None else x, residual, key
     )
@@ -263,7 +263,7 @@ class OneBeta(Whole):
 
 
 class NoNewBuffer(Whole):
-    """The residual is right, and not in the buffer that was given for it."""
+    """The residual is right, but not in the buffer given for it."""
 
     name = "another buffer"
 
@@ -272,7 +272,7 @@ class NoNewBuffer(Whole):
 
 
 class Pool(Whole):
-    """Every result is in the memory of the last."""
+    """Every result reuses the memory of the previous one."""
 
     name = "pool"
     memory = {}
@@ -301,7 +301,7 @@ class TakesNaN(Whole):
 
 
 class ReturnsWhatWasGiven(Whole):
-    """The residual is computed, and the given buffer returned as it was."""
+    """The residual is computed, but the given buffer is returned unchanged."""
 
     name = "returns what was given"
 
@@ -353,7 +353,7 @@ for kind, c in (("signs", SIGN), ("wide codes", WIDE)):
 broken(
     "loses the ninth bit",
     WIDE,
-    encode=encodes(lambda data: data[64:72].fill(0), lambda x, key: x.size >= 64),  # of the first bucket
+    encode=encodes(lambda data: data[64:72].fill(0), lambda x, key: x.size >= 64),  # the first bucket
 )
 
 # Means.
@@ -395,7 +395,7 @@ broken(
 
 # Chunks.
 def encodes_frames(change):
-    """Have something done to the messages of chunks."""
+    """Return an encoder of frames that also changes the messages of chunks."""
 
     def encode_frames(self, whole, frames, tensors, residuals, outs, key):
         messages = whole(frames, tensors, residuals, outs, key)
@@ -532,7 +532,7 @@ broken(
 
 
 def steps_with(**changes):
-    """Have steps of Adam made with other numbers."""
+    """Return Adam steps that use other numbers."""
 
     def adam_steps(self, whole, params, momenta, variances, gradients, numbers):
         changed = [
@@ -577,7 +577,7 @@ broken(
 
 
 class AlwaysDonates(Whole):
-    """Takes the buffers of parameters and moments, given or not."""
+    """Overwrites the buffers of parameters and moments, donated or not."""
 
     name = "always donates"
 
@@ -617,7 +617,7 @@ BROKEN += [
 
 @pytest.fixture(scope="module", autouse=True)
 def pure_results():
-    """What the pure version returns, which is computed once for all that is compared with it."""
+    """Compute the results of the pure version once for all broken sets."""
     compute, known = laws_of_kernels._compute, {}
 
     def computed_once(kernels, xp, case):
@@ -639,7 +639,7 @@ OF_CHUNKS = {"encode_frames", "decode_frames", "average_frame", "compress_mean_f
 
 @pytest.mark.parametrize(("kernels", "compressor"), BROKEN)
 def test_broken_kernels_are_caught(kernels, compressor):
-    """By the checks of what they get wrong: to make all the others first would take most of the time."""
+    """Only the checks of the broken methods run: running all other checks first would take most of the time."""
     wrong = vars(type(kernels)).keys()
     if wrong & OF_CHUNKS:
         with pytest.raises(AssertionError):
@@ -653,5 +653,5 @@ def test_broken_kernels_are_caught(kernels, compressor):
 
 
 @pytest.mark.parametrize("compressor", [SIGN, LEVELS, RANGE, WIDE], ids=str)
-def test_whole_kernels_pass(compressor):
+def test_correct_kernels_pass(compressor):
     check_kernels(Whole(), compressors=[compressor], max_examples=3)

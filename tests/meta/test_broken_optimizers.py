@@ -1,4 +1,4 @@
-"""`check_optimizer` catches optimizers with one thing wrong."""
+"""`check_optimizer` catches optimizers with one fault each."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from qcomp.testing.optimizers import optimizer_contract
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(qcomp.CompressedSGD):
-    """What is broken below: half of its tensors are compressed."""
+    """The base of the broken optimizers: it compresses half of its tensors."""
 
     learning_rate: float = 0.1
     exact: qcomp.ExactBelow = qcomp.ExactBelow(100)  # noqa: RUF009 - immutable
@@ -144,11 +144,11 @@ def test_broken_optimizer_is_caught_by_its_law(kind):
 
 
 @pytest.mark.slow
-def test_what_was_broken_is_whole():
+def test_the_base_of_the_broken_optimizers_passes():
     check_optimizer(Whole())
 
 
-def test_one_that_only_warms_up_is_told_so():
+def test_an_optimizer_that_only_warms_up_gets_a_hint():
     contract = optimizer_contract(qcomp.OneBitAdam(learning_rate=0.1))
     with pytest.raises(
         ContractError, match=r"compresses_soon: it is still in its warm-up after 12 steps; .* freeze=5"
@@ -164,6 +164,6 @@ def test_the_error_names_the_optimizer_and_the_law():
     )
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_an_object_that_is_not_an_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"optimizer is .*Whole.*; expected an instance of"):
         check_optimizer(Whole)

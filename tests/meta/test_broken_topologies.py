@@ -1,4 +1,4 @@
-"""`check_topology` catches topologies with one thing wrong, and takes one of another design."""
+"""`check_topology` catches topologies with one fault each, and accepts one of another design."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ class Broken(TwoPhase):
 
 
 class ForgetsWorkers(Broken):
-    """Residuals are kept, and never used."""
+    """Residuals are kept but never used."""
 
     def change(self, call):
         return call._replace(worker=tuple(0 * r for r in call.worker))
@@ -64,7 +64,7 @@ class IgnoresOverwrite(Broken):
 
 
 class RemembersTheLastCall(Broken):
-    """State of its own: the second call gives another result."""
+    """Hidden state: the second call gives another result."""
 
     calls = 0
 
@@ -95,7 +95,7 @@ class DividesWrongly(Broken):
 
 
 class TakesWhatIsShort(Broken):
-    """Fills up messages of another size."""
+    """Messages of the wrong size are made to fit."""
 
     def stages(self, call):
         stages, arrived = super().stages(call), None
@@ -115,7 +115,7 @@ class SendsFloats(Broken):
 
 
 class RankZeroGathers(Broken):
-    """Other ranks want another exchange."""
+    """Rank 0 requests another kind of exchange than the other ranks."""
 
     def stages(self, call):
         world, nothing = call.layout.world, np.zeros(0, np.uint8)
@@ -181,11 +181,11 @@ def test_the_error_names_the_law_and_the_world():
 
 
 @pytest.mark.slow
-def test_one_of_another_design_passes():
+def test_a_topology_of_another_design_passes():
     check_topology(Tree())
 
 
-def test_what_is_no_topology_is_refused():
+def test_an_object_that_is_not_a_topology_is_refused():
     with pytest.raises(TypeError, match=r"topology is .*Tree.*; expected an instance of"):
         check_topology(Tree)
     with pytest.raises(ValueError, match="topology has the name 'ring', which is taken"):

@@ -1,4 +1,4 @@
-"""Checks work as functions, as pytest tests of each law, and without pytest."""
+"""Checks work as functions, as one pytest test per law, and without pytest."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def test_every_law_is_a_test(law):
     ran.append(law)
 
 
-def test_all_of_them_ran():
+def test_all_laws_ran():
     assert len(ran) == len(LAWS_OF_IDENTITY) > 25
 
 
@@ -34,7 +34,7 @@ def test_each_law_is_checked_alone():
 
 
 def marked(decorator):
-    """The cases that a decorator hands to a test."""
+    """Return the cases that a decorator passes to a test."""
 
     def check(law):
         law()
@@ -65,7 +65,7 @@ def test_everything_that_has_a_contract_is_recognised(thing, subject):
 
 
 @pytest.mark.parametrize("thing", [3, None, qcomp.Identity, "sign", qcomp.comm.LocalCommunicator])
-def test_what_has_none_is_refused(thing):
+def test_objects_without_a_contract_are_refused(thing):
     with pytest.raises(TypeError, match="expected an instance of a compressor, a topology"):
         contract_of(thing)
 

@@ -1,4 +1,4 @@
-"""What `qcomp.testing` says where its extra is not installed."""
+"""The error of `qcomp.testing` if its extra is not installed."""
 
 import subprocess
 import sys

@@ -11,14 +11,14 @@ Grads = Callable[[int, int], list[np.ndarray]]
 
 
 def held(arrays: Sequence[Any]) -> bytes:
-    # NumPy has no bfloat16; float32 holds the same values.
+    # NumPy has no bfloat16; float32 represents the same values.
     wide = [a.float() if "bfloat16" in str(a.dtype) else a for a in arrays]
     return b"".join(np.asarray(a).tobytes() for a in wide)
 
 
 @dataclass
 class Job:
-    """All ranks of a job: what each of them holds, and one step for all of them."""
+    """All ranks of a job: the state of each, and one step for all of them."""
 
     opt: Any
     lockstep: Callable
@@ -26,7 +26,7 @@ class Job:
     states: list[Any]
 
     def step(self, grads: Sequence[Any]) -> None:
-        """Make a step with each rank's gradients; afterwards all ranks must hold the same, bit for bit."""
+        """Take a step with each rank's gradients; afterwards all ranks must hold the same, bit for bit."""
         stages = [self.opt.stages(p, g, s) for p, g, s in zip(self.params, grads, self.states, strict=True)]
         results = self.lockstep(stages)
         self.params = [params for params, _ in results]
@@ -42,7 +42,7 @@ class Job:
         return self.states[0]
 
     def fingerprint(self) -> bytes:
-        """Everything that all ranks hold, as bytes."""
+        """Return everything that all ranks hold, as bytes."""
         parts = [held(p) for p in self.params]
         for s in self.states:
             parts += [held(s.momentum), held(s.variance), held(s.exchange.worker), held(s.exchange.server)]
@@ -50,7 +50,7 @@ class Job:
         return b"|".join(parts)
 
     def error(self) -> list[np.ndarray]:
-        """E = mean_i e_i + e_s of every compressed tensor, flat, from the residuals of all ranks."""
+        """Return E = mean_i e_i + e_s of every compressed tensor, flat, from the residuals of all ranks."""
         size = len(self.states)
         worker = [
             sum(np.asarray(s.exchange.worker[i], dtype=np.float64) for s in self.states) / size
@@ -66,7 +66,7 @@ class Job:
 
 @pytest.fixture
 def job(lockstep: Callable) -> Callable[..., Job]:
-    """Start a job: ``job(opt, params, size, names=None)``; the handshake is left out."""
+    """Start a job without the handshake: ``job(opt, params, size, names=None)``."""
 
     def start(opt: Any, params: Sequence[Any], size: int, names: Sequence[str] | None = None) -> Job:
         names = tuple(map(str, range(len(params)))) if names is None else tuple(names)
@@ -78,7 +78,7 @@ def job(lockstep: Callable) -> Callable[..., Job]:
 
 @pytest.fixture
 def grads() -> Callable[..., list[np.ndarray]]:
-    """Draw one rank's gradients of a step: ``grads(shapes, rank, step, dtype)``."""
+    """Draw one rank's gradients for a step: ``grads(shapes, rank, step, dtype)``."""
 
     def draw(shapes: Sequence[tuple], rank: int, step: int, dtype: type = np.float32) -> list[np.ndarray]:
         rng = np.random.default_rng([7, rank, step])

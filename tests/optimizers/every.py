@@ -1,6 +1,6 @@
-"""Every optimizer: the one table of the tests that hold for all of them.
+"""Every optimizer: the table for all tests that apply to every optimizer.
 
-A new optimizer is one line in `EVERY`, and a test sees to it that it has one.
+A new optimizer needs one line in `EVERY`; a test checks that it has one.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ WATCH = qcomp.VarianceWatch(largest=1.1, rewarm_steps=3, sample=8)
 
 @dataclass(frozen=True)
 class Entry:
-    """An optimizer, and what it needs."""
+    """An optimizer and the facts that tests need about it."""
 
     opt: qcomp.Optimizer
     stages: frozenset[str]
-    """Those that fourteen steps on `growing` gradients reach."""
+    """The stages that fourteen steps with `growing` gradients reach."""
 
     @property
     def compresses(self) -> bool:
@@ -33,16 +33,16 @@ class Entry:
 
     @property
     def pairs(self) -> bool:
-        """Whether a step takes two gradients."""
+        """Return whether a step takes two gradients."""
         return isinstance(self.opt, qcomp.QSVRG)
 
     @property
     def alike(self) -> bool:
-        """Whether a rank holds nothing but residuals that other ranks do not hold after every step."""
+        """Return whether after every step the ranks differ in nothing but residuals."""
         return not isinstance(self.opt, qcomp.QSVRG | qcomp.EF21SGD | qcomp.ZeroOneAdam)
 
     def make(self, **changes: Any) -> qcomp.Optimizer:
-        """The optimizer with other options, of those that it has."""
+        """Return the optimizer with other options, ignoring those that it does not have."""
         known = {field.name for field in fields(self.opt)}
         return replace(self.opt, **{name: value for name, value in changes.items() if name in known})
 
@@ -163,11 +163,11 @@ EVERY = {
     "QSVRG": _entry(qcomp.QSVRG(**FIRST, compressor=QSGD), "start", "epoch"),
 }
 COMPRESSING = [name for name, entry in EVERY.items() if entry.compresses and not entry.pairs]
-"""Those that compress; without QSVRG, whose step takes two gradients."""
+"""Optimizers that compress; without QSVRG, whose step takes two gradients."""
 
 
 def growing(rank: int, step: int) -> list[np.ndarray]:
-    """Gradients that grow, so that a watch of the variance has something to see."""
+    """Return gradients that grow, so that a watch of the variance has something to find."""
     rng = np.random.default_rng([11, rank, step])
     return [((1 + step / 4) * (rng.standard_normal(s) + 0.5)).astype(np.float32) for s in SHAPES]
 
@@ -175,7 +175,7 @@ def growing(rank: int, step: int) -> list[np.ndarray]:
 def advance(
     opt: Any, params: Any, state: Any, comm: Any, step: int, *, grads: Callable[[int, int], list] = growing
 ) -> tuple[Any, Any]:
-    """Make a step; of QSVRG, with an epoch of four steps around it."""
+    """Take a step; for QSVRG, within epochs of four steps."""
     if not isinstance(opt, qcomp.QSVRG):
         return opt.step(params, grads(comm.rank, step), state, comm)
     if step % 4 == 0:

@@ -1,7 +1,7 @@
-"""A rank of a job that checkpoints every few steps, may be killed at one, and goes on from the last whole checkpoint.
+"""A rank of a job that saves a checkpoint every few steps, may be killed, and resumes from the last whole checkpoint.
 
-Arguments: folder, steps, step at which to be killed (-1: never), how ("between" steps, or "saving": halfway through
-the file of one rank, when the others have theirs).
+Arguments: folder, steps, the step at which it is killed (-1: never), how ("between" steps, or "saving": halfway through
+the file of one rank, when the others have written theirs).
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def path_of(folder: Path, step: int, comm: qcomp.comm.Communicator) -> Path:
 
 
 def save(path: Path, entries: dict, *, killed: bool) -> None:
-    """Replace a file in one go, so that there is never half of one under its name."""
+    """Replace a file atomically, so that no half-written file has its name."""
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
         np.savez(file, **entries)
@@ -71,7 +71,7 @@ def save(path: Path, entries: dict, *, killed: bool) -> None:
 
 
 def newest_on_all(folder: Path, comm: qcomp.comm.Communicator) -> int | None:
-    """The last step of which every rank has its file."""
+    """Return the last step for which every rank has its file."""
     own = sorted(int(path.name[:6]) for path in folder.glob(f"*-{comm.rank}.npz"))[-KEPT:]
     message = np.array([*own, *[-1] * (KEPT - len(own))], np.int64).view(np.uint8)
     arrived = comm.all_gather(message, [message.size] * comm.size)

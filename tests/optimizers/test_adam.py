@@ -1,4 +1,4 @@
-"""Adam on the exact mean gradient, bit for bit, and what all optimizers share: clipping, schedules, arguments."""
+"""Adam on the exact mean gradient, bit for bit; and clipping, schedules and arguments, as in all optimizers."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SHAPES = [(3, 5), (), (17,)]
 
 
 def reference_adam(opt: qcomp.Adam, params: list, steps: list[list], *, sqrt: Any = np.sqrt) -> list:
-    """Plain Adam with decoupled weight decay on one gradient a step, as in the papers.
+    """Plain Adam with decoupled weight decay and one gradient per step, as in the papers.
 
     Returns the parameters, the momenta and the variances.
     """
@@ -33,7 +33,7 @@ def reference_adam(opt: qcomp.Adam, params: list, steps: list[list], *, sqrt: An
 
 
 def rank_order_mean(values: list[list]) -> list:
-    """The mean of each tensor over the ranks, added in rank order."""
+    """Return the mean of each tensor over the ranks, added in rank order."""
     totals = values[0]
     for other in values[1:]:
         totals = [a + b for a, b in zip(totals, other, strict=True)]
@@ -84,14 +84,14 @@ class TestReference:
         for gradients in history:
             run.step([gradients])
 
-        def rounded_correctly(x):  # torch's own float32 root on the CPU is off by an ulp here and there
+        def rounded_correctly(x):  # torch's own float32 root on the CPU is sometimes off by an ulp
             return torch.sqrt(x.double()).to(x.dtype)
 
         assert same_bits(everything(run), reference_adam(opt, params, history, sqrt=rounded_correctly))
 
     @pytest.mark.parametrize("decay", [0.0, 0.1])
-    def test_equals_the_one_of_torch(self, job, grads, decay):
-        """An Adam that was not written by us, up to the order of operations in float64."""
+    def test_equals_adamw_of_torch(self, job, grads, decay):
+        """An independent Adam, equal up to the order of operations in float64."""
         torch = pytest.importorskip("torch")
         leaves = [
             torch.from_numpy(np.asarray(p)).clone().requires_grad_() for p in start_params(grads, np.float64)
@@ -112,7 +112,7 @@ class TestReference:
             assert np.abs(leaf.detach().numpy() - p).max() < 1e-12
 
     def test_another_order_of_operations_is_caught(self, job, grads):
-        """The same formula with one rounding elsewhere: m + (1 - b1) (g - m)."""
+        """The same formula with one rounding in another place: m + (1 - b1) (g - m)."""
         run = job(OPTIMIZERS[0], start_params(grads), 1)
         other = [0 * p for p in run.params[0]]
         for step in range(12):
@@ -123,7 +123,7 @@ class TestReference:
         assert not same_bits(other, list(run.state.momentum))
 
     def test_constant_gradients_move_by_the_rate(self, job):
-        """With bias correction each step is the learning rate, from the first on."""
+        """With bias correction, each step moves by the learning rate, from the first step on."""
         run = job(qcomp.Adam(learning_rate=0.25, eps=0.0), [np.zeros(3)], 1)
         for step in range(1, 5):
             run.step([[np.asarray([2.0, -3.0, 1e-3])]])
@@ -143,7 +143,7 @@ class TestLibraries:
         ids=lambda opt: type(opt).__name__,
     )
     def test_every_library_gives_the_same_result(self, lockstep, grads, library, opt):
-        """Identical on the ranks of one library; between libraries within rounding. Nothing is written to."""
+        """Identical on the ranks of one library; equal between libraries up to rounding. No input is written to."""
         shapes = [(16,), (2, 8)]
 
         def train(array, seal):
@@ -163,7 +163,7 @@ class TestLibraries:
         expected = train(np.asarray, lambda value: value)
         for one, other in zip(got, expected, strict=True):
             assert one.dtype == other.dtype
-            # One bit that falls the other way would show as about a learning rate of 0.01.
+            # One bit rounded the other way would show as about a learning rate of 0.01.
             assert np.abs(one - other).max() < 1e-5
 
     @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -204,7 +204,7 @@ SCALES: list[tuple[int, float]] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Recording(qcomp.Adam):
-    """Adam that writes down by what factor each rank scales its gradients."""
+    """An Adam that records the factor by which each rank scales its gradients."""
 
     def prepare(self, grads: Any, state: Any, *, scale: float = 1.0) -> Any:
         SCALES.append((state.rank, scale))
@@ -214,10 +214,10 @@ class Recording(qcomp.Adam):
 class TestClipping:
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize(("dtype", "rel"), [(np.float64, 1e-14), (np.float32, 1e-6)])
-    def test_the_factor_is_one_for_all_ranks_and_brings_the_norm_down(self, job, grads, size, dtype, rel):
+    def test_all_ranks_use_one_factor_which_brings_the_norm_down(self, job, grads, size, dtype, rel):
         clip = 1.5
         run = job(Recording(learning_rate=0.1, clip_norm=clip), start_params(grads, dtype), size)
-        # Ranks whose norms differ by orders of magnitude.
+        # The norms of the ranks differ by orders of magnitude.
         of_ranks = [[g * dtype(10.0**rank) for g in grads(SHAPES, rank, 0, dtype)] for rank in range(size)]
         SCALES.clear()
         run.step(of_ranks)
@@ -259,8 +259,8 @@ class TestClipping:
         plain, clipped = (sent_by(qcomp.Adam(learning_rate=0.1, clip_norm=norm)) for norm in (None, 1.0))
         assert [b - a for a, b in zip(plain, clipped, strict=True)] == [16, 16, 16]
 
-    def test_of_a_compressed_momentum(self, job, grads):
-        """Clipped by 1.5 / norm is the same as gradients that were that small from the start."""
+    def test_clipping_with_a_compressed_momentum(self, job, grads):
+        """Clipping by 1.5 / norm gives the same as gradients that were that small from the start."""
         size, clip, dtype = 2, 1.5, np.float64
         opts = [
             qcomp.OneBitAdam(
@@ -317,7 +317,7 @@ class TestArguments:
             qcomp.Adam(**{"learning_rate": 0.1, **arguments})
 
     @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1, None, "0.1 s"])
-    def test_a_schedule_that_gives_no_rate(self, rate):
+    def test_a_schedule_must_return_a_rate(self, rate):
         opt, comm = (
             qcomp.Adam(learning_rate=lambda step: rate if step == 1 else 0.1),
             LocalCommunicator.alone(),
@@ -330,7 +330,7 @@ class TestArguments:
             opt.step(params, x, state, comm)
 
     @pytest.mark.parametrize("policy", ["exact", "compressors"])
-    def test_a_policy_that_is_no_function(self, policy):
+    def test_a_policy_must_be_callable(self, policy):
         with pytest.raises(TypeError, match=rf"{policy} is \[1\]; expected a policy"):
             qcomp.CompressedSGD(learning_rate=0.1, **{policy: [1]})
 

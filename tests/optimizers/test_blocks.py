@@ -1,4 +1,4 @@
-"""Elementwise computations a part at a time: the same bits as on whole arrays, in the buffers that are given."""
+"""Elementwise computations in blocks: the same bits as on whole arrays, in the given buffers."""
 
 import numpy as np
 import pytest
@@ -31,11 +31,11 @@ def arrays(library, number):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["into other buffers", "into the arrays"])
-def test_results_are_those_of_the_whole(monkeypatch, float64_library, own):
+def test_results_equal_those_on_whole_arrays(monkeypatch, float64_library, own):
     monkeypatch.setattr(cache_blocks, "_BLOCK", 16)
     library = float64_library
     for p, m in zip(arrays(library, 1), arrays(library, 2), strict=True):
-        if p.ndim == 2:  # as in the format channels_last
+        if p.ndim == 2:  # as in the channels_last format
             p = library.seal(library.xp.permute_dims(library.xp.asarray(p, copy=True), (1, 0)))  # noqa: PLW2901
             m = library.xp.permute_dims(m, (1, 0))  # noqa: PLW2901
         expected = [library.numpy(x) for x in move(p, m)]
@@ -48,7 +48,7 @@ def test_results_are_those_of_the_whole(monkeypatch, float64_library, own):
         assert [x is out for x, out in zip(found, outs, strict=True)] == [in_parts] * 2
 
 
-def test_a_library_without_writing_computes_the_whole(libraries):
+def test_a_library_without_in_place_writes_computes_whole_arrays(libraries):
     x = libraries["jax"].array(np.ones((3, 5), np.float32))
     found = in_blocks(move, (x, x), [None, None])
     assert [float(y[0, 0]) for y in found] == [-0.5, 1.5]
@@ -56,7 +56,7 @@ def test_a_library_without_writing_computes_the_whole(libraries):
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_do_not_depend_on_the_parts(monkeypatch, libraries, lockstep, name, donate):
+def test_steps_do_not_depend_on_the_block_size(monkeypatch, libraries, lockstep, name, donate):
     results = []
     for elements in (1 << 15, 16):
         monkeypatch.setattr(cache_blocks, "_BLOCK", elements)

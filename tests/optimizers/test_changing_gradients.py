@@ -1,4 +1,4 @@
-"""Gradients that change after the freeze: a warning before anything diverges, and a watch that measures again."""
+"""Gradients that change after the freeze: a warning comes before anything diverges, and a re-warm measures again."""
 
 import warnings
 from collections.abc import Callable
@@ -16,19 +16,19 @@ AGAIN = VarianceWatch(rewarm_steps=3 * WINDOW)
 TARGET = np.random.default_rng(9).standard_normal(SIZE)
 LATE = np.arange(SIZE) % 10 == 0
 LOST = 10.0
-"""A loss is lost when an element is so many times further off than at the start."""
+"""The loss counts as lost when an element is this many times further from its target than at the start."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow|invalid value")
 
 
 class End(NamedTuple):
-    """What became of a run."""
+    """The outcome of a run."""
 
     error: float
     warned: int | None
-    """The first step with a warning of the watch."""
+    """The first step with a warning from the watch."""
     lost: int | None
-    """The first step with a lost loss."""
+    """The first step where the loss is lost."""
     exact: int
     moved: int
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[[int], Any], Callable[[int], float]]] = {
 
 
 def train(job: Any, opt: Any, change: Callable[[int], Any], *, after_warning: int = STEPS) -> End:
-    """Minimise |x - target|^2 times a changing curvature, with noise of each rank."""
+    """Minimise |x - target|^2 times a changing curvature, with noise on each rank."""
     run, draws = job(opt, [np.zeros(SIZE)], RANKS), np.random.default_rng(0)
     warned = lost = None
     exact = 0
@@ -88,7 +88,7 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def check_warned(job: Any, make: Any, name: str, **changes: Any) -> None:
-    """The defaults warn before the loss is lost, and within a window of the change."""
+    """By default the watch warns before the loss is lost, and within a window after the change."""
     end = train(job, make(**settings(name), **changes), CASES[name][0], after_warning=6)
     assert end.warned is not None
     assert end.lost is None or end.warned < end.lost - 5
@@ -103,7 +103,7 @@ class TestWarned:
         check_warned(job, make, name, variance_steps=None)
 
     def test_without_a_watch_it_diverges_in_silence(self, job):
-        """What the tests here would not see without a case that is dangerous."""
+        """This shows that the cases in these tests are dangerous."""
         end = train(job, qcomp.OneBitAdam(**settings("curvature times 100"), watch=None), jump)
         assert end.warned is None
         assert end.lost is not None
@@ -114,8 +114,8 @@ class TestWarned:
         with pytest.raises(AssertionError):
             check_warned(job, qcomp.OneBitAdam, name)
 
-    def test_a_watch_that_does_not_feel_the_momentum_is_late(self, job, monkeypatch):
-        """The jump is seen between two measurements of the gradient, which may be far apart."""
+    def test_a_watch_that_ignores_the_momentum_warns_later(self, job, monkeypatch):
+        """The jump falls between two measurements of the gradient, which may be far apart."""
         nothing = qcomp.core.optimizers.watch._Finding(0.0, "")
         steps = []
         for feels in (True, False):
@@ -131,8 +131,8 @@ class TestWarned:
         "compressor",
         [None, qcomp.ScaledSign(64, "l1"), pytest.param(qcomp.QSGD(7, 64), marks=pytest.mark.slow)],
     )
-    def test_never_where_nothing_changes(self, job, make, compressor):
-        """Gradients with noise around a mean of one, of very different sizes among the elements."""
+    def test_no_warning_while_nothing_changes(self, job, make, compressor):
+        """Noisy gradients around a constant mean, with magnitudes that differ widely between elements."""
         given = {} if compressor is None else {"compressor": compressor}
         opt = make(learning_rate=0.001, betas=BETAS, freeze=FREEZE, exact=None, **given)
         draws = np.random.default_rng(3)
@@ -157,7 +157,7 @@ class TestCured:
         assert end.moved == LATE.sum()
         assert end.exact <= FREEZE + 2 * AGAIN.rewarm_steps
 
-    def test_a_warning_alone_is_no_cure(self, job):
+    def test_a_warning_without_a_re_warm_does_not_help(self, job):
         adam = train(job, qcomp.Adam(learning_rate=constant, betas=BETAS), late)
         end = train(job, qcomp.OneBitAdam(**settings("late first gradients")), late)
         assert end.error > 2 * adam.error

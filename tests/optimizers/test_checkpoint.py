@@ -1,4 +1,4 @@
-"""Saved and loaded, a job goes on as if it had never stopped; what does not belong is refused."""
+"""Saved and loaded, a job continues as if it had never stopped; states that do not fit are refused."""
 
 import io
 from typing import ClassVar
@@ -62,7 +62,7 @@ def snapshot(params: list, state) -> tuple:
         state.exact,
         state.history,
         state.skipped,
-        repr(sorted(state.numbers.items())),  # of which some are not a number
+        repr(sorted(state.numbers.items())),  # some of these are NaN
     )
     return tuple(np.asarray(a).tobytes() for a in arrays), scalars
 
@@ -117,7 +117,7 @@ def test_goes_on_bit_for_bit(grads, name, kind):
 
 
 class TestToArrays:
-    """A dict of arrays alone, for what stores nothing else."""
+    """A dict of arrays only, for formats that store nothing else."""
 
     SAVED: ClassVar = {
         "schema": 1,
@@ -132,14 +132,14 @@ class TestToArrays:
     }
 
     def test_scalars_are_exact_in_every_library(self, library):
-        """Also in one without float64 and int64."""
+        """Also in a library without float64 and int64."""
         arrays = qcomp.checkpoint.to_arrays(self.SAVED, like=library.array([0.0], np.float32))
         for key, value in self.SAVED.items():
             assert (len(arrays[key].shape), "uint8" in str(arrays[key].dtype)) == (1, True)
             assert repr(qcomp.checkpoint.plain(arrays[key])) == repr(value)
 
     def test_arrays_are_contiguous_copies(self, library):
-        """Parts of one buffer and transposed arrays, which safetensors refuses, or stores in another order."""
+        """Also for parts of one buffer and transposed arrays, which safetensors refuses or stores in another order."""
         values = np.arange(24, dtype=np.float32).reshape(4, 6)
         whole = library.array(values)
         saved = {"top": whole[:2, :], "bottom": whole[2:, :], "turned": whole.mT, "nothing": whole[:0, :]}
@@ -157,7 +157,7 @@ class TestToArrays:
             assert all(array.flags.c_contiguous for array in arrays.values())
 
     def test_goes_through_every_format(self, grads):
-        """Arrays alone also pass where scalars would have."""
+        """Arrays also replace scalars in formats that could store these."""
         opt, comm = ONE_BIT, LocalCommunicator.alone()
         (saved,) = saved_of(opt, grads, size=1)
         arrays = qcomp.checkpoint.to_arrays(saved, like=np.zeros(0))
@@ -170,7 +170,7 @@ class TestToArrays:
 
 
 def test_residuals_are_part_of_it(grads):
-    """Without them the run goes on differently: the test above would see it."""
+    """Without them the run continues differently, so the test above would detect their loss."""
     opt = SGD
 
     def rank_main(comm):
@@ -192,7 +192,7 @@ def test_residuals_are_part_of_it(grads):
     assert run_local(2, rank_main) == [True, True]
 
 
-def test_the_number_of_skipped_steps(grads):
+def test_the_number_of_skipped_steps_is_saved(grads):
     opt, comm = qcomp.Adam(learning_rate=0.1, nonfinite="skip"), LocalCommunicator.alone()
     params = grads(SHAPES, 99, 0)
     _, state = opt.step(params, [g * np.nan for g in params], opt.init(params, comm), comm)
@@ -201,7 +201,7 @@ def test_the_number_of_skipped_steps(grads):
 
 
 def saved_of(opt, grads, *, steps: int = 5, size: int = 2, names=NAMES) -> list[dict]:
-    """The dict of every rank after some steps."""
+    """Return the dict of every rank after some steps."""
 
     def rank_main(comm):
         params = grads(SHAPES, 99, 0)
@@ -214,7 +214,7 @@ def saved_of(opt, grads, *, steps: int = 5, size: int = 2, names=NAMES) -> list[
 
 
 def load(opt, saved: list, grads, *, shapes=SHAPES, names=NAMES, dtype=np.float32, strict=True) -> list:
-    """Load on every rank; what each of them raised, or None."""
+    """Load on every rank; return the error of each, or None."""
 
     def rank_main(comm):
         try:
@@ -234,8 +234,8 @@ class TestContents:
             assert saved["skipped"] == 0
             assert saved["history"] == []
             arrays = {key: value.shape for key, value in saved.items() if hasattr(value, "shape")}
-            # The first tensor is a vector among others and the third small: only the second is compressed, and
-            # its three buckets are served by ranks 0 (two of them) and 1.
+            # The first tensor is a vector among others and the third is small: only the second is compressed, and its
+            # three buckets are served by ranks 0 (two of them) and 1.
             server = {0: ("@0", (32,)), 1: ("@32", (3,))}[rank]
             assert arrays == {
                 **{f"momentum.{name}": shape for name, shape in zip(NAMES, SHAPES, strict=True)},
@@ -250,7 +250,7 @@ class TestContents:
             assert saved["stage"] == "warmup"
             assert not [key for key in saved if "residual" in key]
 
-    def test_the_history_of_a_rule(self, grads):
+    def test_the_history_of_a_freeze_rule_is_saved(self, grads):
         opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), exact=None)
         saved = saved_of(opt, grads, steps=4)
         assert len(saved[0]["history"]) == 5
@@ -294,7 +294,7 @@ class TestErrors:
             assert "stage is 'compressed'; Adam has only 'warmup'" in str(error)
 
     def test_of_another_bucket_size(self, grads):
-        """The servers' chunks are cut elsewhere then: 24 and 11 elements instead of 32 and 3."""
+        """The servers' chunks are then cut elsewhere: 24 and 11 elements instead of 32 and 3."""
         other = qcomp.OneBitAdam(
             learning_rate=0.1,
             **BETAS,
@@ -344,7 +344,7 @@ class TestErrors:
             assert "checkpoint is 'refused' on rank 0" in str(error)
 
     def test_of_different_settings(self, grads):
-        """Loading shakes hands like a first start."""
+        """Loading runs the handshake, like a first start."""
         saved = saved_of(ONE_BIT, grads)
 
         def rank_main(comm):
@@ -363,7 +363,7 @@ class TestErrors:
 
 class TestLibraries:
     def test_into_another_library(self, grads):
-        """A state that NumPy saved goes on in torch."""
+        """A state saved with NumPy resumes in torch."""
         torch = pytest.importorskip("torch")
         opt, comm = SGD, LocalCommunicator.alone()
         params = grads(SHAPES, 99, 0)
@@ -376,7 +376,7 @@ class TestLibraries:
         for one, other in zip(got, expected, strict=True):
             assert np.abs(one.numpy() - other).max() < 1e-5
 
-    def test_what_is_loaded_is_not_written_to(self, grads):
+    def test_loaded_arrays_are_not_written_to(self, grads):
         opt, comm = ONE_BIT, LocalCommunicator.alone()
         (saved,) = saved_of(opt, grads, size=1)
         before = {key: np.array(value).tobytes() for key, value in saved.items()}

@@ -1,4 +1,4 @@
-"""Every optimizer keeps the laws of `qcomp.testing.check_optimizer`, on NumPy and on torch."""
+"""Every optimizer keeps the laws of `qcomp.testing.check_optimizer` on NumPy and torch."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ ONE_GRADIENT = [name for name, entry in EVERY.items() if not entry.pairs]
 
 
 def optimizer(name):
-    """One that compresses the larger ones of the law's tensors."""
+    """Return an optimizer that compresses the larger tensors of the laws."""
     return EVERY[name].make(exact=qcomp.ExactBelow(100))
 
 
@@ -33,7 +33,7 @@ def test_it_keeps_every_law_in_torch(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"])
-def test_those_for_migration_keep_them_too(kind):
+def test_optimizers_for_migration_keep_every_law(kind):
     from qcomp.compat import deepspeed
 
     check_optimizer(getattr(deepspeed, kind)(learning_rate=0.01))
@@ -41,8 +41,8 @@ def test_those_for_migration_keep_them_too(kind):
 
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 @pytest.mark.parametrize("name", ONE_GRADIENT)
-def test_the_laws_see_its_stages(name):
-    """Those that its table promises within fourteen steps, but for what only growing gradients bring about."""
+def test_the_laws_reach_its_stages(name):
+    """The stages that its table lists within fourteen steps, except those that only growing gradients reach."""
     case = OptimizerCase(optimizer(name), np)
     job = case.start(2)
     seen = {job.states[0].stage}

@@ -1,6 +1,6 @@
-"""Small problems with a predicted outcome: what fails without error feedback works with it.
+"""Small problems with a predicted outcome: methods that fail without error feedback work with it.
 
-The problems and their figures are those of Karimireddy et al. (ICML 2019) and of 1-bit Adam, measured.
+The problems and their figures are those of Karimireddy et al. (ICML 2019) and of 1-bit Adam, as measured.
 """
 
 import math
@@ -20,7 +20,7 @@ from qcomp.core.payload import Field
 
 @dataclass(frozen=True)
 class UnitSign(qcomp.Compressor):
-    """The sign times a constant, element by element: in one dimension a scaled sign would lose nothing."""
+    """The sign times a constant, for each element: in one dimension a scaled sign would lose nothing."""
 
     name: ClassVar[str] = "unit_sign"
 
@@ -41,7 +41,7 @@ class UnitSign(qcomp.Compressor):
 
 
 def descend(c: qcomp.Compressor, x: np.ndarray, gradient, *, steps: int, rate, feedback: bool) -> np.ndarray:
-    """Steps of rate times the gradient, compressed, with the rate inside of what is fed back."""
+    """Take steps of the compressed product of rate and gradient; feedback adds the residual to this product."""
     residual = np.zeros_like(x)
     for step in range(steps):
         wanted = rate(step) * gradient(x)
@@ -114,7 +114,7 @@ class TestTwoDimensions:
 
 
 class TestSmoothAndStochastic:
-    """CE3: f = <a1, x>^2 + <a2, x>^2, one of the two terms at a time, whose sign is +-(1, -1) too."""
+    """CE3: f = <a1, x>^2 + <a2, x>^2, with one of the two terms at a time; the sign is +-(1, -1) here too."""
 
     EPS = 0.5
     A = np.asarray([[1.0, -1.0], [-1.0, 1.0]]) + EPS
@@ -132,7 +132,7 @@ class TestSmoothAndStochastic:
         return descend(SCALED_SIGN, np.ones(2), gradient, steps=3000, rate=lambda _: gamma, feedback=feedback)
 
     @pytest.mark.parametrize("gamma", [pytest.param(0.005, marks=pytest.mark.slow), 0.1])
-    def test_sign_descent_stays_above_where_it_began(self, gamma):
+    def test_sign_descent_stays_above_its_starting_value(self, gamma):
         assert self.f(np.ones(2)) == pytest.approx(2.0)
         assert self.f(self.run(0, gamma, feedback=False)) >= 2 - 1e-9
 
@@ -143,15 +143,15 @@ class TestSmoothAndStochastic:
             (2, 0.1),
         ],
     )
-    def test_feedback_converges_to_the_last_digit(self, seed, gamma):
+    def test_feedback_converges_to_machine_precision(self, seed, gamma):
         assert self.f(self.run(seed, gamma, feedback=True)) < 1e-25
 
 
 class Quadratic:
-    """(b): f = .5 sum h (x - 1)^2, ill-conditioned, with four workers whose gradients are noisy.
+    """(b): f = .5 sum h (x - 1)^2, ill-conditioned, with four workers that have noisy gradients.
 
-    Its four seeds are four buckets of one vector: every operation is per element or per bucket, so they are
-    four runs of their own. Each bucket has a server for the whole of it, as the vector of (b) has.
+    The four seeds are four buckets of one vector: every operation acts per element or per bucket, so they are four
+    independent runs. Each bucket has one server, as the whole vector of (b) has.
     """
 
     SEEDS, WORKERS, STEPS, WARMUP = 4, 4, 6000, 600
@@ -170,25 +170,25 @@ class Quadratic:
         return 0.01 * (1 - step / cls.STEPS)
 
     def gradients(self) -> np.ndarray:
-        """The gradients of all workers, of shape (workers, elements)."""
+        """Return the gradients of all workers, of shape (workers, elements)."""
         noise = 0.1 * self.CURVATURE * self.rng.standard_normal((self.WORKERS, self.x.size))
         return self.CURVATURE * (self.x - 1) + noise
 
     def value(self) -> float:
-        """The median over the seeds of f."""
+        """Return the median of f over the seeds."""
         return float(
             np.median((0.5 * self.CURVATURE * (self.x - 1) ** 2).reshape(self.SEEDS, -1).sum(axis=1))
         )
 
     def farthest(self) -> float:
-        """The median over the seeds of max |x - 1|."""
+        """Return the median of max |x - 1| over the seeds."""
         return float(np.median(np.abs(self.x - 1).reshape(self.SEEDS, -1).max(axis=1)))
 
 
 class TwoWay:
-    """The compressed mean of all workers at once: their vectors as buckets of one, and the server's after it.
+    """The compressed mean of all workers at once: their vectors are buckets of one vector; then the server compresses.
 
-    The same as `qcomp.CompressedMean` in a world of four, as a test below shows, in a tenth of the time.
+    A test below shows that it equals `qcomp.CompressedMean` in a world of four; it takes a tenth of the time.
     """
 
     def __init__(self, problem: Quadratic) -> None:
@@ -205,7 +205,7 @@ class TwoWay:
 
 @cache
 def value_of_exact_adam() -> float:
-    """What exact Adam reaches."""
+    """Return the value that exact Adam reaches."""
     problem = Quadratic()
     opt = qcomp.Adam(learning_rate=problem.rate, betas=problem.BETAS)
     state = opt.initial_state([problem.x], ("x",), rank=0, size=1)
@@ -216,7 +216,7 @@ def value_of_exact_adam() -> float:
 
 
 class TestOneBitAdam:
-    """Freezing the variance keeps up with Adam; compressing what feeds the variance does not.
+    """Freezing the variance keeps up with Adam; compressing the gradients that update the variance does not.
 
     Measured with other random numbers, medians of four seeds: exact Adam 3.3e-5, 1-bit Adam 3.4e-5 with
     max |x - 1| = .024, the naive one 2.5e-3 with .67.
@@ -265,8 +265,8 @@ class TestOneBitAdam:
         assert problem.farthest() < 0.05
 
     @pytest.mark.slow
-    def test_compressing_the_gradient_of_adam_does_not(self):
-        """The same feedback around the gradient: v is nearly flat then, and the small curvatures stand still."""
+    def test_compressing_the_gradient_of_adam_does_not_keep_up(self):
+        """The same feedback around the gradient: v becomes nearly flat, so small curvatures stand still."""
         problem = Quadratic()
         mean = TwoWay(problem)
         opt = qcomp.Adam(learning_rate=problem.rate, betas=problem.BETAS)

@@ -1,4 +1,4 @@
-"""Help texts are complete: every parameter of a public name is documented, and no other."""
+"""Help texts are complete: exactly the parameters of a public name are documented."""
 
 import dataclasses
 import inspect
@@ -18,14 +18,14 @@ CLASSES = [
     for value in (getattr(qcomp, name) for name in qcomp.__all__)
     if inspect.isclass(value)
     and not issubclass(value, BaseException)
-    # `CompressedMean` and its state have methods for the core alone, whose arguments it does not explain.
+    # `CompressedMean` and its state have methods for the core only, whose arguments are not explained.
     and not issubclass(value, qcomp.CompressedMean | qcomp.MeanState)
 ]
 FUNCTIONS = [value for value in (getattr(qcomp, name) for name in qcomp.__all__) if inspect.isfunction(value)]
 
 
 def section(documented, title="Parameters"):
-    """Return the text of each entry of a section by name; ``a, b : int`` is an entry of both."""
+    """Return the text of each entry of a section, by name; ``a, b : int`` is an entry for both."""
     text = inspect.cleandoc(documented.__doc__ or "")
     found = re.search(rf"^{title}\n-+\n(.*?)(?=^\S[^\n]*\n-{{3,}}$|\Z)", text, re.DOTALL | re.MULTILINE)
     entries = {}
@@ -87,7 +87,7 @@ def test_each_parameter_of_a_public_name_is_documented(documented):
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_each_parameter_of_a_public_method_is_documented(cls):
-    """A method that overrides another may leave its parameters to the documentation of that one."""
+    """A method that overrides another may rely on the documentation of that method for its parameters."""
     for name, method in own_methods(cls):
         documented = {}
         for base in reversed(cls.__mro__):

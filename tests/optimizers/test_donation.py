@@ -1,4 +1,4 @@
-"""Steps that may write over the parameters and the state that they are given."""
+"""Steps that may overwrite the parameters and state passed to them."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def drawn(as_array, step):
 
 
 def states(opt, as_array, *, donate):
-    """Return the bytes of parameters and moments after each of some steps, and whether they moved in place."""
+    """Return the bytes of parameters and moments after each of some steps, and whether they were updated in place."""
     comm = qcomp.comm.LocalCommunicator.alone()
     params = drawn(as_array, 0)
     state, found, in_place = opt.init(params, comm), [], []
@@ -70,7 +70,7 @@ def test_donation_changes_no_bit(kernels, as_array, opt):
 @pytest.mark.parametrize(
     "opt", [qcomp.Adam(learning_rate=0.1), qcomp.OneBitAdam(learning_rate=0.1, freeze=3, exact=None)]
 )
-def test_kernels_use_what_is_donated(as_array, opt):
+def test_kernels_write_into_donated_arrays(as_array, opt):
     pytest.importorskip("numba")
     with qcomp.backends.use("numba"):
         assert states(opt, as_array, donate=True)[1] == [True] * 6
@@ -78,7 +78,7 @@ def test_kernels_use_what_is_donated(as_array, opt):
 
 
 @pytest.mark.parametrize("warm_up", [0, 4])
-def test_an_error_of_the_exchange_leaves_everything_as_it_was(kernels, as_array, warm_up):
+def test_an_error_of_the_exchange_changes_nothing(kernels, as_array, warm_up):
     opt, comm = (
         qcomp.OneBitAdam(learning_rate=0.1, freeze=2, exact=None),
         qcomp.comm.LocalCommunicator.alone(),
@@ -100,8 +100,8 @@ def test_an_error_of_the_exchange_leaves_everything_as_it_was(kernels, as_array,
     assert after == before
 
 
-def test_a_schedule_that_raises_leaves_everything_as_it_was(kernels):
-    """The freeze rule asks for the rate of the step after."""
+def test_a_schedule_that_raises_changes_nothing(kernels):
+    """The freeze rule calls the schedule for the next step."""
     opt = qcomp.OneBitAdam(
         learning_rate=lambda step: 0.1 if step < 2 else -1.0, freeze=qcomp.VarianceStable(), exact=None
     )

@@ -1,4 +1,4 @@
-"""EF21: the laws of its estimates, convergence where feedback has a floor, and SGD with it."""
+"""EF21: the laws of its estimates, convergence where feedback has a floor, and SGD with EF21."""
 
 import io
 import warnings
@@ -19,7 +19,7 @@ def ef21(**changes) -> qcomp.EF21SGD:
 
 
 def track(lockstep, mean, vectors, states, *, step: int = 0) -> tuple[list, list]:
-    """One step of all ranks, which then hold the same answer, bit for bit."""
+    """Take one step on all ranks, which then hold the same mean, bit for bit."""
     key = qcomp.Key(seed=1, step=step)
     results = lockstep([mean.stages(x, s, key=key) for x, s in zip(vectors, states, strict=True)])
     answers = [b"".join(np.asarray(g).tobytes() for g in answer) for answer, _ in results]
@@ -37,8 +37,8 @@ def estimates(states, tensor: int = 0) -> np.ndarray:
 
 class TestEstimates:
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_top_k_shrinks_the_distance_by_what_it_keeps_and_then_to_nothing(self, lockstep, size):
-        """A fixed target of equal magnitudes: |x - g|^2 shrinks by k/d of the first one in each step, exactly."""
+    def test_top_k_shrinks_the_distance_to_a_fixed_target_to_zero(self, lockstep, size):
+        """For a fixed target of equal magnitudes, |x - g|^2 shrinks by k/d of its first value in each step, exactly."""
         mean, count = EF21Mean(TopK(3, 16)), -(-16 // 3)
         signs = np.random.default_rng(0).integers(0, 2, (size, 16)) * 2.0 - 1
         vectors = [[x] for x in signs]
@@ -50,11 +50,11 @@ class TestEstimates:
         assert estimates(states).tobytes() == signs.tobytes()
         assert np.array_equal(answer[0], signs.sum(axis=0) / size)
 
-    def test_top_k_of_any_target(self, lockstep):
-        """Exactly 1 - delta with the delta of this vector, its tail energy over its energy; d / k steps from 0."""
+    def test_top_k_reaches_any_fixed_target(self, lockstep):
+        """Exactly 1 - delta, with this vector's delta, its tail energy over its energy; d / k steps from 0."""
         x = (
             np.random.default_rng(1).standard_normal((2, 14)).astype(np.float32).astype(np.float64)
-        )  # as it is sent
+        )  # rounded to float32, as values are sent
         mean = EF21Mean(TopK(4, 16))
         states = zeros(mean, [x[0]], 2)
         for step in range(4):
@@ -81,7 +81,7 @@ class TestEstimates:
 
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_the_common_estimate_is_the_mean_of_the_estimates(self, lockstep, library, size):
-        """Bit for bit where nothing is rounded: integers, a multiple of the number of ranks; at any step."""
+        """Bit for bit if nothing is rounded, for multiples of the number of ranks; at any step."""
         rng = np.random.default_rng(3)
         mean = EF21Mean(TopK(2, 8))
         vectors = [[library.array(np.zeros(20, np.float32))] for _ in range(size)]
@@ -94,8 +94,8 @@ class TestEstimates:
             assert got.tobytes() == library.numpy(states[0].server[0]).tobytes()
 
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_is_off_by_roundings_alone(self, lockstep, size):
-        """In float32: a step rounds the sums over ranks (N - 1), the division, g, and each estimate, once each."""
+    def test_the_common_estimate_is_off_only_by_roundings(self, lockstep, size):
+        """In float32 a step rounds the sums over ranks (N - 1), the division, g, and each estimate, once each."""
         rng, steps, mean = np.random.default_rng(4), 30, EF21Mean(qcomp.ScaledSign(8))
         states = zeros(mean, [np.zeros(20, np.float32)], size)
         largest = 0.0
@@ -122,7 +122,7 @@ class TestEstimates:
             held.add((library.numpy(answer[0]).tobytes(), estimates(states).tobytes()))
         assert len(held) == 1
 
-    def test_the_answer_is_not_the_state(self, lockstep):
+    def test_the_returned_mean_shares_no_memory_with_the_state(self, lockstep):
         mean, x = EF21Mean(TopK(8, 8)), np.ones(8)
         answer, states = track(lockstep, mean, [[x]], zeros(mean, [x], 1))
         answer[0][:] = 7
@@ -209,7 +209,7 @@ class TestConvergence:
         assert late < 0.05 * early
 
     def test_no_floor_where_the_ranks_differ(self, job):
-        """C3: f_i = |x - b_i|^2 / 2. Feedback ends at about eta^2 of this, EF21 at the precision of the numbers."""
+        """C3: f_i = |x - b_i|^2 / 2. Feedback ends at about eta^2 of this, EF21 at machine precision."""
         b = np.random.default_rng(0).standard_normal((4, 16))
 
         def floor(opt, steps: int) -> float:
@@ -237,7 +237,7 @@ class TestConvergence:
 
     @pytest.mark.slow
     def test_moving_averages_help_against_noise(self, job):
-        """EF21-SGDM: with the noise of small batches, a small eta ends nearer to the solution than EF21."""
+        """EF21-SGDM: with the noise of small batches, a small eta ends closer to the solution than EF21."""
         rng = np.random.default_rng(1)
         noise = rng.standard_normal((400, 2, 16)) * 3
 
@@ -276,7 +276,7 @@ class TestSGD:
 
     @pytest.mark.parametrize("eta", [1.0, 0.25])
     def test_ranks_send_the_change_of_their_average(self, job, grads, eta):
-        """Against the algorithm as it is written in the paper; a version without g_i in the message differs."""
+        """Against the algorithm as the paper gives it; a version without g_i in the message differs."""
         c, run = TopK(2, 8), job(ef21(eta=eta), grads([(20,)], 99, 0, np.float64), 2)
         x, v, own, g = np.array(run.params[0][0]), None, np.zeros((2, 20)), np.zeros(20)
         wrong = 0.0
@@ -309,7 +309,7 @@ class TestSGD:
         assert len(run.state.exchange.worker) == 1
         assert [v.shape for v in run.state.arrays["smoothed"]] == SHAPES
 
-    def test_a_step_that_is_skipped_leaves_everything(self, job, grads):
+    def test_a_skipped_step_changes_nothing(self, job, grads):
         run = job(ef21(nonfinite="skip", eta=0.5), grads(SHAPES, 99, 0), 2)
         bad = grads(SHAPES, 1, 0)
         bad[0][3] = np.nan
@@ -318,10 +318,10 @@ class TestSGD:
         assert run.state.skipped == 1
         assert run.fingerprint() == before
         run.step([grads(SHAPES, rank, 1) for rank in range(2)])
-        first = grads(SHAPES, 0, 1)  # still the first one, which the average begins with
+        first = grads(SHAPES, 0, 1)  # still the first gradient, with which the average starts
         assert all(np.array_equal(v, g) for v, g in zip(run.states[0].arrays["smoothed"], first, strict=True))
 
-    def test_clipping_is_of_the_gradients(self, job):
+    def test_clipping_applies_to_the_gradients(self, job):
         run = job(ef21(compressor=TopK(8, 8), clip_norm=1.0, eta=0.5, learning_rate=1.0), [np.zeros(8)], 1)
         run.step([[np.full(8, 100.0)]])
         assert np.linalg.norm(run.params[0][0]) == pytest.approx(1.0)
@@ -361,7 +361,7 @@ class TestCheckpoint:
         return run_local(size, rank_main, timeout=30)
 
     @pytest.mark.parametrize("size", [1, 3])
-    def test_going_on_is_as_if_there_had_been_no_stop(self, grads, size):
+    def test_resuming_is_as_if_there_had_been_no_stop(self, grads, size):
         for (p, s), (q, t) in zip(
             self.run(grads, size, steps=5), self.run(grads, size, steps=5, stop=3), strict=True
         ):
@@ -394,7 +394,7 @@ class TestCheckpoint:
                 smoothed = np.mean([s[f"smoothed.{name}"] for s in saved], axis=0)
                 np.testing.assert_allclose(state.arrays["smoothed"][i], smoothed, rtol=0, atol=1e-14)
 
-    def test_diagnostics_have_no_residuals_of_it(self):
+    def test_diagnostics_report_no_residuals_for_ef21(self):
         watched = qcomp.Diagnostics(ef21(eta=0.5))
         comm = LocalCommunicator.alone()
         x = np.linspace(-1, 1, 64)

@@ -1,4 +1,4 @@
-"""A saved job goes on with another number of ranks, and what compression owes is not lost."""
+"""A saved job resumes with another number of ranks, and what compression owes is not lost."""
 
 import warnings
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def one_bit(**chosen: Any) -> qcomp.OneBitAdam:
 
 
 def saved_by(opt: Any, grads: Callable, size: int, *, steps: int = 5, dtype: type = np.float32) -> tuple:
-    """The dicts of all ranks and the parameters after some steps."""
+    """Return the dicts of all ranks, and the parameters, after some steps."""
 
     def rank_main(comm):
         params = grads(SHAPES, 99, 0, dtype)
@@ -43,7 +43,7 @@ def saved_by(opt: Any, grads: Callable, size: int, *, steps: int = 5, dtype: typ
 
 
 def spread(saved: list[dict], size: int, how: str) -> list[list[dict]]:
-    """What each of the new ranks passes."""
+    """Return the list that each of the new ranks passes."""
     match how:
         case "all on all":
             return [saved] * size
@@ -55,7 +55,7 @@ def spread(saved: list[dict], size: int, how: str) -> list[list[dict]]:
 
 
 def load(opt: Any, passed: list, params: list, *, convert: Callable = list, strict: bool = True) -> list:
-    """The state of each new rank, or what it raised."""
+    """Return the state of each new rank, or its error."""
 
     def rank_main(comm):
         try:
@@ -64,12 +64,12 @@ def load(opt: Any, passed: list, params: list, *, convert: Callable = list, stri
             return error
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the warning has a test of its own
+        warnings.simplefilter("ignore", UserWarning)  # another test checks the warning
         return run_local(len(passed), rank_main, timeout=20)
 
 
 def total(saved: list[dict], kind: Callable = np.asarray) -> dict[str, np.ndarray]:
-    """mean_i e_i + e_s of every compressed tensor in float64, from the dicts of all ranks."""
+    """Return mean_i e_i + e_s of every compressed tensor in float64, from the dicts of all ranks."""
     sizes = {name: int(np.prod(shape)) for name, shape in zip(NAMES, SHAPES, strict=True)}
     sums: dict[str, np.ndarray] = {}
     for each in saved:
@@ -93,9 +93,9 @@ def total(saved: list[dict], kind: Callable = np.asarray) -> dict[str, np.ndarra
 
 
 def assert_total_is_kept(opt: Any, saved: list[dict], states: list, unit: float) -> None:
-    """Every sum of n terms in any order is within (n - 1) units of the sum of magnitudes; and n + 6 with the scaling.
+    """Sums of n terms in any order are within (n - 1) units of the sum of magnitudes; with the scaling, n + 6 units.
 
-    An element is added up over the old dicts of a rank and over the new ranks, and scaled three times, or four.
+    An element is summed over the old dicts of a rank and over the new ranks, and scaled three or four times.
     """
     new = total([opt.state_dict(state) for state in states])
     old, magnitude = total(saved), total(saved, np.abs)
@@ -103,7 +103,7 @@ def assert_total_is_kept(opt: Any, saved: list[dict], states: list, unit: float)
     for name in old:
         bound = (len(saved) + len(states) + 6) * unit * magnitude[name]
         assert (np.abs(new[name] - old[name]) <= bound).all()
-        assert np.abs(old[name]).max() > 1e3 * bound.max()  # a total that is lost would be seen
+        assert np.abs(old[name]).max() > 1e3 * bound.max()  # the loss of a total would be detected
 
 
 @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
@@ -126,7 +126,7 @@ def test_the_total_residual_is_kept(grads, old, new, topology, how, dtype):  # n
 
 @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
 def test_in_a_world_of_the_same_size_nothing_changes(grads, how):
-    """Bit for bit, whoever has the dicts, and without a warning."""
+    """Bit for bit, whichever rank has the dicts, and without a warning."""
     opt = one_bit()
     saved, params = saved_by(opt, grads, 3)
 
@@ -142,8 +142,8 @@ def test_in_a_world_of_the_same_size_nothing_changes(grads, how):
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (1, 4)])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_sum_identity_goes_on(grads, old, new, topology):
-    """x_0 - x_T = rate (sum of the exact means - E_T), though the world changed on the way."""
+def test_the_sum_identity_holds_across_the_change(grads, old, new, topology):
+    """x_0 - x_T = rate (sum of the exact means - E_T), although the world changed in between."""
     opt = sgd(averaging=qcomp.Averaging(topology=topology))
     saved, params = saved_by(opt, grads, old, dtype=np.float64)
     states = load(opt, spread(saved, new, "dealt"), params)
@@ -165,13 +165,13 @@ def test_the_sum_identity_goes_on(grads, old, new, topology):
             sums = [s + g / ranks for s, g in zip(sums, drawn, strict=True)]
     for name, x0, s, x in zip(NAMES, first, sums, results[0][0], strict=True):
         moved = (x0 - x).reshape(-1) / 0.125
-        # Some dozens of roundings of values of at most 100; what is owed is far more than that.
+        # Some dozens of roundings of values up to 100; what is owed is far larger.
         assert np.abs(moved - (s.reshape(-1) - owed[name])).max() < 1e-12
         assert np.abs(owed[name]).max() > 1e-2
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3)])
-def test_adam_goes_on_with_its_momentum_and_variance(grads, old, new):
+def test_adam_resumes_with_its_momentum_and_variance(grads, old, new):
     """m' + E' = b1 m + (1 - b1) mean(g) + E, also in the first step of the new world."""
     opt = one_bit()
     saved, params = saved_by(opt, grads, old, dtype=np.float64)
@@ -191,7 +191,7 @@ def test_adam_goes_on_with_its_momentum_and_variance(grads, old, new):
         for parts in zip(*(grads(SHAPES, r, 5, np.float64) for r in range(new)), strict=True)
     ]
     before, owed = total(saved), total(after)
-    name = "layer.0/weight"  # the only one that is compressed
+    name = "layer.0/weight"  # the only compressed tensor
     assert set(owed) == {name}
     left = after[0][f"momentum.{name}"].reshape(-1) + owed[name]
     right = 0.9 * saved[0][f"momentum.{name}"].reshape(-1) + 0.1 * mean[1].reshape(-1) + before[name]
@@ -199,7 +199,7 @@ def test_adam_goes_on_with_its_momentum_and_variance(grads, old, new):
     assert np.abs(before[name]).max() > 1e-3
 
 
-def test_what_a_broken_rule_would_do(grads):
+def test_broken_rules_would_be_detected(grads):
     """The mean of the workers alone, or the old rank's own residual, is off by more than the tests above allow."""
     opt = sgd()
     saved, params = saved_by(opt, grads, 3)
@@ -225,7 +225,7 @@ def test_what_a_broken_rule_would_do(grads):
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_other_chunks_in_a_world_of_the_same_size(grads, old, new, size):
-    """Another topology, or other buckets: the residuals are somewhere else, and their total is kept as well."""
+    """With another topology or other buckets the residuals move, but their total is kept."""
     saved, params = saved_by(sgd(averaging=qcomp.Averaging(topology=old)), grads, 2)
     for opt in (
         sgd(averaging=qcomp.Averaging(topology=new)),
@@ -236,7 +236,7 @@ def test_other_chunks_in_a_world_of_the_same_size(grads, old, new, size):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_without_residuals(grads, steps):
-    """In the warm-up, and where nothing is fed back."""
+    """In the warm-up, and without feedback."""
     for opt in (
         one_bit(),
         sgd(averaging=qcomp.Averaging(feedback=False), compressor=qcomp.QSGD(7, 16), momentum=0.9),
@@ -250,8 +250,8 @@ def test_without_residuals(grads, steps):
             ]
 
 
-def test_from_no_residuals_and_to_none(grads):
-    """Where nothing is owed residuals begin at zero; what is owed cannot go on where nothing is fed back."""
+def test_resuming_from_no_residuals_and_to_none(grads):
+    """If nothing was owed, residuals start at zero; without feedback, what is owed is refused."""
     plain, fed_back = (
         sgd(averaging=qcomp.Averaging(feedback=feedback), compressor=qcomp.MinMaxUInt8(8))
         for feedback in (False, True)
@@ -272,7 +272,7 @@ def hierarchical(hosts: list[str], work: Callable) -> list:
     ("before", "after"), [("aab", "ab"), ("aabb", "abab"), ("abbcc", "aabb"), ("ab", "aaabb")]
 )
 def test_hierarchies(grads, before, after):
-    """Ranks of a node share its residuals; they go on with other nodes, and with two phases."""
+    """The ranks of a node share its residuals; they resume with other nodes, and in two phases."""
 
     def opt(topology):
         return sgd(averaging=qcomp.Averaging(topology=topology))
@@ -291,7 +291,7 @@ def test_hierarchies(grads, before, after):
     for rank, step in np.ndindex(len(before), 3):
         drawn = grads(SHAPES, rank, step, np.float64)
         sums = [s + g / len(before) for s, g in zip(sums, drawn, strict=True)]
-    # What is owed, from the sum identity: rate (sums - owed) = x_0 - x.
+    # What is owed, by the sum identity: rate (sums - owed) = x_0 - x.
     owed = [s - (x0 - x) / 0.125 for s, x0, x in zip(sums, first, params, strict=True)]
 
     def resume(comm, topology="hierarchical"):
@@ -311,7 +311,7 @@ def test_hierarchies(grads, before, after):
         step = (x0 - x).reshape(-1) / 0.125
         assert np.abs(step + rest[name] - (g + e).reshape(-1)).max() < 1e-12
         assert np.abs(e).max() > 1e-2
-    # And in a hierarchy again, whose ranks' dicts go on in two phases once more, to see what it owes.
+    # The hierarchy's dicts resume in two phases once more, to show what it owes.
     again = hierarchical(list(after), resume)
     states = load(opt("two_phase"), [[s for _, s, _ in again]], params)
     rest = total([opt("two_phase").state_dict(state) for state in states])
@@ -320,7 +320,7 @@ def test_hierarchies(grads, before, after):
         assert np.abs(step + rest[name] - (g + e).reshape(-1)).max() < 1e-12
 
 
-def test_it_warns(grads):
+def test_a_change_of_the_number_of_ranks_warns(grads):
     opt = sgd()
     saved, params = saved_by(opt, grads, 2)
     with pytest.warns(UserWarning, match="a state of 2 ranks resumes with 3") as caught:
@@ -345,7 +345,7 @@ def test_every_library(library, grads):
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1)])
 def test_zero_one_adam_while_its_ranks_are_apart(grads, old, new):
-    """Momenta and what is pending become their means, so the next synchronisation is of what all ranks had."""
+    """Momenta and pending sums become their means, so the next synchronisation averages what all ranks had."""
     opt = qcomp.ZeroOneAdam(
         learning_rate=0.1,
         betas=BETAS,
@@ -379,7 +379,7 @@ def test_zero_one_adam_while_its_ranks_are_apart(grads, old, new):
 
 
 class OwnSums(qcomp.CompressedSGD):
-    """An optimizer with a kind of array that is each rank's own, and one that is the same on all ranks."""
+    """An optimizer with one kind of array that differs by rank, and one that is the same on all ranks."""
 
     def own_kinds(self, stage):
         return ("gathered",)
@@ -397,7 +397,7 @@ class OwnSums(qcomp.CompressedSGD):
 
 class TestKindsOfAnOptimizer:
     @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
-    def test_what_is_a_ranks_own_becomes_the_mean(self, grads, how):
+    def test_arrays_of_single_ranks_become_their_mean(self, grads, how):
         opt = OwnSums(learning_rate=0.1, exact=None, compressor=qcomp.ScaledSign(8))
         saved, params = saved_by(opt, grads, 3)
         means = [np.mean([each[f"gathered.{name}"] for each in saved], axis=0) for name in NAMES]
@@ -408,8 +408,8 @@ class TestKindsOfAnOptimizer:
                 assert own.shape == mean.shape
                 assert np.abs(own - mean).max() < 1e-5
 
-    def test_what_should_be_the_same_is_compared(self, grads):
-        """A kind that is not declared, and differs, is an error; so is one bit of a momentum."""
+    def test_arrays_that_should_be_the_same_are_compared(self, grads):
+        """A kind that is not declared as a rank's own, but differs, is an error; so is one bit of a momentum."""
         opt = OwnSums(learning_rate=0.1, exact=None, compressor=qcomp.ScaledSign(8))
         saved, params = saved_by(opt, grads, 3)
         for key in (f"common.{NAMES[1]}", f"momentum.{NAMES[2]}"):
@@ -421,7 +421,7 @@ class TestKindsOfAnOptimizer:
 
 
 class TestErrors:
-    """All ranks raise the same text, whichever of them has the cause."""
+    """All ranks raise the same text, whichever rank causes the error."""
 
     @staticmethod
     def error(opt: Any, passed: list, params: list) -> str:
@@ -439,15 +439,15 @@ class TestErrors:
     def test_twice(self, grads):
         saved, params = saved_by(sgd(), grads, 2)
         message = self.error(sgd(), [saved, [saved[1], saved[0], saved[1]], []], params)
-        assert message == "saved has a dict more than once: rank 1 passes that of old rank 1 2 times"
+        assert message == "saved has a dict more than once: rank 1 passes 2 dicts of old rank 1"
 
     def test_of_another_step_or_world(self, grads):
         saved, params = saved_by(sgd(), grads, 2)
         older, _ = saved_by(sgd(), grads, 2, steps=4)
         message = self.error(sgd(), [saved[:1], older[1:], []], params)
-        assert "rank 0 passes that of old rank 0 of 2 after step 5, compressed, but rank 1 passes" in message
+        assert "rank 0 passes the dict of old rank 0 of 2 after step 5, compressed, but rank 1" in message
         other, _ = saved_by(sgd(), grads, 3)
-        assert "that of old rank 2 of 3" in self.error(sgd(), [[*saved, other[2]]], params)
+        assert "the dict of old rank 2 of 3" in self.error(sgd(), [[*saved, other[2]]], params)
 
     def test_of_different_numbers(self, grads):
         saved, params = saved_by(sgd(), grads, 2)
@@ -455,7 +455,7 @@ class TestErrors:
         assert "old ranks 0 and 1 differ in ['history']" in message
 
     def test_only_the_skipped_steps_may_differ(self, grads):
-        """Of an optimizer whose ranks go on alone for some steps; the largest number is kept."""
+        """For an optimizer whose ranks step alone at times; the largest number is kept."""
         saved, params = saved_by(sgd(), grads, 2)
         del saved[1]["digests"]
         for state in load(sgd(), [[saved[0], {**saved[1], "skipped": 7}]] * 3, params):

@@ -156,7 +156,7 @@ class TestCompressedStage:
 
     @staticmethod
     def check_identity(job, grads, opt, size):
-        """Every step m' + E' = b1 m + (1 - b1) mean_i g_i + E, with E = mean_i e_i + e_s; zero for exact tensors."""
+        """In every step m' + E' = b1 m + (1 - b1) mean_i g_i + E, with E = mean_i e_i + e_s; zero for exact tensors."""
         dtype = np.float64
         run = job(opt, grads(SHAPES, 99, 0, dtype), size)
         for step in range(FREEZE):
@@ -189,8 +189,8 @@ class TestCompressedStage:
     def test_identity_of_every_step(self, job, grads, opt, size):
         self.check_identity(job, grads, opt, size)
 
-    def test_a_momentum_of_ones_own_is_caught(self, job, grads, monkeypatch):
-        """If a rank keeps what it sent instead of what all received, the ranks part."""
+    def test_ranks_with_momenta_of_their_own_are_caught(self, job, grads, monkeypatch):
+        """If a rank kept what it sent instead of what all received, the ranks would drift apart."""
         apply = FrozenVarianceAdam.apply
 
         def selfish(self, params, means, state):
@@ -230,8 +230,8 @@ class TestCompressedStage:
             assert bits(run.state.momentum) == bits(m)
 
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
-    def test_a_world_of_two_with_the_same_data_is_the_world_of_one(self, job, grads):
-        """Exact for a power of two, once nothing is lost."""
+    def test_two_ranks_with_the_same_data_equal_one_rank(self, job, grads):
+        """Exact for powers of two, if nothing is lost."""
         opt = one_bit(compressor=qcomp.Identity())
         one, two = (job(opt, grads(SHAPES, 99, 0), size) for size in (1, 2))
         for step in range(FREEZE + 4):
@@ -241,7 +241,7 @@ class TestCompressedStage:
 
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_exact_tensors_stay_exact(self, job, grads, topology):
-        """Their momentum is the exact mean's, whatever happens to the others; their variance is frozen too."""
+        """Their momentum is that of the exact mean, independent of other tensors; their variance is frozen too."""
         some = one_bit(exact=qcomp.ExactBelow(20), averaging=qcomp.Averaging(topology=topology))
         all_of_them = one_bit(compressor=qcomp.Identity(), averaging=qcomp.Averaging(topology=topology))
         runs = [job(opt, grads(SHAPES, 99, 0), 3) for opt in (some, all_of_them)]
@@ -259,8 +259,8 @@ class TestCompressedStage:
 
     @pytest.mark.parametrize("make", [one_bit, qadam])
     @pytest.mark.parametrize("size", [1, 3])
-    def test_what_never_had_a_gradient_does_not_move(self, job, grads, make, size):
-        """One bit cannot say zero: without care an unused row would drift by a scale over eps in every step."""
+    def test_elements_that_never_had_a_gradient_do_not_move(self, job, grads, make, size):
+        """One bit cannot represent zero: unmasked, an unused row would drift by a scale over eps in every step."""
         used = np.asarray([0, 2, 3])
 
         def sparse(rank, step):
@@ -279,7 +279,7 @@ class TestCompressedStage:
             assert (run.state.momentum[0][[1, 4]] == 0).all()
             assert (run.state.momentum[0][used] != 0).all()
 
-    def test_the_seed_and_the_step_name_the_draws(self, job, grads):
+    def test_seed_and_step_determine_the_draws(self, job, grads):
         finals = []
         for seed in (0, 0, 1):
             run = job(
@@ -336,21 +336,21 @@ class TestFreeze:
                 return step
         return None
 
-    def test_a_variance_that_shrinks(self):
-        """By 3% in d steps it counts as settled, by 10% not: either direction of change counts."""
+    def test_a_shrinking_variance_settles_like_a_growing_one(self):
+        """A change of 3% in d steps counts as settled, one of 10% does not, in either direction."""
         rule, delay = VarianceStable(0.96), 10
         soonest = 37  # the first t with 1 - .9^(t-10) >= .96 (1 - .9^t)
         for factor, settled in [(0.97, True), (1 / 0.97, True), (0.9, False), (1 / 0.9, False), (1.0, True)]:
             norms = [factor ** (t / delay) for t in range(100)]
             assert self.freezes_at(rule, norms, 0.9) == (soonest if settled else None)
-        # First it falls, to 1 after 50 steps. Settled ten steps later, and that for ten steps.
+        # First it falls, to 1 after 50 steps. Settled ten steps later, and frozen after ten more.
         falling = [2.0 ** max(0.0, 5 - t / 10) for t in range(100)]
         crossing = next(t for t in range(10, 100) if falling[t] >= 0.96 * falling[t - 10])
         assert self.freezes_at(rule, falling, 0.9) == crossing + delay
 
     @staticmethod
     def crossing() -> list[float]:
-        """Norms that rise and fall, and are equal to those of ten steps before for a few steps."""
+        """Return norms that rise and fall, and for a few steps equal those of ten steps before."""
         return [math.exp(-(((t - 55) / 30) ** 2)) for t in range(111)]
 
     def test_norms_that_rise_and_fall_do_not_count(self):
@@ -359,7 +359,7 @@ class TestFreeze:
         assert max(ratios) > 0.999
         assert self.freezes_at(VarianceStable(), norms, 0.9) is None
 
-    def test_a_rule_that_compares_once_is_caught(self, monkeypatch):
+    def test_a_rule_that_compares_only_once_is_caught(self, monkeypatch):
         def hasty(self, step, norm, history, beta2):
             history = (*history, norm())[-11:]
             settled = len(history) > 10 and min(history[0], history[-1]) >= 0.96 * max(
@@ -383,7 +383,7 @@ class TestFreeze:
     @pytest.mark.parametrize("name", COURSES)
     @pytest.mark.filterwarnings("ignore:nothing is compressed yet")
     def test_not_while_the_variance_changes(self, job, name):
-        """Where the two raw norms cross after one to two windows, the variance falls threefold in the next."""
+        """After the two raw norms cross, after one to two windows, the variance falls threefold in the next window."""
         beta2, delay, course = 0.95, 20, self.COURSES[name]
         run = job(
             one_bit(betas=(0.9, beta2), freeze=VarianceStable(), exact=None, watch=None), [np.zeros(8)], 1
@@ -407,7 +407,7 @@ class TestFreeze:
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb])
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_not_while_the_learning_rate_rises(self, job, make):
-        """A window to compare with, and one in which nothing changes, after the last step of the rise."""
+        """Not before a window to compare with, and one without a change, after the last rising step."""
         delay, rise = 10, 60
         opt = make(
             learning_rate=lambda step: 0.001 * min(1.0, (step + 1) / rise), betas=(0.9, 0.9), exact=None
@@ -420,7 +420,7 @@ class TestFreeze:
         assert run.state.step == rise - 1 + 2 * delay
 
     @pytest.mark.parametrize("rise", [FREEZE, FREEZE + 5])
-    def test_a_number_of_steps_does_not_wait_for_the_rate_but_says_so(self, job, rise):
+    def test_a_fixed_freeze_while_the_rate_rises_warns(self, job, rise):
         run = job(
             one_bit(learning_rate=lambda step: 0.001 * min(rise, step + 1), freeze=FREEZE), [np.ones(8)], 1
         )
@@ -438,13 +438,17 @@ class TestFreeze:
             (
                 lambda step: 0.001 * (step + 1),
                 1.0,
-                "after 50 steps: the learning rate still rises, for which Var",
+                "after 50 steps: VarianceStable(threshold=0.96, after=0) waits, because the learning rate still rises",
             ),
-            (0.001, 1.1, "after 50 steps: the variance is not stable yet, for which VarianceStable("),
+            (
+                0.001,
+                1.1,
+                "after 50 steps: VarianceStable(threshold=0.96, after=0) waits, because the variance is not stable yet",
+            ),
         ],
     )
-    def test_a_rule_that_waits_for_long_says_so(self, job, rate, factor, words):
-        """Once, after ten windows; the other half of the warm-up is over by then, as a rule."""
+    def test_a_rule_that_waits_for_long_warns(self, job, rate, factor, words):
+        """Once, after ten windows; usually the other half of the warm-up is over by then."""
         run = job(one_bit(learning_rate=rate, betas=(0.9, 0.8), freeze=VarianceStable()), [np.ones(8)], 1)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -453,21 +457,21 @@ class TestFreeze:
         assert len(found) == 1
         assert words in str(found[0].message)
 
-    def test_a_history_without_a_count_begins_anew(self):
-        """Of a state that was saved when the norms were not corrected."""
+    def test_a_history_without_a_count_starts_anew(self):
+        """Its state was saved by a release that did not correct the norms."""
         old = tuple(float(x) for x in range(1, 12))
         rule = VarianceStable()
         assert rule.observe(400, lambda: 3.0, old, 0.9) == rule.observe(400, lambda: 3.0, (), 0.9)
 
     @pytest.mark.filterwarnings("ignore:nothing is compressed yet")
     def test_shrinking_gradients_in_an_optimizer(self, job):
-        """After a large first gradient v falls for long; it is frozen only when it has become steady."""
+        """After a large first gradient, v falls for long; it is frozen only once it is steady."""
         run = job(one_bit(betas=(0.9, 0.9), freeze=VarianceStable(0.96)), [np.zeros(8)], 1)
         step = 0
         while run.state.stage == "warmup":
             run.step([[np.full(8, 100.0 if step == 0 else 1.0)]])
             step += 1
-        # v_t = 1 - .9^t + 9999 * .1 * .9^t to a small error: it settles when 999 * .9^(t-10) is about .04, and ten
+        # v_t = 1 - .9^t + 9999 * .1 * .9^t up to a small error: it settles when 999 * .9^(t-10) is about .04; ten
         # steps later it has been settled for ten.
         assert 100 < step < 130
         assert run.state.variance[0] == pytest.approx(np.ones(8), rel=0.05)
@@ -479,7 +483,7 @@ class TestFreeze:
         assert self.freezes_at(VarianceStable(after=50), [1.0] * 100, 0.9) == 51
         assert self.freezes_at(VarianceStable(after=0), [1.0] * 100, 0.9) == 37
 
-    def test_a_rule_of_ones_own(self, job, grads):
+    def test_a_custom_rule(self, job, grads):
         class Third:
             def observe(self, step, norm, history, beta2):
                 return Observation(step == 3, (*history, norm()))
@@ -522,7 +526,7 @@ class TestQAdam:
             runs.append(run.fingerprint())
         assert len(set(runs)) == 1
 
-    def test_ranks_that_say_it_in_both_ways_are_started_alike(self):
+    def test_freeze_and_warmup_steps_are_equivalent_in_the_handshake(self):
         x = np.ones(8)
 
         def rank_main(comm):
@@ -531,7 +535,7 @@ class TestQAdam:
 
         assert run_local(3, rank_main) == ["warmup"] * 3
 
-    def test_both_are_an_error(self):
+    def test_freeze_together_with_warmup_steps_is_an_error(self):
         with pytest.raises(ValueError, match="freeze is 5 and warmup_steps is 3; expected one of them"):
             qcomp.QAdam(learning_rate=0.1, freeze=5, warmup_steps=3)
         with pytest.raises(ValueError, match="expected an integer of at least 1"):
@@ -555,7 +559,7 @@ def settings_of(opt: qcomp.QAdam) -> dict:
 
 
 class TestNothingCompressed:
-    """A job in which everything stays exact is told once."""
+    """A job that compresses nothing warns once."""
 
     def test_warns_once(self):
         x = np.zeros(100)
@@ -578,7 +582,7 @@ class TestNothingCompressed:
         assert len(caught) == 1
         assert caught[0].filename == __file__
 
-    def test_not_if_something_is(self):
+    def test_no_warning_if_something_is_compressed(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             comm = LocalCommunicator.alone()
@@ -598,7 +602,7 @@ class TestPolicy:
         assert chosen((1000,)) == (False,)
         assert chosen((99,)) == (True,)
 
-    def test_is_told_the_names(self):
+    def test_a_policy_receives_the_names(self):
         seen = []
 
         def policy(tensors):

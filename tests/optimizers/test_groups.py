@@ -1,4 +1,4 @@
-"""Options by name: an optimizer with groups is several optimizers side by side."""
+"""Options by name: an optimizer with groups acts like several optimizers side by side."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -19,7 +19,7 @@ GROUPS = (
     Group("last.bias", learning_rate_factor=99.0),
 )
 OF_EACH = {"last.weight": (0.125, 0.2), "last.bias": (1, 0.0), "body.weight": (1, 0.2), "body.bias": (1, 0.0)}
-"""Factor and decay of each name: the first group that matches counts."""
+"""Factor and decay for each name: the first group that matches counts."""
 SIGN = qcomp.ScaledSign(bucket_size=16)
 OPTIMIZERS = {
     "adam": qcomp.Adam(learning_rate=0.01, weight_decay=0.2),
@@ -51,7 +51,7 @@ def draw(grads, rank: int, step: int) -> list[np.ndarray]:
 
 
 def alone(opt: qcomp.Optimizer, name: str) -> qcomp.Optimizer:
-    """Return the optimizer that one tensor would have for itself."""
+    """Return an optimizer with the options of one tensor."""
     factor, decay = OF_EACH[name]
     rate = opt.learning_rate
     scaled = (lambda step: rate(step) * factor) if callable(rate) else rate * factor
@@ -59,7 +59,7 @@ def alone(opt: qcomp.Optimizer, name: str) -> qcomp.Optimizer:
 
 
 def check_side_by_side(job, grads, opt, size):
-    """No bucket has elements of two tensors, so nothing but the options tells the two apart: bit for bit."""
+    """No bucket has elements of two tensors, so only the options differ: the steps are equal bit for bit."""
     start = draw(grads, 99, 0)
     together = job(replace(opt, groups=GROUPS), start, size, NAMES)
     each = [job(alone(opt, name), [p], size) for name, p in zip(NAMES, start, strict=True)]
@@ -78,7 +78,7 @@ def test_are_optimizers_side_by_side(job, grads, name, size):
 
 
 def test_the_last_match_is_caught(job, grads, monkeypatch):
-    """If the last group that matches counted, or none did."""
+    """The check fails if the last matching group counted, or if none did."""
     of_each = module.group_of_each
     for broken in (lambda groups, names: of_each(groups[::-1], names), lambda _, names: of_each((), names)):
         monkeypatch.setattr("qcomp.core.optimizers.base.group_of_each", broken)
@@ -87,7 +87,7 @@ def test_the_last_match_is_caught(job, grads, monkeypatch):
 
 
 def every_optimizer() -> list[type[qcomp.Optimizer]]:
-    """Return all that are public."""
+    """Return all public optimizers."""
     values = [getattr(qcomp, name) for name in qcomp.__all__]
     return [
         v
@@ -97,8 +97,8 @@ def every_optimizer() -> list[type[qcomp.Optimizer]]:
 
 
 @pytest.mark.parametrize("kind", every_optimizer(), ids=lambda kind: kind.__name__)
-def test_no_optimizer_forgets_them(kind, grads):
-    """A factor of 0 keeps a tensor as it is, whatever the optimizer; the others move."""
+def test_every_optimizer_respects_groups(kind, grads):
+    """A factor of 0 leaves a tensor unchanged in every optimizer; the others move."""
     known = {f.name for f in fields(kind)}
     opt = kind(
         learning_rate=0.01,
@@ -119,7 +119,7 @@ def test_no_optimizer_forgets_them(kind, grads):
 
 class TestPatterns:
     def test_one_that_matches_nothing(self):
-        """On every rank, and with the names that there are."""
+        """The error is raised on every rank and lists the existing names."""
         opt = replace(OPTIMIZERS["adam"], groups=(Group("*.bias"), Group("haed.*")))
 
         def rank_main(comm):
@@ -135,7 +135,7 @@ class TestPatterns:
         with pytest.raises(ValueError, match=r"'layer\.19'\] and 30 more"):
             opt.init([np.zeros(1)] * 50, LocalCommunicator.alone(), names)
 
-    def test_a_group_behind_another_is_no_error(self):
+    def test_a_group_hidden_by_an_earlier_one_is_no_error(self):
         opt = replace(OPTIMIZERS["adam"], groups=[Group("*"), Group("last.bias")])
         opt.init([np.zeros(s) for s in SHAPES.values()], LocalCommunicator.alone(), NAMES)
 
@@ -144,7 +144,7 @@ class TestPatterns:
         run.step([[np.ones(2)] * 3])
         assert [p.any() for p in run.params[0]] == [True, False, True]
 
-    def test_capital_letters_count(self):
+    def test_patterns_are_case_sensitive(self):
         opt = replace(OPTIMIZERS["adam"], groups=[Group("Head.*")])
         with pytest.raises(ValueError, match="which matches no name"):
             opt.init([np.zeros(s) for s in SHAPES.values()], LocalCommunicator.alone(), NAMES)
@@ -179,7 +179,7 @@ class TestArguments:
 
 
 class TestExactNames:
-    """Tensors that are named stay exact, beside those that are small."""
+    """Named tensors stay exact, in addition to small ones."""
 
     TENSORS = (
         qcomp.Tensor("embedding", (500, 40), 20_000),
@@ -224,15 +224,15 @@ class TestExactNames:
         with pytest.raises(TypeError, match=r"names is .*; expected a sequence of str"):
             qcomp.ExactBelow(10, bad)
 
-    def test_a_list_is_a_tuple(self):
-        """So that policies can be compared and hashed, and are described alike on all ranks."""
+    def test_a_list_of_names_becomes_a_tuple(self):
+        """So that policies can be compared and hashed, and have the same description on all ranks."""
         policy: Any = qcomp.ExactBelow(10, ["a"])
         assert policy == qcomp.ExactBelow(10, ("a",))
         assert hash(policy) == hash(qcomp.ExactBelow(10, ("a",)))
 
 
 def test_names_instead_of_a_pattern():
-    """Also such as are patterns that match others; the first group that has a name counts, of either kind."""
+    """Also names that are patterns for others; the first group that has a name counts, whether by name or pattern."""
     groups = (
         qcomp.Group(["a[0]", "c"], 2.0),
         qcomp.Group("a*", 3.0),

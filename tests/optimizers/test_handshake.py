@@ -1,4 +1,4 @@
-"""Ranks that were not started alike are told so at init, all of them, with what differs and where."""
+"""Ranks with different settings all raise at init; the error says what differs and where."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ NAMES = ["weight", "bias"]
 
 
 def start(of_rank: dict[int, dict[str, Any]], size: int = 3) -> list[str]:
-    """Start the ranks, some of them with another optimizer, params or names; return what each of them raised."""
+    """Start the ranks, some of them with another optimizer, params or names; return the error of each."""
 
     def rank_main(comm):
         given = {"opt": BASE, "params": PARAMS, "names": NAMES, **of_rank.get(comm.rank, {})}
@@ -82,7 +82,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_is_named_on_every_rank(name):
+def test_a_difference_is_named_on_every_rank(name):
     change, message = DIFFERENCES[name]
     raised = start({2: change})
     assert len(set(raised)) == 1
@@ -90,7 +90,7 @@ def test_is_named_on_every_rank(name):
     assert message.format("ranks 0 and 1", "rank 2") in raised[0]
 
 
-def test_whichever_rank_it_is():
+def test_any_rank_may_be_the_different_one():
     for odd in range(3):
         (first, *others) = start({odd: {"opt": replace(BASE, seed=7)}})
         assert set(others) == {first}
@@ -104,11 +104,11 @@ def test_all_differences_are_named():
     assert all("names[0]" in text and "settings" in text for text in raised)
 
 
-def test_the_version_takes_part():
+def test_the_version_is_part_of_the_handshake():
     sent = {}
 
     class Recorder:
-        """A rank of a communicator that keeps what it is given to send."""
+        """A rank of a communicator that records what it sends."""
 
         def __init__(self, comm):
             self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -125,8 +125,8 @@ def test_the_version_takes_part():
 
 
 @pytest.mark.parametrize("library", ["torch", "strict", "jax"])
-def test_in_the_library_of_the_parameters(libraries, library):
-    """Ranks of different libraries shake hands too."""
+def test_the_handshake_works_in_any_library(libraries, library):
+    """Ranks of different libraries can make the handshake too."""
     own, other = libraries[library], libraries["numpy"]
 
     def rank_main(comm):
@@ -136,8 +136,8 @@ def test_in_the_library_of_the_parameters(libraries, library):
     assert run_local(2, rank_main, timeout=30) == [("weight", "bias")] * 2
 
 
-def test_the_same_schedule_in_two_processes_is_the_same():
-    """A function counts by its name: an address in memory differs from process to process."""
+def test_equal_schedules_in_two_processes_agree():
+    """A function counts by its name, because its address differs from process to process."""
 
     def make():
         def schedule(step: int) -> float:
@@ -151,8 +151,8 @@ def test_the_same_schedule_in_two_processes_is_the_same():
     assert run_local(2, rank_main) == [0, 0]
 
 
-def test_a_policy_with_an_address_in_its_repr():
-    """The same for objects that can be called: two equal policies of a class of one's own."""
+def test_policies_with_an_address_in_their_repr_agree():
+    """The same holds for callable objects: two equal policies of a user's class."""
 
     class Policy:
         def __call__(self, tensors):
@@ -169,14 +169,14 @@ def test_a_policy_with_an_address_in_its_repr():
 
 
 def differing(value: float, index: int = 1) -> list[np.ndarray]:
-    """The parameters with another element in one of them."""
+    """Return the parameters with one element of one of them changed."""
     params = [p.copy() for p in PARAMS]
     params[index].flat[-1] = value
     return params
 
 
 class TestValues:
-    def test_the_first_that_differs_is_named_with_the_ranks(self):
+    def test_the_first_differing_value_is_named_with_the_ranks(self):
         raised = start({2: {"params": differing(1.0)}})
         assert len(set(raised)) == 1
         assert "the parameter 'bias' has one value on ranks 0 and 1, and others on rank 2" in raised[0]
@@ -187,7 +187,7 @@ class TestValues:
     @pytest.mark.parametrize(
         "name", ["Adam", "QAdam", "ZeroOneAdam", "OneBitLamb", "CompressedSGD", "EF21SGD", "QSVRG"]
     )
-    def test_every_optimizer_compares_them(self, name):
+    def test_every_optimizer_compares_values(self, name):
         options = {"learning_rate": 0.1} | ({} if name == "Adam" else {"exact": None})
         options |= {"freeze": 200} if name in ("QAdam", "OneBitLamb") else {}
         opt = getattr(qcomp, name)(**options)
@@ -208,7 +208,7 @@ class TestValues:
 
         assert run_local(len(names) + 1, rank_main, timeout=30) == [0] * (len(names) + 1)
 
-    def test_a_resumed_rank_must_have_them_too(self):
+    def test_values_are_compared_when_resuming(self):
         def rank_main(comm):
             params = [p + 1 for p in PARAMS]
             state = BASE.init(params, comm, NAMES)
@@ -219,7 +219,7 @@ class TestValues:
 
         assert run_local(2, rank_main) == [0, 0]
 
-    def test_ranks_that_go_on_alone_may_resume_apart(self):
+    def test_ranks_that_step_alone_may_resume_with_different_values(self):
         opt = qcomp.ZeroOneAdam(learning_rate=0.1, freeze=2, sync_steps=qcomp.LocalSteps(1, 4), exact=None)
 
         def rank_main(comm):

@@ -1,4 +1,4 @@
-"""Lion against its formula, and against optax's."""
+"""Lion against its formula, and against optax."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def finals(opt, job, grads, size, dtype):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_it_is_its_formula(job, grads, size):
+def test_it_follows_its_formula(job, grads, size):
     rate, decay, b1, b2 = 0.05, 0.1, 0.8, 0.95
     found = finals(
         qcomp.Lion(learning_rate=rate, weight_decay=decay, betas=(b1, b2)), job, grads, size, np.float64
@@ -35,7 +35,7 @@ def test_it_is_its_formula(job, grads, size):
 
 
 @pytest.mark.slow
-def test_it_is_that_of_optax(job, grads):
+def test_it_equals_lion_of_optax(job, grads):
     optax = pytest.importorskip("optax", reason="optax is not installed")
     found = finals(qcomp.Lion(learning_rate=0.05, weight_decay=0.1), job, grads, 1, np.float32)
     theirs = optax.lion(0.05, b1=0.9, b2=0.99, weight_decay=0.1)
@@ -49,6 +49,6 @@ def test_it_is_that_of_optax(job, grads):
 
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (0.9,)])
-def test_betas_that_do_not_fit_are_refused(betas):
+def test_betas_out_of_range_are_refused(betas):
     with pytest.raises(ValueError, match="betas is"):
         qcomp.Lion(learning_rate=0.1, betas=betas)

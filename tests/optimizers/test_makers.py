@@ -1,4 +1,4 @@
-"""A saved state says what made it, and going on with something else is noticed."""
+"""A saved state says which optimizer made it, and resuming with another one is noticed."""
 
 import json
 import re
@@ -40,13 +40,13 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 class TestEveryForm:
-    def test_the_same_goes_on_without_a_word(self, form):
+    def test_the_same_optimizer_resumes_without_a_warning(self, form):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert load(ONE_BIT, FORMS[form](saved_by(ONE_BIT))).stage == "compressed"
 
     def test_another_optimizer_is_an_error_that_names_both(self, form):
-        """QAdam keeps the same arrays, so nothing else would notice."""
+        """QAdam keeps the same arrays, so nothing else would reveal it."""
         other = qcomp.QAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=2, exact=qcomp.ExactBelow(20))
         saved = FORMS[form](saved_by(ONE_BIT))
         with pytest.raises(ValueError, match="the state was saved by OneBitAdam; this is QAdam"):
@@ -77,14 +77,14 @@ class TestEveryForm:
             load(other, saved, strict=False)
 
 
-def test_a_policy_counts_as_a_compressor():
+def test_a_policy_is_compared_like_a_compressor():
     other = replace(SGD, compressors=qcomp.ByName({"*": qcomp.QSGD(15, 64)}))
     with pytest.raises(ValueError, match="compressors=None; this CompressedSGD has ByName"):
         load(other, saved_by(SGD))
 
 
-def test_a_state_that_does_not_say_is_read():
-    """As those of the first releases."""
+def test_a_state_that_does_not_name_its_maker_is_read():
+    """The first releases saved such states."""
     saved = saved_by(ONE_BIT)
     del saved["made_by"], saved["digests"]
     assert load(replace(ONE_BIT, learning_rate=0.2), saved).step == 3
@@ -94,7 +94,7 @@ EARLIER = {"feedback": "True", "rescale_feedback": "False"}
 
 
 def made_earlier(opt, **settings):
-    """Return a state as earlier releases saved it, when these settings were the optimizer's own."""
+    """Return a state as earlier releases saved it, when these settings belonged to the optimizer itself."""
     saved = saved_by(opt)
     made = json.loads(saved["made_by"])
     del saved["digests"]
@@ -104,12 +104,12 @@ def made_earlier(opt, **settings):
 
 class TestEarlierReleases:
     @pytest.mark.parametrize("opt", [ONE_BIT, SGD], ids=lambda opt: type(opt).__name__)
-    def test_go_on_without_a_word(self, opt):
+    def test_resume_without_a_warning(self, opt):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert load(opt, made_earlier(opt, **EARLIER)).step == 3
 
-    def test_of_an_optimizer_that_had_one_choice(self):
+    def test_settings_without_a_choice_are_not_compared(self):
         ef21 = qcomp.EF21SGD(learning_rate=0.1, exact=None)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -119,7 +119,7 @@ class TestEarlierReleases:
         with pytest.warns(UserWarning, match=r"with feedback=False \(now True\)"):
             load(ONE_BIT, made_earlier(ONE_BIT, **EARLIER | {"feedback": "False"}))
 
-    def test_residuals_that_were_rescaled_are_refused(self):
+    def test_rescaled_residuals_are_refused(self):
         saved = made_earlier(ONE_BIT, **EARLIER | {"rescale_feedback": "True"})
         with pytest.raises(
             ValueError, match="saved with rescale_feedback=True, which this release does not have"
@@ -142,7 +142,7 @@ def test_every_rank_raises():
     assert "'refused' on rank 1" in first
 
 
-def test_a_rank_on_which_warnings_are_errors_leaves_nobody_waiting():
+def test_a_rank_that_turns_warnings_into_errors_does_not_block_others():
     saved = saved_by(ONE_BIT)
     del saved["digests"]
 
@@ -182,7 +182,7 @@ class TestSentences:
         ):
             load(ONE_BIT, saved | {"variance.head": saved["variance.bias"]})
 
-    def test_savez_carries_it(self, tmp_path: Path):
+    def test_savez_keeps_the_maker(self, tmp_path: Path):
         saved = saved_by(ONE_BIT)
         np.savez(tmp_path / "state.npz", **saved)
         with np.load(tmp_path / "state.npz") as file, warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Muon: that of torch where nothing is lost, one owner for every matrix, and checkpoints that follow the owners."""
+"""Muon: equal to torch's without loss, one owner for every matrix, and checkpoints that follow the owners."""
 
 import re
 import warnings
@@ -27,7 +27,7 @@ def muon(**changes) -> qcomp.Muon:
 def run(
     opt, grads, lockstep, size, *, steps=5, states=None, params=None, first=0, same=False, dtype=np.float32
 ):
-    """The parameters and the states of all ranks; ``same`` gradients on all ranks are those of rank 0."""
+    """Return the parameters and states of all ranks; with ``same``, all ranks have the gradients of rank 0."""
     if states is None:
         params = [grads(SHAPES, 99, 0, dtype) for _ in range(size)]
         states = lockstep(
@@ -45,7 +45,7 @@ def run(
 
 
 def owned(opt, states, kind):
-    """What exists once, by name, from the dicts of all ranks."""
+    """Return by name the entries of a kind that exist once, from the dicts of all ranks."""
     found = {}
     for state in states:
         for key, value in opt.state_dict(state).items():
@@ -59,10 +59,10 @@ def owned(opt, states, kind):
 class TestReference:
     @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
     @pytest.mark.parametrize(("nesterov", "momentum", "decay"), [(True, 0.95, 0.1), (False, 0.8, 0.0)])
-    def test_without_compression_it_is_that_of_torch_and_its_adamw(
+    def test_without_compression_it_equals_muon_and_adamw_of_torch(
         self, grads, lockstep, monkeypatch, *, adjust_lr_fn, nesterov, momentum, decay
     ):
-        """Torch's iterates in bfloat16, here in the dtype of the gradients."""
+        """Torch iterates in bfloat16; here it iterates in the dtype of the gradients."""
         torch = pytest.importorskip("torch")
         monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
         leaves = [torch.from_numpy(np.array(p)).requires_grad_() for p in grads(SHAPES, 99, 0, np.float64)]
@@ -92,7 +92,7 @@ class TestReference:
             # 12 steps, each with an error of a few units that the iterations multiply by up to 500.
             np.testing.assert_allclose(p.reshape(leaf.shape), leaf.detach().numpy(), rtol=0, atol=1e-11)
 
-    def test_it_is_that_of_torch_up_to_the_bfloat16_that_this_iterates_in(self, grads, lockstep):
+    def test_it_equals_muon_of_torch_up_to_bfloat16(self, grads, lockstep):
         torch = pytest.importorskip("torch")
         p, g = (np.asarray(grads([(48, 32)], rank, 0)[0]) for rank in (99, 0))
         leaf = torch.from_numpy(p.copy()).requires_grad_()
@@ -111,11 +111,11 @@ class TestReference:
             for dtype in ("float32", "bfloat16"):
                 opt = qcomp.Muon(learning_rate=1.0, **EXACT, newton_schulz_dtype=dtype)
                 moved[dtype], _ = opt.step(p, g, opt.init(p, comm), comm)
-            # Of single elements every third draw has one that differs by more than a twentieth of the largest.
+            # In every third draw, a single element differs by more than a twentieth of the largest.
             assert 0 < (moved["float32"] - moved["bfloat16"]).norm() < 0.05 * moved["float32"].norm()
 
     @pytest.mark.parametrize("clip_norm", [None, 0.1, 1e6])
-    def test_gradients_stay_the_callers(self, grads, lockstep, clip_norm):
+    def test_gradients_of_the_caller_are_not_changed(self, grads, lockstep, clip_norm):
         given = [[np.array(g) for g in grads(SHAPES, rank, 0)] for rank in range(2)]
         opt = muon(clip_norm=clip_norm)
         params = [grads(SHAPES, 99, 0) for _ in given]
@@ -137,7 +137,7 @@ class TestReference:
 
     @pytest.mark.parametrize(("size", "block_rows"), [(2, None), (3, 7), (5, None)])
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
-    def test_without_compression_ranks_make_the_steps_of_one_with_the_mean_gradient(
+    def test_without_compression_ranks_step_like_one_with_the_mean_gradient(
         self, grads, lockstep, size, block_rows
     ):
         opt = muon(**EXACT, clip_norm=3.0, block_rows=block_rows)
@@ -170,7 +170,7 @@ class TestReference:
 
 
 class TestOutputAxis:
-    """A tensor whose outputs are last moves as its transpose with outputs first."""
+    """A tensor whose outputs are last moves like its transpose with outputs first."""
 
     @pytest.mark.parametrize(
         "changes", [{"nesterov": False}, {"block_rows": 5}, {"adjust_lr_fn": "match_rms_adamw"}]
@@ -217,7 +217,7 @@ class TestOutputAxis:
 
 
 def turned(x, axis, *, back=False):
-    """Move the first axis to the end, if outputs are to be last; or back."""
+    """Move the first axis to the end if outputs are to be last, or move it back."""
     ends = (-1, 0) if back else (0, -1)
     return x if axis == 0 else np.ascontiguousarray(np.moveaxis(x, *ends))
 
@@ -230,7 +230,7 @@ class TestBlocks:
         (whole,), _ = run(muon(**settings, block_rows=block_rows), grads, lockstep, 1)
 
         def cut(tensors):
-            """The blocks of all matrices, and the bias."""
+            """Return the blocks of all matrices, and the bias."""
             found = {}
             for name, x in zip(NAMES, tensors, strict=True):
                 starts = range(0, len(x), block_rows) if name != "bias" else [0]
@@ -251,8 +251,8 @@ class TestBlocks:
         for one, other in zip(held, cut(whole).values(), strict=True):
             assert one.tobytes() == other.tobytes()
 
-    def test_what_is_left_of_one_matrix_may_be_as_large_as_another(self, grads):
-        """Blocks of one shape are computed together, and return to their own rows."""
+    def test_the_last_block_of_one_matrix_may_have_the_shape_of_another(self, grads):
+        """Blocks of one shape are computed together and then returned to their own rows."""
         params = grads([(3, 5), (7, 5), (10, 5), (4, 5)], 0, 0)
         opt, comm = qcomp.Muon(learning_rate=0.05, **EXACT, block_rows=4), LocalCommunicator.alone()
         together, _ = opt.step(params, params, opt.init(params, comm), comm)
@@ -267,7 +267,9 @@ class TestBlocks:
         }
         assert len(finals) == 1
 
-    def test_it_does_not_matter_how_many_are_computed_together(self, grads, lockstep, monkeypatch):
+    def test_results_do_not_depend_on_the_number_of_blocks_computed_together(
+        self, grads, lockstep, monkeypatch
+    ):
         finals, sizes = set(), []
 
         def counted(x, **options):
@@ -282,12 +284,12 @@ class TestBlocks:
             (params,), _ = run(muon(block_rows=4), grads, lockstep, 1, steps=3)
             finals.add(b"".join(p.tobytes() for p in params))
             of_matrices = [prod(SHAPES[NAMES.index(name)]) for name in MATRICES]
-            assert sum(sizes) == 3 * sum(of_matrices)  # each once in a step
-            assert max(sizes) <= max(elements, 4 * 24)  # a block has 24 columns at most
+            assert sum(sizes) == 3 * sum(of_matrices)  # each block once per step
+            assert max(sizes) <= max(elements, 4 * 24)  # a block has at most 24 columns
         assert len(finals) == 1
 
     def test_owners_share_what_the_blocks_cost(self):
-        """One long matrix in blocks costs as much as those of its blocks, and a fraction of the whole."""
+        """One long matrix in blocks costs as much as matrices of the blocks' size, and a fraction of the whole."""
         whole, blocks = (muon(block_rows=rows).compression.mean for rows in (None, 16))
         long, short = [(256, 64)], [(16, 64)] * 16
         assert blocks.work(long, 1) == blocks.work(short, 1) == whole.work(short, 1)
@@ -295,7 +297,7 @@ class TestBlocks:
 
 
 def test_a_lone_rank_leaves_subnormal_gradients_as_they_are():
-    """Its mean has zeros for them, and must not take their memory."""
+    """Its mean has zeros in their place, and must not overwrite the gradients' memory."""
     exact = qcomp.Identity()
     opt = muon(compressor=exact, update_compressor=exact, others=())
     comm = qcomp.comm.LocalCommunicator.alone()
@@ -311,13 +313,13 @@ WHITENED = {"whiten_steps": qcomp.DoublingIntervals(1)}  # in steps 1, 2, 4, 8, 
 class TestWhitening:
     @staticmethod
     def skewed(rank, step, shape, smallest=1e-2):
-        """A gradient whose singular values fall to the smallest, in directions that stay the same."""
+        """Return a gradient whose singular values fall to the smallest, in directions that stay the same."""
         fixed, rng = np.random.default_rng(5), np.random.default_rng([rank, step])
         u, _, v = np.linalg.svd(fixed.standard_normal(shape), full_matrices=False)
         values = np.geomspace(1, smallest, min(shape)) * rng.uniform(0.9, 1.1, min(shape))
         return ((u * values) @ v).astype(np.float32)
 
-    def test_all_ranks_hold_what_the_owners_made(self, grads, lockstep):
+    def test_all_ranks_hold_the_whiteners_of_the_owners(self, grads, lockstep):
         _, states = run(muon(**WHITENED), grads, lockstep, 3, steps=4)
         first = states[0].arrays["whitener"]
         assert [w.shape for w in first] == [(10, 10), (10, 10), (6, 6), (0, 0), (12, 12), (0, 0)]
@@ -328,7 +330,7 @@ class TestWhitening:
 
     @pytest.mark.parametrize("output_axis", [0, -1])
     def test_nothing_is_lost_when_whiteners_change(self, grads, lockstep, output_axis):
-        """An owner's momentum without momentum is the mean; the means add up to exact ones but for what is owed."""
+        """Without momentum, an owner's momentum is the mean; the means add up to exact ones minus what is owed."""
         opt = muon(momentum=0.0, nesterov=False, output_axis=output_axis, others=(), **WHITENED)
         shapes = [(6, 9), (9, 6), (3, 2, 8) if output_axis else (8, 3, 2)]
         size = 3
@@ -358,7 +360,7 @@ class TestWhitening:
 
     @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
     def test_updates_come_closer_to_the_exact_ones(self, lockstep, shape):
-        """Where singular values differ by a hundred: less than half as far away."""
+        """If singular values differ by a factor of a hundred, the distance is less than half."""
 
         def updates(**changes):
             settings = {"compressor": qcomp.LloydMax(2, 64), "update_compressor": qcomp.Identity(), **changes}
@@ -404,8 +406,8 @@ class TestWhitening:
         assert set(asked) == {1, 2, 3, 4}
 
     @pytest.mark.parametrize("size", [2, 3])
-    def test_what_whiteners_add_to_the_messages(self, grads, lockstep, size):
-        """Half of each in 16 bits to every other rank, and at most 8 bytes of padding for each and each message."""
+    def test_bytes_that_whiteners_add_to_the_messages(self, grads, lockstep, size):
+        """Half of each, in 16 bits, to every other rank; at most 8 bytes of padding for each and for each message."""
 
         def sent(**changes):
             opt, params = muon(**changes), grads(SHAPES, 99, 0)
@@ -436,8 +438,8 @@ class TestWhitening:
         assert all(held == first for held in rest)
 
     @pytest.mark.parametrize("size", [2, 3])
-    def test_a_state_without_them_begins_with_the_first(self, grads, lockstep, size):
-        """What is owed stays as it is; the other way it would have to be undone, and is refused."""
+    def test_a_state_without_whiteners_starts_with_the_first_ones(self, grads, lockstep, size):
+        """What is owed stays unchanged; the reverse would need to undo the whitening, and is refused."""
         params, states = run(muon(), grads, lockstep, 2, steps=3)
         dicts, opt = [muon().state_dict(s) for s in states], muon(**WHITENED)
         saved = [dicts] * size if size != 2 else dicts
@@ -460,7 +462,7 @@ class TestWhitening:
         assert all("whitener.tall" in str(error) for error in lockstep(back, catch=ValueError))
 
     @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1)])
-    def test_another_number_of_ranks_goes_on_with_them(self, grads, lockstep, old, new):
+    def test_another_number_of_ranks_resumes_with_the_whiteners(self, grads, lockstep, old, new):
         opt = muon(**WHITENED)
         params, states = run(opt, grads, lockstep, old, steps=4)
         dicts = [opt.state_dict(s) for s in states]
@@ -491,8 +493,8 @@ class TestOwners:
             assert [m.size for m in state.momentum] == [0, 0, 0, 7, 0, 120]
             assert len(state.exchange.worker) == len(MATRICES)
 
-    def test_what_is_sent(self, grads, lockstep):
-        """Of N ranks each sends (N - 1) / N of the payloads of both ways, and twice 32 bits of what stays exact."""
+    def test_bytes_sent(self, grads, lockstep):
+        """Each of N ranks sends (N - 1) / N of the payloads of both ways, and twice 32 bits of every exact element."""
         for size in (2, 3):
             sent = []
 
@@ -520,7 +522,7 @@ class TestOwners:
 
     @pytest.mark.parametrize("library", ["torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
     def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
-        """Their matrix products may round otherwise: an owner's update is what all have of it."""
+        """Ranks may round matrix products differently: all take the update from its owner."""
         own, other = libraries[library], libraries["numpy"]
         numbers = (0, 3) if library == "jax" else range(len(SHAPES))  # JAX compiles for every shape
         opt, names = muon(others=()), [NAMES[i] for i in numbers]
@@ -541,7 +543,7 @@ class TestOwners:
 class TestCheckpoints:
     @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (3, 1), (1, 4), (2, 2)])
     @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
-    def test_what_an_owner_has_goes_to_the_new_owner(self, grads, lockstep, old, new, how):
+    def test_the_state_of_an_owner_goes_to_the_new_owner(self, grads, lockstep, old, new, how):
         opt = muon()
         params, states = run(opt, grads, lockstep, old)
         dicts = [opt.state_dict(s) for s in states]
@@ -579,7 +581,7 @@ class TestCheckpoints:
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("broken", ["missing", "twice", "short"])
-    def test_all_ranks_refuse_what_does_not_exist_once(self, grads, lockstep, broken):
+    def test_all_ranks_refuse_owned_entries_that_are_missing_or_duplicated(self, grads, lockstep, broken):
         opt = muon()
         params, states = run(opt, grads, lockstep, 2)
         dicts = [opt.state_dict(s) for s in states]
@@ -611,7 +613,7 @@ class TestWhatAdamWMoves:
         state = opt.init([np.ones(shape) for shape in SHAPES], LocalCommunicator.alone(), NAMES)
         return [name for name, is_exact in zip(NAMES, state.exact, strict=True) if is_exact]
 
-    def test_by_patterns_or_by_a_policy(self):
+    def test_adamw_parameters_are_chosen_by_patterns_or_a_policy(self):
         assert self.chosen(()) == ["bias"]
         assert self.chosen(["w*", "last"]) == ["wide", "bias", "last"]
         assert self.chosen(qcomp.ExactBelow(200)) == ["kernel", "bias", "square", "last"]
@@ -621,7 +623,7 @@ class TestWhatAdamWMoves:
         "name",
         ["transformer.wte.weight", "model.embed_tokens.weight", "params/Embed_0/embedding", "lm_head.weight"],
     )
-    def test_what_has_the_name_of_an_embedding_or_a_head_is_warned_of(self, name):
+    def test_names_of_embeddings_and_heads_cause_a_warning(self, name):
         def begin(others):
             opt = qcomp.Muon(learning_rate=0.1, others=others)
             return opt.init([np.ones((4, 4))] * 2, LocalCommunicator.alone(), ["between", name])
@@ -630,21 +632,21 @@ class TestWhatAdamWMoves:
             assert begin(()).exact == (False, False)
         with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', by their names embeddings"):
             begin(["betw*"])
-        # Not if it is named, or if a function has chosen.
+        # No warning if it is named, or if a function has chosen.
         assert begin([name]).exact == (False, True)
         assert begin(lambda tensors: [False] * len(tensors)).exact == (False, False)
 
     @pytest.mark.parametrize(
         "name", ["heads.0.key", "attention.overhead", "ahead.weight", "membrane", "wtext"]
     )
-    def test_what_only_contains_such_a_word_is_not(self, name):
+    def test_names_that_only_contain_such_a_word_do_not(self, name):
         qcomp.Muon(learning_rate=0.1).init([np.ones((4, 4))], LocalCommunicator.alone(), [name])
 
-    def test_a_model_without_matrices_is_warned_of(self):
+    def test_a_model_without_matrices_causes_a_warning(self):
         with pytest.warns(UserWarning, match="Muon orthogonalises nothing: AdamW moves all 1 tensors"):
             qcomp.Muon(learning_rate=0.1).init([np.ones(3)], LocalCommunicator.alone())
 
-    def test_its_rate(self):
+    def test_the_rate_of_adamw(self):
         state = muon().init([np.ones(shape) for shape in SHAPES], LocalCommunicator.alone(), NAMES)
         for changes, factor in (
             ({}, 0.1),
@@ -689,7 +691,7 @@ class TestWhatAdamWMoves:
         with pytest.raises(error, match=text):
             muon(**changes)
 
-    def test_policies_that_do_not_fit(self):
+    def test_invalid_policies_are_refused(self):
         for others, error, text in (
             (("had",), ValueError, "others has the pattern 'had', which matches no name"),
             (
@@ -701,7 +703,7 @@ class TestWhatAdamWMoves:
             with pytest.raises(error, match=text):
                 self.chosen(others)
 
-    def test_ranks_with_other_policies_are_told(self):
+    def test_ranks_with_different_policies_are_an_error(self):
         def rank_main(comm):
             opt = muon(others=lambda tensors: [comm.rank == 1 and t.name == "tall" for t in tensors])
             with pytest.raises(qcomp.MismatchError, match="compressed"):
@@ -711,7 +713,7 @@ class TestWhatAdamWMoves:
 
 
 def test_diagnostics_report_the_bytes(grads):
-    """And nothing that compares an update with a mean, which it is not."""
+    """But nothing that compares an update with a mean, since an update is none."""
 
     def rank_main(comm):
         diagnostics = qcomp.Diagnostics(muon())

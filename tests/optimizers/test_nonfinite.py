@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank: one verdict for all ranks, and nothing is touched."""
+"""A gradient that is not finite on one rank: one verdict for all ranks, and no change to any state."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ WARMUP, COMPRESSED = 1, 3
 def poisoned(
     grads, rank: int, step: int, *, bad: int | None, spot: tuple[int, float] = (1, np.nan)
 ) -> list[np.ndarray]:
-    """Draw the gradients of a step, with a value that is not finite in one tensor of the bad rank."""
+    """Draw the gradients of a step; the bad rank has a value that is not finite in one tensor."""
     gradients = grads(SHAPES, rank, step)
     if rank == bad:
         tensor, value = spot
@@ -65,7 +65,7 @@ class TestEveryStage:
             run.step([poisoned(grads, rank, steps, bad=bad, spot=spot) for rank in range(3)])
             assert run.fingerprint() == before
             assert [s.skipped for s in run.states] == [bad] * 3
-        # It goes on as if the step had never been.
+        # It continues as if the step had never happened.
         for step in range(steps, steps + 3):
             for each in (run, other):
                 each.step([grads(SHAPES, rank, step) for rank in range(3)])
@@ -74,7 +74,7 @@ class TestEveryStage:
 
 class TestOverACommunicator:
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_nobody_waits(self, grads, size):
+    def test_no_rank_blocks(self, grads, size):
         opt = replace(OPTIMIZERS["1-bit"], nonfinite="skip")
 
         def rank_main(comm):
@@ -95,15 +95,15 @@ class TestOverACommunicator:
         comm = qcomp.comm.LocalCommunicator.alone()
         params = grads(SHAPES, 99, 0)
         state = opt.init(params, comm)
-        seen.clear()  # of what init compared
+        seen.clear()  # from the comparison at init
         for step in range(4):
             params, state = opt.step(
                 params, poisoned(grads, 0, step, bad=0 if step == 1 else None), state, comm
             )
         assert seen == [0, 1, 2]
 
-    def test_the_library_s_own_arrays_come_back(self):
-        """A skipped step returns what was passed in, also an array that is not in a list."""
+    def test_a_skipped_step_returns_the_arrays_passed_in(self):
+        """A skipped step returns the arrays passed in, also a single array outside a list."""
         opt = qcomp.Adam(learning_rate=0.1, nonfinite="skip")
         comm = qcomp.comm.LocalCommunicator.alone()
         x = np.ones(4)
@@ -115,8 +115,8 @@ class TestOverACommunicator:
         assert len(got) == 1
 
 
-def test_a_verdict_of_ones_own_is_caught(job, grads, lockstep, monkeypatch):
-    """A rank that looks only at its own gradient leaves the others waiting: this is what `lockstep` must see."""
+def test_a_check_of_the_own_gradient_alone_is_caught(job, grads, lockstep, monkeypatch):
+    """A rank that checks only its own gradient leaves the others waiting: `lockstep` must detect this."""
     opt = OPTIMIZERS["1-bit"]
     run = trained(job, grads, opt, 2, COMPRESSED)
 

@@ -1,4 +1,4 @@
-"""LAMB and 1-bit LAMB: references written from the formulas, the freeze, the factors of the trust ratios."""
+"""LAMB and 1-bit LAMB: references written from the formulas, the freeze, and the factors of the trust ratios."""
 
 import math
 from dataclasses import replace
@@ -63,7 +63,7 @@ def bits(arrays) -> list[bytes]:
 
 
 class Reference:
-    """LAMB and 1-bit LAMB in float64, by loops over ranks and tensors, each tensor with buckets of its own."""
+    """LAMB and 1-bit LAMB in float64, with loops over ranks and tensors; each tensor has buckets of its own."""
 
     def __init__(self, opt, params, size):
         self.opt, self.size = opt, size
@@ -138,14 +138,14 @@ class Reference:
 
 
 class NoFactor(Reference):
-    """Broken: the trust ratios stay as they were at the freeze."""
+    """Broken: the trust ratios stay at their values at the freeze."""
 
     def reconstruct(self, j, old):
         pass
 
 
 class Unlimited(Reference):
-    """Broken: the factor jumps."""
+    """Broken: the factor may jump."""
 
     def reconstruct(self, j, old):
         self.factor[j] = 1e6 if self.factor[j] < 1 else 1e-6
@@ -154,7 +154,7 @@ class Unlimited(Reference):
 
 
 class Unscaled(Reference):
-    """Not broken where every tensor has scales of its own: the scaling cancels."""
+    """Not broken if every tensor has its own scales, because the scaling cancels."""
 
     @property
     def scale(self):
@@ -171,7 +171,7 @@ def greatest_difference(opt, reference, job, *, size=3, steps=24) -> float:
     run, model = job(opt, params, size, NAMES), reference(opt, params, size)
     worst = 0.0
     for step in range(steps):
-        # Gradients that shrink, so that the fresh variance leaves the frozen one.
+        # Shrinking gradients, so that the fresh variance moves away from the frozen one.
         grads = [
             [rng.standard_normal(s) * 10.0**-k * 0.9**step + 0.01 for k, s in enumerate(SHAPES)]
             for _ in range(size)
@@ -196,13 +196,13 @@ class TestReference:
         assert greatest_difference(opt, reference, job) < tolerance
 
     @pytest.mark.parametrize("broken", [NoFactor, Unlimited])
-    def test_sees_broken_ones(self, job, compressor, broken):
+    def test_broken_references_differ(self, job, compressor, broken):
         assert greatest_difference(one_bit(compressor=compressor), broken, job) > 1e-3
 
 
 class TestLamb:
     def test_trust_ratios(self, job, grads):
-        """1 for a tensor of zeros, the bounds for a tiny and for a huge one."""
+        """1 for a tensor of zeros, and the bounds for a tiny and a huge one."""
         opt = qcomp.Lamb(learning_rate=0.1, betas=(0.8, 0.9))
         params = [np.zeros(40), np.full((3, 11), 1e-6), np.full(7, 1e6)]
         run = job(opt, params, 2, NAMES)
@@ -210,8 +210,8 @@ class TestLamb:
         assert {n: run.state.numbers[f"trust.{n}"] for n in NAMES} == {"a": 1.0, "b": 0.01, "c": 10.0}
 
     @pytest.mark.parametrize("factor", [1e-3, 1.0, 100.0])
-    def test_steps_are_shares_of_the_parameters(self, job, grads, factor):
-        """Within the bounds |x' - x| = rate |x|, however large the gradients are."""
+    def test_steps_are_proportional_to_the_norm_of_the_parameters(self, job, grads, factor):
+        """Within the bounds, |x' - x| = rate |x|, however large the gradients are."""
         opt = qcomp.Lamb(learning_rate=0.01, betas=(0.8, 0.9), trust_bounds=(1e-6, 1e6), weight_decay=0.1)
         params = grads(SHAPES, 99, 0, np.float64)
         run = job(opt, params, 2, NAMES)
@@ -249,7 +249,7 @@ class TestStages:
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.filterwarnings("ignore:the variance of OneBitLamb")
     def test_all_ranks_hold_the_same(self, job, grads, name, size):
-        """Job.step compares them, bit for bit, after every step."""
+        """Job.step compares the ranks bit for bit after every step."""
         run, stages = job(OPTIMIZERS[name], grads(SHAPES, 99, 0), size), []
         for step in range(22):
             scale = 1.0 if step < FREEZE else 0.3
@@ -273,7 +273,7 @@ class TestStages:
         other.step(of_ranks(grads, 3, FREEZE))
         assert bits(one.params[0]) != bits(other.params[0])
 
-    def test_averages_take_ratios_that_are_not_one(self, job, grads):
+    def test_averages_ignore_ratios_of_one(self, job, grads):
         run = job(
             one_bit(trust_bounds=(0.1, 10.0)), [np.zeros(40), *grads(SHAPES, 99, 0, float)[1:]], 1, NAMES
         )
@@ -290,7 +290,7 @@ class TestStages:
         assert seen[0][0] == 1
 
     def test_factors_are_bounded_and_change_slowly(self, job, grads):
-        """Gradients that vanish make the steps longer, at most by 10% a step and four times in all."""
+        """Vanishing gradients lengthen the steps by at most 10% per step and at most fourfold."""
         run = job(one_bit(betas=(0.8, 0.5), watch=None), grads(SHAPES, 99, 0), 2, NAMES)
         factors = [1.0]
         for step in range(60):
@@ -308,7 +308,7 @@ class TestStages:
         assert changes.min() >= 0.9 - 1e-12
         assert changes.max() == pytest.approx(1.1)
 
-    def test_the_scales_make_all_tensors_about_as_large(self, job, grads):
+    def test_scales_bring_tensors_to_similar_magnitudes(self, job, grads):
         run = job(one_bit(exact=qcomp.ExactBelow(8)), [g.reshape(g.size, 1) for g in grads(SHAPES, 99, 0)], 2)
         for step in range(FREEZE):
             run.step(
@@ -413,7 +413,7 @@ class TestVolume:
         assert run_local(2, rank_main) == [[exact + 4] + [exact] * (FREEZE - 1) + [compressed] * 2] * 2
 
     def test_the_published_reduction(self):
-        """4.6 times less than float16, in the paper with a sixth of the steps in the warm-up."""
+        """4.6 times less than float16 in the paper, with a sixth of the steps in the warm-up."""
         warmup = 1 / 6
         assert 1 / (warmup + (1 - warmup) / 16) == pytest.approx(4.6, abs=0.05)
         assert 1 / (warmup + (1 - warmup) / 32) == pytest.approx(5.2, abs=0.05)  # against float32

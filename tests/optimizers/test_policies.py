@@ -1,4 +1,4 @@
-"""A compressor for each tensor, by name or by shape: what is sent, what is fed back, and what is checked."""
+"""A compressor for each tensor, by name or shape: what is sent, what is fed back, and which checks apply."""
 
 import math
 import re
@@ -36,17 +36,17 @@ class TestByName:
         policy = ByName({"a.*": TopK(1, 8), "*.b": None, "*": QSGD(7, 16)})
         assert policy(tensors("a.b", "c.b", "c")) == (TopK(1, 8), None, QSGD(7, 16))
 
-    def test_pairs_are_as_good_as_a_mapping(self):
+    def test_pairs_may_replace_a_mapping(self):
         pairs = [("a.*", TopK(1, 8)), ("*", None)]
         assert ByName(pairs) == ByName(dict(pairs))
         assert hash(ByName(pairs)) == hash(ByName(dict(pairs)))
         assert ByName(pairs) != ByName(dict(pairs[::-1]))
 
-    def test_each_name_has_a_pattern(self):
+    def test_each_name_needs_a_pattern(self):
         with pytest.raises(ValueError, match="choices has no pattern that matches 'c'; end with"):
             ByName({"a": None})(tensors("a", "c"))
 
-    def test_each_pattern_has_a_name(self):
+    def test_each_pattern_must_match_a_name(self):
         with pytest.raises(ValueError, match="choices has the pattern 'b', which matches no name"):
             ByName({"b": None, "*": None})(tensors("a"))
 
@@ -63,9 +63,9 @@ class TestSteps:
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     @pytest.mark.parametrize("size", [1, 3])
     def test_every_tensor_goes_through_its_compressor(self, job, grads, size, topology):
-        """As if each were alone with it, but for the numbers of its buckets, which name the draws: one rank, no server.
+        """As if each were alone with it, except for bucket numbers, which name the draws: one rank without a server.
 
-        And with feedback: x = x_0 - rate (sum of exact means - E).
+        With feedback: x = x_0 - rate (sum of exact means - E).
         """
         run = job(
             sgd(averaging=qcomp.Averaging(topology=topology)), grads(SHAPES, 99, 0, np.float64), size, NAMES
@@ -111,7 +111,7 @@ class TestSteps:
             True,
             True,
             False,
-        )  # vectors among others, small ones, and by its name
+        )  # vectors among others, small ones, and one by its name
         assert run.state.compressors == CHOSEN[2:]
         run.step([grads(SHAPES, rank, 0) for rank in range(2)])
 
@@ -149,11 +149,11 @@ class TestSteps:
         assert all(np.any(r) for r in run.state.exchange.worker)
 
     def test_hierarchical(self):
-        """Two nodes of two ranks: the same parameters on all of them, with residuals of a rank's own part."""
+        """Two nodes of two ranks: all hold the same parameters, and residuals of each rank's own part."""
         opt = sgd(averaging=qcomp.Averaging(topology="hierarchical"))
 
         class Host:
-            """A rank that says on which node it is."""
+            """A rank that reports its node."""
 
             def __init__(self, comm):
                 self.comm, self.host = comm, f"node{comm.rank // 2}"
@@ -196,7 +196,7 @@ class TestChecks:
             )
 
     @pytest.mark.parametrize("chosen", [[None], [QSGD(), "sign"]])
-    def test_a_policy_that_chooses_something_else(self, chosen):
+    def test_a_policy_must_choose_compressors_or_none(self, chosen):
         with pytest.raises(TypeError, match=r"expected a qcomp.Compressor or None for each of 2 tensors"):
             sgd(compressors=lambda tensors: chosen).init([np.ones(4), np.ones(4)], LocalCommunicator.alone())
 
@@ -240,8 +240,8 @@ class TestChecks:
         assert "compressed[0] is 'qsgd:levels=15,bucket_size=16,norm=max' on rank 0, but" in found[0]
         assert "settings.compressors is" in found[0]
 
-    def test_functions_that_differ_only_inside_are_found(self):
-        """They have the same name; it is what they choose that is compared."""
+    def test_functions_with_different_choices_are_an_error(self):
+        """They have the same name; their choices are compared."""
 
         def make(rank: int):
             def policy(tensors):
@@ -253,7 +253,7 @@ class TestChecks:
         assert "compressed[1] is 'qsgd:levels=7,bucket_size=16,norm=max' on ranks 0 and 1, but" in found[0]
         assert "settings" not in found[0]
 
-    def test_a_policy_that_raises_on_one_rank_leaves_none_waiting(self):
+    def test_a_policy_that_raises_on_one_rank_blocks_no_rank(self):
         def make(rank: int):
             def policy(tensors):
                 if rank == 1:
@@ -265,7 +265,7 @@ class TestChecks:
         assert len(set(found := self.start(make))) == 1
         assert "KeyError: 'b'" in found[0]
 
-    def test_one_that_raises_everywhere_says_so_everywhere(self):
+    def test_a_policy_that_raises_on_all_ranks_keeps_its_error(self):
         def rank_main(comm):
             with pytest.raises(ValueError, match="no pattern that matches 'b'"):
                 sgd(compressors=ByName({"a": QSGD()})).init([np.ones(40), np.ones(40)], comm, ["a", "b"])
@@ -286,7 +286,7 @@ class TestCheckpoint:
 
         return run_local(2, rank_main, timeout=30)
 
-    def test_going_on_is_as_if_there_had_been_no_stop(self, grads):
+    def test_resuming_is_as_if_there_had_been_no_stop(self, grads):
         whole, stopped = self.run(sgd(), grads), self.run(sgd(), grads, stop=2)
         for (p, s), (q, t) in zip(whole, stopped, strict=True):
             assert p == q
@@ -296,7 +296,7 @@ class TestCheckpoint:
         assert not any("norm" in key for key in keys)
 
     def test_goes_on_with_other_compressors_and_ranks(self, grads):
-        """Keyed by the names of tensors: what is owed does not depend on how it came about."""
+        """Entries are keyed by the names of tensors: what is owed does not depend on the compressor that lost it."""
         saved = [s for _, s in self.run(sgd(), grads)]
         other = sgd(compressors=ByName({"norm": None, "*": TopK(2, 8)}))
 
@@ -319,7 +319,7 @@ class TestCheckpoint:
 class TestWholeFields:
     @pytest.mark.parametrize("field", [(3, 3), (5, 5), (7,), (1, 7), (5, 5, 5)])
     @pytest.mark.parametrize("bucket_size", [32, pytest.param(512, marks=pytest.mark.slow)])
-    def test_no_field_is_in_two_buckets(self, field, bucket_size):
+    def test_no_field_lies_in_two_buckets(self, field, bucket_size):
         c, shape = WholeFields(QSGD(127, bucket_size)), (24, 7, *field)
         size, length = math.prod(field), c.for_shape(shape).traits.bucket_size
         if size > bucket_size:
@@ -334,7 +334,7 @@ class TestWholeFields:
 
     @staticmethod
     def cut_fields(c, shape: tuple[int, ...]) -> int:
-        """How many fields are in two buckets: what is large makes the step of its own bucket coarse, and no other's."""
+        """Count fields that lie in two buckets: a large value makes only the step of its own bucket coarse."""
         size = math.prod(shape[2:])
         x = np.random.default_rng(0).uniform(0.5, 1, math.prod(shape)).astype(np.float32)
 
@@ -351,18 +351,18 @@ class TestWholeFields:
         return count
 
     @pytest.mark.parametrize("shape", [(100,), (10, 10), (), (4, 4, 2, 2), (4, 4, 1, 1), (2, 2, 20, 20)])
-    def test_where_it_is_the_compressor_itself(self, shape):
+    def test_shapes_for_which_it_is_the_inner_compressor(self, shape):
         inner = TopK(3, 64)
         assert WholeFields(inner).for_shape(shape) == inner
 
-    def test_is_exactly_the_compressor_of_padded_buckets(self, float64_library):
+    def test_equals_the_inner_compressor_on_padded_buckets(self, float64_library):
         library, inner, shape = float64_library, QSGD(7, 32), (5, 4, 3, 3)
         x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
         like, key = library.array(x), Key(seed=3, bucket=5)
         c = WholeFields(inner)
         rows = np.pad(
             np.pad(x.ravel(), (0, 9)).reshape(-1, 27), ((0, 0), (0, 5))
-        )  # 7 buckets, the last of 18
+        )  # 7 buckets, the last of 18 elements
         padded = rows.ravel()[: 6 * 32 + 18]
         expected = inner.decompress(inner.compress(padded, key=key), like=padded)
         expected = np.pad(expected, (0, 14)).reshape(-1, 32)[:, :27].ravel()[: x.size]
@@ -372,7 +372,7 @@ class TestWholeFields:
         assert qcomp.compressor(payload.compressor).decompress(payload, like=like).shape == shape
 
     def test_tensors_of_a_mean_do_not_share_draws(self):
-        """Filled up, a bucket draws for a power of two; a numbering by its elements reuses the last draws."""
+        """A filled bucket draws for a power of two elements; numbering by its elements would reuse the last draws."""
         sizes, lengths, drawn = [2700, 320, 5000, 64], [27, 32, 50, 16], [32, 32, 64, 16]
         (segments,) = cut(sizes, lengths, 1)
         numbers, elements = [], 0
@@ -429,7 +429,7 @@ class TestMeans:
         with pytest.raises(ValueError, match="x has 3 arrays; compressor has 2 entries"):
             mean.init([*x, x[0]], comm)
 
-    def test_none_at_all(self):
+    def test_an_empty_sequence_is_refused(self):
         with pytest.raises(
             TypeError, match=r"compressor is \(\); expected a qcomp.Compressor, or a sequence"
         ):
@@ -444,7 +444,7 @@ class TestMeans:
             lambda c: qcomp.Muon(learning_rate=0.1, compressor=c),
         ],
     )
-    def test_a_spec_string_is_no_compressor(self, make):
+    def test_a_spec_string_is_refused(self, make):
         with pytest.raises(
             TypeError,
             match=r"compressor is 'sign'; expected a qcomp.Compressor; qcomp.compressor\('sign'\) makes",

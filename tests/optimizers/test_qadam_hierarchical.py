@@ -1,4 +1,4 @@
-"""QAdam over nodes, and other optimizers with the hierarchical mean: the state machine, checkpoints, convergence."""
+"""QAdam and other optimizers with the hierarchical mean: the state machine, checkpoints, convergence."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def in_two_phases(opt: Any) -> Any:
 
 
 def begin(job: Callable, opt: Any, params: Sequence[Any], hosts: str) -> Any:
-    """Start a job whose ranks have learned their nodes from these hosts."""
+    """Start a job whose ranks take their nodes from these hosts."""
     run = job(opt, params, len(hosts))
     run.states = run_local(len(hosts), lambda comm: opt.init(list(params), comm), hosts=hosts)
     return run
@@ -68,7 +68,7 @@ def bits(arrays: Sequence[Any]) -> list[bytes]:
 
 
 def owed(run: Any) -> list[np.ndarray]:
-    """mean_i e_i over nodes and e_s, of every tensor, flat; all must be compressed."""
+    """Return mean_i e_i over nodes plus e_s of every tensor, flat; all tensors must be compressed."""
     whole = [np.zeros(p.size) for p in run.params[0]]
     for state in (s.exchange for s in run.states):
         where = {"rank": state.rank, "size": state.size, "nodes": state.nodes}
@@ -83,7 +83,7 @@ def owed(run: Any) -> list[np.ndarray]:
 def reference(
     params: list, steps: list[list], *, decay: float = 0.0, lost: int = 0, stops: bool = False
 ) -> list:
-    """Adam that freezes its variance, from mean gradients; broken on purpose with a lost step or a decay that stops."""
+    """Adam with a frozen variance, from mean gradients; optionally broken by a lost step, or a decay that stops."""
     (b1, b2), m, v, frozen = BETAS, [p * 0 for p in params], [p * 0 for p in params], []
     for t, means in enumerate(steps, 1):
         for i, g in enumerate(means):
@@ -100,13 +100,13 @@ def reference(
 
 
 class TestName:
-    def test_the_old_name_says_what_to_write(self):
+    def test_the_old_argument_names_its_replacement(self):
         with pytest.raises(
             TypeError, match=r"QAdam has no .*averaging=qcomp.Averaging\(topology='hierarchical'\)"
         ):
             qcomp.QAdam(learning_rate=RATE, hierarchical=True)
 
-    def test_ranks_that_do_not_all_say_it_are_told(self):
+    def test_ranks_with_different_topologies_are_an_error(self):
         def rank_main(comm):
             averaging = HIERARCHICAL if comm.rank else qcomp.Averaging()
             with pytest.raises(MismatchError, match=r"settings.topology is .*two_phase.* on rank 0, but"):
@@ -122,7 +122,7 @@ class TestStages:
     )
     @pytest.mark.parametrize("name", OTHERS)
     def test_all_ranks_hold_the_same(self, job, grads, name, hosts):
-        """Job.step compares them; and the nodes are still known after the freeze."""
+        """Job.step compares the ranks; and the nodes are still known after the freeze."""
         run = begin(job, OTHERS[name], grads(SHAPES, 99, 0), hosts)
         for step in range(FREEZE + 4):
             run.step(of_ranks(grads, len(hosts), step))
@@ -131,7 +131,7 @@ class TestStages:
 
     @pytest.mark.parametrize("hosts", ["aab", "abab"])
     def test_warm_up_is_adam_bit_for_bit(self, job, grads, hosts):
-        """All of its steps, the one that freezes included; the next one is compressed."""
+        """In all of its steps, including the one that freezes; the next step is compressed."""
         adam = qcomp.Adam(learning_rate=RATE, betas=BETAS)
         frozen, plain = (begin(job, opt, grads(SHAPES, 99, 0), hosts) for opt in (qadam(), adam))
         for step in range(FREEZE + 1):
@@ -142,8 +142,8 @@ class TestStages:
 
     @pytest.mark.parametrize("hosts", ["aaa", "ab", "aaabb"])
     @pytest.mark.parametrize("decay", [0.0, 0.3])
-    def test_no_step_is_lost_and_weight_decay_goes_on(self, job, grads, hosts, decay):
-        """Without loss it is Adam with a frozen variance. What breaks one gradient or the decay is far from it."""
+    def test_no_step_is_lost_and_weight_decay_continues(self, job, grads, hosts, decay):
+        """Without loss it is Adam with a frozen variance. A lost gradient or a missing decay leads far away from it."""
         params = grads(SHAPES, 99, 0, np.float64)
         run = begin(job, qadam(compressor=qcomp.Identity(), weight_decay=decay), params, hosts)
         steps = []
@@ -166,8 +166,8 @@ class TestStages:
         """m' + E' = b1 m + (1 - b1) mean_i g_i + E over all ranks, with E = mean_i e_i over nodes + e_s."""
         self.check_identity(job, grads, OTHERS[name], hosts)
 
-    def test_a_momentum_of_the_own_node_is_caught(self, job, grads, monkeypatch):
-        """If the ranks of a node went on from a momentum of their own, the nodes would part."""
+    def test_nodes_with_momenta_of_their_own_are_caught(self, job, grads, monkeypatch):
+        """If the ranks of a node continued from a momentum of their own, the nodes would drift apart."""
         apply = FrozenVarianceAdam.apply
 
         def selfish(self, params, means, state):
@@ -235,8 +235,8 @@ class TestStages:
         assert str(run.state.momentum[0].dtype).endswith(compute_dtype_name(dtype))
 
     @pytest.mark.parametrize("bad", [0, 2, 4])
-    def test_a_step_that_is_skipped_touches_nothing(self, job, grads, bad):
-        """A leader, a rank beyond the lanes, and a rank of the other node."""
+    def test_a_skipped_step_changes_nothing(self, job, grads, bad):
+        """For a bad value on a leader, on a rank beyond the lanes, and on a rank of the other node."""
         run = begin(job, qadam(nonfinite="skip"), grads(SHAPES, 99, 0), "aaabb")
         for step in range(FREEZE + 2):
             run.step(of_ranks(grads, 5, step))
@@ -288,8 +288,8 @@ class TestCheckpoint:
 
         assert run_local(len(hosts), rank_main, hosts=hosts, timeout=20) == [True] * len(hosts)
 
-    def test_residuals_are_named_by_where_they_are(self):
-        """Rank 1 has the second half of the buckets of its node, and serves the first half of that."""
+    def test_residuals_are_named_by_their_position(self):
+        """Rank 1 holds the second half of its node's buckets, and serves the first half of these."""
         opt, x = qadam(freeze=1), [np.ones(64), np.ones(5)]
 
         def rank_main(comm):
@@ -313,7 +313,7 @@ class TestCheckpoint:
         assert names[2] == {"worker_residual.w": (0,), "worker_residual.b": (0,)}
 
     def test_other_nodes_are_refused(self, grads):
-        """Of a rank that has other lanes now, rather than put into the wrong place."""
+        """If a rank has other lanes now, its state is refused instead of being used in the wrong place."""
         opt = qadam(freeze=1)
 
         def save(comm):
@@ -334,8 +334,8 @@ class TestCheckpoint:
         assert any(run_local(4, load, hosts="abab", timeout=20))
 
     @pytest.mark.parametrize("hosts", ["abb", "ab", "aabbcc"])
-    def test_with_other_nodes_what_is_owed_stays(self, grads, hosts):
-        """All dicts of two nodes of two ranks go on elsewhere: mean_i e_i + e_s is what it was."""
+    def test_with_other_nodes_the_owed_amount_is_kept(self, grads, hosts):
+        """All dicts of two nodes of two ranks resume elsewhere: mean_i e_i + e_s is unchanged."""
         opt = qadam()
         params = grads(SHAPES, 99, 0, np.float64)
 
@@ -364,7 +364,7 @@ class TestCheckpoint:
 
 
 class TestConvergence:
-    """Least squares, ill-conditioned, with a quarter of the data on each of four ranks and a noisy gradient."""
+    """Ill-conditioned least squares, with a quarter of the data and a noisy gradient on each of four ranks."""
 
     @staticmethod
     def final(job, **changes: Any) -> float:
@@ -381,14 +381,14 @@ class TestConvergence:
         return sum(float(np.mean((a[r] @ (run.params[0][0] - target)) ** 2)) for r in range(4)) / 4
 
     @pytest.mark.slow
-    def test_reaches_what_two_phases_and_no_compression_reach(self, job):
+    def test_ends_like_two_phases_and_no_compression(self, job):
         exact = self.final(job, compressor=qcomp.Identity())
         assert exact == pytest.approx(0.116, rel=0.05)
         assert self.final(job) == pytest.approx(exact, rel=1e-3)
         assert self.final(job, averaging=qcomp.Averaging()) == pytest.approx(exact, rel=1e-3)
 
     def test_feedback_is_what_makes_one_bit_converge(self, job):
-        """So the residuals between nodes do their work: 0.24 with them, in two phases 0.25, and 0.44 without."""
+        """So the residuals between nodes matter: 0.24 with them, 0.25 in two phases, 0.44 without."""
         sign = qcomp.ScaledSign(8)
         with_feedback = self.final(job, compressor=sign)
         assert with_feedback == pytest.approx(0.244, rel=0.1)

@@ -1,4 +1,4 @@
-"""QSVRG: the exact laws of its steps, linear convergence at the predicted rate, bytes, checkpoints, errors."""
+"""QSVRG: exact laws of its steps, linear convergence at the predicted rate, bytes, checkpoints, errors."""
 
 import io
 
@@ -30,7 +30,7 @@ def held(arrays) -> bytes:
 
 
 def begin(lockstep, opt, params, full_grads, size: int) -> list:
-    """The states of all ranks after the beginning of an epoch."""
+    """Return the states of all ranks after an epoch has begun."""
     states = [
         opt.initial_state(params, tuple(map(str, range(len(params)))), rank, size) for rank in range(size)
     ]
@@ -39,7 +39,7 @@ def begin(lockstep, opt, params, full_grads, size: int) -> list:
 
 
 def step(lockstep, opt, params, pairs, states) -> tuple[list, list]:
-    """A step of all ranks, which then hold the same parameters and the same state."""
+    """Take a step on all ranks, which then hold the same parameters and the same state."""
     results = lockstep([opt.stages(params, pair, s) for pair, s in zip(pairs, states, strict=True)])
     assert len({held(p) for p, _ in results}) == 1
     states = [s for _, s in results]
@@ -49,7 +49,7 @@ def step(lockstep, opt, params, pairs, states) -> tuple[list, list]:
 
 
 class Problem:
-    """Random parameters and gradients of all ranks: at y in full, and for each step of a sample at x and at y."""
+    """Random parameters and gradients of all ranks: full ones at y, and of a sample at x and y for each step."""
 
     def __init__(self, grads, size: int, *, dtype=np.float32, steps: int = 2, shapes=SHAPES) -> None:
         self.params = grads(shapes, 99, 0, dtype)
@@ -66,7 +66,7 @@ class Problem:
 class TestSteps:
     @pytest.mark.parametrize("size", [1, 3])
     @pytest.mark.parametrize("decay", [0.0, 0.1])
-    def test_without_loss_it_is_svrg(self, lockstep, grads, size, decay):
+    def test_without_loss_it_equals_svrg(self, lockstep, grads, size, decay):
         problem = Problem(grads, size, dtype=np.float64, steps=4)
         opt = qsvrg(compressor=qcomp.Identity(), weight_decay=decay)
         x, states = problem.params, begin(lockstep, opt, problem.params, problem.full, size)
@@ -84,7 +84,7 @@ class TestSteps:
         assert states[0].step == 4
 
     def test_the_whole_corrected_vector_is_quantized_once(self, lockstep, grads):
-        """By all-gather, u is the mean over the ranks of Q(grad_x - grad_y + g), each with the key of its rank."""
+        """By all-gather, u is the mean over the ranks of Q(grad_x - grad_y + g), each with its rank's key."""
         problem, opt = Problem(grads, 3, shapes=[(40,)]), qsvrg(seed=5)
         states = begin(lockstep, opt, problem.params, problem.full, 3)
         (g,) = states[0].arrays["gradient"]
@@ -97,12 +97,12 @@ class TestSteps:
         assert x[0].tobytes() == (problem.params[0] - 0.05 * (u / np.float32(3))).tobytes()
 
     def test_is_unbiased(self, lockstep, grads):
-        """Exactly, over all draws: the values are sixteenths of a level, so sixteen draws stand for all."""
+        """Exactly, over all draws: values are sixteenths of a level, so sixteen draws stand for all."""
         size, step_size = 2, 2.0**-4
         rng = np.random.default_rng(0)
         corrected = [rng.integers(-7 * 16, 7 * 16 + 1, 16) * (step_size / 16) for _ in range(size)]
         for each in corrected:
-            each[3] = 7 * step_size  # the largest, which sets the step
+            each[3] = 7 * step_size  # the largest element, which sets the step
         opt = qsvrg(learning_rate=1.0)
         x0, zeros = [np.zeros(16)], [np.zeros(16)]
         states = begin(lockstep, opt, x0, [zeros] * size, size)
@@ -112,7 +112,7 @@ class TestSteps:
                 x, _ = step(lockstep, opt, x0, [([c], zeros) for c in corrected], states)
             finals.append(x[0])
         assert np.array_equal(np.mean(finals, axis=0), -sum(corrected) / size)
-        assert len({f.tobytes() for f in finals}) > 10  # what is true of the mean is not true of each draw
+        assert len({f.tobytes() for f in finals}) > 10  # the mean is exact although single draws differ
 
     def test_exact_tensors(self, lockstep, grads):
         problem = Problem(grads, 2)
@@ -125,7 +125,7 @@ class TestSteps:
             same = x[i].tobytes() == np.asarray(problem.params[i] - 0.05 * u, dtype=np.float32).tobytes()
             assert same == exact
 
-    def test_clipping_is_of_the_corrected_vectors(self, lockstep, grads):
+    def test_clipping_applies_to_the_corrected_vectors(self, lockstep, grads):
         problem = Problem(grads, 2, dtype=np.float64)
         moves = {}
         for clip in (None, 0.5):
@@ -140,7 +140,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("topology", ["two_phase", "hierarchical"])
     def test_other_topologies_are_unbiased_too(self, topology):
-        """The mean of 120 independent steps is within five standard errors of the exact mean, in every element."""
+        """In every element, the mean of 120 independent steps is within five standard errors of the exact mean."""
         opt, steps = (
             qsvrg(learning_rate=1.0, averaging=qcomp.Averaging(topology=topology, feedback=False)),
             120,
@@ -158,7 +158,7 @@ class TestSteps:
 
         moves = run_local(4, rank_main, hosts=["a", "a", "b", "b"], timeout=30)[0]
         assert len({m.tobytes() for m in moves}) > steps / 2
-        error = moves.std(axis=0) / np.sqrt(steps) + 1e-5  # the largest element is hardly random
+        error = moves.std(axis=0) / np.sqrt(steps) + 1e-5  # the largest element hardly varies
         assert (np.abs(moves.mean(axis=0) - sum(corrected) / 4) <= 5 * error).all()
 
     def test_half_precision(self, lockstep, grads):
@@ -174,9 +174,9 @@ class TestSteps:
         )
         assert {a.dtype for kind in KINDS for a in states[0].arrays[kind]} == {np.dtype("float32")}
 
-    def test_every_library_alike(self, lockstep, grads, library):
-        """And nothing that was passed in is written to, as the read-only arrays show."""
-        # JAX compiles every operation anew for every shape, and quantizes alike by the contract of compressors.
+    def test_every_library_gives_the_same(self, lockstep, grads, library):
+        """No input is written to, as the read-only arrays show."""
+        # JAX compiles every operation for every shape; the contract of compressors ensures that it quantizes alike.
         size, c = (1, qcomp.Identity()) if library.name == "jax" else (2, qcomp.QSGD(7, 16))
         problem, opt = Problem(grads, size, shapes=[(5, 8)]), qsvrg(compressor=c)
 
@@ -194,7 +194,7 @@ class TestSteps:
 
 class TestEpochs:
     def test_the_snapshot_is_a_copy(self, lockstep, grads):
-        """Whoever trains in place writes the new parameters over the old ones."""
+        """A caller that trains in place overwrites the old parameters."""
         problem, opt = Problem(grads, 1, shapes=[(4,), (3, 2)]), qsvrg()
         params = [p.copy() for p in problem.params]
         (state,) = begin(lockstep, opt, params, problem.full, 1)
@@ -229,7 +229,7 @@ class TestEpochs:
             sent.append(comm.bytes_sent)
             return sent[1] - sent[0], sent[2] - sent[1]
 
-        verdict = 8  # the status of a message
+        verdict = 8  # the verdict of a message
         payload = 4096 // 2 + 32 * 4
         exact = 2 * 2 * (4096 // 3 * 4)  # 4096 elements are cut into chunks of 1366, 1366 and 1364
         for begun, stepped in run_local(3, rank_main):
@@ -240,8 +240,8 @@ class TestEpochs:
 class TestConvergence:
     """Ridge regression, 64 unknowns, 128 samples, 4 workers, L / mu = 29.6, rate .1 / L, 10 L / mu steps an epoch.
 
-    The steps are unbiased, so the mean of x_t is y contracted t times by I - rate H: that predicts the gap after an
-    epoch, but for the variance, which comes on top. All four workers are simulated in one vector, a bucket each.
+    The steps are unbiased, so the mean of x_t is y contracted t times by I - rate H: this predicts the gap after an
+    epoch, except for the variance, which adds to it. All four workers are simulated in one vector, one bucket each.
     """
 
     N, SAMPLES, WORKERS, STEPS = 64, 128, 4, 296
@@ -257,7 +257,7 @@ class TestConvergence:
     def gaps(
         self, ridge, levels: int, epochs: int, *, start: float = 1.0, corrected: bool = True
     ) -> np.ndarray:
-        """The ratio of the gaps f - f* after and before each epoch."""
+        """Return the ratio of the gaps f - f* after and before each epoch."""
         a, b, decay, hessian, rate = ridge
         solution = np.linalg.solve(hessian, a.T @ b / self.SAMPLES)
         opt = qsvrg(learning_rate=rate, compressor=qcomp.QSGD(levels, 64, norm="l2"))
@@ -297,7 +297,7 @@ class TestConvergence:
 
     @pytest.mark.parametrize(
         "levels", [pytest.param(8, marks=pytest.mark.slow), 1]
-    )  # the root of 64, and the fewest
+    )  # the root of 64, and the minimum
     def test_converges_linearly_at_the_predicted_rate(self, ridge, levels):
         ratios, predicted = self.gaps(ridge, levels, 2), self.predicted(ridge, 2)
         assert (ratios < 0.9).all()
@@ -305,7 +305,7 @@ class TestConvergence:
         assert ((predicted > 0.28) & (predicted < 0.33)).all()
 
     def test_plain_sgd_does_not(self, ridge):
-        """Close to the solution the same steps without the correction move away from it, by the samples' noise."""
+        """Close to the solution, the samples' noise moves the same steps without the correction away from it."""
         assert self.gaps(ridge, 8, 1, start=1e-3)[0] < 0.9
         assert self.gaps(ridge, 8, 1, start=1e-3, corrected=False)[0] > 1
 
@@ -320,7 +320,7 @@ def through_numpy(saved: dict) -> dict:
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("topology", ["all_gather", "two_phase"])
 def test_goes_on_bit_for_bit(grads, stop, topology):
-    """Stopped before the first epoch, at its beginning, within it, at its end, and in the next one."""
+    """Stopped before the first epoch, at its start, within it, at its end, and in the next one."""
     opt = qsvrg(averaging=qcomp.Averaging(topology=topology, feedback=False), exact=qcomp.ExactBelow(20))
 
     def rank_main(comm):
@@ -347,7 +347,7 @@ def test_goes_on_bit_for_bit(grads, stop, topology):
         assert snapshot(*straight) == snapshot(*resumed)
         for kind in (
             ("gradient", "iterates") if stop == 2 else ()
-        ):  # without either it would go on differently
+        ):  # without either entry the run would continue differently
             forgetful = {k: np.zeros_like(v) if k.startswith(kind) else v for k, v in saved.items()}
             del forgetful["digests"]
             other = train(params, opt.load_state_dict(forgetful, params, comm), stop, 4)
@@ -377,7 +377,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="state is of stage 'start'; expected 'epoch': call begin_epoch"):
             opt.step(y, (y, y), opt.init(y, comm), comm)
 
-    def test_gradients_that_are_no_pair(self):
+    def test_gradients_must_be_a_pair(self):
         opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
         state = opt.begin_epoch(y, y, opt.init(y, comm), comm)
         for grads, kind in ((y, "ndarray"), ([y, y], "list"), ((y, y, y), "tuple")):
@@ -388,7 +388,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"full_grad has shapes \[\(3,\)\]"):
             opt.begin_epoch(y, y[:3], state, comm)
 
-    def test_no_mean_of_no_steps(self):
+    def test_the_mean_of_no_steps_is_an_error(self):
         opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
         state = opt.begin_epoch(y, y, opt.init(y, comm), comm)
         with pytest.raises(ValueError, match="state has made no step since begin_epoch"):
@@ -406,7 +406,7 @@ class TestErrors:
             opt.enter(opt.initial_state([self.Y], ("0",), rank=0, size=1), "warmup")
 
     def test_non_finite_gradients(self, lockstep):
-        """A step is skipped by all ranks or raises on all; the beginning of an epoch always raises on all."""
+        """All ranks skip a step, or all raise; the start of an epoch always raises on all ranks."""
         y, bad = [self.Y], [np.full_like(self.Y, np.nan)]
         for nonfinite in ("raise", "skip"):
             opt = qsvrg(nonfinite=nonfinite)

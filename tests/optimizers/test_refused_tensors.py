@@ -1,4 +1,4 @@
-"""Parameters and gradients that cannot be averaged are refused by name, before anything is sent."""
+"""Parameters and gradients that cannot be averaged are refused by name before anything is sent."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_a_gradient_that_is_missing():
         step(PARAMS[:1])
 
 
-def test_a_gradient_of_another_precision_is_named_and_no_residual():
+def test_an_error_about_precision_names_the_gradient_and_not_a_residual():
     expected = (
         r"grads\[0\], the gradient of 'layer.weight', has dtype float64 and the parameter float32; expected"
     )
@@ -51,7 +51,7 @@ def test_arrays_of_two_libraries():
         step([torch.ones(2, 3), torch.ones(4)])
 
 
-def test_what_is_no_array():
+def test_objects_that_are_not_arrays():
     comm = LocalCommunicator.alone()
     with pytest.raises(TypeError, match=r"params\[1\] is a float; expected an array"):
         OPT.init([PARAMS[0], 1.0], comm)
@@ -134,7 +134,7 @@ def test_a_value_that_is_not_finite_names_gradients_and_ranks(opt, clip_norm):
 
 
 def test_two_optimizers_of_one_job_draw_different_numbers():
-    """Unless their parameters have the same names and shapes, and they the same seed."""
+    """Unless their parameters have the same names and shapes, and they have the same seed."""
     x = np.linspace(-1, 1, 64).astype(np.float32)
     opt = qcomp.CompressedSGD(
         learning_rate=1.0,
@@ -166,8 +166,8 @@ def test_two_optimizers_of_one_job_draw_different_numbers():
     ids=["byte order", "matrix", "masked"],
 )
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_arrays_that_would_be_read_wrongly(make, message):
-    """As bytes all values of the first are others; `*` is another product for the second; the third has a mask."""
+def test_arrays_that_would_be_misread(make, message):
+    """The bytes of the first mean other values; `*` is another product for the second; the third has a mask."""
     x = make(np.ones((4, 4), np.float32))
     for compressor in (qcomp.Identity(), qcomp.Cast("float16"), qcomp.ScaledSign()):
         with pytest.raises(TypeError, match=message):
@@ -181,7 +181,7 @@ def test_arrays_that_would_be_read_wrongly(make, message):
 @pytest.mark.parametrize("make", [qcomp.Adam, qcomp.Lamb, qcomp.EF21SGD])
 @pytest.mark.parametrize("finite", [True, False])
 def test_parameters_come_back_as_they_were_given(make, finite):
-    """All of those of a generator, as ``model.parameters()`` is one; of shape () as arrays, not NumPy's scalars."""
+    """All parameters of a generator such as ``model.parameters()``; those of shape () as arrays, not NumPy scalars."""
     options = {"exact": None} if make is qcomp.EF21SGD else {}
     opt, comm = make(learning_rate=0.1, nonfinite="skip", **options), LocalCommunicator.alone()
     params = [np.ones((2, 2), np.float32), np.array(1.0, np.float32)]

@@ -1,4 +1,4 @@
-"""Saved after any step, in any stage, a job goes on bit for bit; and killed, from its last whole checkpoint."""
+"""Saved after any step, in any stage, a job resumes bit for bit; and if killed, from its last whole checkpoint."""
 
 import io
 import secrets
@@ -22,7 +22,7 @@ WORLD = 2
 
 
 class Run:
-    """What one rank did in a run without a stop: its dict and parameters after every step."""
+    """One rank's run without a stop: its dict and parameters after every step."""
 
     def __init__(self, opt: qcomp.Optimizer, comm: Any) -> None:
         params = [np.ones(s, np.float32) for s in SHAPES]
@@ -43,19 +43,19 @@ class Run:
 
 @pytest.fixture(scope="module")
 def whole_runs() -> dict[str, list[Run]]:
-    """Every rank's run of the optimizers that were asked for so far."""
+    """The runs of every rank, for the optimizers used so far."""
     return {}
 
 
 def whole_run(known: dict[str, list[Run]], name: str) -> list[Run]:
-    """The run of every rank, made once."""
+    """Return the run of every rank, made only once."""
     if name not in known:
         known[name] = run_local(WORLD, lambda comm: Run(EVERY[name].opt, comm), timeout=20)
     return known[name]
 
 
 def resumed(opt: qcomp.Optimizer, saved: Sequence[bytes], stop: int, last: int) -> list[bytes]:
-    """Go on in a fresh world from the bytes of each rank; the bytes after the last step."""
+    """Resume in a fresh world from the bytes of each rank; return the bytes after the last step."""
 
     def rank_main(comm):
         archive = np.load(io.BytesIO(saved[comm.rank]), allow_pickle=False)
@@ -70,7 +70,7 @@ def resumed(opt: qcomp.Optimizer, saved: Sequence[bytes], stop: int, last: int) 
 
 
 def content(data: bytes) -> dict[str, bytes]:
-    """The entries of an archive; its own bytes have the time of day in them."""
+    """Return the entries of an archive; its own bytes contain the time of day."""
     archive = np.load(io.BytesIO(data), allow_pickle=False)
     return {key: archive[key].tobytes() + str(archive[key].dtype).encode() for key in archive}
 
@@ -97,14 +97,14 @@ def test_every_optimizer_is_in_the_table():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_stage_is_reached(whole_runs, name):
-    """Or the test above would not stop in it."""
+    """Otherwise the test above would not stop in it."""
     assert set(whole_run(whole_runs, name)[0].stages) == EVERY[name].stages
 
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3")
-def test_goes_on_with_other_ranks_in_every_stage(whole_runs, name):
-    """What is owed has tests of its own; here no optimizer keeps anything that another world cannot take."""
+def test_resumes_with_other_ranks_in_every_stage(whole_runs, name):
+    """Other tests check what is owed; this one checks that another world can take everything that optimizers keep."""
     opt, stages = EVERY[name].opt, EVERY[name].stages
     runs = whole_run(whole_runs, name)
     for stage in stages:
@@ -145,8 +145,8 @@ def test_goes_on_with_other_ranks_in_every_stage(whole_runs, name):
         ("pending", "0/1", "local"),
     ],
 )
-def test_a_state_that_forgets_is_found(whole_runs, what, name, stage):
-    """Each part of a state that is set to zero, or to a number that it may be, makes the run another one."""
+def test_a_state_that_loses_a_part_is_found(whole_runs, what, name, stage):
+    """Setting any part of a state to zero, or to another valid number, changes the run."""
     opt = EVERY[name].opt
     runs = whole_run(whole_runs, name)
     stop = [i for i, s in enumerate(runs[0].stages) if s == stage][-1]
@@ -168,7 +168,7 @@ def test_a_state_that_forgets_is_found(whole_runs, what, name, stage):
 
 @pytest.mark.mpi
 class TestKilled:
-    """Ranks that die without a word, and their checkpoints: each file is whole or not there."""
+    """Ranks that die without notice, and their checkpoints: each file is whole or missing."""
 
     JOB = Path(__file__).parent / "resumable_job.py"
     STEPS = 20
@@ -185,7 +185,7 @@ class TestKilled:
     @pytest.mark.parametrize(
         ("how", "kill_at", "start"),
         [
-            # After any number of steps, drawn anew in every run, but none in which the other rank may still write.
+            # After a number of steps drawn anew in every run, except those where the other rank may still be writing.
             pytest.param(
                 "between",
                 5 + 4 * secrets.randbelow(4) + secrets.randbelow(3),
@@ -197,7 +197,7 @@ class TestKilled:
             pytest.param("saving", 12, 8, id="while one is written"),
         ],
     )
-    def test_ends_with_the_same_parameters(self, mpirun, tmp_path, how, kill_at, start):
+    def test_a_killed_job_ends_with_the_same_parameters(self, mpirun, tmp_path, how, kill_at, start):
         whole = self.digests(self.job(mpirun, tmp_path / "whole", -1, ""), 0)
         assert len(whole) == 1
         killed = self.job(mpirun, tmp_path / "killed", kill_at, how)

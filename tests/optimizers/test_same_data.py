@@ -1,4 +1,4 @@
-"""Ranks that all have the same gradients in the first step are told: they train on the same data, most likely."""
+"""If all ranks have the same gradients in the first step, they warn: they probably train on the same data."""
 
 import warnings
 
@@ -12,7 +12,7 @@ SAME = "have the same gradients in the first step"
 
 
 def told(ranks, grads, opt=EVERY["Adam"].opt, steps=3):
-    """How often ranks are told."""
+    """Return how many warnings the ranks give."""
 
     def rank_main(comm):
         params = growing(99, 0)
@@ -30,12 +30,12 @@ def told(ranks, grads, opt=EVERY["Adam"].opt, steps=3):
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "QSVRG"])
-def test_every_optimizer_tells_every_rank_once(name):
+def test_every_optimizer_warns_once_on_every_rank(name):
     assert told(2, lambda _, step: growing(0, step), EVERY[name].opt) == 2
     assert told(2, growing, EVERY[name].opt) == 0
 
 
-def test_nobody_is_told_if_one_rank_differs_in_one_element():
+def test_no_rank_warns_if_one_rank_differs_in_one_element():
     def grads(rank, step):
         found = growing(0, step)
         found[-1][0] += rank == 2
@@ -46,7 +46,7 @@ def test_nobody_is_told_if_one_rank_differs_in_one_element():
 
 
 def test_qsvrg_is_silent_though_all_ranks_have_the_same_first_vector():
-    """At the snapshot itself a correction is zero, whatever the data."""
+    """At the snapshot itself the correction is zero, whatever the data."""
 
     def rank_main(comm):
         opt, params = EVERY["QSVRG"].opt, growing(99, 0)
@@ -63,7 +63,7 @@ def test_later_steps_are_not_compared():
     assert told(2, lambda rank, step: growing(0 if step else rank, step)) == 0
 
 
-def test_zeros_and_a_rank_alone_are_not_told():
+def test_zeros_and_a_lone_rank_cause_no_warning():
     zeros = [np.zeros(shape, np.float32) for shape in SHAPES]
     assert told(2, lambda *_: zeros) == 0
     assert told(1, growing) == 0
@@ -78,7 +78,7 @@ def test_layouts_do_not_matter():
 
 
 def test_it_costs_four_bytes_for_each_peer():
-    """More than the next step, with the same gradients."""
+    """Compared with the next step, for the same gradients."""
 
     def rank_main(comm):
         params, opt = growing(99, 0), EVERY["Adam"].opt

@@ -1,4 +1,4 @@
-"""SGD with momentum on a compressed mean: against torch's where nothing is lost, and the sum identity where it is."""
+"""SGD with momentum on a compressed mean: equal to torch's without loss, and the sum identity with loss."""
 
 import dataclasses
 
@@ -21,9 +21,7 @@ class TestReference:
     @pytest.mark.parametrize("size", [1, 3])
     @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True), (0.5, True)])
     @pytest.mark.parametrize("decay", [0.0, 0.1])
-    def test_equals_the_one_of_torch_without_compression(
-        self, job, grads, size, *, momentum, nesterov, decay
-    ):
+    def test_equals_sgd_of_torch_without_compression(self, job, grads, size, *, momentum, nesterov, decay):
         torch = pytest.importorskip("torch")
         params = grads(SHAPES, 99, 0, np.float64)
         leaves = [torch.from_numpy(np.array(p)).requires_grad_() for p in params]
@@ -39,8 +37,8 @@ class TestReference:
         for leaf, p in zip(leaves, ours.params[0], strict=True):
             assert np.abs(leaf.detach().numpy() - p).max() <= 1e-12 * max(1, np.abs(p).max())
 
-    def test_the_exact_one_makes_the_same_steps(self, job, grads):
-        """Bit for bit those of the one that compresses, with an exact compressor."""
+    def test_plain_sgd_makes_the_same_steps(self, job, grads):
+        """Bit for bit the steps of CompressedSGD with a lossless compressor."""
         settings = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "clip_norm": 3.0}
         runs = [
             job(opt, grads(SHAPES, 99, 0), 3)
@@ -56,7 +54,7 @@ class TestReference:
         assert one == other
 
     def test_variants_differ(self, job, grads):
-        """The cases above are not all the same optimizer."""
+        """The cases above are different optimizers."""
         finals = set()
         for changes in (
             {"momentum": 0.0},
@@ -86,7 +84,7 @@ class TestCompressed:
         ids=lambda o: f"{o.compressor}-{o.mean.topology}-{bool(o.exact)}",
     )
     @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
-    def test_all_ranks_hold_the_same_and_it_works(self, job, grads, opt, size):
+    def test_all_ranks_hold_the_same_and_converge(self, job, grads, opt, size):
         """Least squares towards the mean of the ranks' targets; Job.step compares the ranks."""
         targets = [grads(SHAPES, rank, 0) for rank in range(size)]
         run = job(opt, [np.zeros(s, dtype=np.float32) for s in SHAPES], size)
@@ -99,7 +97,7 @@ class TestCompressed:
             assert np.linalg.norm(p - target) < 0.5 * np.linalg.norm(target)
 
     @pytest.mark.parametrize("compressor", [qcomp.QSGD(7, 16), qcomp.ScaledSign(16)], ids=str)
-    def test_what_is_missing_is_in_the_residuals(self, job, grads, compressor):
+    def test_the_missing_part_is_in_the_residuals(self, job, grads, compressor):
         """Without momentum x_T = x_0 - rate (sum of exact means - E), E = mean_i e_i + e_s."""
         opt = sgd(momentum=0.0, compressor=compressor)
         run = job(opt, grads(SHAPES, 99, 0, np.float64), 3)
@@ -127,7 +125,7 @@ class TestCompressed:
             return sent
 
         of_step = 4096 // 2 + 32 * 4 + 2 * 8
-        assert run_local(2, rank_main) == [[of_step + 4, of_step]] * 2  # the first compares gradients
+        assert run_local(2, rank_main) == [[of_step + 4, of_step]] * 2  # the first step compares gradients
 
 
 class TestArguments:
@@ -164,7 +162,7 @@ class TestArguments:
             (lambda: qcomp.EF21SGD(learning_rate=0.1, feedback=False), TypeError, "unexpected keyword"),
         ],
     )
-    def test_what_averages(self, make, error, message):
+    def test_bad_averaging_settings(self, make, error, message):
         with pytest.raises(error, match=message):
             make()
 

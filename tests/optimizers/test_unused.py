@@ -1,4 +1,4 @@
-"""Steps in which some parameters have no gradient, in every array library; see also `tests/torch_face`."""
+"""Steps where some parameters have no gradient, in every array library; see also `tests/torch_face`."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_what_no_rank_uses_stays_as_it_is(lockstep, library, opt):
-    """Rank 1 lacks two gradients: of one that rank 0 has, and of one that nobody has."""
+def test_parameters_that_no_rank_uses_do_not_change(lockstep, library, opt):
+    """Rank 1 lacks two gradients: one that rank 0 has, and one that no rank has."""
     names, shapes = tuple(SHAPES), tuple(SHAPES.values())
     params = [library.array(np.full(shape, 0.5, np.float32)) for shape in shapes]
     states = [opt.initial_state(params, names, rank, 2) for rank in range(2)]
@@ -50,8 +50,8 @@ def test_what_no_rank_uses_stays_as_it_is(lockstep, library, opt):
 
 
 @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
-def test_a_trust_ratio_stays_of_the_tensor_that_nobody_uses(lockstep):
-    """And not of one whose name ends like its name."""
+def test_the_trust_ratio_of_an_unused_tensor_stays(lockstep):
+    """It is not confused with a tensor whose name ends with its name."""
     opt = qcomp.OneBitLamb(learning_rate=0.1, weight_decay=0.1, exact=None)
     params = [np.full(5, 2, np.float32), np.full(5, 2, np.float32)]
     states = [opt.initial_state(params, ("weight", "0.weight"), rank, 2) for rank in range(2)]

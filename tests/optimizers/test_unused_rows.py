@@ -1,4 +1,4 @@
-"""Rows of an embedding that some ranks, or all of them, never use, or use no longer."""
+"""Rows of an embedding that some or all ranks never use, or no longer use."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def owed(run) -> np.ndarray:
     ("name", "size"), [(name, 2) for name in OPTIMIZERS] + [("1-bit", 1), ("1-bit", 3), ("qadam", 1)]
 )
 def test_never_used_by_any_rank(embedding, name, size):
-    """Not a bit changes, over 40 compressed steps, in a bucket with rows that are used."""
+    """Not a bit changes in 40 compressed steps, in a bucket that has used rows too."""
 
     def each(run, before, _):
         assert not run.state.momentum[0][NEVER].any()
@@ -85,7 +85,7 @@ def test_a_row_without_the_mask_is_caught(embedding, monkeypatch):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_used_by_one_rank_only(embedding, name, size):
-    """It learns as other rows do, by the identity of every step: m' + E' = b1 m + (1 - b1) mean_i g_i + E."""
+    """It learns like other rows, by the identity of every step: m' + E' = b1 m + (1 - b1) mean_i g_i + E."""
 
     def each(run, before, mean):
         for row in (ONE_RANK, *USED):
@@ -96,7 +96,7 @@ def test_used_by_one_rank_only(embedding, name, size):
 
 
 def check_no_longer_used(embedding, opt, size):
-    """The momenta of the row add up to (b1 (m_0 - m_T) - E_T) / (1 - b1): E is 0 at the freeze, and stays bounded."""
+    """Check the sum of the row's momenta, (b1 (m_0 - m_T) - E_T) / (1 - b1): E is 0 at the freeze and stays bounded."""
     first, sums, furthest = [], np.zeros(WIDTH), [0.0]
 
     def each(run, before, _):
@@ -119,14 +119,14 @@ def check_no_longer_used(embedding, opt, size):
     ],
 )
 def test_no_longer_used(embedding, name, size):
-    """It gets the last of its momentum; then it swings with what is owed, and goes nowhere.
+    """It moves by the rest of its momentum; then it oscillates with what is owed and does not drift.
 
-    Measured: 2.1 to 3.2 momenta at the furthest, in a bucket whose scale is about 0.2; a drift would be some 40.
+    Measured: at most 2.1 to 3.2 momenta away, in a bucket with a scale of about 0.2; a drift would be some 40.
     """
     assert check_no_longer_used(embedding, OPTIMIZERS[name], size) < 6
 
 
 def test_a_drift_without_feedback_is_caught(embedding):
-    """Without it one bit repeats the last sign for ever, by the scale of the rows beside it."""
+    """Without feedback, one bit repeats the last sign for ever, with the scale of the neighbouring rows."""
     with pytest.raises(AssertionError):
         check_no_longer_used(embedding, one_bit(averaging=qcomp.Averaging(feedback=False)), 2)

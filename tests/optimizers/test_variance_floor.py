@@ -1,4 +1,4 @@
-"""A frozen variance has a floor: what was hardly ever active does not fly away once momenta are compressed."""
+"""A frozen variance has a floor: hardly active elements take no huge steps once momenta are compressed."""
 
 import copy
 import warnings
@@ -16,7 +16,7 @@ SETTINGS = {"learning_rate": 0.1, "betas": (0.0, 0.9), "freeze": 1, "watch": Non
 TINY = np.asarray([3.0, -1.0, 1e-4, 0.0, 2.0, 1.0, 1.0, -1.0], np.float32)
 
 
-def test_it_is_a_fraction_of_the_mean_where_there_is_a_variance(library):
+def test_the_floor_is_a_fraction_of_the_mean_for_nonzero_variances(library):
     v = np.asarray([4.0, 1e-9, 0.0, 2.0], np.float32)
     (found,) = floored([library.array(v)], [False], 0.01)
     np.testing.assert_array_equal(np.asarray(found), np.asarray([4.0, v.mean() * 0.01, 0.0, 2.0], np.float32))
@@ -44,14 +44,14 @@ def after_the_freeze(kind, **changes):
 
 @pytest.mark.parametrize("floor", [1e-3, 0.1])
 def test_no_element_moves_further_than_the_floor_allows(floor):
-    """One bit has the same size for all: the root of the mean square, over the root of the floor."""
+    """With one bit, all elements have the same size: the root of the mean square, over the root of the floor."""
     moved = after_the_freeze("OneBitAdam", variance_floor=floor)
     assert moved[2] == pytest.approx(1 / np.sqrt(floor), rel=1e-3)
-    assert moved[3] == 0  # never had a gradient
+    assert moved[3] == 0  # this element never had a gradient
     assert moved.max() == moved[2]
 
 
-def test_without_it_an_element_flies_away():
+def test_without_the_floor_an_element_takes_huge_steps():
     assert after_the_freeze("OneBitAdam", variance_floor=0.0)[2] > 1e4
 
 
@@ -75,8 +75,8 @@ def in_an_exact_step_after_codes(floor):
     return np.abs(moved - params) / 0.1
 
 
-def test_an_exact_step_of_zero_one_adam_divides_codes_by_it_too():
-    """The momentum of a code is as large as its neighbours' until the exact steps have replaced it."""
+def test_the_floor_also_limits_exact_steps_of_zero_one_adam_after_compressed_ones():
+    """An element's momentum stays as large as its neighbours' after a compressed step, until exact steps replace it."""
     moved = in_an_exact_step_after_codes(1e-3)
     assert moved[3] == 0
     assert 1 < moved[2] < 1 / np.sqrt(1e-3)
@@ -84,8 +84,8 @@ def test_an_exact_step_of_zero_one_adam_divides_codes_by_it_too():
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam"])
-def test_it_holds_in_every_step_of_a_re_warm(kind):
-    """The variance falls in each, faster than the codes leave the momentum if b2 is the smaller one."""
+def test_the_floor_holds_in_every_step_of_a_re_warm(kind):
+    """The variance falls in each step, faster than the compressed momentum fades if b2 is the smaller beta."""
     comm, watch = LocalCommunicator.alone(), qcomp.VarianceWatch(rewarm_steps=20)
     opt = getattr(qcomp, kind)(**SETTINGS | {"betas": (0.9, 0.5), "watch": watch}, exact=None)
     params = np.full(8, 100.0, np.float32)
@@ -102,8 +102,8 @@ def test_it_holds_in_every_step_of_a_re_warm(kind):
         assert v[3] == 0
 
 
-def test_zero_one_adam_has_no_floor_before_codes():
-    """The warm-up is exact Adam bit for bit."""
+def test_zero_one_adam_has_no_floor_before_compressed_steps():
+    """The warm-up equals exact Adam bit for bit."""
     comm = LocalCommunicator.alone()
     results = []
     for opt in (qcomp.Adam(learning_rate=0.1), qcomp.ZeroOneAdam(learning_rate=0.1, exact=None)):
@@ -116,15 +116,15 @@ def test_zero_one_adam_has_no_floor_before_codes():
 
 
 @pytest.mark.parametrize("floor", [-0.1, 1.5, float("nan")])
-def test_what_is_no_fraction_is_refused(floor):
+def test_a_floor_that_is_not_a_fraction_is_refused(floor):
     with pytest.raises(
         ValueError, match=r"variance_floor is .*; expected a fraction of the mean, from 0 to 1"
     ):
         qcomp.OneBitAdam(learning_rate=0.1, variance_floor=floor)
 
 
-def test_a_state_of_an_earlier_release_loads_without_a_word():
-    """It does not name the floor, and goes on with the variance that it has."""
+def test_a_state_of_an_earlier_release_loads_without_a_warning():
+    """It does not name the floor, and continues with its variance."""
     comm = LocalCommunicator.alone()
     opt = qcomp.OneBitAdam(**SETTINGS | {"betas": (0.0, 0.0)}, exact=None)
     params = np.ones(8, np.float32)
@@ -141,7 +141,7 @@ def test_a_state_of_an_earlier_release_loads_without_a_word():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"])
 def test_a_network_with_dead_units_learns_as_with_adam(kind):
-    """An ordinary convolutional network: some of its channels die in the warm-up, others are active now and then."""
+    """An ordinary convolutional network: some channels die in the warm-up, others are active only now and then."""
     torch = pytest.importorskip("torch")
     datasets = pytest.importorskip("sklearn.datasets")
     torch_face = pytest.importorskip("qcomp.torch")

@@ -14,7 +14,7 @@ SHAPE = (6, 8)
 
 
 def gradients(rank, step):
-    """A rank's gradients of a step, half as large in each."""
+    """Return a rank's gradients of a step, half as large in each following step."""
     draws = np.random.default_rng((rank, step)).standard_normal(SHAPE)
     return (draws * 0.5**step).astype(np.float32)
 
@@ -48,8 +48,8 @@ def states(opt, steps, ranks=2):
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "QAdam"])
-def test_measured_in_every_step_it_is_adam(kind):
-    """The average of squares goes on from the bias-corrected one, and all else is as in Adam."""
+def test_measuring_in_every_step_gives_adam(kind):
+    """The average of squares continues from the bias-corrected one; everything else is as in Adam."""
     opt = optimizer(kind, variance_steps=lambda _: True, variance_floor=0.0)
     beta1, beta2 = BETAS
     params, m, v = np.ones(SHAPE), np.zeros(SHAPE), np.zeros(SHAPE)
@@ -72,7 +72,7 @@ def test_measured_in_every_step_it_is_adam(kind):
     [(0.95, (3, 5), (0.95**3, 0.95**2)), (0.95, (1, 12), (0.95, 0.75)), (0.5, (1, 4), (0.5, 0.5))],
 )
 def test_a_measurement_stands_for_the_steps_since_the_last(beta2, steps, kept):
-    """After k steps the old variance has the weight b2^k, but one measurement has no more than a quarter, or 1 - b2."""
+    """After k steps the old variance has weight b2^k, but one measurement weighs at most a quarter, or 1 - b2."""
     opt = optimizer(variance_steps=lambda step: step in steps, variance_floor=0.0, betas=(0.9, beta2))
     found = [state.variance[0] for _, state in states(opt, FREEZE + steps[-1])]
     expected = found[FREEZE - 1].astype(float)
@@ -87,7 +87,7 @@ def test_a_measurement_stands_for_the_steps_since_the_last(beta2, steps, kept):
 
 
 def test_what_is_owed_stays_owed():
-    """An exact step neither pays residuals nor makes new ones."""
+    """An exact step neither repays residuals nor makes new ones."""
     opt = optimizer("OneBitAdam", variance_steps=lambda step: step == 4)
     before, after = (state.exchange for _, state in states(opt, FREEZE + 4)[-2:])
     assert any(np.any(e) for e in before.worker)
@@ -96,7 +96,7 @@ def test_what_is_owed_stays_owed():
 
 
 def test_steps_stay_as_long_as_those_of_adam_while_gradients_shrink():
-    """A frozen variance of larger gradients makes steps that are too short: the reason to measure again."""
+    """A variance frozen at larger gradients makes steps too short: this is the reason to measure again."""
 
     def last_move(opt):
         (before, _), (after, _) = states(opt, 16)[-2:]
@@ -110,8 +110,8 @@ def test_steps_stay_as_long_as_those_of_adam_while_gradients_shrink():
 
 
 @pytest.mark.parametrize("rewarm_steps", [0, 3])
-def test_beside_a_watch(rewarm_steps):
-    """Its samples come from the exact gradients then; after a re-warm, steps are counted anew."""
+def test_measurements_beside_a_watch(rewarm_steps):
+    """Its samples then come from the exact gradients; after a re-warm, steps are counted anew."""
     watch = qcomp.VarianceWatch(smallest=0.9, rewarm_steps=rewarm_steps, every=2)
     opt = optimizer("OneBitAdam", variance_steps=lambda step: step % 4 == 0, watch=watch)
     found = [state for _, state in states(opt, 30)]
@@ -123,7 +123,7 @@ def test_beside_a_watch(rewarm_steps):
     assert found[-1].numbers["watch_measured"] if rewarm_steps == 0 else True
 
 
-def test_a_state_that_does_not_say_when_it_was_measured_begins_at_its_step():
+def test_a_state_without_a_measured_step_counts_from_its_own_step():
     comm, params = LocalCommunicator.alone(), np.ones(SHAPE, np.float32)
     plain, measuring = optimizer(), optimizer(variance_steps=qcomp.DoublingIntervals(4))
     (_, state) = states(plain, FREEZE + 3, ranks=1)[-1]
@@ -134,7 +134,7 @@ def test_a_state_that_does_not_say_when_it_was_measured_begins_at_its_step():
 
 
 def test_steps_stay_short_where_gradients_come_and_go():
-    """Of a single square, which is often near zero, steps would be many times as long as those of Adam."""
+    """From a single square, which is often near zero, steps would be many times as long as Adam's."""
 
     def longest_moves(kept):
         rng = np.random.default_rng(0)
@@ -148,6 +148,6 @@ def test_steps_stay_short_where_gradients_come_and_go():
     assert longest_moves(0.999**10**6) > 10
 
 
-def test_one_bit_lamb_has_none():
+def test_one_bit_lamb_has_no_variance_steps():
     with pytest.raises(ValueError, match=r"variance_steps is .*; expected None: 1-bit LAMB measures"):
         qcomp.OneBitLamb(learning_rate=0.1, variance_steps=qcomp.DoublingIntervals(4))

@@ -1,4 +1,4 @@
-"""The watch on a frozen variance: what it measures, what it costs, and the re-warm that it may ask for."""
+"""The watch on a frozen variance: what it measures, what it costs, and the re-warm that it may request."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ FREEZE, REWARM, BETAS = 4, 3, (0.8, 0.75)
 WINDOW = 4
 SIGN = qcomp.ScaledSign(bucket_size=16)
 ALL = VarianceWatch(sample=4096, every=1, largest=2.0, smallest=0.5)
-"""Sends all elements in every step."""
+"""A watch that sends all elements in every step."""
 QUIET = replace(ALL, largest=math.inf, smallest=0.0, stuck=1.0)
 
 
@@ -66,8 +66,10 @@ class TestMeasures:
     @kinds
     @sizes
     @pytest.mark.parametrize("every", [1, 3])
-    def test_the_average_of_the_squares_over_the_frozen_variance(self, job, grads, name, size, every):
-        """Of all elements of compressed tensors, since the sample has room for them; in NumPy, another way."""
+    def test_the_ratio_is_the_average_of_squares_over_the_frozen_variance(
+        self, job, grads, name, size, every
+    ):
+        """For all elements of compressed tensors, since the sample has room for them; computed another way in NumPy."""
         opt = replace(KINDS[name], watch=replace(QUIET, every=every))
         run = job(opt, grads(SHAPES, 99, 0, np.float64), size)
         measured: list[np.ndarray] = []
@@ -101,8 +103,8 @@ class TestMeasures:
             assert run.state.numbers["variance_overlap"] == pytest.approx(expected, rel=1e-12)
 
     @sizes
-    def test_steady_gradients_keep_it_at_one(self, job, size):
-        """And twice as large ones bring it to four, of which the window of the average decides how soon."""
+    def test_steady_gradients_keep_the_ratio_at_one(self, job, size):
+        """Gradients twice as large bring it to four; the window of the average decides how soon."""
         run = job(one_bit(exact=qcomp.ExactBelow(20)), [np.zeros((5, 8)), np.zeros(3)], size)
         for step in range(FREEZE + 40):
             g = 2.0 if step >= FREEZE + 10 else 1.0
@@ -114,13 +116,13 @@ class TestMeasures:
 
     @staticmethod
     def samples_of(watch: VarianceWatch, *sizes: int, exact: tuple[bool, ...] = ()) -> list[np.ndarray]:
-        """Return the numbers of the elements of each tensor that a watch looks at."""
+        """Return the indices of the elements of each tensor that a watch samples."""
         opt = one_bit(watch=watch, exact=lambda tensors: exact or [False] * len(tensors))
         tensors = [np.arange(float(n)) for n in sizes]
         state = opt.enter(opt.initial_state(tensors, tuple(map(str, range(len(sizes)))), 0, 1), "compressed")
         return watch.take(tensors, state)
 
-    def test_a_sample_in_equal_odd_steps(self):
+    def test_a_sample_has_equal_odd_strides(self):
         for room, stride in [(4096, 1), (1501, 1), (1500, 1), (500, 3), (140, 9), (7, 249), (1, 1)]:
             first, none, last = self.samples_of(
                 VarianceWatch(sample=room), 1000, 50, 501, exact=(False, True, False)
@@ -143,11 +145,11 @@ class TestMeasures:
         ],
     )
     def test_the_automatic_sample(self, sizes, counts):
-        """Of one element in 500 if it is sent in every eighth step: 0.8% of one bit an element."""
+        """It has one element in 500 if it is sent in every eighth step: 0.8% of one bit per element."""
         assert [len(sample) for sample in self.samples_of(VarianceWatch(), *sizes)] == counts
 
     def test_a_sample_does_not_depend_on_the_other_tensors(self):
-        """So that any tensors can be exchanged together: it follows from what the state keeps of that tensor."""
+        """So that any tensors can be exchanged together: it follows from what the state keeps for that tensor."""
         opt = one_bit(watch=VarianceWatch(sample=30))
         tensors = [np.arange(100.0), np.arange(77.0)]
         state = opt.enter(opt.initial_state(tensors, ("a", "b"), 0, 1), "compressed")
@@ -162,7 +164,7 @@ class TestMeasures:
         assert [x.tolist() for x in opt.watch.take(tensors, state, [2.0, 3.0])] == [[2.0, 2.0], [3.0]]
 
     @kinds
-    def test_changes_nothing_else(self, job, grads, name):
+    def test_a_watch_changes_nothing_else(self, job, grads, name):
         runs = [job(replace(KINDS[name], watch=w), grads(SHAPES, 99, 0), 2) for w in (None, QUIET)]
         for step in range(FREEZE + 8):
             for run in runs:
@@ -178,7 +180,7 @@ class TestMeasures:
     @pytest.mark.parametrize("every", [1, 4])
     @pytest.mark.parametrize("size", [2, 4])
     def test_bytes(self, size, every):
-        """Four an element of the sample, to and from the servers, in the messages that there are already."""
+        """Four bytes per element of the sample, to and from the servers, in messages that are sent anyway."""
         x = np.ones(4096, dtype=np.float32)
 
         def sent_by(watch):
@@ -195,7 +197,7 @@ class TestMeasures:
             return np.asarray(run_local(size, rank_main, timeout=30))
 
         more = sent_by(replace(QUIET, sample=1024, every=every)) - sent_by(None)
-        # Chunks of the sample for each rank; a verdict of 8 bytes is in each message.
+        # The sample's chunks for each rank; the messages have a verdict of 8 bytes anyway.
         peers, longest = size - 1, -(-1024 // size)
         assert (more[:, :FREEZE] == 0).all()
         assert (more[:, FREEZE::every] == more[:, FREEZE : FREEZE + 1]).all()
@@ -213,7 +215,7 @@ class TestMeasures:
         assert math.isnan(ratio(run))
 
     def test_in_half_precision(self, libraries, lockstep):
-        """Squares of what float16 cannot hold: they are float32, as the variance is."""
+        """Squares may exceed the range of float16: they are float32, like the variance."""
         x = libraries["numpy"].array(np.ones(16), np.float16)
         opt = one_bit()
         params, state = [x], opt.initial_state([x], ("0",), rank=0, size=1)
@@ -239,7 +241,7 @@ class TestMeasures:
 class TestWarns:
     @staticmethod
     def caught(job, factors: list[float], **changes: Any) -> list[str]:
-        """Return the warnings of a run in which the frozen gradients of 1 change by these factors."""
+        """Return the warnings of a run whose gradients, 1 until the freeze, change by these factors."""
         run = job(one_bit(betas=(0.8, 0.0), **changes), [np.zeros(8)], 2)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -250,7 +252,7 @@ class TestWarns:
 
     @pytest.mark.parametrize(("factor", "warned"), [(0.72, 0), (1.4, 0), (0.7, 1), (1.42, 1), (0.0, 1)])
     def test_in_either_direction(self, job, factor, warned):
-        """The variance is the square: below half of it or above twice."""
+        """The variance is the square: the limits are half of it and twice."""
         assert len(self.caught(job, [factor], watch=ALL)) == 2 * warned
 
     def test_every_new_excursion_on_each_rank(self, job):
@@ -265,7 +267,7 @@ class TestWarns:
                 assert words in message
 
     def test_both_directions(self, job):
-        """First harmlessly down, then dangerously up, as it is with a jump after a slow decay."""
+        """First harmlessly down, then dangerously up, as in a jump after a slow decay."""
         assert [
             m.split("it would be ")[1].split(" times")[0] for m in self.caught(job, [0.5, 2.0], watch=ALL)
         ] == [
@@ -273,12 +275,12 @@ class TestWarns:
             *["4"] * 2,
         ]
 
-    def test_a_harmless_drift_is_none_by_default(self, job):
+    def test_a_harmless_drift_causes_no_warning_by_default(self, job):
         assert self.caught(job, [0.7, 0.5, 0.2, 1.9], watch=replace(VarianceWatch(), every=1)) == []
         assert len(self.caught(job, [0.05], watch=replace(VarianceWatch(), every=1))) == 2
 
-    def test_less_often_each_time(self, lockstep):
-        """In and out of its limit every 8 steps: reported at doubling intervals, and at once if much worse."""
+    def test_repeated_excursions_are_reported_less_often(self, lockstep):
+        """It crosses its limit every 8 steps: reported at doubling intervals, and at once if much worse."""
         watch = replace(ALL, largest=2.0, smallest=0.0)
         opt = one_bit(betas=(0.8, 0.5), watch=watch, freeze=1)
         state = opt.enter(opt.initial_state([np.ones(8)], ("0",), 0, 1), "compressed")
@@ -296,7 +298,7 @@ class TestWarns:
         assert watch._news(state, {"growth": worse}, 10)[1] == [""]
         assert watch._news(state, {"growth": worse._replace(excess=30.0)}, 10)[1] == []
 
-    def test_around_its_limit_it_is_one_excursion(self):
+    def test_crossing_the_limit_slightly_is_one_excursion(self):
         watch = replace(ALL, largest=2.0)
         opt = one_bit(watch=watch, freeze=1)
         state = opt.enter(opt.initial_state([np.ones(8)], ("0",), 0, 1), "compressed")
@@ -308,7 +310,7 @@ class TestWarns:
         assert told == 1
 
     def test_names_the_tensors(self, job):
-        """One of three whose variance has grown 25-fold, which is hardly 1% of all of it."""
+        """One of three, whose variance has grown 25-fold, although that is hardly 1% of the total."""
         opt = one_bit(betas=(0.8, 0.0), watch=replace(ALL, largest=1.5))
         names = ("a", "b", "c")
         comm = LocalCommunicator.alone()
@@ -324,8 +326,8 @@ class TestWarns:
         assert "that of 'b' 25 times" in message
 
     @pytest.mark.parametrize(("overlap", "warned"), [(0.0, False), (0.11, False), (0.12, True)])
-    def test_elements_that_change_places(self, job, *, overlap, warned):
-        """The ratio sees nothing of it: of 1, 9 and 9, 1 the smaller ones are 2 and the larger ones 18."""
+    def test_elements_that_swap_magnitudes(self, job, *, overlap, warned):
+        """The ratio does not see this: of 1, 9 and 9, 1 the smaller ones add up to 2 and the larger ones to 18."""
         opt = one_bit(betas=(0.8, 0.0), watch=replace(QUIET, overlap=overlap))
         run = job(opt, [np.zeros(8)], 1)
         large = np.tile([1.0, 3.0], 4)
@@ -337,12 +339,12 @@ class TestWarns:
         assert run.state.numbers["variance_overlap"] == pytest.approx(1 / 9)
         assert len(found) == warned
         if warned:
-            assert "it overlaps with the one of now by 0.111" in str(found[0].message)
+            assert "it overlaps with the current one by 0.111" in str(found[0].message)
 
     def test_never_with_a_threshold_of_zero(self, job):
         assert self.caught(job, [0.0, 1e6], watch=QUIET) == []
 
-    def test_variances_of_zero_are_alike(self, job):
+    def test_zero_over_zero_variance_counts_as_a_ratio_of_one(self, job):
         opt = one_bit(betas=(0.8, 0.0), watch=ALL)
         run = job(opt, [np.zeros(8)], 1)
         for _ in range(FREEZE + 2):
@@ -352,7 +354,7 @@ class TestWarns:
             run.step([[np.ones(8)]])
 
     def test_elements_that_cannot_move(self, job):
-        """Two of eight have their first gradient after the freeze; said at once, not after a window."""
+        """Two of eight have their first gradient after the freeze; reported at once, not after a window."""
         opt = one_bit(betas=(0.8, 0.99), watch=replace(VarianceWatch(), every=1))
         run = job(opt, [np.zeros(8)], 1)
         late = np.asarray([1.0] * 6 + [0.0] * 2)
@@ -364,7 +366,7 @@ class TestWarns:
         assert run.state.numbers["variance_stuck"] == 0.25
 
     def test_elements_that_had_hardly_a_gradient(self, job):
-        """These can move, and do: a hundred times too far in each step."""
+        """They can move, and do: a hundred times too far in each step."""
         opt = one_bit(betas=(0.8, 0.99), watch=replace(VarianceWatch(), every=1), variance_floor=0.0)
         run = job(opt, [np.zeros(8)], 1)
         tiny = np.asarray([1.0] * 7 + [1e-3])
@@ -374,7 +376,7 @@ class TestWarns:
         with pytest.warns(UserWarning, match=r"0\.12 of the elements, of '0', step a hundred times too far"):
             run.step([[np.ones(8)]])
 
-    def test_where_the_user_made_the_step(self):
+    def test_the_warning_points_to_the_step_of_the_user(self):
         opt, comm = one_bit(betas=(0.8, 0.0), watch=ALL), LocalCommunicator.alone()
         x = np.ones(8)
         state = opt.init(x, comm)
@@ -387,12 +389,12 @@ class TestWarns:
 
 REWARMING = replace(ALL, largest=5.0, smallest=0.2, rewarm_steps=REWARM)
 LARGER = 8.0
-"""What the gradients grow by from step CHANGE on; the ratio sees that two steps after the window at the latest."""
+"""The factor by which gradients grow from step CHANGE on; the ratio shows it at most two steps after the window."""
 CHANGE = FREEZE + 6
 
 
 def train(run: Any, grads: Any, first: int, last: int, each: Any = None) -> list[str]:
-    """Make steps, silently; return the stage before each of them."""
+    """Take steps silently; return the stage before each of them."""
     stages = []
     for step in range(first, last):
         gradients = of_ranks(grads, len(run.states), step, 1.0 if step < CHANGE else LARGER)
@@ -407,7 +409,7 @@ def train(run: Any, grads: Any, first: int, last: int, each: Any = None) -> list
 
 
 def check_identity(job, grads, opt, size):
-    """m' + E' = b1 m + (1 - b1) mean_i g_i + E in each step after the freeze, those of the re-warm too."""
+    """m' + E' = b1 m + (1 - b1) mean_i g_i + E in each step after the freeze, also during the re-warm."""
     run = job(opt, grads(SHAPES, 99, 0, np.float64), size)
     b1, seen = BETAS[0], set()
 
@@ -428,8 +430,8 @@ def check_identity(job, grads, opt, size):
 
 class TestRewarm:
     @sizes
-    def test_so_many_exact_steps_of_adam_and_then_compressed_ones(self, job, grads, size):
-        """Bit for bit: the variance goes on from the frozen one, and nothing is corrected twice."""
+    def test_a_re_warm_makes_exact_steps_of_adam_and_then_compressed_ones(self, job, grads, size):
+        """Bit for bit: the variance continues from the frozen one, and nothing is corrected twice."""
         run = job(one_bit(watch=REWARMING), grads(SHAPES, 99, 0, np.float64), size)
         (b1, b2), exact = BETAS, []
 
@@ -477,8 +479,8 @@ class TestRewarm:
         with pytest.raises(AssertionError):
             check_identity(job, grads, one_bit(watch=REWARMING), 2)
 
-    def test_again_and_again(self, job):
-        """Gradients that keep growing are followed; each time it is said."""
+    def test_re_warms_may_repeat(self, job):
+        """Gradients that keep growing are followed; each re-warm is reported."""
         opt = one_bit(betas=(0.8, 0.0), watch=replace(ALL, rewarm_steps=2))
         run, stages = job(opt, [np.zeros(8)], 1), []
         with warnings.catch_warnings(record=True) as found:
@@ -492,8 +494,8 @@ class TestRewarm:
         assert run.state.variance[0].tolist() == [16.0] * 8
 
     @pytest.mark.parametrize("stop", [FREEZE + 2, CHANGE + 2, CHANGE + 3, CHANGE + 8])
-    def test_a_checkpoint_on_the_way(self, grads, stop):
-        """While the watch averages, in the re-warm and after it: on as if there had been no stop."""
+    def test_checkpoints_around_a_re_warm(self, grads, stop):
+        """While the watch averages, in the re-warm and after it: the job continues as if it had not stopped."""
         opt = one_bit(watch=REWARMING, exact=qcomp.ExactBelow(20))
 
         def rank_main(comm):
@@ -524,8 +526,8 @@ class TestRewarm:
         assert set(stages) == {"rewarm" if CHANGE + 2 <= stop <= CHANGE + 3 else "compressed"}
 
     @pytest.mark.parametrize("bad", [FREEZE + 1, CHANGE + 3])
-    def test_a_step_that_is_left_out(self, job, grads, bad):
-        """A value that is not finite, watched or in a re-warm: the watch remembers nothing of it."""
+    def test_a_skipped_step(self, job, grads, bad):
+        """With a value that is not finite, under the watch or in a re-warm: the watch keeps nothing of the step."""
         opt = one_bit(watch=REWARMING, nonfinite="skip")
         run, other = (job(opt, grads(SHAPES, 99, 0, np.float64), 2) for _ in range(2))
         for each in (run, other):
@@ -540,7 +542,7 @@ class TestRewarm:
         assert repr(run.state.numbers) == repr(other.state.numbers)
 
     @pytest.mark.parametrize("hosts", ["aab", "abab"])
-    def test_over_nodes(self, grads, hosts):
+    def test_a_re_warm_over_nodes(self, grads, hosts):
         """The same measurements, and a re-warm after which every node still owes what it owed."""
         opts = [
             one_bit(watch=REWARMING, averaging=qcomp.Averaging(topology=topology))
@@ -610,14 +612,14 @@ class TestArguments:
 
 
 class TestEarlyFreeze:
-    """A variance of a few squares is by chance too small somewhere."""
+    """A variance from a few squares is too small somewhere, by chance."""
 
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, qcomp.QAdam])
     @pytest.mark.parametrize(
         ("freeze", "beta2", "warned"),
         [(99, 0.999, True), (100, 0.999, False), (9, 0.99, True), (10, 0.99, False), (1, 0.9, False)],
     )
-    def test_is_warned_of_at_init(self, *, make, freeze, beta2, warned):
+    def test_an_early_freeze_warns_at_init(self, *, make, freeze, beta2, warned):
         opt = make(learning_rate=0.1, betas=(0.9, beta2), freeze=freeze, exact=None)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -649,15 +651,15 @@ PAIRS = [
     for first in WATCHES
     for second in WATCHES
 ]
-"""A watch before a stop and one after it; in the quick run each is once before and once after."""
+"""A watch before a stop and one after it; in the quick run each watch occurs once before and once after."""
 
 
 class TestOtherCheckpoints:
-    """What a watch keeps is no part of the algorithm: a state goes on with another watch, or with none."""
+    """What a watch keeps is not part of the algorithm: a state resumes with another watch, or with none."""
 
     @staticmethod
     def of_the_first_release(saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a state as it was saved when only a few numbers were kept, and nothing by default."""
+        """Return a state as saved when only a few numbers were kept, and none by default."""
         return {
             key: value
             for key, value in saved.items()
@@ -704,8 +706,8 @@ class TestOtherCheckpoints:
 
         assert run_local(size, rank_main, timeout=30) == [True] * size
 
-    def test_a_watch_that_was_saved_goes_on(self, grads):
-        """And is not begun anew: the test above would not see it."""
+    def test_a_saved_watch_continues(self, grads):
+        """It does not start anew; the test above would not notice that."""
         opt, comm = one_bit(watch=ALL), LocalCommunicator.alone()
         params = grads(SHAPES, 99, 0, np.float64)
         state = opt.init(params, comm)

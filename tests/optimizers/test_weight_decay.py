@@ -1,4 +1,4 @@
-"""Weight decay in both of its forms, against Adam and AdamW of torch and bit for bit against NumPy."""
+"""Weight decay in both forms, against Adam and AdamW of torch, and bit for bit against NumPy."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def one_bit(**changes: Any) -> qcomp.OneBitAdam:
 
 
 def reference(params: list, steps: list[list], *, freeze: int, coupled: bool, scales: list[float]) -> list:
-    """Adam whose variance is frozen after some steps, with the mean gradient of each step and its factor."""
+    """Adam whose variance is frozen after some steps, given the mean gradient and clipping factor of each step."""
     (b1, b2), eps = BETAS, 1e-8
     m, v = ([p * 0 for p in params] for _ in range(2))
     frozen: list = []
@@ -60,7 +60,7 @@ class TestReference:
     @pytest.mark.parametrize(("size", "dtype"), [(1, np.float32), (1, np.float64), (2, np.float64)])
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_bit_equal(self, job, grads, *, coupled, freeze, size, dtype):
-        """With two ranks the gradients are equal, so that averaging momenta instead of gradients rounds alike."""
+        """With two ranks the gradients are equal, so that averaging momenta rounds like averaging gradients."""
         params = grads(SHAPES, 99, 0, dtype)
         run = job(one_bit(freeze=freeze, decoupled_weight_decay=not coupled), params, size)
         steps = [grads(SHAPES, 0, step, dtype) for step in range(9)]
@@ -70,8 +70,8 @@ class TestReference:
         assert bits([*run.params[0], *run.state.momentum]) == bits(expected)
 
     @pytest.mark.parametrize("size", [2, 3])
-    def test_of_ranks_with_gradients_of_their_own(self, job, grads, size):
-        """The decay of the common parameters is added once, however many ranks there are."""
+    def test_ranks_with_different_gradients(self, job, grads, size):
+        """The decay of the common parameters is added once, whatever the number of ranks."""
         params = grads(SHAPES, 99, 0, np.float64)
         run = job(one_bit(decoupled_weight_decay=False), params, size)
         steps = []
@@ -96,7 +96,7 @@ class TestReference:
         with pytest.raises(AssertionError):
             self.test_bit_equal(job, grads, coupled=True, freeze=4, size=1, dtype=np.float64)
 
-    def test_what_is_clipped_is_the_gradient_alone(self, job, grads):
+    def test_only_the_gradient_is_clipped(self, job, grads):
         """As with ``clip_grad_norm_`` before a step of torch's Adam."""
         clip, params = 0.5, grads(SHAPES, 99, 0, np.float64)
         run = job(one_bit(decoupled_weight_decay=False, clip_norm=clip), params, 1)
@@ -116,7 +116,7 @@ class TestReference:
 class TestTorch:
     @pytest.mark.parametrize("decoupled", [False, True])
     def test_step_by_step(self, job, grads, *, decoupled):
-        """torch has the one as Adam and as AdamW the other; our order of operations differs in the last bits."""
+        """torch has one form in Adam and the other in AdamW; our order of operations differs in the last bits."""
         torch = pytest.importorskip("torch")
         start = grads(SHAPES, 99, 0, np.float64)
         leaves = [torch.tensor(p).requires_grad_() for p in start]
@@ -130,7 +130,7 @@ class TestTorch:
             theirs.step()
             ours.step(of_ranks)
             for leaf, p in zip(leaves, ours.params[0], strict=True):
-                # A step moves by about the rate; its direction has some ten roundings, of which all before add up.
+                # A step moves by about the rate; its direction has some ten roundings; earlier steps' add up.
                 assert np.abs(leaf.detach().numpy() - p).max() < (step + 1) * 20 * 2.0**-52
         assert not np.allclose(start[0], ours.params[0][0])
 
@@ -145,7 +145,7 @@ class TestTorch:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_identity_of_every_compressed_step(job, grads, size):
-    """m' + E' = b1 m + (1 - b1) (mean_i g_i + decay x) + E: the decay is not compressed, so nothing of it is owed."""
+    """m' + E' = b1 m + (1 - b1) (mean_i g_i + decay x) + E: the decay is not compressed, so it is never owed."""
     run = job(one_bit(decoupled_weight_decay=False, compressor=SIGN), grads(SHAPES, 99, 0, np.float64), size)
     b1 = BETAS[0]
     for step in range(14):
@@ -162,7 +162,7 @@ def test_identity_of_every_compressed_step(job, grads, size):
 
 
 def test_in_every_library(library, lockstep, grads):
-    """The same bytes as in NumPy, and nothing that was passed in is written to."""
+    """The same bytes as in NumPy, and no input is written to."""
     opt = one_bit(decoupled_weight_decay=False, freeze=1)
     start, steps = grads([(20,)], 99, 0), [grads([(20,)], 0, step) for step in range(3)]
 
@@ -184,6 +184,6 @@ class TestArguments:
 
         run_local(2, rank_main, timeout=20)
 
-    def test_not_a_bool(self):
+    def test_a_setting_that_is_not_a_bool_is_refused(self):
         with pytest.raises(TypeError, match=r"decoupled_weight_decay is 0\.1; expected True or False"):
             one_bit(decoupled_weight_decay=0.1)

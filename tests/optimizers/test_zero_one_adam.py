@@ -36,7 +36,7 @@ def falling(step: int) -> float:
 
 
 def zero_one(**changes) -> qcomp.ZeroOneAdam:
-    """Variance at steps 1, 2, 4, 6, 10, ...; from the freeze after step 4 on every third step synchronises."""
+    """Variance at steps 1, 2, 4, 6, 10, ...; after the freeze at step 4, every third step synchronises."""
     return qcomp.ZeroOneAdam(
         **{
             "learning_rate": falling,
@@ -73,7 +73,7 @@ def of_ranks(grads, size, step, dtype=np.float32):
 
 
 class World:
-    """All ranks of a job, which need not be alike after a step."""
+    """All ranks of a job, which may differ after a step."""
 
     def __init__(self, opt, params, size, lockstep):
         self.opt, self.lockstep = opt, lockstep
@@ -101,7 +101,7 @@ class World:
         return len({bits(p) for p in self.params}) == len({bits(s.momentum) for s in self.states}) == 1
 
     def snapshot(self):
-        """Everything that the ranks hold."""
+        """Return everything that the ranks hold."""
         return [
             (
                 bits((*p, *s.momentum, *s.variance, *s.exchange.worker, *s.exchange.server)),
@@ -136,8 +136,8 @@ class TestSchedules:
         last = max(expected)
         assert {s for s in range(1, last + 1) if schedule(s)} == expected
 
-    def test_how_many_they_are(self):
-        """Each * log2(T / each + 1), which is 201.8 for 100 000; between two blocks the curve is a little higher."""
+    def test_the_number_of_intervals(self):
+        """Each * log2(T / each + 1), 201.8 for 100 000; between two blocks this curve is slightly above the number."""
         schedule = DoublingIntervals(16)
         assert sum(map(schedule, range(1, 100_001))) == 201
         count = 0
@@ -185,13 +185,13 @@ class TestSchedules:
 
 
 def share_of_float32(rounds: timetable.Rounds, steps: int, bits_compressed: float = 1.0) -> float:
-    """The bits that a run sends, over those of float32; exact tensors and the bytes of a verdict left out."""
+    """Return the bits that a run sends, over those of float32; without exact tensors and verdicts."""
     return (32 * rounds.exact + bits_compressed * rounds.compressed) / (32 * steps)
 
 
 class TestVolume:
     def test_of_a_short_run(self):
-        """1000 steps, kappa 4: 16 times less with one bit at every other step, more with local steps."""
+        """1000 steps, kappa 4: 16 times less with one bit at every other step, and still less with local steps."""
         opt = qcomp.ZeroOneAdam(learning_rate=0.1, variance_steps=DoublingIntervals(4))
         with_scales = 1 + 32 / 4096
         every_step = opt.rounds(1000)
@@ -220,7 +220,7 @@ class TestVolume:
         assert (150_000 - rounds.silent) / 150_000 < 0.42
 
     def test_counts_what_is_sent(self, world, grads):
-        """Of the same steps, the generators yield nothing, one mean, or an exact and a compressed one."""
+        """For the same steps, the generators yield nothing, one mean, or both an exact and a compressed one."""
         opt, x = zero_one(freeze=None, variance_steps=sparse), np.ones(4096, dtype=np.float32)
         compressed, exact = 4096 // 8 + 4096 // 16 * 4 + 2 * 8, 4096 * 4 + 2 * 8
 
@@ -246,12 +246,12 @@ class TestVolume:
             exact + compressed,
             compressed,
         ]
-        # Step 6 finds the ranks apart: it sends both, and so does step 11.
+        # At step 6 the ranks differ: it sends both means, and so does step 11.
         expected[5] += compressed
         assert run_local(2, rank_main) == [expected] * 2
         assert opt.rounds(12) == (4, 5, 5)
 
-    def test_a_rule_cannot_be_foreseen(self):
+    def test_volume_with_a_freeze_rule_is_an_error(self):
         with pytest.raises(
             ValueError, match=r"freeze is VarianceStable.*expected a number of steps, or None"
         ):
@@ -292,7 +292,7 @@ class TestRanks:
             assert library.numpy(got[0]) == pytest.approx(want[0], rel=1e-4, abs=1e-5)
 
     def test_neither_params_nor_state_are_written_to(self, libraries, lockstep, grads):
-        """Read-only arrays all the way; and who writes into the parameters does not change the anchor."""
+        """Read-only arrays show it; and writing into the parameters does not change the anchor."""
         library = libraries["readonly"]
         run = World(zero_one(), [library.array(a) for a in grads(SHAPES, 99, 0)], 2, lockstep)
         other = World(zero_one(), grads(SHAPES, 99, 0), 2, lockstep)
@@ -329,7 +329,7 @@ class TestRanks:
 
 
 class Reference:
-    """Algorithm 1 in float64, by loops over the ranks, with a mean that may be compressed, on one flat vector."""
+    """Algorithm 1 in float64, with loops over the ranks and an optionally compressed mean, on one flat vector."""
 
     def __init__(self, opt, x, size):
         self.opt, self.size = opt, size
@@ -412,7 +412,7 @@ class Unreset(Reference):
 
 
 class LastRate(Reference):
-    """Broken: the momentum is divided by the last rate, not by the sum of the rates."""
+    """Broken: the momentum is divided by the last rate instead of the sum of the rates."""
 
     def step(self, grads):
         before = self.weights
@@ -445,12 +445,12 @@ def greatest_difference(opt, reference, lockstep, *, size=3, steps=24) -> float:
 class TestReference:
     def test_step_by_step(self, lockstep, compressor, changes):
         opt = zero_one(compressor=compressor, **changes)
-        # Scales are float32 in both, of means that differ in the last bits of a float64: now and then by an ulp.
+        # Scales are float32 in both, from means that differ in a float64's last bits: sometimes by an ulp.
         tolerance = 1e-12 if compressor is NOTHING_LOST else 2e-6
         assert greatest_difference(opt, Reference, lockstep) < tolerance
 
     @pytest.mark.parametrize("broken", [Unreset, LastRate])
-    def test_sees_broken_ones(self, lockstep, compressor, changes, broken):
+    def test_broken_references_differ(self, lockstep, compressor, changes, broken):
         if changes.get("sync_steps") is every and broken is LastRate:
             broken = Unreset
         opt = zero_one(compressor=compressor, **changes)
@@ -458,7 +458,7 @@ class TestReference:
 
 
 class TestIdentities:
-    def test_while_the_variance_lives_it_is_adam_bit_for_bit(self, world, grads, lockstep):
+    def test_before_the_freeze_it_equals_adam_bit_for_bit(self, world, grads, lockstep):
         opt = zero_one(variance_steps=every, freeze=None, weight_decay=0.1)
         adam = qcomp.Adam(learning_rate=falling, betas=opt.betas, weight_decay=0.1)
         one, other = world(opt), world(adam)
@@ -468,7 +468,7 @@ class TestIdentities:
             assert [bits(p) for p in one.params] == [bits(p) for p in other.params]
         assert one.state.stage == "warmup"
 
-    def test_without_momentum_it_is_preconditioned_sgd(self, world, grads):
+    def test_without_momentum_it_equals_preconditioned_sgd(self, world, grads):
         """b1 = 0, v fixed, nothing lost: whatever the synchronisations, the mean moves by the mean gradient."""
         opt = zero_one(betas=(0.0, 0.9), compressor=NOTHING_LOST, freeze=1, variance_steps=every)
         run = world(opt, dtype=np.float64)
@@ -485,8 +485,8 @@ class TestIdentities:
             for got, want in zip(means, x, strict=True):
                 assert got == pytest.approx(want, rel=1e-12, abs=1e-12)
 
-    def test_the_sums_telescope(self, world, grads):
-        """What all synchronisations applied, plus what feedback holds, is what the ranks had, on the mean."""
+    def test_the_sums_of_updates_telescope(self, world, grads):
+        """The updates of all synchronisations, plus what feedback holds, are the mean of what the ranks had."""
         opt = zero_one(freeze=1, variance_steps=every, compressor=qcomp.ScaledSign(16, "rms"))
         run = world(opt, dtype=np.float64)
         run.step(of_ranks(grads, 3, 0, np.float64))
@@ -522,7 +522,7 @@ class TestIdentities:
                 assert np.abs(params[0][5:] - start[5:]).max() < 1
 
     def test_groups(self, world, grads):
-        """Half the rate for one tensor and none for another, alone and together."""
+        """Half the rate for one tensor and none for another, compared with a run without groups."""
         groups = (qcomp.Group("a", learning_rate_factor=0.5), qcomp.Group("b", learning_rate_factor=0.0))
         one = world(zero_one(groups=groups, freeze=2, variance_steps=every))
         other = world(zero_one(freeze=2, variance_steps=every))
@@ -536,7 +536,7 @@ class TestIdentities:
                 assert (got[2] == full[2]).all()
 
     def test_a_rate_of_zero(self, world, grads):
-        """Ranks that are together stay as they are; those that are apart still come together."""
+        """Ranks that agree do not change; ranks that differ still come together."""
         run = world(zero_one(learning_rate=lambda step: 0.0 if step in (0, 7, 9) else 0.01))
         for step in range(12):
             before = run.snapshot() if step == 7 else None
@@ -604,7 +604,7 @@ class TestNonFinite:
         assert run.snapshot() == before
         assert all(bits(s.arrays["anchor"]) == bits(anchor) for s in run.states)
 
-    def test_in_synchronize_too(self, grads):
+    def test_synchronize_raises_too(self, grads):
         def rank_main(comm):
             opt, params = zero_one(), grads(SHAPES, 99, 0)
             state = opt.init(params, comm)
@@ -620,7 +620,7 @@ class TestNonFinite:
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("step", range(12))
-    def test_skip_never_hangs_or_poisons(self, world, grads, name, step):
+    def test_skipping_never_blocks_or_spreads_nan(self, world, grads, name, step):
         run = world(replace(OPTIMIZERS[name], nonfinite="skip"))
         for number in range(step):
             run.step(of_ranks(grads, 3, number))
@@ -649,7 +649,7 @@ class TestNonFinite:
             assert got == pytest.approx(want, rel=1e-6)
         assert bits(one.states[2].momentum) == bits(momentum)
 
-    def test_clipping_alone_uses_the_own_norm(self, world, grads):
+    def test_clipping_in_local_steps_uses_the_norm_of_the_rank(self, world, grads):
         clipped, plain = world(zero_one(clip_norm=1.0)), world(zero_one())
         for step in range(7):
             clipped.step(of_ranks(grads, 3, step))
@@ -731,7 +731,7 @@ class TestCheckpoint:
 
 
 def final_value(opt, steps: int, lockstep) -> float:
-    """Problem (b) of test_convergence.py, smaller: f = .5 sum h (x - 1)^2 in the end, two ranks with noise."""
+    """Return the final f = .5 sum h (x - 1)^2 of problem (b) of test_convergence.py, smaller, two noisy ranks."""
     curvature = np.random.default_rng(0).permutation(np.logspace(-2, 0, 64))
     rng = np.random.default_rng(1)
     run = World(opt, [np.zeros(64)], 2, lockstep)
@@ -763,7 +763,7 @@ class TestConvergence:
         ids=["one bit at every step", "local steps"],
     )
     def test_ends_where_adam_does(self, lockstep, sync_steps, factor):
-        """Without a variance to divide by it does not.
+        """Without a variance to divide by, it does not.
 
         Measured: Adam 3.2e-4, 1-bit Adam 3.5e-4, 0/1 Adam 2.3e-4, with local steps 5.7e-4.
         """

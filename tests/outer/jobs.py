@@ -1,4 +1,4 @@
-"""Jobs of an outer loop: all ranks of a world in one thread, with inner steps that are easy to follow."""
+"""Jobs with an outer loop: all ranks of a world in one thread, with simple inner steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def loop_of(**changes: Any) -> qcomp.OuterLoop:
 
 
 def begun(shapes: Sequence[tuple] = SHAPES, dtype: Any = np.float32) -> list[np.ndarray]:
-    """Parameters of the first step, in sixteenths."""
+    """Return the initial parameters, in sixteenths."""
     rng = np.random.default_rng(3)
     return [np.asarray(rng.integers(-32, 32, s) / 16, dtype) for s in shapes]
 
@@ -27,13 +27,13 @@ def begun(shapes: Sequence[tuple] = SHAPES, dtype: Any = np.float32) -> list[np.
 def moves(
     rank: int, step: int, shapes: Sequence[tuple] = SHAPES, dtype: Any = np.float32
 ) -> list[np.ndarray]:
-    """What the inner step of a rank subtracts: sixteenths again, so that sums and means of them are exact."""
+    """Return what a rank's inner step subtracts: sixteenths again, so that sums and means are exact."""
     rng = np.random.default_rng([7, rank, step])
     return [np.asarray((rng.integers(-16, 16, s) + 4) / 16, dtype) for s in shapes]
 
 
 class Job:
-    """All ranks: what each of them holds, after any number of inner steps."""
+    """All ranks, and the state of each, after any number of inner steps."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class Job:
         return [tuple(p.shape) for p in self.params[0]]
 
     def inner(self) -> None:
-        """An inner step on every rank."""
+        """Take an inner step on every rank."""
         step = self.states[0].step
         for rank in range(self.size):
             of_rank = moves(rank, step, self.shapes)
             self.params[rank] = [p - self.make(m) for p, m in zip(self.params[rank], of_rank, strict=True)]
-            if self.make is np.array:  # NumPy computes scalars from arrays of shape ()
+            if self.make is np.array:  # NumPy turns arrays of shape () into scalars when it computes
                 self.params[rank] = [np.asarray(p) for p in self.params[rank]]
 
     def outer(self, **options: Any) -> Any:
-        """Let the loop take the inner step."""
+        """Pass the inner step to the loop."""
         pairs = zip(self.params, self.states, strict=True)
         found = lockstep([self.loop.stages(p, s) for p, s in pairs], **options)
         if not isinstance(found[0], Exception):
@@ -82,14 +82,14 @@ class Job:
         return self
 
     def anchor(self, rank: int = 0) -> list[np.ndarray]:
-        """The shared parameters as a rank holds them."""
+        """Return the shared parameters as a rank holds them."""
         return [np.asarray(x) for x in self.states[rank].arrays["anchor"]]
 
     def saved(self) -> list[dict[str, Any]]:
         return [self.loop.state_dict(p, s) for p, s in zip(self.params, self.states, strict=True)]
 
     def resumed(self, saved: Sequence[Any], size: int | None = None, **options: Any) -> "Job":
-        """Return a job that goes on from saved dicts; each rank has its own, or all have all."""
+        """Return a job that resumes from saved dicts; each rank has its own dict, or all ranks have all dicts."""
         job = Job(self.loop, size or self.size, params=begun(self.shapes), make=self.make)
         found = lockstep(
             [
@@ -108,7 +108,7 @@ class Job:
         return job
 
     def held(self) -> list[dict[str, bytes]]:
-        """Everything that each rank holds, as bytes."""
+        """Return everything that each rank holds, as bytes."""
         return [
             {
                 key: f"{np.asarray(v).dtype}{np.shape(v)}".encode() + np.asarray(v).tobytes()
@@ -119,7 +119,7 @@ class Job:
 
 
 class Group:
-    """Some ranks of a communicator as one of their own; all groups of it make the same calls."""
+    """Some ranks of a communicator as one of their own; all groups of that communicator must make the same calls."""
 
     def __init__(self, comm, ranks):
         self.whole, self.ranks = comm, list(ranks)

@@ -1,4 +1,4 @@
-"""Broken outer loops are caught: each breaks one thing, and a law or a test of resuming sees it."""
+"""Broken outer loops are caught: each breaks one thing, and a law or a test of resuming detects it."""
 
 import inspect
 
@@ -21,8 +21,8 @@ def wrong_sign(self, fragment, tensors, state):
     return after._replace(arrays={**after.arrays, "sent": tuple(-x for x in after.arrays["sent"])})
 
 
-def from_the_last_parameters(self, fragment, tensors, state):
-    """Takes differences to what was local before, and not to the shared parameters."""
+def halves_the_outer_gradient(self, fragment, tensors, state):
+    """Sends half of each outer gradient, as if measured from parameters between the shared and the local ones."""
     after = DEPART(self, fragment, tensors, state)
     return after._replace(arrays={**after.arrays, "sent": tuple(x / 2 for x in after.arrays["sent"])})
 
@@ -33,7 +33,7 @@ def keeps_its_anchor(self, fragment, means, tensors, state):
 
 
 def moves_by_its_own(self, fragment, means, tensors, state):
-    """The outer optimizer, with its momentum, sees what this rank did instead of the mean."""
+    """Gives the outer optimizer, with its momentum, this rank's outer gradient instead of the mean."""
     return LAND(self, fragment, means._replace(values=means.own), tensors, state)
 
 
@@ -84,14 +84,14 @@ BROKEN = {
         LOOP,
         "_depart",
         wrong_sign,
-        test_laws.test_it_is_the_optimizer_itself_where_rounds_have_one_step,
+        test_laws.test_rounds_of_one_step_equal_the_outer_optimizer,
     ),
-    "half": (LOOP, "_depart", from_the_last_parameters, test_laws.test_what_is_sent_and_what_is_owed_add_up),
+    "half": (LOOP, "_depart", halves_the_outer_gradient, test_laws.test_sent_and_owed_values_add_up),
     "anchor": (
         LOOP,
         "_land",
         keeps_its_anchor,
-        test_laws.test_it_is_the_optimizer_itself_where_rounds_have_one_step,
+        test_laws.test_rounds_of_one_step_equal_the_outer_optimizer,
     ),
     "per rank": (
         LOOP,
@@ -99,36 +99,41 @@ BROKEN = {
         moves_by_its_own,
         test_laws.test_shared_parameters_are_the_same_on_all_ranks_bit_for_bit,
     ),
-    "residual": (LOOP, "_land", forgets_what_it_owes, test_laws.test_what_is_sent_and_what_is_owed_add_up),
+    "residual": (LOOP, "_land", forgets_what_it_owes, test_laws.test_sent_and_owed_values_add_up),
     "moments": (
         LOOP,
         "_land",
         forgets_moments,
-        test_laws.test_it_is_the_optimizer_itself_where_rounds_have_one_step,
+        test_laws.test_rounds_of_one_step_equal_the_outer_optimizer,
     ),
     "own": (LOOP, "_land", keeps_its_own, test_laws.test_ranks_differ_between_rounds_and_agree_after_them),
-    "decay": (CompressedMean, "rescaled", without_decay, test_laws.test_what_is_sent_and_what_is_owed_add_up),
-    "alias": (module, "copy", aliases, test_laws.test_what_is_given_shares_no_memory_with_the_state),
+    "decay": (CompressedMean, "rescaled", without_decay, test_laws.test_sent_and_owed_values_add_up),
+    "alias": (module, "copy", aliases, test_laws.test_returned_parameters_share_no_memory_with_the_state),
     "mixing": (
         module.primitives,
         "momentum",
         mixes_the_other_way,
-        test_laws.test_results_are_mixed_with_the_ranks_own,
+        test_laws.test_results_are_mixed_with_the_local_parameters,
     ),
     "early": (
         LOOP,
         "landing",
         one_step_early,
-        test_laws.test_a_result_that_is_late_is_the_result_that_was_sent,
+        test_laws.test_a_delayed_result_is_the_result_of_the_step_that_sent_it,
     ),
-    "unchecked": (module, "same_step", no_check, test_failures.test_ranks_with_different_fragments_are_told),
+    "unchecked": (
+        module,
+        "same_step",
+        no_check,
+        test_failures.test_ranks_with_different_fragments_are_an_error,
+    ),
     "stale": (
         overlapped._Flight,
         "is_of",
         lambda self, state: True,
-        test_overlapped.test_going_back_to_an_earlier_state_forgets_what_it_had_begun,
+        test_overlapped.test_going_back_to_an_earlier_state_discards_exchanges_under_way,
     ),
-    "shared": (LOOP, "own_kinds", equal_on_all_ranks, test_resume.test_on_other_ranks_means_go_on),
+    "shared": (LOOP, "own_kinds", equal_on_all_ranks, test_resume.test_other_ranks_resume_with_the_means),
 }
 SETTINGS = {
     "how": {},
@@ -142,7 +147,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_it_is_seen(name, monkeypatch):
+def test_a_broken_loop_is_detected(name, monkeypatch):
     place, attribute, broken, law = BROKEN[name]
     options = {key: SETTINGS[key] for key in inspect.signature(law).parameters}
     law(**options)
@@ -151,6 +156,6 @@ def test_it_is_seen(name, monkeypatch):
         law(**options)
 
 
-def test_the_list_is_of_different_things():
+def test_the_list_breaks_different_things():
     assert len({entry[2] for entry in BROKEN.values()}) == len(BROKEN)
     assert np.unique([law.__name__ for *_, law in BROKEN.values()]).size >= 9

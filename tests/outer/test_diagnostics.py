@@ -1,4 +1,4 @@
-"""What is measured of an outer loop, against the same from all ranks' arrays."""
+"""What diagnostics measure of an outer loop, compared with values computed from all ranks' arrays."""
 
 import math
 
@@ -31,7 +31,7 @@ def measured(loop, size, steps, **options):
     [loop_of(), loop_of(fragments=2, delay=1), qcomp.OuterLoop(every=4)],
     ids=["sign", "delay", "exact"],
 )
-def test_the_steps_are_those_of_the_loop_and_reports_are_equal(loop):
+def test_steps_are_unchanged_and_all_ranks_report_the_same(loop):
     found = measured(loop, 3, 9)
     job = Job(loop, 3).run(9)
     for rank, (params, reports) in enumerate(found):
@@ -41,7 +41,7 @@ def test_the_steps_are_those_of_the_loop_and_reports_are_equal(loop):
         assert bool(report) == (step in (3, 5, 7, 9) if loop.delay else step % 4 == 0)
 
 
-def test_drift_is_what_the_ranks_did_besides_their_mean():
+def test_drift_is_the_distance_of_outer_gradients_from_their_mean():
     loop = loop_of(exact=None, compressor=qcomp.ScaledSign(8))
     report = measured(loop, 2, 4)[0][1][-1]
     done = [
@@ -56,12 +56,12 @@ def test_drift_is_what_the_ranks_did_besides_their_mean():
     assert report["bytes_sent"] > 0
 
 
-def test_ranks_that_do_the_same_do_not_drift():
+def test_ranks_with_the_same_steps_do_not_drift():
     report = measured(qcomp.OuterLoop(every=2), 1, 2)[0][1][-1]
     assert (report["drift"], report["cosine"]) == (0, 1)
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="loop is 3"):
         qcomp.outer.OuterDiagnostics(3)
     with pytest.raises(ValueError, match="sample is 0"):

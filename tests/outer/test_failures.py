@@ -1,4 +1,4 @@
-"""What an outer loop refuses: on every rank, with nothing changed."""
+"""What an outer loop refuses: on every rank, and without changing anything."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_a_value_that_is_not_finite_is_named_on_every_rank(fragments, compressor
     assert job.states[0].stage == "local"
 
 
-def test_a_late_refusal_says_when_it_was_sent():
+def test_a_late_refusal_names_the_step_of_the_value():
     job = Job(loop_of(delay=2), 2).run(3)
     job.inner()
     job.params[0][0][0, 0] = np.nan
@@ -45,8 +45,8 @@ def test_a_late_refusal_says_when_it_was_sent():
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_ranks_at_different_steps_are_told(delay):
-    """Rank 1 has made a whole outer round more: their messages have the same sizes."""
+def test_ranks_at_different_steps_are_an_error(delay):
+    """Rank 1 is a whole outer round ahead: the messages have the same sizes."""
     job = Job(loop_of(delay=delay), 2).run(3)
     job.states[1] = job.states[1]._replace(step=7)
     for _ in range(delay):
@@ -58,14 +58,14 @@ def test_ranks_at_different_steps_are_told(delay):
         )
 
 
-def test_ranks_with_different_fragments_are_told():
+def test_ranks_with_different_fragments_are_an_error():
     job = Job(loop_of(fragments=2), 2).run(1)
     job.states[1] = job.states[1]._replace(step=3)
     for error in job.outer(catch=qcomp.MismatchError):
         assert "rank 0 after step 2, rank 1 after step 4" in str(error)
 
 
-def test_gradients_that_were_not_averaged_are_found_at_the_end_of_the_warm_up():
+def test_unaveraged_gradients_are_found_at_the_end_of_the_warm_up():
     job = Job(loop_of(warmup=2), 2).run(1)
     job.inner()
     for error in job.outer(catch=qcomp.MismatchError):
@@ -115,7 +115,7 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(overlapped):
         ({"compressor": qcomp.QSGD(1, 512)}, "feedback=True around qsgd"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes, message):
+def test_incompatible_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         loop_of(**changes)
 
@@ -130,7 +130,7 @@ def test_settings_that_do_not_fit_are_refused(changes, message):
         ({"topology": "ring"}, r"averaging=qcomp.Averaging\(topology='ring'\)"),
     ],
 )
-def test_what_is_no_setting_is_refused(changes, message):
+def test_settings_of_the_wrong_type_are_refused(changes, message):
     with pytest.raises(TypeError, match=message):
         loop_of(**changes)
 
@@ -155,7 +155,7 @@ def test_more_fragments_than_tensors_are_refused_on_every_rank():
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_ranks_with_other_settings_are_told(changes):
+def test_ranks_with_different_settings_are_an_error(changes):
     loops = [loop_of(), loop_of(**changes)]
     stages = [loop.init_stages(begun(), rank=rank, size=2) for rank, loop in enumerate(loops)]
     for error in lockstep(stages, catch=qcomp.MismatchError):
@@ -163,7 +163,7 @@ def test_ranks_with_other_settings_are_told(changes):
         assert isinstance(error, qcomp.MismatchError)
 
 
-def test_schedules_that_are_functions_are_compared_by_what_they_return():
+def test_schedules_are_compared_by_their_values():
     def loop(rate):
         return loop_of(outer=qcomp.SGD(learning_rate=lambda step: rate / (step + 1)))
 
@@ -190,7 +190,7 @@ def test_parameters_of_other_shapes_are_refused():
         )
 
 
-def test_overlapping_needs_something_to_overlap_with():
+def test_overlapping_needs_a_delay_and_a_communicator_with_start():
     alone = qcomp.comm.LocalCommunicator.alone()
     with pytest.raises(ValueError, match="loop has delay=0"):
         Overlapped(loop_of(), alone)
@@ -198,7 +198,7 @@ def test_overlapping_needs_something_to_overlap_with():
         Overlapped(loop_of(delay=1), object())
 
 
-def test_gradients_of_the_warm_up_that_are_not_finite():
+def test_non_finite_gradients_in_the_warm_up():
     job = Job(loop_of(warmup=2), 2)
     grads = [moves(rank, 0) for rank in range(2)]
     grads[1][2][0] = np.nan

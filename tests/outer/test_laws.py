@@ -1,4 +1,4 @@
-"""The outer loop against what it promises: exact data-parallel SGD, the sum identities, and equal shared parameters."""
+"""The promises of the outer loop: exact data-parallel SGD, the sum identities, and equal shared parameters."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ LOW_RANK = {"averaging": qcomp.PowerSGD(rank=1), "compressor": qcomp.Identity()}
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["readonly", "torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_round_of_one_step_is_exact_data_parallel_sgd(libraries, name, size):
-    """Every rank moves by its gradient times a power of two, in sixteenths: no operation rounds."""
+    """Every rank moves by its gradient times a power of two, in sixteenths, so nothing is rounded."""
     library = libraries[name]
     job = Job(PLAIN, size, make=library.array)
     params = [p.astype(np.float64) for p in begun()]
@@ -33,8 +33,8 @@ def test_a_round_of_one_step_is_exact_data_parallel_sgd(libraries, name, size):
                 assert library.numpy(found).tobytes() == p.astype(np.float32).tobytes()
 
 
-def test_it_is_the_optimizer_itself_where_rounds_have_one_step():
-    """Momentum outside, with an inner rate of 1 (a power of two): the steps of qcomp.SGD on the same gradients."""
+def test_rounds_of_one_step_equal_the_outer_optimizer():
+    """Outer momentum, with an inner rate of 1 (a power of two), gives the steps of qcomp.SGD on the same gradients."""
     sgd = qcomp.SGD(learning_rate=0.5, momentum=0.5, nesterov=True)
     job = Job(qcomp.OuterLoop(every=1, outer=sgd), 2)
     params = begun()
@@ -51,8 +51,8 @@ def test_it_is_the_optimizer_itself_where_rounds_have_one_step():
 @pytest.mark.parametrize(
     "changes", [{}, {"fragments": 2}, {"delay": 2}, {"fragments": 3, "delay": 1, "mixing": 0.5}]
 )
-def test_what_a_step_returns_shares_memory_with_the_state_only_if_it_may(changes):
-    """The numbers are the same either way."""
+def test_results_share_memory_with_the_state_only_with_permission(changes):
+    """The values are the same either way."""
     loop = loop_of(**changes)
     job = Job(loop, 2)
     shared = 0
@@ -77,8 +77,8 @@ def test_what_a_step_returns_shares_memory_with_the_state_only_if_it_may(changes
 )
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_what_is_sent_and_what_is_owed_add_up(how, decay, fragments):
-    """Per round of a fragment: D = mean_i d_i + decay * owed - owed'. With decay 1 it telescopes over all rounds."""
+def test_sent_and_owed_values_add_up(how, decay, fragments):
+    """For each round of a fragment, D = mean_i d_i + decay * owed - owed'. With decay 1, the rounds telescope."""
     loop = loop_of(**how, decay=decay, fragments=fragments)
     job = Job(loop, 3, params=begun(dtype=np.float64))
     before, sums, steps = job.anchor(), [np.zeros(s) for s in SHAPES], 0
@@ -93,7 +93,7 @@ def test_what_is_sent_and_what_is_owed_add_up(how, decay, fragments):
             if np.array_equal(after, before[i]):
                 continue
             steps += 1
-            sent = before[i] - after  # outer SGD of rate 1
+            sent = before[i] - after  # outer SGD with rate 1
             meant = before[i] - sum(p[i] for p in inner) / 3
             lost = decay * debt[i] - kept[i] if i < 2 else 0
             assert np.abs(sent - (meant + lost)).max() < 1e-12
@@ -142,7 +142,7 @@ def test_ranks_differ_between_rounds_and_agree_after_them():
         assert same == (step % 4 == 0)
 
 
-def test_parameters_between_rounds_are_those_given():
+def test_between_rounds_parameters_are_returned_as_given():
     job = Job(loop_of(), 2)
     job.inner()
     given = job.params[0]
@@ -150,8 +150,8 @@ def test_parameters_between_rounds_are_those_given():
     assert all(a is b for a, b in zip(job.params[0], given, strict=True))
 
 
-def test_a_fragment_is_a_model_of_its_own():
-    """Two fragments are two loops of which each sees its tensors alone, shifted by half an outer round."""
+def test_a_fragment_acts_like_a_separate_model():
+    """Two fragments act like two loops, each with its own tensors, shifted by half an outer round."""
     outer = qcomp.SGD(learning_rate=0.5, momentum=0.5)
     loop = loop_of(outer=outer, fragments=2, decay=0.5)
     job = Job(loop, 2).run(12)
@@ -170,8 +170,8 @@ def test_a_fragment_is_a_model_of_its_own():
             assert x.tobytes() == job.anchor()[i].tobytes()
 
 
-def test_a_result_that_is_late_is_the_result_that_was_sent():
-    """With inner steps that do not depend on parameters, delay only shifts when the shared parameters move."""
+def test_a_delayed_result_is_the_result_of_the_step_that_sent_it():
+    """If inner steps do not depend on the parameters, a delay only shifts when the shared parameters move."""
     soon, late = Job(loop_of(every=6), 2), Job(loop_of(every=6, delay=2), 2)
     for step in range(1, 9):
         soon.run(1)
@@ -182,7 +182,7 @@ def test_a_result_that_is_late_is_the_result_that_was_sent():
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.25])
-def test_results_are_mixed_with_the_ranks_own(mixing):
+def test_results_are_mixed_with_the_local_parameters(mixing):
     job = Job(loop_of(delay=2, mixing=mixing), 2).run(5)
     job.inner()
     own = job.params
@@ -193,10 +193,10 @@ def test_results_are_mixed_with_the_ranks_own(mixing):
             assert np.array_equal(found, x) == (mixing == 0)
 
 
-def test_half_precision_parameters_have_shared_ones_in_float32():
-    """A round without inner steps moves nothing: what rounding to bfloat16 loses is no outer gradient."""
+def test_half_precision_parameters_have_float32_shared_parameters():
+    """A round without inner steps moves nothing: the rounding to bfloat16 is not part of the outer gradient."""
     torch = pytest.importorskip("torch")
-    outer = qcomp.SGD(learning_rate=1e-3)  # moves below the precision of bfloat16, which add up in float32
+    outer = qcomp.SGD(learning_rate=1e-3)  # moves smaller than bfloat16 resolves, which add up in float32
     job = Job(qcomp.OuterLoop(every=1, outer=outer), 2, make=lambda x: torch.tensor(x).bfloat16())
     start = job.anchor()
     for _ in range(3):
@@ -211,8 +211,8 @@ def test_half_precision_parameters_have_shared_ones_in_float32():
     assert [x.tobytes() for x in before] == [x.tobytes() for x in job.anchor()]
 
 
-def test_what_is_given_shares_no_memory_with_the_state():
-    """So inner steps may write in place, as those of torch do."""
+def test_returned_parameters_share_no_memory_with_the_state():
+    """So inner steps may write in place, as torch optimizers do."""
     new, old = Job(loop_of(every=2, delay=1), 1), Job(loop_of(every=2, delay=1), 1)
     for _ in range(8):
         old.run(1)
@@ -227,8 +227,8 @@ def test_what_is_given_shares_no_memory_with_the_state():
 
 
 @pytest.mark.parametrize("kernels", ["pure", "auto"])
-def test_nothing_that_is_given_is_written_to(kernels):
-    """With and without kernels, which may take buffers where they are told to: the state that was passed in stays."""
+def test_arguments_are_never_written_to(kernels):
+    """With and without kernels, which may reuse buffers only with permission: the state passed in does not change."""
     loop = loop_of(every=2, fragments=2, delay=1, mixing=0.5, decay=0.5, outer=qcomp.Adam(learning_rate=0.1))
     with qcomp.backends.use(kernels):
         job = Job(loop, 2)
@@ -238,7 +238,7 @@ def test_nothing_that_is_given_is_written_to(kernels):
                 residuals = [*state.exchange.worker, *state.exchange.server]
                 moments = [*state.momentum, *state.variance, *residuals]
                 for x in [*params, *moments, *(x for xs in state.arrays.values() for x in xs)]:
-                    if isinstance(x, np.ndarray):  # and no scalar
+                    if isinstance(x, np.ndarray):  # not a scalar
                         x.flags.writeable = False
             job.outer()
     assert job.states[0].numbers == {"rounds.0": 3.0, "rounds.1": 2.0}
@@ -269,7 +269,7 @@ def test_warm_up_averages_every_step_and_then_stops():
     assert [x.tobytes() for x in job.anchor()] != [x.tobytes() for x in first]
 
 
-def test_every_tensor_is_in_one_fragment_and_they_are_balanced():
+def test_every_tensor_is_in_one_fragment_and_fragments_are_balanced():
     rng = np.random.default_rng(0)
     for count in (1, 2, 5):
         sizes = [int(n) for n in rng.integers(0, 1000, 40)]
@@ -285,7 +285,7 @@ def test_every_tensor_is_in_one_fragment_and_they_are_balanced():
 
 
 @pytest.mark.parametrize("exact", [LARGE, None])
-def test_nothing_is_compressed_twice_in_its_name(exact):
+def test_a_loop_without_compression_has_no_residuals_and_no_warning(exact):
     """Identity keeps no residuals, and policies do not warn that it compresses nothing."""
     job = Job(qcomp.OuterLoop(every=2, exact=exact), 2).run(2)
     assert job.states[0].exchange.worker == ()
@@ -302,7 +302,7 @@ def test_nothing_is_compressed_twice_in_its_name(exact):
     ],
     ids=["plain", "every step", "fragments", "long delay"],
 )
-def test_it_tells_in_which_steps_it_exchanges(loop):
+def test_exchanges_announces_the_steps_with_exchanges(loop):
     params = [np.ones(40, np.float32), np.ones((7, 5), np.float32), np.ones(3, np.float32)]
     states = lockstep([loop.init_stages(params, rank=rank, size=2) for rank in range(2)])
     mine = [params, params]
@@ -320,7 +320,7 @@ def test_it_tells_in_which_steps_it_exchanges(loop):
 
 
 def watched(stages, yielded):
-    """Note that something is exchanged."""
+    """Record that something is exchanged."""
     arrived = None
     while True:
         try:
@@ -331,8 +331,8 @@ def watched(stages, yielded):
         arrived = yield request
 
 
-def test_a_matrix_that_rested_for_long_moves_again():
-    """PowerSGD begins from the factor that it had: a decay is of residuals alone."""
+def test_a_matrix_moves_again_after_a_long_rest():
+    """PowerSGD starts from its last factor: the decay applies to residuals only."""
     loop = loop_of(**LOW_RANK, every=1, decay=0.5)
     params = begun()
     alone = qcomp.comm.LocalCommunicator.alone()

@@ -1,4 +1,4 @@
-"""Exchanges that travel while inner steps run: the same results, whatever the communicator does meanwhile."""
+"""Exchanges that run beside inner steps: the same results, whenever the communicator makes progress."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ LOOPS = {
 
 
 class Slow:
-    """A communicator that begins an exchange only when it is waited for, and counts what is under way."""
+    """A communicator that makes an exchange only when it is waited for, and counts the exchanges under way."""
 
     def __init__(self, comm):
         self.inside, self.rank, self.size, self.host = comm, comm.rank, comm.size, comm.host
@@ -40,7 +40,7 @@ class Late:
         self.comm, self.request, self.received = comm, request, None
 
     def wait(self):
-        while self.received is None:  # in the order of the starts, as bytes travel
+        while self.received is None:  # in the order of the starts, as bytes would arrive
             first = self.comm.waiting.pop(0)
             first.received = self.comm.inside.start(first.request).wait()
         return self.received
@@ -68,7 +68,7 @@ def run(loop, comm, steps, make=None, reload=None):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("slow", [False, True])
-def test_the_results_are_those_of_the_loop(name, slow):
+def test_results_are_those_of_the_plain_loop(name, slow):
     loop, most = LOOPS[name], []
 
     def overlapped(loop, comm):
@@ -83,7 +83,7 @@ def test_the_results_are_those_of_the_loop(name, slow):
 
 
 @pytest.mark.parametrize("reload", range(3, 7))
-def test_a_state_that_is_loaded_makes_its_exchange_anew(reload):
+def test_a_loaded_state_repeats_its_exchange(reload):
     loop = LOOPS["long"]
     expected = run_local(2, lambda comm: run(loop, comm, 15), timeout=20)
     found = run_local(
@@ -92,7 +92,7 @@ def test_a_state_that_is_loaded_makes_its_exchange_anew(reload):
     assert found == expected
 
 
-def test_going_back_to_an_earlier_state_forgets_what_it_had_begun():
+def test_going_back_to_an_earlier_state_discards_exchanges_under_way():
     loop = loop_of(every=3, delay=2)
 
     def rank_main(comm):
@@ -102,7 +102,7 @@ def test_going_back_to_an_earlier_state_forgets_what_it_had_begun():
         trails = []
         for shift in (0.0, 1.0):
             params, now = [p + shift * (comm.rank + 1) for p in first], state
-            for _ in range(4):  # the exchange of step 3 is under way at the end
+            for _ in range(4):  # at the end, the exchange of step 3 is under way
                 params, now = running.step(params, now)
             trails.append((params, now))
         params, now = trails[0]
@@ -140,8 +140,8 @@ def test_a_refusal_leaves_communicator_and_state_usable():
     assert one == other
 
 
-def test_order_of_messages_is_by_steps_alone():
-    """Two fragments are under way at once, each a message further in each step."""
+def test_the_order_of_messages_depends_only_on_steps():
+    """Two fragments are under way at once; each step moves each of them on by one message."""
     loop = qcomp.OuterLoop(every=4, delay=3, fragments=2, compressor=SIGN, exact=LARGE)
     orders = []
 

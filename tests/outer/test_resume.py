@@ -19,7 +19,7 @@ LOOPS = {
 
 
 def averaged(job, steps):
-    """Run a job with its warm-up."""
+    """Run a job, including its warm-up."""
     for _ in range(steps):
         before = list(job.params)
         job.inner()
@@ -52,7 +52,7 @@ def test_a_saved_dict_outlives_inner_steps_in_place():
     assert np.array_equal(saved["local.0"], kept)
 
 
-def test_it_goes_through_formats_of_arrays_alone():
+def test_a_state_passes_through_formats_that_hold_only_arrays():
     job = Job(STREAMING, 2).run(5)
     saved = [qcomp.checkpoint.to_arrays(d, like=np.zeros(1)) for d in job.saved()]
     assert job.resumed(saved).held() == job.held()
@@ -60,8 +60,8 @@ def test_it_goes_through_formats_of_arrays_alone():
 
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("stop", [4, 5, 7])
-def test_on_other_ranks_means_go_on(new, stop):
-    """What the next rounds average: d_i now and under way, and what is owed; and the shared parameters themselves."""
+def test_other_ranks_resume_with_the_means(new, stop):
+    """This keeps the means of d_i, now and under way, the mean of what is owed, and the shared parameters."""
     old = Job(STREAMING, 2).run(stop)
     with pytest.warns(UserWarning, match="a state of 2 ranks resumes with"):
         job = old.resumed(old.saved(), new)
@@ -89,7 +89,7 @@ def test_ranks_of_other_checkpoints_are_refused():
         one.resumed([one.saved()[0], other.saved()[1]])
 
 
-def test_what_another_loop_saved_is_refused_or_named():
+def test_a_state_of_another_loop_is_refused_or_warned_of():
     job = Job(loop_of(fragments=2), 1).run(2)
     (saved,) = job.saved()
     with pytest.warns(UserWarning, match=r"every=4 \(now 6\)"):

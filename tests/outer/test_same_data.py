@@ -1,4 +1,4 @@
-"""Ranks that all send the same in the first outer round are told: they train on the same data, most likely."""
+"""Ranks that all send the same in the first outer round warn: they probably train on the same data."""
 
 import warnings
 
@@ -29,7 +29,7 @@ def train(comm, loop, gradient, steps=8, *, hides=False):
 
 
 def told(ranks, loop, gradient, **options):
-    """What the ranks are told."""
+    """Return the warnings of all ranks."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run_local(ranks, lambda comm: train(comm, loop, gradient, **options), timeout=20)
@@ -46,7 +46,7 @@ def told(ranks, loop, gradient, **options):
         (WARMED, False, "gradients in the first step"),
     ],
 )
-def test_every_rank_is_told_once(loop, hides, what):
+def test_every_rank_warns_once(loop, hides, what):
     text = f"all 3 ranks have the same {what}"
     assert told(3, loop, lambda _, step: 1 + step, hides=hides) == [text] * 3
     assert told(3, loop, lambda rank, step: 1 + step + (rank == 2), hides=hides) == []
@@ -57,19 +57,19 @@ def test_later_rounds_are_not_compared(loop):
     assert told(2, loop, lambda rank, step: 1 + rank * (step < 4)) == []
 
 
-def test_ranks_that_have_not_moved_and_a_rank_alone_are_not_told():
+def test_ranks_that_have_not_moved_and_a_lone_rank_do_not_warn():
     assert told(2, PLAIN, lambda *_: 0) == []
     assert told(1, PLAIN, lambda *_: 1) == []
 
 
-def test_steps_that_end_no_round_stay_silent():
-    """The comparison is 4 bytes to each peer, where the first round ends."""
+def test_steps_within_a_round_send_nothing():
+    """The comparison takes 4 bytes to each peer at the end of the first round."""
     first, second, third, fourth = run_local(3, lambda comm: train(comm, PLAIN, lambda rank, _: rank))[0][:4]
     assert (first, third, second - fourth) == (0, 0, 8)
 
 
-def test_whoever_drives_the_stages_where_ranks_come_and_go_is_not_told():
-    """A rank that joins begins with the parameters of another."""
+def test_driving_the_stages_directly_causes_no_warning():
+    """A rank that joins starts with the parameters of another."""
     from qcomp.core.mean.stages import drive
 
     def rank_main(comm):

@@ -1,4 +1,4 @@
-"""Workers of several ranks: data-parallel inside, an outer loop between them."""
+"""Workers of several ranks: data-parallel training inside, an outer loop between them."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def train(comm, inner, outer, loop, steps=9):
 
 
 def of_four(topology, hosts=None):
-    """Two workers of two ranks: the inner ranks are those of a machine, the outer ones of the same place, or all."""
+    """Two workers of two ranks: inner ranks share a machine; outer ranks have the same place, or are all ranks."""
     loop = loop_of(averaging=qcomp.Averaging(topology=topology))
 
     def rank_main(comm):
@@ -50,7 +50,7 @@ def of_four(topology, hosts=None):
 
 @pytest.fixture(scope="module")
 def of_two():
-    """The same gradients on two ranks, each of which has those of a worker."""
+    """The same gradients on two ranks, each with the gradients of one worker."""
     loop = loop_of()
 
     def rank_main(comm):
@@ -68,14 +68,14 @@ def of_two():
 
 
 def test_ranks_of_the_same_place_exchange(of_two):
-    """Each pair of ranks computes the same, so nothing more needs to be told inside a worker."""
+    """Ranks of a worker compute the same, so nothing more is exchanged within it."""
     found = of_four("two_phase")
     assert found[0] == found[1] == of_two[0]
     assert found[2] == found[3] == of_two[1]
 
 
-def test_or_all_ranks_do_in_a_hierarchy(of_two):
-    """Then the payload crosses the network once for each worker; the same bytes are averaged."""
+def test_all_ranks_may_exchange_in_a_hierarchy(of_two):
+    """The payload then crosses the network once per worker; the same bytes are averaged."""
     found = of_four("hierarchical", ["a", "a", "b", "b"])
     assert found[0] == found[1]
     assert found[2] == found[3]
@@ -151,7 +151,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_workers_that_shard_their_model(torch_ranks):
-    """Two workers of two ranks: each rank exchanges its shards with the rank of the same place."""
+    """Two workers of two ranks: each rank exchanges its shards with the rank in the same place."""
     pytest.importorskip("torch")
     torch_ranks(
         4,
@@ -191,7 +191,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_workers_under_ddp(torch_ranks):
-    """Two workers of two ranks, each with a DistributedDataParallel, and one over all four, which is refused."""
+    """Two workers of two ranks, each with a DistributedDataParallel; a single one over all four ranks is refused."""
     pytest.importorskip("torch")
     torch_ranks(
         4,

@@ -1,4 +1,4 @@
-"""What is shipped is complete: a wheel made of the sdist works outside of the repository."""
+"""The distribution is complete: a wheel made from the sdist works outside the repository."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """A folder with the sdist, and the wheel that was made of it."""
+    """A folder with the sdist, and the wheel made from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
     return folder
@@ -61,20 +61,20 @@ def dist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(dist, tmp_path_factory):
-    """The commands of an environment with the wheel, and with this environment's other packages."""
+    """The commands of an environment with the wheel and this environment's other packages."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     bin = folder / "bin"
     (wheel,) = dist.glob("*.whl")
     run(sys.executable, "-m", "pip", "--python", bin / "python", "install", "--no-deps", "--no-index", wheel)
     packages = run(bin / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # A line of a .pth file adds a folder, but not what the .pth files in that folder add, such as this repository.
+    # A line of a .pth file adds a folder, but not the folders in that folder's own .pth files, such as this repository.
     (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return bin
 
 
 def shipped():
-    """Yield the files of the package, as they are in the repository."""
+    """Yield the files of the package as they are in the repository."""
     for path in PACKAGE.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             yield str(path.relative_to(ROOT))
@@ -88,7 +88,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(dist):
     assert {"qcomp/py.typed", "qcomp/backends/cupy_cuda/sign.cu"} <= names
 
 
-def test_the_sdist_has_what_its_tests_and_pages_need(dist):
+def test_the_sdist_has_the_files_that_its_tests_and_pages_need(dist):
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

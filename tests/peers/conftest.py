@@ -1,4 +1,4 @@
-"""The compat mode over the gradients that the original was given, and how far the two are apart."""
+"""Runs the compat mode on the gradients given to the original, and measures the distance of the results."""
 
 import importlib.util
 import sys
@@ -13,14 +13,14 @@ import pytest
 import qcomp
 from qcomp.compat import deepspeed
 
-collect_ignore = ["deepspeed_original.py"]  # a program, which finds its neighbour by being one
+collect_ignore = ["deepspeed_original.py"]  # imports its neighbour, which works only in a program
 
 NAMES = ("weight", "embedding", "masked")
 Found = dict[str, np.ndarray]
 
 
 def load(name: str) -> ModuleType:
-    """Import a module beside this one, by the name under which the scripts here import each other."""
+    """Import a module beside this one, under the name by which the scripts here import each other."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ def make(name: str, cases: ModuleType, **changes: Any) -> Any:
 
 
 def held(state: Any) -> dict[str, np.ndarray]:
-    """Return what a state holds, under the original's names."""
+    """Return the contents of a state, under the original's names."""
     of = {"exp_avg": state.momentum, "exp_avg_sq": state.variance, **state.arrays}
     return {f"{kind}.{i}": np.asarray(x) for kind, arrays in of.items() for i, x in enumerate(arrays)}
 
@@ -52,7 +52,7 @@ def make_fixture() -> Callable[..., Any]:
 
 @pytest.fixture
 def golden() -> Callable[[int], Path]:
-    """Return the file with what was recorded of a world."""
+    """Return the file with the recording of a world."""
     return lambda world: Path(__file__).parent / "golden" / f"deepspeed_world{world}.npz"
 
 
@@ -69,7 +69,7 @@ def original() -> ModuleType:
 
 @pytest.fixture
 def ours(lockstep: Callable, cases: ModuleType) -> Callable[..., list[Found]]:
-    """Run an optimizer of the compat mode: ``ours(name, world, opt=None, convert=list)`` has each rank's trajectory."""
+    """Run an optimizer of the compat mode: ``ours(name, world, opt=None, convert=list)`` returns the trajectories."""
 
     def run(name: str, world: int, opt: Any = None, convert: Callable = list) -> list[Found]:
         opt = make(name, cases) if opt is None else opt
@@ -94,11 +94,11 @@ def ours(lockstep: Callable, cases: ModuleType) -> Callable[..., list[Found]]:
 
 @pytest.fixture
 def distance() -> Callable[[str, list[Found], list[Found]], dict[str, float]]:
-    """Return by kind how far two trajectories are apart: the largest difference of all steps, ranks and elements.
+    """Return the distance of two trajectories by kind: the largest difference over all steps, ranks and elements.
 
-    Absolute, and relative to the largest element of an array where that is above 1.
+    It is absolute, or relative to the largest element of an array if that is above 1.
 
-    What only the original keeps must be zeros: a single rank's errors, and what it has already forgotten.
+    Arrays that only the original keeps must be zero: a single rank's errors, and errors that it has already dropped.
     """
 
     def between(name: str, theirs: list[Found], ours: list[Found]) -> dict[str, float]:

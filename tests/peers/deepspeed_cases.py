@@ -1,4 +1,4 @@
-"""What the original and the compat mode are both given: parameters, gradients, learning rates, options."""
+"""The inputs of both the original and the compat mode: parameters, gradients, learning rates, options."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 COMMON = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.02}
 SNAPSHOTS = (2, 10, 11, 23, 26, 29, 40)
-"""After these steps more than the parameters is compared: around each change of stage, between two synchronisations of
+"""After these steps not only the parameters are compared: around each change of stage, between two synchronisations of
 0/1 Adam, and after the last step."""
 MASK = np.asarray([1.0, 0.0, 1.0], dtype=np.float32)
 
 
 def shapes(world: int) -> list[tuple[int, ...]]:
-    """Two tensors that need padding, and between them one that needs none."""
+    """Return two tensors that need padding, and between them one that needs none."""
     return [(7, 5), (world * np.lcm(world, 8),), (3,)]
 
 
@@ -42,7 +42,7 @@ def parameters(world: int) -> list[np.ndarray]:
 
 
 def gradients(world: int, rank: int, step: int) -> list[np.ndarray]:
-    """This rank's own gradients in the call numbered ``step``, from 1; a masked element never has one."""
+    """Return this rank's own gradients in call ``step``, counted from 1; a masked element never has one."""
     rng = np.random.default_rng([23, rank, step])
     drawn = [rng.standard_normal(shape) * rng.uniform(0.1, 2.0) + 0.3 for shape in shapes(world)]
     drawn[2] = drawn[2] * MASK
@@ -50,11 +50,11 @@ def gradients(world: int, rank: int, step: int) -> list[np.ndarray]:
 
 
 def mean_gradients(world: int, step: int) -> list[np.ndarray]:
-    """What the engine hands to the optimizer while it averages the gradients itself."""
+    """Return the gradients that the engine passes to the optimizer while the engine averages them itself."""
     of_ranks = [gradients(world, rank, step) for rank in range(world)]
     return [np.stack(of_tensor).sum(axis=0) / np.float32(world) for of_tensor in zip(*of_ranks, strict=True)]
 
 
 def rate(completed: int) -> float:
-    """The learning rate after this many calls."""
+    """Return the learning rate after this many calls."""
     return 0.01 * (1 + completed % 3)

@@ -1,10 +1,10 @@
 """Run the original optimizers of DeepSpeed, one process for each rank, on the CPU and without its engine.
 
-``python deepspeed_original.py RANK WORLD STORE OUT`` runs rank RANK of WORLD: all three optimizers over the gradients
+``python deepspeed_original.py RANK WORLD STORE OUT`` runs rank RANK of WORLD: all three optimizers on the gradients
 of `deepspeed_cases`, everything that they hold written to OUT. ``python deepspeed_original.py record GOLDEN`` starts
-the ranks of every world and writes what they found into the folder GOLDEN.
+the ranks of every world and writes their results into the folder GOLDEN.
 
-The optimizers and ``NcclBackend`` are DeepSpeed's own, unchanged. Three things stand in for what a CPU does not have:
+The optimizers and ``NcclBackend`` are DeepSpeed's own, unchanged. Three substitutes replace what a CPU lacks:
 NumPy for cupy, which packs and unpacks bits; gloo for NCCL; and an object with two attributes for the engine, which
 averages the gradients of all ranks unless the optimizer has told it not to.
 """
@@ -47,7 +47,7 @@ def start(rank: int, world: int, store: str) -> Any:
 
     init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     all_gather = dist.all_gather
-    # NCCL takes a scalar for a vector of one; gloo wants to be told.
+    # NCCL accepts a scalar as a vector of one element; gloo does not.
     dist.all_gather = lambda out, x, group: all_gather(out, x.reshape(out[0].shape), group=group)
     return dist
 
@@ -66,7 +66,7 @@ def make(name: str, params: list[Any], engine: Any) -> Any:
 
 
 def held(opt: Any, params: list[Any]) -> dict[str, Any]:
-    """Return what an optimizer holds: momentum, variance, errors, accumulators."""
+    """Return the contents of an optimizer: momentum, variance, errors, accumulators."""
     kinds = (
         "exp_avg",
         "exp_avg_sq",
@@ -81,7 +81,7 @@ def held(opt: Any, params: list[Any]) -> dict[str, Any]:
         for kind in kinds
         if kind in opt.state[p]
     }
-    for kind in ("worker_errors", "server_errors"):  # of 1-bit LAMB, which has one buffer for all
+    for kind in ("worker_errors", "server_errors"):  # in 1-bit LAMB, which has one buffer for all tensors
         found |= {f"{kind[:-1]}.{i}": e for i, e in enumerate(getattr(opt, kind, ()))}
     return found
 
@@ -109,7 +109,7 @@ def run(name: str, rank: int, world: int) -> dict[str, np.ndarray]:
 
 
 def record(world: int) -> list[dict[str, np.ndarray]]:
-    """Run all ranks of a world and return what each of them found."""
+    """Run all ranks of a world; return the results of each."""
     with tempfile.TemporaryDirectory() as folder:
         outs = [str(Path(folder) / f"{rank}.npz") for rank in range(world)]
         store = str(Path(folder) / "store")
@@ -131,7 +131,7 @@ def record(world: int) -> list[dict[str, np.ndarray]]:
 
 
 def write(file: Path, found: list[dict[str, np.ndarray]]) -> None:
-    """Write what the ranks of a world found; what is the same as on rank 0 is not repeated."""
+    """Write the results of a world's ranks; arrays equal to those of rank 0 are not repeated."""
     first, *others = found
     entries = {f"0/{key}": x for key, x in first.items()}
     for rank, own in enumerate(others, start=1):
@@ -140,7 +140,7 @@ def write(file: Path, found: list[dict[str, np.ndarray]]) -> None:
 
 
 def read(file: Path, world: int) -> list[dict[str, np.ndarray]]:
-    """Return what `write` has written."""
+    """Return what `write` wrote."""
     with np.load(file) as entries:
         keys = [key.removeprefix("0/") for key in entries.files if key.startswith("0/")]
         return [

@@ -1,4 +1,4 @@
-"""The compat mode against DeepSpeed itself, where that is installed: ``make test-peers``."""
+"""The compat mode against DeepSpeed itself, where DeepSpeed is installed: ``make test-peers``."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,14 +20,14 @@ def installed() -> str | None:
 
 @pytest.fixture(scope="module")
 def recorded() -> dict:
-    """What each world found, once for all optimizers."""
+    """The results of each world, recorded once for all optimizers."""
     return {}
 
 
 @pytest.mark.skipif(installed() is None, reason="DeepSpeed is not installed: make test-peers")
 @pytest.mark.parametrize("world", [1, 2, 3])
 class TestOriginal:
-    def test_it_is_the_release_that_is_reproduced(self, world):
+    def test_the_installed_release_is_the_reproduced_one(self, world):
         assert installed() == RELEASE
 
     @pytest.mark.parametrize("name", NAMES)
@@ -38,7 +38,7 @@ class TestOriginal:
         print(f"\n{name}, {world} ranks:", ", ".join(f"{kind} {d:.1e}" for kind, d in apart.items()))  # noqa: T201
         assert max(apart.values()) < 1e-6
 
-    def test_the_recording_that_is_kept_is_this(self, recorded, original, golden, world):
+    def test_a_new_recording_equals_the_committed_one(self, recorded, original, golden, world):
         if world not in recorded:
             recorded[world] = original.record(world)
         for now, then in zip(recorded[world], original.read(golden(world), world), strict=True):

@@ -1,4 +1,4 @@
-"""The compat mode makes the trajectories that the original made, recorded from it and kept here."""
+"""The compat mode reproduces trajectories of the original, recorded in this folder."""
 
 import importlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture
 def apart(original: ModuleType, ours: Callable, distance: Callable, golden: Callable) -> Callable[..., float]:
-    """Return how far a run of the compat mode is from the recorded one."""
+    """Return the distance of a run of the compat mode from the recording."""
 
     def measure(name: str, world: int, opt: Any = None, convert: Callable = list) -> float:
         theirs = original.read(golden(world), world)
@@ -41,7 +41,7 @@ def test_same_trajectory_in_torch(apart, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recording_reaches_every_stage_and_every_rank(cases, original, golden, name):
-    """Errors are there and differ by rank, and so do 0/1 Adam's parameters in the steps that do not synchronise."""
+    """Errors are nonzero and differ by rank, and so do 0/1 Adam's parameters in steps that do not synchronise."""
     theirs = original.read(golden(3), 3)
     for kind in ("worker_error", "server_error"):
         found = [own[f"{name}/40/{kind}.{0 if name == 'onebit_lamb' else 1}"] for own in theirs]
@@ -102,15 +102,15 @@ def of_kind(kind: type, opt: Any) -> Any:
         ("zero_one_adam", KeptErrors),
     ],
 )
-def test_another_optimizer_is_found_out(cases, apart, make, name, changes):
+def test_a_different_optimizer_is_detected(cases, apart, make, name, changes):
     opt = make(name, cases)
     opt = replace(opt, **changes) if isinstance(changes, dict) else of_kind(changes, opt)
     assert apart(name, 2, opt) > 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_scale_is_found_out(apart, monkeypatch, name):
-    """The mean magnitude in place of the root mean square."""
+def test_a_different_scale_is_detected(apart, monkeypatch, name):
+    """It uses the mean magnitude instead of the root mean square."""
     module = importlib.import_module("qcomp.compat.deepspeed.sign_mean")
     monkeypatch.setattr(module, "norm", lambda x: np.abs(x).mean() * np.float32(np.sqrt(x.size)))
     assert apart(name, 2) > 1e-4

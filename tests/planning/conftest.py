@@ -1,4 +1,4 @@
-"""A network that takes the time that it is told to take, on a clock that nobody waits for."""
+"""A simulated network with given transfer times, on a clock that does not wait."""
 
 import struct
 
@@ -7,18 +7,18 @@ import pytest
 
 
 class SimulatedNetwork:
-    """A communicator over another one, with a clock of its own.
+    """A communicator over another one, with a simulated clock.
 
-    A message of x bytes takes ``latency`` and each further one of an exchange ``per_message``. Between nodes a rank has
-    ``bandwidth``, the ranks of a node together ``streams`` times that; inside a node ``inside``. An exchange has ended
-    when all who send to this rank, and this rank itself, are done.
+    The messages of an exchange take ``latency``, ``per_message`` for each after the first, and their transfer. Between
+    nodes a rank has ``bandwidth``, and all ranks of a node together ``streams`` times that; inside a node, the link is
+    ``inside``. An exchange ends when this rank and all ranks that send to it are done.
     """
 
     def __init__(self, comm, *, latency, bandwidth, per_message, streams=1.0, inside=None):
         self.comm, self.rank, self.size, self.host = comm, comm.rank, comm.size, comm.host
         self.latency, self.bandwidth, self.per_message = latency, bandwidth, per_message
         self.streams, self.inside = streams, inside or (latency, bandwidth)
-        self.now = float(comm.rank)  # no two clocks agree
+        self.now = float(comm.rank)  # the clocks of the ranks differ
         self.hosts = None
 
     def clock(self):
@@ -31,7 +31,7 @@ class SimulatedNetwork:
         return [struct.unpack(layout, buffer.tobytes()) for buffer in arrived]
 
     def _elapse(self, sizes):
-        """Let the time pass that an exchange takes, in which every rank sends these sizes."""
+        """Advance the clock by the time of an exchange in which every rank sends these sizes."""
         if self.hosts is None:
             names = self.comm.all_gather(
                 np.frombuffer(self.host.ljust(16).encode(), np.uint8), [16] * self.size
@@ -41,7 +41,7 @@ class SimulatedNetwork:
         starts = [row[0] for row in table]
         taken = [self._sending(sender, [row[1:] for row in table]) for sender in range(self.size)]
         mine = [s for s in range(self.size) if s == self.rank or table[s][1 + self.rank]]
-        # Clocks are apart by the rank: what counts is how long after its own start each one is done.
+        # Clocks differ by the rank: only the time since each one's own start counts.
         self.now += max(starts[s] - s - (starts[self.rank] - self.rank) + taken[s] for s in mine)
 
     def _sending(self, rank, sizes):
@@ -72,7 +72,7 @@ class SimulatedNetwork:
     def all_gather(self, send, receive):
         self.start = self.now
         arrived = self.comm.all_gather(send, receive)
-        # Everybody leaves at the same moment.
+        # All ranks leave at the same moment.
         latest = max(start - rank for rank, (start,) in enumerate(self._tell([self.start])))
         self.now = latest + self.rank
         return arrived
@@ -80,5 +80,5 @@ class SimulatedNetwork:
 
 @pytest.fixture
 def simulated():
-    """Make a simulated network over a communicator."""
+    """Return a function that makes a simulated network over a communicator."""
     return SimulatedNetwork

@@ -1,4 +1,4 @@
-"""The recommendation, and the warning of optimizers."""
+"""The recommendation, and the warnings of optimizers."""
 
 import warnings
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_compresses_on_a_slow_link_and_not_on_a_fast_one():
     assert fast.reason.startswith("Do not compress: the fastest compressed method")
 
 
-def test_all_methods_are_there_the_fastest_first():
+def test_all_methods_are_listed_fastest_first():
     rows = advise(JOB, Cluster(8, Link(1e9), ranks_per_node=2)).rows
     assert [r.time.seconds for r in rows] == sorted(r.time.seconds for r in rows)
     rows = tuple(r for r in rows if type(r.time.method) is Method)
@@ -53,7 +53,7 @@ def test_all_methods_are_there_the_fastest_first():
     assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 4 * 4 + 2
 
 
-def test_figures_are_those_of_the_model():
+def test_figures_agree_with_the_model():
     advice = advise(JOB, SLOW, warmup=0.2)
     plain = advice.plain
     assert plain.time.seconds == min(step_time(JOB, SLOW, CPU, Method(t)).seconds for t in ("ring", "tree"))
@@ -69,8 +69,8 @@ def test_figures_are_those_of_the_model():
             assert row.break_even == break_even(JOB, SLOW, CPU, row.time.method, plain.time.method)
 
 
-def test_a_gain_within_the_error_of_the_model_is_no_reason():
-    """Between the break-even and a fifth faster the advice is not to, and right after that it is to."""
+def test_a_gain_within_the_error_of_the_model_is_not_recommended():
+    """Between the break-even and a fifth faster, the advice is not to compress; just beyond it, to compress."""
     methods = [Method("ring"), Method("two_phase", SIGN)]
 
     def at(bandwidth):
@@ -90,8 +90,8 @@ def test_a_gain_within_the_error_of_the_model_is_no_reason():
     assert there["ring"] / there["two_phase"] == pytest.approx(WORTHWHILE, rel=1e-6)
 
 
-def test_sixteen_bits_without_compression_must_be_beaten_too():
-    """What is faster than float32, but not than float16 without any loss, is not recommended."""
+def test_compression_must_also_beat_uncompressed_sixteen_bits():
+    """A method faster than float32 but slower than lossless float16 is not recommended."""
     only = [Method("ring"), Method("two_phase", qcomp.MinMaxUInt8())]
     cluster = Cluster(8, Link(0.4e9))
     assert advise(JOB, cluster, methods=only, warmup=0.5).compress
@@ -107,7 +107,7 @@ def test_a_long_warm_up_takes_the_gain_away():
     assert not advise(JOB, SLOW, warmup=1.0, methods=methods_of(SLOW)).compress
 
 
-def test_one_rank_is_told_so():
+def test_advice_for_one_rank_says_so():
     advice = advise(JOB, Cluster(1, Link(1e9)))
     assert not advice.compress
     assert "there is one rank" in advice.text
@@ -117,7 +117,7 @@ def test_without_computation_or_ranks_there_is_no_division_by_zero():
     assert advise(Job(1, 0.0), Cluster(1, Link(1e9))).rows[0].speedup == 1.0
 
 
-def test_something_plain_is_needed():
+def test_an_uncompressed_method_is_needed():
     with pytest.raises(ValueError, match="no ring or tree"):
         advise(JOB, SLOW, methods=[Method("two_phase", SIGN), Method("ring", half=True)])
 
@@ -138,14 +138,14 @@ class TestWarning:
     FAST, SLOW = Cluster(2, Link(50e9, 1e-6)), Cluster(2, Link(12.5e6))
     SGD = qcomp.CompressedSGD(learning_rate=0.1, exact=None)
 
-    def test_warns_on_one_rank_where_it_is_slower(self):
+    def test_warns_on_one_rank_if_compression_is_slower(self):
         (message,) = self.warned(self.FAST, self.SGD)
         assert message.startswith(
             "CompressedSGD will be slower than plain training: averaging 100000 parameters"
         )
         assert "2 ranks and a link of 400 Gbit/s" in message
 
-    def test_is_silent_where_it_is_faster(self):
+    def test_is_silent_if_compression_is_faster(self):
         assert self.warned(self.SLOW, self.SGD) == []
 
     def test_is_silent_about_an_exact_optimizer(self):
@@ -155,12 +155,12 @@ class TestWarning:
         assert self.warned(self.FAST, self.SGD, n=1) == []
         assert self.warned(None, self.SGD) == []
 
-    def test_counts_the_ranks_that_there_are(self):
+    def test_uses_the_number_of_ranks_of_the_job(self):
         (message,) = self.warned(self.FAST, self.SGD, n=3)
         assert "on 3 ranks" in message
 
     def test_knows_factors_and_owners(self):
-        """The only matrix of Muon has one owner, who takes as long as all ranks would, and is sent twice."""
+        """The only matrix of Muon has one owner, which needs as long as all ranks would; and it is sent twice."""
         factors = qcomp.CompressedSGD(
             learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=4), exact=None
         )
@@ -173,7 +173,7 @@ class TestWarning:
             assert words in message
             assert self.warned(self.SLOW, optimizer, size=(512, 512)) == []
 
-    def test_is_silent_about_what_was_not_measured(self):
+    def test_is_silent_if_speeds_were_not_measured(self):
         old = replace(CPU, low_rank=None, product=None)
         factors = qcomp.CompressedSGD(
             learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=4), exact=None

@@ -1,4 +1,4 @@
-"""The choice during the first steps: the same on all ranks, and nothing is lost on the way."""
+"""The choice during the first steps: the same on all ranks, and without losing anything."""
 
 import itertools
 
@@ -15,7 +15,7 @@ SHAPES = [(24, 9), (17,), (5, 3, 2)]
 
 
 class Told:
-    """A clock that goes on by what it was told, with every second look: after a step."""
+    """A clock that advances by the given seconds at every second look, that is, after a step."""
 
     def __init__(self, *seconds):
         self.seconds, self.now, self.looks = itertools.chain(seconds, itertools.repeat(0.0)), 0.0, 0
@@ -32,7 +32,7 @@ def values(rank, step, dtype=np.float64):
 
 
 def total_owed(tuner, state):
-    """Return what this rank owes in all, for each tensor, flat."""
+    """Return everything that this rank owes, for each tensor, flat."""
     mean = tuner.methods[tuner.names[tuner.turn(state.tuning)]]
     zeros = [np.zeros(int(np.prod(shape))) for shape in SHAPES]
     found = [owed(mean, state.mean) or zeros, state.owed or zeros]
@@ -53,7 +53,7 @@ METHODS = {
 
 @pytest.mark.parametrize("hosts", [list("ab"), list("abc"), list("aabb"), list("aab")], ids="".join)
 def test_no_step_loses_anything(hosts):
-    """The means so far, and what the ranks still owe, are the exact means; also in the step after each change."""
+    """The means so far plus what the ranks still owe are the exact means, also in the step after each change."""
     lossy = {name: mean for name, mean in METHODS.items() if name != "unbiased"}
 
     def rank_main(comm):
@@ -83,7 +83,7 @@ def test_no_step_loses_anything(hosts):
 
 
 def chosen(seconds, *, names="abc", steps=2, margin=0.0, n=2):
-    """Return what each rank chooses when each rank and step takes these seconds, seconds[rank][step]."""
+    """Return what each rank chooses if ranks and steps take the seconds ``seconds[rank][step]``."""
 
     def rank_main(comm):
         tuner = Autotune(
@@ -117,22 +117,22 @@ class TestChoice:
         one = [0, 2.0, 2.0, 0, 1.05, 1.05, 0, 1.0, 1.0, 0, 1.0, 1.0, 0, 1.05, 1.05]
         assert {c for _, c, _ in chosen([one, one], margin=margin)} == {expected}
 
-    def test_close_ones_have_a_second_round_and_the_lower_time_counts(self):
-        """A burst of other work in the turn of c would have cost it the choice."""
+    def test_close_methods_get_a_second_round_and_the_lower_time_counts(self):
+        """Otherwise a burst of other work in c's turn would have cost it the choice."""
         first = [0, 15, 15, 0, 12, 12, 0, 17, 17]
         again = [0, 11, 11, 9, 14, 14, 9, 16, 16]
         assert chosen([first + again] * 2)[0] == ("aaabbbcccc" + "ccbbbaaacc", "c", (15, 12, 11))
         slow = [0, 19, 19]  # more than half as much again as b
         assert chosen([first[:6] + slow + again[3:]] * 2)[0] == ("aaabbbccc" + "bbbaaabb", "b", (15, 12, 19))
 
-    def test_of_equals_is_the_first(self):
+    def test_among_equals_is_the_first(self):
         assert chosen([[1.0] * 18] * 2)[0][1] == "a"
 
-    def test_of_one_method_is_that(self):
+    def test_of_a_single_method_is_that_method(self):
         assert chosen([[1.0] * 3] * 3, names="a", n=3)[2][1] == "a"
 
     @pytest.mark.parametrize(("bandwidth", "expected"), [(1e3, "sign"), (1e12, "exact")])
-    def test_is_compression_where_bytes_take_time(self, simulated, bandwidth, expected):
+    def test_is_compression_on_a_slow_link(self, simulated, bandwidth, expected):
         def rank_main(comm):
             network = simulated(comm, latency=1e-3, bandwidth=bandwidth, per_message=1e-3)
             tuner = Autotune({"exact": EXACT, "sign": SIGN}, steps=3, clock=network.clock)
@@ -146,7 +146,7 @@ class TestChoice:
 
 
 def test_arrays_keep_their_library_shape_and_dtype(float64_library):
-    """Also in the steps in which something is owed; half precision too."""
+    """Also in steps that add what is owed, and in half precision."""
 
     def rank_main(comm):
         tuner = Autotune({"sign": SIGN, "exact": EXACT}, steps=1, clock=Told())
@@ -164,8 +164,8 @@ def test_arrays_keep_their_library_shape_and_dtype(float64_library):
     run_local(2, rank_main)
 
 
-def test_a_step_that_is_refused_changes_nothing():
-    """What was owed before is still owed, and the next step is of the same method."""
+def test_a_refused_step_changes_nothing():
+    """What was owed is still owed, and the next step uses the same method."""
 
     def rank_main(comm):
         tuner = Autotune({"sign": SIGN, "exact": EXACT}, steps=1, clock=Told())
@@ -221,14 +221,14 @@ class TestErrors:
 
         run_local(2, rank_main)
 
-    def test_a_key_is_missed_before_the_turn_of_a_method_that_draws(self):
+    def test_a_missing_key_is_an_error_before_the_turn_of_a_method_that_draws(self):
         tuner = Autotune({"a": EXACT, "draws": METHODS["unbiased"]}, steps=1, clock=Told())
         alone = qcomp.comm.LocalCommunicator.alone()
         state = tuner.init(np.ones(4), alone)
         with pytest.raises(ValueError, match="key is None; 'draws' draws random numbers"):
             tuner(np.ones(4), state, alone)
 
-    def test_arrays_of_other_sizes_are_an_error_where_something_is_owed(self):
+    def test_arrays_of_other_sizes_are_an_error_if_something_is_owed(self):
         def rank_main(comm):
             tuner = Autotune({"a": SIGN, "b": EXACT}, steps=1, clock=Told())
             state = tuner.init(np.ones(4), comm)

@@ -1,4 +1,4 @@
-"""What is known of steps to a loss: from committed studies, and for the methods that were studied alone."""
+"""What is known of steps to a loss: from committed studies, only for the methods studied."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, studies
 SIGN = Method("two_phase", qcomp.ScaledSign())
 
 
-def test_all_tasks_were_studied():
+def test_there_are_studies_of_all_tasks():
     assert {record.task for record in studies()} == set(TASKS)
 
 
-def test_a_compressor_stands_for_the_optimizer_that_was_studied():
+def test_a_compressor_selects_the_study_of_its_optimizer():
     assert evidence_of(SIGN, warmup=0.15).method == "onebit_adam"
     assert evidence_of(SIGN).method == "sign_hook"
     assert evidence_of(Method("ring", qcomp.QSGD(levels=7))).method == "qsgd4_hook"
@@ -33,7 +33,7 @@ def test_a_compressor_stands_for_the_optimizer_that_was_studied():
     )
 
 
-def test_what_was_not_studied_is_not_known():
+def test_methods_without_a_study_have_no_evidence():
     loops = (qcomp.outer.diloco(), qcomp.outer.sparse_loco(7), qcomp.outer.sparse_loco(30, decay=0.5))
     low_rank = [
         PowerSGDMethod(averaging=qcomp.PowerSGD(rank=8)),
@@ -52,7 +52,7 @@ def test_an_outer_loop_is_known_with_the_settings_of_the_study_in_every_topology
         assert known.ratio > 1
 
 
-def test_of_records_alike_the_least_favourable_counts():
+def test_among_similar_records_the_least_favourable_counts():
     known = evidence_of(PowerSGDMethod(averaging=qcomp.PowerSGD(rank=1)))
     alike = [record for record in studies() if record.method == "PowerSGD rank 1"]
     assert len(alike) > 1
@@ -60,7 +60,7 @@ def test_of_records_alike_the_least_favourable_counts():
 
 
 def test_a_record_with_a_curve_comes_before_one_without():
-    """Of Muon there are final losses of one study, and curves of another."""
+    """For Muon, one study has final losses, another has curves."""
     nearest = qcomp.Muon(learning_rate=0.1, compressor=qcomp.LloydMax(4, coding="range"))
     known = evidence_of(MuonMethod(optimizer=nearest))
     assert (known.method, known.reference) == ("Muon, 4 + 1 bits", "Muon")
@@ -81,13 +81,13 @@ BASE = {"task": TASKS[0], "method": "m", "label": "m", "warmup": 0.0, "gap": -0.
 BASE |= {"ranks": 2, "parameters": 1, "reference": "AdamW", "source": "here"}
 
 
-def test_without_a_curve_the_loss_at_the_end_is_told():
+def test_without_a_curve_the_final_loss_is_reported():
     unknown = Evidence(**BASE, ratio=None)
     assert unknown.counted == UNMEASURED
     assert unknown.text.startswith("steps not measured; after 480 steps 0.25 below the loss of AdamW (")
 
 
-def test_fewer_steps_than_those_of_exact_training_count_as_equally_many():
+def test_fewer_steps_than_exact_training_count_as_equally_many():
     assert Evidence(**BASE, ratio=0.5).counted == 1.0
     assert Evidence(**BASE, ratio=2.5).counted == 2.5
 

@@ -1,4 +1,4 @@
-"""Measurements find what a simulated network and a simulated clock were told to be."""
+"""Measurements find the settings of a simulated network and clock."""
 
 import json
 import math
@@ -25,7 +25,7 @@ TRUE = {"latency": 2e-3, "bandwidth": 3e6, "per_message": 5e-4}
 
 
 def probe(simulated, n, *, hosts=None, **settings):
-    """Return what each rank found, with one host for each rank by default."""
+    """Return what each rank measures; by default each rank has its own host."""
 
     def rank_main(comm):
         network = simulated(comm, **{**TRUE, **settings})
@@ -35,7 +35,7 @@ def probe(simulated, n, *, hosts=None, **settings):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_network_is_what_it_is(simulated, n):
+def test_the_link_between_single_ranks_is_measured(simulated, n):
     found = probe(simulated, n)
     assert all(network == found[0] for network in found)
     cluster = found[0].cluster
@@ -49,7 +49,7 @@ def test_a_network_is_what_it_is(simulated, n):
 
 
 @pytest.mark.parametrize("streams", [1.0, 1.5, 2.0])
-def test_so_are_nodes_of_several_ranks(simulated, streams):
+def test_links_of_nodes_with_several_ranks_are_measured(simulated, streams):
     hosts = list("abcabc")
     cluster = probe(simulated, 6, hosts=hosts, streams=streams, inside=(1e-4, 1e9))[0].cluster
     assert (cluster.ranks, cluster.ranks_per_node) == (6, 2)
@@ -60,13 +60,13 @@ def test_so_are_nodes_of_several_ranks(simulated, streams):
     assert cluster.inside.bandwidth == pytest.approx(1e9, rel=1e-6)
 
 
-def test_ranks_of_one_node_have_one_link(simulated):
+def test_ranks_of_one_node_share_one_link(simulated):
     cluster = probe(simulated, 3, hosts=list("aaa"))[0].cluster
     assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes) == (3, 1, 3)
     assert cluster.link.bandwidth == pytest.approx(TRUE["bandwidth"], rel=1e-9)
 
 
-def test_a_network_of_another_speed_is_another(simulated):
+def test_a_network_of_another_speed_is_distinguished(simulated):
     """The comparison above can fail."""
     slower = probe(simulated, 3, bandwidth=TRUE["bandwidth"] / 1.1)[0].cluster.link
     assert slower.bandwidth != pytest.approx(TRUE["bandwidth"], rel=0.05)
@@ -83,7 +83,7 @@ def test_one_rank_has_no_network():
 
 
 class Ticking:
-    """A clock on which every look takes longer than the last one."""
+    """A clock on which every look takes longer than the previous one."""
 
     def __init__(self):
         self.now, self.step = 0.0, 0.0
@@ -94,10 +94,10 @@ class Ticking:
         return self.now
 
 
-def test_speeds_are_medians_without_the_first(float64_library):
+def test_speeds_are_medians_without_the_first_round(float64_library):
     like = float64_library.array(np.ones(64), dtype=np.float32)
     speed = measure_speed(qcomp.ScaledSign(bucket_size=8), like, rounds=3, clock=Ticking())
-    # Four looks a round, the first of the second is number 5: encoding takes 6, 10, 14.
+    # Four looks per round; the first look of the second round is number 5: encoding takes 6, 10, 14.
     assert (speed.encode, speed.decode, speed.add) == (10 / 64, 11 / 64, 12 / 64)
 
 
@@ -114,8 +114,8 @@ def test_a_step_is_timed_without_its_first_call():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_what_small_means_take_beside_their_messages_is_that_of_calls(simulated, monkeypatch, n):
-    """On rank 0 each of two exchanges takes 7 ms, and a tensor 2 ms."""
+def test_the_time_of_small_means_beyond_their_messages_counts_as_calls(simulated, monkeypatch, n):
+    """On rank 0 each of two exchanges takes 7 ms, and a tensor takes 2 ms."""
 
     class Mean:
         def __init__(self, compressor, *, feedback):
@@ -141,7 +141,7 @@ def test_what_small_means_take_beside_their_messages_is_that_of_calls(simulated,
     assert (machines[0].call, machines[0].tensor) == pytest.approx(expected, rel=1e-6)
 
 
-def test_means_of_this_package_take_time(simulated):
+def test_real_means_have_a_measurable_time_per_tensor(simulated):
     def rank_main(comm):
         return measure(comm, [SIGN], like=LIKE, size=1000, rounds=2).machine
 
@@ -206,7 +206,7 @@ class TestFile:
             Measured.load(path)
 
     @pytest.mark.parametrize("text", ["", "[]", "3", "not JSON"])
-    def test_so_is_another_file(self, text, tmp_path):
+    def test_another_file_is_an_error_too(self, text, tmp_path):
         (tmp_path / "other").write_text(text)
         with pytest.raises(ValueError, match="other is not what"):
             Measured.load(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""PowerSGD, Muon and outer loops in the cost model: their bytes are those that a communicator counts."""
+"""PowerSGD, Muon and outer loops in the cost model: their bytes are those that communicators count."""
 
 import json
 import math
@@ -51,7 +51,7 @@ SMALL = 64
 
 
 def sent_by_ranks(n, rank_main):
-    """Return the mean over ranks of the bytes that each sends."""
+    """Return the bytes that a rank sends, averaged over ranks."""
     return sum(run_local(n, rank_main)) / n
 
 
@@ -120,7 +120,7 @@ def test_an_outer_loop_sends_what_is_counted(fragments, compressor, averaging):
         return (comm.bytes_sent - before) / loop.every
 
     found = predicted(OuterMethod(loop=loop), 3).sent
-    # The model has one payload, and so other last buckets and no verdicts.
+    # The model has one payload; the loop's payloads have other last buckets, and verdicts.
     assert abs(sent_by_ranks(3, rank_main) - found) <= 2 * 3 * len(SHAPES) * SMALL / loop.every
 
 
@@ -133,11 +133,11 @@ class TestOuter:
             job, Cluster(2, Link(bandwidth, latency=0.0)), INSTANT, OuterMethod(loop=loop)
         ).seconds
 
-    def test_a_step_has_its_share_of_an_exchange(self):
+    def test_a_step_takes_its_share_of_an_exchange(self):
         assert self.seconds(self.LOOP) == pytest.approx(1 + 4 / 10)
         assert self.seconds(replace(self.LOOP, every=40)) == pytest.approx(1 + 4 / 40)
 
-    def test_every_step_is_two_phases(self):
+    def test_exchanging_in_every_step_costs_as_much_as_two_phases(self):
         job = Job(10**6, 1.0)
         cluster = Cluster(4, Link(1e8, 1e-3))
         each = step_time(
@@ -147,16 +147,16 @@ class TestOuter:
         assert each.sent == plain.sent
         assert each.seconds == pytest.approx(plain.seconds + 5 * job.params * CPU.copy)
 
-    def test_a_delay_hides_what_travels_meanwhile(self):
+    def test_a_delay_hides_exchanges_behind_steps(self):
         assert self.seconds(replace(self.LOOP, delay=1)) == pytest.approx(1 + 3 / 10)
         assert self.seconds(replace(self.LOOP, delay=4)) == 1.0
         assert self.seconds(replace(self.LOOP, delay=1, fragments=4)) == 1.0
 
-    def test_a_link_that_never_rests_is_the_limit(self):
+    def test_a_saturated_link_is_the_limit(self):
         loop = replace(self.LOOP, delay=9, fragments=10)
         assert self.seconds(loop, bandwidth=1e7) == pytest.approx(400 / 10)
 
-    def test_a_round_by_powersgd_is_one_step_of_it(self):
+    def test_a_round_with_powersgd_costs_one_step_of_powersgd(self):
         machine, averaging = replace(INSTANT, low_rank=LowRankSpeed(2.0, 0.5)), qcomp.PowerSGD(rank=2)
         one = predicted(PowerSGDMethod(averaging=averaging), 3, machine)
         whole = predicted(OuterMethod(loop=replace(self.LOOP, averaging=averaging)), 3, machine)
@@ -177,8 +177,8 @@ class TestOuter:
         assert two[0] < two[1]
 
 
-def test_owners_share_the_work_of_muon_that_all_do_otherwise():
-    """Five products of a square matrix of n x n in three of n^3 multiplications each, and nothing of what is sent."""
+def test_owners_share_the_work_of_muon():
+    """Five products with an n x n matrix, in three multiplications of n^3 each; the bytes sent are not checked."""
     machine = replace(INSTANT, product=1.0)
     job = Job(8 * 16 * 16, 0.0, shapes=((16, 16),) * 8)
     opt = qcomp.Muon(learning_rate=0.02, compressor=FOUR, update_compressor=SIGN)
@@ -194,8 +194,8 @@ def test_powersgd_computes_in_proportion_to_elements_and_columns():
     assert predicted(PowerSGDMethod(averaging=qcomp.PowerSGD(rank=3)), 2, machine, job).codec == 64 * 64 * 3.5
 
 
-def test_the_owner_of_one_large_matrix_is_what_all_wait_for():
-    """It receives a factor from all others while they have nothing else to do."""
+def test_all_ranks_wait_for_the_owner_of_a_single_large_matrix():
+    """It receives a factor from all others while these are idle."""
     n, side = 8, 1024
     job = Job(side * side, 0.0, shapes=((side, side),))
     wire = predicted(PowerSGDMethod(), n, job=job).wire
@@ -213,14 +213,14 @@ def test_the_owner_of_one_large_matrix_is_what_all_wait_for():
         ),
     ],
 )
-def test_what_is_not_known_is_an_error(method, unknown, words):
+def test_unknown_speeds_are_an_error(method, unknown, words):
     with pytest.raises(ValueError, match=words):
         predicted(method, 2, replace(INSTANT, **unknown))
     with pytest.raises(ValueError, match="expected the shapes of all parameters"):
         predicted(method, 2, job=Job(PARAMS, 0.0))
 
 
-def test_the_figures_of_a_core_are_those_that_were_measured():
+def test_the_figures_of_a_core_are_the_measured_ones():
     found = json.loads((Path(__file__).parents[2] / "docs" / "planning" / "rates.json").read_text())
     speed = CPU.speeds[found["sparse"]]
     assert (speed.encode, speed.decode, speed.add) == (found["encode"], found["decode"], found["add"])
@@ -242,7 +242,7 @@ def test_the_figures_of_lloyd_max_are_measured_ratios_of_those_of_qsgd(kernels, 
 
 @pytest.mark.parametrize("machine", [CPU, gpu()], ids=["cpu", "gpu"])
 def test_muon_with_lloyd_max_is_compared_by_time_to_a_loss(machine):
-    """With 4 + 1 bits, which was studied; the time of coding is that of the machine's figures."""
+    """With 4 + 1 bits, which was studied; the coding time comes from the machine's figures."""
     opt = qcomp.Muon(learning_rate=0.02, compressor=NEAREST, update_compressor=SIGN)
     muon, cluster = MuonMethod(optimizer=opt), Cluster(8, Link(1e7))
     found = advise(JOB, cluster, machine, methods=[Method("ring"), muon])
@@ -268,7 +268,7 @@ def test_shapes_of_another_number_of_elements_are_an_error():
     [Cluster(1, BARE), Cluster(8, BARE), Cluster(64, BARE, ranks_per_node=8)],
     ids=["one", "eight", "nodes"],
 )
-def test_every_method_has_a_time_wherever_it_is_compared(machine, cluster):
+def test_every_compared_method_has_a_time(machine, cluster):
     methods = methods_for(JOB, cluster, machine)
     labels = [m.label for m in methods]
     assert len(labels) == len(set(labels))
@@ -279,7 +279,7 @@ def test_every_method_has_a_time_wherever_it_is_compared(machine, cluster):
 
 
 class TestLinks:
-    """From 1 Mbit/s to 400 Gbit/s the advice changes from an outer loop to compression to nothing."""
+    """From 1 Mbit/s to 400 Gbit/s the advice changes from an outer loop to compression to no compression."""
 
     JOB = Job(64 * 2**20, 0.3, shapes=((1024, 1024),) * 64)
 

@@ -1,4 +1,4 @@
-"""The formulas: exact identities, where things must be equal, and where they must not."""
+"""The formulas: exact identities, cases that must agree, and cases that must differ."""
 
 import json
 import math
@@ -41,7 +41,7 @@ ROUNDING = 32
 
 
 def counted(topology, hosts):
-    """Return the bytes that a rank sends in a mean, the mean over ranks."""
+    """Return the bytes that a rank sends in a mean, averaged over ranks."""
     mean = qcomp.CompressedMean(SIGN, topology=topology)
 
     def rank_main(comm):
@@ -74,11 +74,11 @@ class TestIdentities:
 
     @pytest.mark.parametrize("n", [2, 3, 8])
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather", "ring"])
-    def test_what_is_sent_is_what_a_communicator_counts(self, n, topology):
+    def test_the_predicted_bytes_are_those_that_a_communicator_counts(self, n, topology):
         model = cost(Method(topology, SIGN), job=Job(COUNTED, 0.0), cluster=Cluster(n, BARE)).sent
         assert 0 <= counted(topology, [str(rank) for rank in range(n)]) - model <= ROUNDING * 2 * n
 
-    def test_so_does_hierarchical(self):
+    def test_the_predicted_bytes_of_hierarchical_are_counted_too(self):
         cluster = Cluster(6, BARE, ranks_per_node=2)
         model = cost(Method("hierarchical", SIGN), job=Job(COUNTED, 0.0), cluster=cluster).sent
         assert 0 <= counted("hierarchical", list("aabbcc")) - model <= ROUNDING * 4 * 6
@@ -123,7 +123,7 @@ class TestIdentities:
         )
         assert shared.seconds == 2 * both.seconds
 
-    def test_an_announced_length_costs_two_more_exchanges(self):
+    def test_announcing_lengths_costs_two_more_exchanges(self):
         coded = qcomp.QSGD(levels=7, coding="range")
         machine = replace(INSTANT, speeds={coded.spec: Speed(0.0, 0.0, 0.0)})
         cluster = Cluster(4, Link(math.inf, latency=1e-3, per_message=0.0))
@@ -131,8 +131,8 @@ class TestIdentities:
 
 
 class TestNodes:
-    def test_ranks_of_a_node_share_what_it_has(self):
-        """In two phases all ranks of a node send out; a ring leaves each node once."""
+    def test_ranks_of_a_node_share_its_bandwidth(self):
+        """In two phases all ranks of a node send out of it; a ring leaves each node once."""
         inside = Link(math.inf, latency=0.0)
         one, shared, own = (
             Cluster(64, BARE),
@@ -147,7 +147,7 @@ class TestNodes:
             ring = Method("ring", compressor)
             assert cost(ring, cluster=shared).wire == cost(ring, cluster=one).wire
 
-    def test_hierarchical_leaves_a_node_with_one_payload_in_each_direction_twice(self):
+    def test_hierarchical_sends_one_payload_per_node_and_phase(self):
         inside = Link(math.inf, latency=0.0)
         cluster = Cluster(12, BARE, ranks_per_node=4, inside=inside)
         payload = SIGN.payload_spec(SIZE).nbytes
@@ -167,7 +167,7 @@ class TestNodes:
 
 
 class TestOverlap:
-    def test_none_is_the_sum(self):
+    def test_without_overlap_times_add_up(self):
         time = cost(Method("ring"), job=Job(SIZE, 0.5, overlap=0.0, buckets=7))
         assert time.seconds == pytest.approx(0.5 + time.wire, rel=1e-12)
 
@@ -177,7 +177,7 @@ class TestOverlap:
 
     @pytest.mark.parametrize("compute", [0.001, 0.005, 0.02, 0.1])
     @pytest.mark.parametrize("buckets", [2, 5])
-    def test_as_if_played_piece_by_piece(self, compute, buckets):
+    def test_overlap_equals_a_simulation_of_the_pieces(self, compute, buckets):
         job = Job(SIZE - SIZE % buckets, compute, overlap=0.6, buckets=buckets)
         time = cost(Method("ring"), job=job)
         free = 0.0
@@ -186,7 +186,7 @@ class TestOverlap:
             free = max(free, ready) + time.wire / buckets
         assert time.seconds == pytest.approx(free, rel=1e-12)
 
-    def test_compressed_messages_overlap_only_if_told_so(self):
+    def test_compressed_messages_overlap_only_on_request(self):
         job = Job(SIZE, 0.5, overlap=0.6, buckets=4)
         method = Method("two_phase", SIGN)
         serial = cost(method, job=job, machine=CPU)
@@ -202,7 +202,7 @@ class TestBreakEven:
     @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
     @pytest.mark.parametrize("job", [JOB, replace(JOB, overlap=0.6, buckets=5)], ids=["serial", "overlap"])
     @pytest.mark.parametrize("lanes", [1, 4])
-    def test_both_times_are_equal_there(self, compressor, job, lanes):
+    def test_both_times_are_equal_at_the_break_even(self, compressor, job, lanes):
         cluster = replace(self.CLUSTER, ranks_per_node=lanes)
         method, plain = Method("two_phase", compressor), Method("ring")
         edge = break_even(job, cluster, CPU, method, plain)
@@ -220,7 +220,7 @@ class TestBreakEven:
         saved = 2 * 7 / 8 * (4 * self.JOB.params - SIGN.payload_spec(self.JOB.params).nbytes)
         assert break_even(self.JOB, self.CLUSTER, CPU, method, Method("ring")) == pytest.approx(saved / codec)
 
-    def test_never_where_more_is_sent_and_always_where_nothing_takes_time(self):
+    def test_never_if_more_is_sent_and_always_if_coding_takes_no_time(self):
         gathered = Method("all_gather", qcomp.MinMaxUInt8())
         assert break_even(self.JOB, Cluster(64, BARE), CPU, gathered, Method("ring")) == 0.0
         assert (
@@ -251,12 +251,12 @@ class TestScale:
 
 
 class TestRun:
-    def test_the_warm_up_is_as_slow_as_it_was(self):
+    def test_the_warm_up_has_no_speedup(self):
         assert run_speedup(6.6, 1.0, warmup=0.0) == 6.6
         assert run_speedup(6.6, 1.0, warmup=1.0) == 1.0
         assert run_speedup(16.0, 1.0, warmup=0.15) == pytest.approx(1 / (0.15 + 0.85 / 16))
 
-    def test_its_steps_may_take_longer_than_plain_ones(self):
+    def test_warm_up_steps_may_take_longer_than_plain_ones(self):
         assert run_speedup(2.0, 1.0, warmup=0.5, exact=3.0) == 1.0
 
 
@@ -285,7 +285,7 @@ class TestMachine:
                     seconds = found[subject, what]["seconds"]["median"] / largest
                     assert getattr(machine.speed(compressor), field) == pytest.approx(seconds, rel=0.01)
 
-    def test_an_unlisted_compressor_has_the_speed_of_its_nearest_kin(self):
+    def test_an_unlisted_compressor_has_the_speed_of_the_most_similar_one(self):
         assert CPU.speed(qcomp.QSGD(levels=15)) == CPU.speed(QSGD4)
         assert CPU.speed(qcomp.Scaled(qcomp.QSGD(levels=1))) == CPU.speed(qcomp.QSGD(levels=1))
         assert CPU.speed(qcomp.LloydMax(2, 256)) == CPU.speed(qcomp.LloydMax(2, 512))
@@ -297,7 +297,7 @@ class TestMachine:
         [qcomp.TopK(8, 512), qcomp.QSGD(levels=7, coding="range"), qcomp.LloydMax(4, coding="range")],
         ids=str,
     )
-    def test_no_kin_is_an_error(self, compressor):
+    def test_no_similar_compressor_is_an_error(self, compressor):
         with pytest.raises(ValueError, match=r"no speed of .* is known; known: sign"):
             CPU.speed(compressor)
 
@@ -330,14 +330,14 @@ class TestMachine:
         (lambda: run_speedup(1.0, 1.0, 1.5), "warmup is 1.5"),
     ],
 )
-def test_what_cannot_be_is_an_error_that_names_it(make, message):
+def test_impossible_values_are_errors_that_name_them(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 class TestExactTensors:
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
-    def test_a_rank_sends_what_the_exact_elements_and_the_others_are_long(self, topology):
+    def test_a_rank_sends_exact_elements_and_payloads(self, topology):
         exact = 1 << 15
         job = Job(SIZE, 0.0, exact=exact)
         payload = SIGN.payload_spec(SIZE - exact).nbytes + 4 * exact
@@ -349,7 +349,7 @@ class TestExactTensors:
         ring = cost(Method("ring"))
         assert (everything.sent, everything.wire, everything.codec) == (ring.sent, ring.wire, 0.0)
 
-    def test_only_what_is_compressed_is_encoded(self):
+    def test_only_compressed_elements_take_encoding_time(self):
         whole, half = (
             cost(Method("two_phase", SIGN), job=Job(SIZE, 0.0, exact=exact), machine=CPU).codec
             for exact in (0, SIZE // 2)
@@ -357,6 +357,6 @@ class TestExactTensors:
         assert half == pytest.approx(whole / 2)
 
     @pytest.mark.parametrize("exact", [-1, SIZE + 1])
-    def test_more_than_there_is_raises(self, exact):
+    def test_more_exact_elements_than_parameters_are_an_error(self, exact):
         with pytest.raises(ValueError, match=f"exact is {exact}; expected 0 to {SIZE}, all parameters"):
             Job(SIZE, 0.0, exact=exact)

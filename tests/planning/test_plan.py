@@ -46,7 +46,7 @@ class TestPredicting:
         assert document["reason"] == advice.reason
         assert document["compress"] is advice.compress
         assert document["cluster"]["ranks"] == 64
-        assert document["cluster"]["inside"]["streams"] is None  # without end
+        assert document["cluster"]["inside"]["streams"] is None  # unlimited
         assert [m["step"] for m in document["methods"]] == [row.time.seconds for row in advice.rows]
         for method, row in zip(document["methods"], advice.rows, strict=True):
             plain = row.time.method.is_allreduce
@@ -56,7 +56,7 @@ class TestPredicting:
             assert ("pays_below" in method) is not plain
             assert method["sent"] == row.time.sent
 
-    def test_every_option_counts(self, capsys):
+    def test_every_option_has_an_effect(self, capsys):
         options = [
             *("--ranks-per-node", "4", "--latency", "25us", "--streams", "2", "--inside", "100gbit"),
             *("--gradient-bytes", "2", "--overlap", "0.6", "--buckets", "5", "--overlap-compressed"),
@@ -78,7 +78,7 @@ class TestPredicting:
         expected = advise(job, cluster, gpu(), methods=methods_of(cluster, 2, [sign, qsgd]), warmup=0.15)
         assert printed(capsys, *EXAMPLE, *options) == expected.text + "\n"
 
-    def test_measured_figures_are_taken_where_no_others_are_given(self, capsys, tmp_path):
+    def test_measured_figures_are_defaults_for_options(self, capsys, tmp_path):
         path = tmp_path / "measured.json"
         cluster = Cluster(4, Link(1e8, 1e-4, streams=2.0, per_message=1e-5), ranks_per_node=2)
         machine = replace(CPU, call=1e-3, tensor=1e-4)
@@ -161,7 +161,7 @@ class TestMeasuring:
 
     @pytest.fixture
     def train(self, tmp_path, monkeypatch):
-        """A module in the current folder, as a user has it."""
+        """A module in the current folder, like a user's."""
         (tmp_path / "train_of_test.py").write_text("calls = []\n\ndef step():\n    calls.append(1)\n")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
@@ -186,7 +186,7 @@ class TestMeasuring:
             ("no_such_module:step", "No module named 'no_such_module'"),
         ],
     )
-    def test_a_step_that_is_not_there(self, capsys, train, step, message):
+    def test_a_missing_step_function_is_an_error(self, capsys, train, step, message):
         assert message in refused(capsys, *self.SMALL, "--step", step)
 
     def test_json_holds_what_was_measured_and_what_it_advises(self, capsys, train):
@@ -197,11 +197,11 @@ class TestMeasuring:
         both = json.loads(printed(capsys, *self.SMALL, "--step", f"{train}:step", *asked))
         assert both["advice"]["job"]["params"] == 1_000_000
 
-    def test_measured_already(self, capsys):
+    def test_measuring_cannot_be_combined_with_measured_figures(self, capsys):
         assert "expected one" in refused(capsys, *self.SMALL, "--measured", "measured.json")
 
     @pytest.mark.parametrize("option", ["--elements", "--rounds"])
-    def test_nothing_to_measure(self, capsys, option):
+    def test_measuring_nothing_is_an_error(self, capsys, option):
         assert f"{option} is 0; expected at least 1" in refused(capsys, *self.SMALL, option, "0")
 
     def test_a_link_is_still_needed_after_one_rank_measured(self, capsys):
@@ -242,8 +242,8 @@ class TestOut:
         assert "--overlap is 2.0" in refused(capsys, *self.SMALL, "--params", "1M", "--overlap", "2")
 
 
-def test_matrices_of_another_shape_send_other_factors(capsys):
-    """PowerSGD of rank 1 sends rows and columns of each."""
+def test_the_shape_of_matrices_changes_the_bytes_of_powersgd(capsys):
+    """PowerSGD of rank 1 sends one row and one column per matrix."""
 
     def sent(*options):
         document = json.loads(printed(capsys, *EXAMPLE, *options, "--json"))
@@ -253,8 +253,8 @@ def test_matrices_of_another_shape_send_other_factors(capsys):
     assert sent("--matrix", "4096x4096") < 0.4 * sent()
 
 
-def test_seconds_alone_can_be_compared(capsys):
-    """Signs stand for one-bit gradients of Adam, which need many steps; with SGD they do not."""
+def test_methods_can_be_compared_by_seconds_alone(capsys):
+    """Signs stand for 1-bit Adam's gradients, which need many steps; compared by seconds alone they win."""
     options = ("--compressor", "sign", "--link", "1gbit")
     document = json.loads(printed(capsys, *EXAMPLE, *options, "--json"))
     alone = json.loads(printed(capsys, *EXAMPLE, *options, "--task", "none", "--json"))

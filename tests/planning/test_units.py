@@ -1,4 +1,4 @@
-"""Numbers with units, read and shown."""
+"""Numbers with units: parsing and formatting."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_bandwidths(text, value):
 @pytest.mark.parametrize(
     "text", ["", "fast", "10", "-1gbit", "10g", "10GB", "10 gbit/min", "10Gb/s", "nan", "infgbit"]
 )
-def test_what_is_no_bandwidth_is_an_error(text):
+def test_an_invalid_bandwidth_is_an_error(text):
     with pytest.raises(ValueError, match="expected a bandwidth such as 10gbit"):
         units.bandwidth(text)
 
@@ -56,7 +56,7 @@ def test_times(text, value):
 
 
 @pytest.mark.parametrize("text", ["25", "25 min", "us"])
-def test_what_is_no_time_is_an_error(text):
+def test_an_invalid_time_is_an_error(text):
     with pytest.raises(ValueError, match="expected a time such as 25us"):
         units.seconds(text)
 

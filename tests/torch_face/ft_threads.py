@@ -1,7 +1,7 @@
-"""Replicas under a manager like torchft's, as threads: one dies in an exchange that the test chooses.
+"""Replicas under a manager like torchft's, as threads; one of them dies in an exchange that the test chooses.
 
-Nothing depends on time. A replica that waits in an exchange for one that has gone raises `CommunicatorError`; a quorum
-is there when all that live have asked for it.
+Nothing depends on time. A replica that waits in an exchange for a replica that has gone raises `CommunicatorError`; a
+quorum forms when all living replicas have asked for it.
 """
 
 import threading
@@ -21,7 +21,7 @@ class Killed(BaseException):
 
 
 class Strike(NamedTuple):
-    """The exchange in which a replica dies, counted from its first, and which others still get its bytes."""
+    """The exchange in which a replica dies, counted from its first one, and the others that still get its bytes."""
 
     replica: int
     exchange: int
@@ -29,7 +29,7 @@ class Strike(NamedTuple):
 
 
 class Lighthouse:
-    """Runs replicas; one that dies may be followed by a new one.
+    """Runs replicas; a new replica may follow one that dies.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Lighthouse:
         What a replica does, given its number, a manager and a group.
     strike : Strike, optional
     follows : bool
-        Whether a new replica comes when one has died.
+        Whether a new replica starts when one has died.
     """
 
     def __init__(self, main: Callable[[int, Any, Any], Any], strike: Strike | None, *, follows: bool) -> None:
@@ -56,11 +56,11 @@ class Lighthouse:
         self._threads: list[threading.Thread] = []
 
     def run(self, count: int) -> dict[int, Any]:
-        """Return what each replica that ended by itself has returned."""
+        """Return the results of the replicas that ended normally."""
         with self.changed:
             for _ in range(count):
                 self._start()
-        for thread in self._threads:  # grows by one that follows
+        for thread in self._threads:  # the list grows if a new replica follows
             thread.join(TIMEOUT)
             assert not thread.is_alive()
         return self.results
@@ -93,7 +93,7 @@ class Lighthouse:
             self.changed.notify_all()
 
     def sleep(self, replica: int, rounds: int) -> None:
-        """Let a replica, which calls this, miss so many quorums, as one whose process is stopped."""
+        """Let the calling replica miss so many quorums, as if its process were stopped."""
         with self.changed:
             self._live.discard(replica)
             self.board.gone.add(replica)
@@ -103,7 +103,7 @@ class Lighthouse:
             assert self.changed.wait_for(lambda: replica in self._live, TIMEOUT)
 
     def ask(self, replica: int, *, failed: bool) -> tuple[int, tuple[int, ...], "_Board"]:
-        """Wait for the next quorum; return its number, who is in it, and where they exchange."""
+        """Wait for the next quorum; return its number, its members, and their board."""
         with self.changed:
             mine = self._rounds
             self._asking.add(replica)
@@ -128,13 +128,13 @@ class Lighthouse:
         self.changed.notify_all()
 
     def strikes(self, replica: int, exchange: int) -> frozenset[int] | None:
-        """Return who is reached, if a replica dies in this exchange of its own."""
+        """Return the replicas that are reached if a replica dies in this exchange; None if it does not."""
         strike = self._strike
         return strike.reached if strike is not None and (replica, exchange) == strike[:2] else None
 
 
 class _Board:
-    """Where the replicas of a quorum leave their bytes for each other."""
+    """The messages that the replicas of a quorum leave for each other."""
 
     def __init__(self, lighthouse: Lighthouse) -> None:
         self.gone: set[int] = set()
@@ -142,7 +142,7 @@ class _Board:
         self._left: dict[tuple[int, int, int], Any] = {}
 
     def exchange(self, number: int, own: int, send: dict[int, Any]) -> dict[int, Any]:
-        """Leave bytes for others, and return theirs, by replica."""
+        """Leave messages for others, and return theirs, by replica."""
         with self._changed:
             for other, data in send.items():
                 self._left[number, own, other] = data
@@ -161,7 +161,7 @@ class _Board:
 
 
 class Communicator:
-    """One of a quorum."""
+    """The communicator of one replica in a quorum."""
 
     def __init__(
         self, lighthouse: Lighthouse, manager: "Manager", members: Sequence[int], board: _Board
@@ -172,7 +172,7 @@ class Communicator:
         self._number = 0
 
     def all_to_all(self, send: Sequence[Any], receive: Sequence[int]) -> list[Any]:
-        """Exchange, or die."""
+        """Exchange messages, or die."""
         replica = self._manager.replica
         parts = {other: part.clone() for other, part in zip(self._members, send, strict=True)}
         reached = self._lighthouse.strikes(replica, self._manager.exchanges)
@@ -191,25 +191,25 @@ class Communicator:
         return found
 
     def all_gather(self, send: Any, receive: Sequence[int]) -> list[Any]:
-        """Send the same to all."""
+        """Send the same message to all."""
         return self.all_to_all([send] * self.size, receive)
 
     def close(self) -> None:
-        """Let nobody wait for this replica."""
+        """Mark this replica as gone, so that no replica waits for it."""
         with self._lighthouse.changed:
             self._board.gone.add(self._manager.replica)
             self._lighthouse.changed.notify_all()
 
 
 class Group(qcomp.torch.ft.ProcessGroup):
-    """Configured by a `Manager` without a store."""
+    """A group that a `Manager` configures without a store."""
 
     def __init__(self) -> None:
         self.comm, self.quorum = None, -1
 
 
 class Manager:
-    """What `qcomp.torch.ft` uses of one of torchft."""
+    """The part of torchft's manager that `qcomp.torch.ft` uses."""
 
     _use_async_quorum = False
 
@@ -220,14 +220,14 @@ class Manager:
         self._has_failed = False
 
     def register_state_dict_fn(self, *_: Any) -> None:
-        """Nothing else heals."""
+        """Do nothing: no other state heals."""
 
     def sleep(self, rounds: int) -> None:
         """Miss so many quorums."""
         self._lighthouse.sleep(self.replica, rounds)
 
     def start_quorum(self) -> None:
-        """Ask for one, and connect if it is new."""
+        """Ask for a quorum, and connect if it is new."""
         number, members, board = self._lighthouse.ask(self.replica, failed=self._has_failed)
         self._error, self._has_failed = None, False
         if number != self._group.quorum:
@@ -236,30 +236,30 @@ class Manager:
             self._group.comm = Communicator(self._lighthouse, self, members, board)
 
     def wait_quorum(self) -> None:
-        """It is there already."""
+        """Return at once: the quorum is there already."""
 
     def errored(self) -> Exception | None:
-        """Return what was reported since the quorum."""
+        """Return the error reported since the quorum."""
         return self._error
 
     def report_error(self, error: Exception) -> None:
-        """Keep it."""
+        """Store an error."""
         self._error = error
 
     def should_commit(self) -> bool:
-        """Return whether nothing was reported and there is a connection."""
+        """Return whether no error was reported and there is a connection."""
         self._has_failed = self._error is not None or self._group.comm is None
         self.step += not self._has_failed
         return not self._has_failed
 
     def current_step(self) -> int:
-        """Return the number of steps, as it was last set, and commits since."""
+        """Return the number of steps: the last one set, plus commits since."""
         return self.step
 
     def batches_committed(self) -> int:
-        """Return nothing that matters."""
+        """Return a number that nothing depends on."""
         return 0
 
     def load_state_dict(self, counts: dict[str, int]) -> None:
-        """Take the number of steps."""
+        """Set the number of steps."""
         self.step = counts["step"]

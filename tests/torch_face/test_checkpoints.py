@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint carries whole states of the optimizers for torch, and refuses what does not fit."""
+"""torch.distributed.checkpoint stores whole states of the optimizers for torch; states that do not fit are refused."""
 
 import pytest
 
@@ -99,7 +99,7 @@ every_face = pytest.mark.parametrize(
 
 @every_face
 def test_a_restart_goes_on_bit_for_bit(said, tmp_path, name):
-    """From the warm-up, the compressed stage, and between the synchronisations of 0/1 Adam, where ranks differ."""
+    """In the warm-up, in the compressed stage, and between 0/1 Adam's synchronisations, where ranks differ."""
     said(
         2,
         f"""
@@ -113,7 +113,7 @@ for stop in (2, FREEZE + 3):
         dcp.save(way(model, optimizer), checkpoint_id=path)
         train(model, optimizer, range(stop, stop + 5))
         again, other = made(name, lr=0.3)
-        train(again, other, range(77, 78))  # what it has is gone
+        train(again, other, range(77, 78))  # loading must replace this state
         dcp.load(way(again, other), checkpoint_id=path)
         assert other.param_groups[0]["lr"] == 0.01
         train(again, other, range(stop, stop + 5))
@@ -122,8 +122,8 @@ for stop in (2, FREEZE + 3):
     )
 
 
-def test_one_key_for_all_ranks_would_be_seen(said, tmp_path):
-    """If they had one, torch would keep what one of them has."""
+def test_one_key_for_all_ranks_would_be_detected(said, tmp_path):
+    """torch would then keep the state of only one rank."""
     first, second = said(
         2,
         f"""
@@ -139,8 +139,8 @@ print(refusal(lambda: dcp.load(plain(model, optimizer), checkpoint_id={str(tmp_p
 
 
 @every_face
-def test_another_number_of_ranks_goes_on_with_what_is_owed(said, tmp_path, name):
-    """As from a list with the states of all ranks; and only with the planner for it."""
+def test_another_number_of_ranks_resumes_with_what_is_owed(said, tmp_path, name):
+    """As from a list with the states of all ranks; only with the planner for it."""
     said(
         3,
         f"""
@@ -182,7 +182,7 @@ for way in (plain, wrapped):
         assert all(lines == results[0] for lines in results)
 
 
-def test_what_does_not_fit_changes_nothing_on_any_rank(said, tmp_path):
+def test_a_state_that_does_not_fit_changes_nothing_on_any_rank(said, tmp_path):
     results = said(
         2,
         f"""
@@ -239,7 +239,7 @@ told(made("OneBitAdam"), flat)
         "no rank passes the dict of old rank 1",
         "saved is empty on every rank",
         "nothing of one of qcomp's optimizers",
-        # Raised by torch before it calls the optimizer: it flattens no state with entries that are not of a parameter.
+        # torch raises it before it calls the optimizer: it flattens no state with entries outside the parameters.
         "NotImplementedError: Flattening optimizer state_dict only supports",
     ]
     for lines in results:

@@ -1,4 +1,4 @@
-"""Copies under real agents of torchrun: a rank that kills itself, and a node that loses its memory."""
+"""Copies under real torchrun agents: a rank kills itself, and a node loses its memory."""
 
 import os
 import re
@@ -33,13 +33,13 @@ def folder():
 
 
 def ended(agents, timeout=100):
-    """Wait for agents of torchrun; return what their ranks printed, and kill what is left of them."""
+    """Wait for torchrun agents; return what their ranks printed, and kill leftover processes."""
     try:
         outs = [agent.communicate(timeout=timeout) for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGTERM)  # which ends its ranks
+                os.killpg(agent.pid, signal.SIGTERM)  # which ends the agent's ranks
                 agent.wait(60)
     for agent, (_, err) in zip(agents, outs, strict=True):
         assert agent.returncode == 0, err
@@ -48,9 +48,7 @@ def ended(agents, timeout=100):
 
 def agent(*arguments, host="a"):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "QCOMP_HOST": host, "PYTHONUNBUFFERED": ""}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # else gloo finds addresses of ranks that are dead
-    )
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise gloo finds addresses of dead ranks
     command = [TORCHRUN, "--monitor-interval", "0.1", "--max-restarts", "2", *arguments]
     return subprocess.Popen(
         [str(part) for part in command],
@@ -69,7 +67,7 @@ def digests(out, ranks):
 
 
 def gone_on(out, ranks):
-    """The one step after which all ranks have gone on."""
+    """Return the step from which all ranks resumed; it must be the same."""
     found = re.findall(r"rank (\d) goes on after step (\d+)", out)
     assert sorted(rank for rank, _ in found) == [str(rank) for rank in range(ranks)]
     (step,) = {int(step) for _, step in found}
@@ -83,11 +81,11 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(folder, ranks, victim
     assert f"rank {victim} dies after step {step}" in out
     assert gone_on(out, ranks) == step // 5 * 5
     assert digests(out, ranks) == digests(ended([agent(*one_node)]), ranks)
-    assert list(folder.iterdir()) == []  # nothing is left of a job that ended well
+    assert list(folder.iterdir()) == []  # a job that ended well leaves nothing behind
 
 
 def test_a_node_that_loses_its_memory(folder):
-    """Two agents with a folder each; the ranks of one are killed, and find nothing when they are started again."""
+    """Two agents with a folder each; the ranks of one are killed, and find nothing when they start again."""
     (folder / "forgetful.py").write_text(FORGETFUL.format(example=str(EXAMPLE)))
     outs = []
     for job, options in (("killed", ["--kill", 1, 13]), ("whole", [])):

@@ -1,4 +1,4 @@
-"""Sharded models average what stock FSDP2 averages, but for what compression loses, and owe the rest."""
+"""Sharded models average what stock FSDP2 averages, except for the loss of compression, and owe the rest."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def say(*words):
 
 @pytest.fixture
 def said(ddp_ranks):
-    """Run a script on ranks with a process group, and return the lines of each."""
+    """Run a script on ranks with a process group; return the lines of each."""
 
     def run(n, body):
         return [rank.out.splitlines() for rank in ddp_ranks(n, HEAD + body, timeout=120.0)]
@@ -107,9 +107,9 @@ QUICK = ("blocks", "columns", "float16")
     [(2, QUICK), *(pytest.param(n, tuple(PLACES), marks=pytest.mark.slow) for n in (2, 3))],
     ids=["2", "2, all", "3, all"],
 )
-def test_without_loss_it_is_stock_fsdp(said, n, places):
-    """Every way to shard, uneven shards, accumulation, and parameters that need no gradient or have none."""
-    places = {k: PLACES[k] for k in places if n == 2 or k != "columns"}  # torch wants these even
+def test_without_loss_it_equals_stock_fsdp(said, n, places):
+    """All ways to shard, uneven shards, accumulation, and parameters without gradients."""
+    places = {k: PLACES[k] for k in places if n == 2 or k != "columns"}  # torch requires these to be even
     said(
         n,
         f"""
@@ -137,7 +137,7 @@ for name, make in {{ {", ".join(f"{k!r}: {v}" for k, v in places.items())} }}.it
 
 
 def test_the_parameters_of_a_unit_are_in_the_order_of_torch(said):
-    """Else a bucket would begin in the middle of a parameter, and what is exact would be another part of a message."""
+    """Otherwise buckets would start in the middle of parameters, and other parts of a message would be exact."""
     said(
         2,
         """
@@ -166,8 +166,8 @@ assert [id(p.sharded_param) for p in group.fsdp_params] == [id(p) for p in units
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_is_not_sent_is_owed(said, n):
-    """The compressed gradients of all steps and the mean of what the ranks owe add up to the exact gradients."""
+def test_the_part_that_is_not_sent_is_owed(said, n):
+    """The compressed gradients of all steps plus the mean of what the ranks owe equal the exact gradients."""
     said(
         n,
         """
@@ -193,8 +193,8 @@ for columns in (False, True) if n == 2 else (False,):
     )
 
 
-def test_four_bits_send_an_eighth(said):
-    """And 32 bits for each bucket of 128 elements; the bias stays exact, and nothing else is sent."""
+def test_four_bits_send_an_eighth_of_the_bytes(said):
+    """Plus 32 bits for each bucket of 128 elements; the bias stays exact, and nothing else is sent."""
     said(
         2,
         """
@@ -209,9 +209,9 @@ assert 0 <= sent - (half // 2 + half // 128 * 4 + 128 * 4) < 16, sent
 
 
 def test_gradients_are_unbiased(said):
-    """Over 60 draws the mean of an element is within 6 standard errors, the largest of them, of the exact one.
+    """Over 60 draws the mean of each element is within 6 of the largest standard errors of the exact one.
 
-    The weights repeat after 32 rows, or four buckets, and so do gradients: each rank has five draws of a step.
+    Weights and gradients repeat after 32 rows, that is four buckets, so each rank has five draws per step.
     """
     said(
         2,
@@ -268,7 +268,7 @@ close(after, before, rtol=0, atol=0)
 
 
 def test_changes_of_weights_lose_less_each_time(said):
-    """With EF21's contraction: the first gather is exact, and what one call loses is in the next change."""
+    """With EF21's contraction: the first gather is exact, and the loss of one call is part of the next change."""
     said(
         2,
         """
@@ -301,7 +301,7 @@ mesh = dist.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicas", "sh
 
 
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("replicated", marks=pytest.mark.slow)])
-def test_between_replicas_without_loss_it_is_the_mean_of_all(said, kind):
+def test_between_replicas_without_loss_it_gives_the_mean_over_all(said, kind):
     n = 4 if kind == "sharded" else 2
     said(
         n,
@@ -389,7 +389,7 @@ if {between}:
     make, options = (lambda: sharded(mesh["shard"])), {{"replicas": mesh["replicas"]}}
 else:
     make, options = sharded, {{}}
-compressor = qcomp.Scaled(qcomp.QSGD(7, 64))  # draws, and owes
+compressor = qcomp.Scaled(qcomp.QSGD(7, 64))  # it draws, and leaves residuals
 model = make()
 compression = compress(model, compressor, **options, **SMALL)
 train(model, range(2))
@@ -409,7 +409,7 @@ for states in (saved, of_all(saved)):
 
 
 def test_another_number_of_ranks_owes_the_same(said, tmp_path):
-    """Residuals are whole tensors, whatever the mesh; each new rank continues with the mean of the old ones."""
+    """Residuals are whole tensors, whatever the mesh; each new rank continues with the mean of the old residuals."""
     path = str(tmp_path / "saved")
     said(
         3,
@@ -435,7 +435,7 @@ for name, part in compression.state_dict()["parts"].items():
 assert refusal(lambda: compression.load_state_dict(saved[0])).startswith(
     "ValueError: saved does not fit: ValueError: it belongs to rank 0 of 3"
 )
-assert "expected each rank that saved once" in refusal(lambda: compression.load_state_dict(saved[:2]))
+assert "expected one state of each rank that saved" in refusal(lambda: compression.load_state_dict(saved[:2]))
 broken = {{**saved[0], "rank": me, "size": 2}}
 if me:
     broken["parts"] = {{}}
@@ -496,7 +496,7 @@ assert moved == [True, False, True, True], moved
 
 @pytest.mark.parametrize("between", [False, True], ids=["of shards", "of replicas"])
 def test_residuals_follow_the_scale_of_the_gradients(said, between):
-    """By powers of two, with which no operation rounds otherwise."""
+    """Scales are powers of two, so nothing is rounded differently."""
     said(
         2,
         f"""
@@ -530,7 +530,7 @@ REFUSALS = {
     ),
     "replicate": (
         "compress(replicate(network(), mesh=everyone))",
-        "ValueError: the model is replicated over 2 ranks, over which FSDP2 sums exactly before it asks anybody",
+        "ValueError: the model is replicated over 2 ranks, over which FSDP2 sums exactly before it calls any hook",
     ),
     "replicas": (
         "compress(sharded(), replicas=3)",
@@ -563,7 +563,7 @@ REFUSALS = {
 }
 
 
-def test_what_torch_cannot_carry_is_refused_on_every_rank(said):
+def test_models_that_torch_cannot_support_are_refused_on_every_rank(said):
     cases = "".join(
         f"""
 def case():
@@ -576,7 +576,7 @@ assert text.startswith({expected!r}), (text, {expected!r})
     said(2, cases)
 
 
-def test_replicas_that_differ_are_told(said):
+def test_replicas_that_differ_are_an_error(said):
     said(
         2,
         """

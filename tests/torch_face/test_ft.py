@@ -1,4 +1,4 @@
-"""Replicas under torchft: they are killed or stopped, the others go on, and who comes back gets everything."""
+"""Replicas under torchft are killed or stopped: the others continue, and a replica that returns gets all state."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-os.environ.setdefault("RUST_LOG", "error")  # of torchft, which reads it when it is imported
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it at import
 pytest.importorskip("torchft", reason="it is for Linux only")
 
 import torch
@@ -29,7 +29,7 @@ from qcomp.testing.means import owed
 
 pytestmark = [
     pytest.mark.timeout(150),
-    pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated"),  # in torchft
+    pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated"),  # raised in torchft
     pytest.mark.filterwarnings("ignore:a state of . ranks resumes with"),
 ]
 
@@ -47,7 +47,7 @@ server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=Fa
 job = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
 job.set_timeout(timedelta(seconds=60))
 if me == 3:
-    job.wait([COMES_AFTER])  # it comes in the place of rank 1
+    job.wait([COMES_AFTER])  # it replaces rank 1
 own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 group = qcomp.torch.ft.ProcessGroup(timeout=20, silence=1)
 manager = torchft.Manager(
@@ -187,7 +187,7 @@ def address(lighthouse):
 
 @pytest.fixture
 def diaries(torch_ranks, lighthouse, tmp_path):
-    """Train three replicas of which one is struck; return what each has noted."""
+    """Train three replicas, one of which is killed or stopped; return the diary of each."""
 
     def run(n, *, signal="SIGKILL", comes_after="two are left", in_exchange=None, script=STEPS, **settings):
         head = (
@@ -207,7 +207,7 @@ def lines(diaries, *events):
 
 
 def require_equal(diaries):
-    """In each step of each quorum all replicas have the same parameters, and there were several."""
+    """Check that in each step of each quorum all replicas have the same parameters, in several steps and quorums."""
     hashes = defaultdict(list)
     for line in lines(diaries, "met", "step"):
         hashes[line["event"], line["quorum"], line["step"]].append(line["hash"])
@@ -217,7 +217,7 @@ def require_equal(diaries):
 
 
 def require_same_sum(folder, diaries, before, after, lost):
-    """What is owed after the replicas met is what those of the quorum before owed in that step, but for the lost."""
+    """Check that replicas now owe what those of the quorum before owed in that step, except for the lost ones."""
     met = [line for line in lines(diaries, "met") if line["quorum"] == after]
     step = met[0]["step"]
     old, new = {}, {}
@@ -255,7 +255,7 @@ def require_same_sum(folder, diaries, before, after, lost):
 
 
 def quorums(diaries):
-    """The quorums in which replicas met, in turn, each with its size and report."""
+    """Return the quorums in which replicas met, in order, each with its size and report."""
     found = {}
     for line in lines(diaries, "met"):
         assert found.setdefault(line["quorum"], line)["report"] == line["report"]
@@ -273,7 +273,7 @@ def quorums(diaries):
         ),
     ],
 )
-def test_one_is_killed_and_another_joins(diaries, tmp_path, settings, in_exchange):
+def test_one_replica_is_killed_and_another_joins(diaries, tmp_path, settings, in_exchange):
     found = diaries(4, in_exchange=in_exchange, **settings)
     require_equal(found)
     *_, whole, rest, again = quorums(found)
@@ -288,13 +288,13 @@ def test_one_is_killed_and_another_joins(diaries, tmp_path, settings, in_exchang
         require_same_sum(tmp_path, found, whole["quorum"], rest["quorum"], [] if restores else [1])
     ends = [diary[-1] for number, diary in enumerate(found) if number != 1]
     assert {end["commits"] for end in ends} == {again["step"] + 6}
-    assert ends[2]["loaded"][-1] in ("of 0", "of 2")  # what else is registered with the manager heals too
+    assert ends[2]["loaded"][-1] in ("of 0", "of 2")  # other objects registered with the manager heal too
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_exchange", [None, 1, 2, 3, 4, 5])
-def test_one_of_an_outer_loop_is_killed_and_another_joins(diaries, in_exchange):
-    """Inner states and buffers are those of the step on all, and the shared parameters are the same."""
+def test_a_replica_in_an_outer_loop_is_killed_and_another_joins(diaries, in_exchange):
+    """Inner states and buffers are those of the step on all replicas, and the shared parameters are the same."""
     found = diaries(4, in_exchange=in_exchange, script=ROUNDS)
     hashes = defaultdict(set)
     for line in lines(found, "step"):
@@ -309,8 +309,8 @@ def test_one_of_an_outer_loop_is_killed_and_another_joins(diaries, in_exchange):
 
 
 @pytest.mark.slow
-def test_another_comes_before_the_quorum_knows_of_the_death(diaries, tmp_path):
-    """The lost one and the new one are members of two quorums that follow each other."""
+def test_a_new_replica_joins_before_the_quorum_notices_the_death(diaries, tmp_path):
+    """The lost replica and the new one are members of two consecutive quorums."""
     found = diaries(4, comes_after="struck", lost="drop")
     require_equal(found)
     before, *_, last = quorums(found)[-2:]
@@ -320,8 +320,8 @@ def test_another_comes_before_the_quorum_knows_of_the_death(diaries, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_was_stopped_joins_as_a_new_one(diaries, tmp_path):
-    """Meanwhile the others have gone on without what it owed, so it must not bring it back."""
+def test_a_stopped_replica_rejoins_as_a_new_one(diaries, tmp_path):
+    """Meanwhile the others have continued without what it owed, so it must not bring that back."""
     found = diaries(3, signal="SIGSTOP")
     require_equal(found)
     met = quorums(found)
@@ -333,7 +333,7 @@ def test_one_that_was_stopped_joins_as_a_new_one(diaries, tmp_path):
 
 
 class Alone:
-    """One replica, in this process."""
+    """One replica in this process."""
 
     def __init__(self, lighthouse_address, *, min_replicas=1, use_async_quorum=False, lr=0.1):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -384,7 +384,7 @@ def alone():
 
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 class TestAlone:
-    def test_it_makes_the_steps_of_the_optimizer(self, alone):
+    def test_a_lone_replica_makes_the_steps_of_the_optimizer(self, alone):
         one = alone()
         optimizer = qcomp.torch.ft.Elastic(one.inner, one.manager, one.group)
         model, inner = model_and_optimizer()
@@ -421,19 +421,19 @@ class TestAlone:
             assert optimizer.state.step == 0
             assert all(torch.equal(p, q) for p, q in zip(one.model.parameters(), before, strict=True))
 
-    def test_an_error_that_was_reported_is_a_step_that_fails(self, alone):
+    def test_a_reported_error_fails_the_step(self, alone):
         one = alone()
         optimizer = qcomp.torch.ft.Elastic(one.inner, one.manager, one.group)
         optimizer.zero_grad()
         one.model(torch.ones(1, 20)).sum().backward()
         one.manager.report_error(ValueError("of the script"))
         assert optimizer.step() is False
-        assert one.group.comm is None  # others wait for it no longer
+        assert one.group.comm is None  # the others no longer wait for it
         optimizer.zero_grad()
         one.model(torch.ones(1, 20)).sum().backward()
         assert optimizer.step() is True
 
-    def test_a_failed_exchange_asks_for_another_quorum_of_the_same(self, alone):
+    def test_a_failed_exchange_requests_a_new_quorum_of_the_same_members(self, alone):
         one = alone()
         optimizer = qcomp.torch.ft.Elastic(one.inner, one.manager, one.group)
         optimizer.zero_grad()
@@ -460,7 +460,7 @@ class TestAlone:
         with pytest.raises(RuntimeError, match="without zero_grad before it"):
             optimizer.step()
 
-    def test_a_step_that_is_refused_leaves_the_next_one(self, alone):
+    def test_a_refused_step_does_not_affect_the_next_one(self, alone):
         one = alone()
         optimizer = qcomp.torch.ft.Elastic(one.inner, one.manager, one.group)
         optimizer.zero_grad()
@@ -511,7 +511,7 @@ class TestArguments:
             qcomp.torch.ft.ProcessGroup().configure("127.0.0.1:1/x", "a", 0, 1, 0, 0, 2, [0])
 
 
-def test_only_it_needs_torchft():
+def test_only_this_module_needs_torchft():
     code = """
 import sys
 sys.modules["torchft"] = None

@@ -5,7 +5,7 @@ import os
 import pytest
 
 pytest.importorskip("torch")
-os.environ.setdefault("RUST_LOG", "error")  # of torchft, which reads it when it is imported
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it at import
 pytest.importorskip("torchft", reason="it is for Linux only")
 
 import torch
@@ -33,5 +33,5 @@ def steps_of(enabled):
 
 
 @pytest.mark.timeout(120)
-def test_a_step_under_autocast_is_the_one_outside():
+def test_a_step_under_autocast_equals_one_outside():
     assert steps_of(True) == steps_of(False)

@@ -1,4 +1,4 @@
-"""A replica that the others have gone on without, and that comes back while another one dies."""
+"""A replica that the others have left behind, and that returns while another one dies."""
 
 import os
 from itertools import pairwise
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-os.environ.setdefault("RUST_LOG", "error")  # of torchft, which reads it when it is imported
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it at import
 pytest.importorskip("torchft", reason="it is for Linux only")
 
 import torch
@@ -26,7 +26,7 @@ SLEEPER, VICTIM, END = 1, 2, 10
 
 
 def main(replica: int, manager: Any, group: Any) -> dict[str, Any]:
-    """Make some steps; one replica misses some quorums of the others after its first step."""
+    """Take some steps; after its first step, one replica misses some quorums of the others."""
     p = torch.nn.Parameter(torch.arange(40.0).reshape(8, 5) - replica)
     alone = qcomp.comm.LocalCommunicator.alone()
     inner = qcomp.torch.OneBitAdam([p], lr=1e-2, freeze=2, exact=None, comm=alone)
@@ -43,15 +43,15 @@ def main(replica: int, manager: Any, group: Any) -> dict[str, Any]:
             sleeps = False
             manager.sleep(5)
         p.grad = torch.sin(p.detach() + replica + optimizer.state.step)
-        found["last"] = manager.exchanges  # who has completed the last step ends, whatever others have
+        found["last"] = manager.exchanges  # a replica that completed the last step ends, whatever others hold
         optimizer.step()
         found["steps"].append(optimizer.state.step)
     return found | {"end": p.detach().numpy().tobytes()}
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_it_has_is_never_what_all_go_back_to(stride):
-    """A quorum that fails does not make it one of those that are up to date."""
+def test_a_returning_replica_never_supplies_the_restored_state(stride):
+    """A failed quorum does not make the returning replica count as up to date."""
     whole = Lighthouse(main, None, follows=False).run(3)
     assert 1 in [report["joined_ranks"] for report in whole[VICTIM]["reports"]]
     joined = 0

@@ -1,4 +1,4 @@
-"""An outer loop under torchft: a replica dies in any exchange, and the others go on as if it had died before it."""
+"""An outer loop under torchft: a replica dies in any exchange, and the others continue as if it had died before it."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-os.environ.setdefault("RUST_LOG", "error")  # of torchft, which reads it when it is imported
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it at import
 pytest.importorskip("torchft", reason="it is for Linux only")
 
 import torch
@@ -36,12 +36,12 @@ LOOPS = {
 
 
 def steps_of(loop: qcomp.OuterLoop) -> int:
-    """Enough for two rounds, and what follows them."""
+    """Return enough steps for two rounds and what follows them."""
     return 10 if loop.every > 1 else 3
 
 
 def model_of(seed: int) -> torch.nn.Module:
-    """A small network with buffers, without torch's own generator, which threads share."""
+    """A small network with buffers, made without torch's own generator, which threads share."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -60,21 +60,21 @@ def digest(tensors: Any) -> str:
 
 
 class Diary:
-    """What a replica has noted."""
+    """A replica's record of its run."""
 
     def __init__(self) -> None:
         self.begun = 0
-        """Exchanges until its first step."""
+        """The number of exchanges before its first step."""
         self.steps: list[tuple[int, bool]] = []
         self.shared: list[tuple[int, str]] = []
         self.reports: list[dict[str, float]] = []
         self.end, self.end_step = "", 0
         self.last = 0
-        """Exchanges until the last step that exchanges; who has completed it ends, whatever others have."""
+        """The number of exchanges up to the last exchanging step; a replica that completes it ends."""
 
 
 def trains(loop: qcomp.OuterLoop) -> Callable[[int, Any, Any], Diary]:
-    """The main function of a replica."""
+    """Return the main function of a replica."""
 
     def main(replica: int, manager: Any, group: Any) -> Diary:
         model, diary, steps = model_of(replica), Diary(), steps_of(loop)
@@ -85,7 +85,7 @@ def trains(loop: qcomp.OuterLoop) -> Callable[[int, Any, Any], Diary]:
             diary.begun = diary.begun or manager.exchanges
             before = outer.state.step
             if before == steps:
-                break  # it has come to the last exchange
+                break  # it has reached the last exchange
             backward(model, 1000 * replica + before)
             exchanges = manager.exchanges
             done = outer.step()
@@ -119,7 +119,7 @@ def run(name: str, strike: Strike | None = None, *, follows: bool = False) -> di
 
 
 def require_alike(name: str, found: dict[int, Diary]) -> None:
-    """Of each step, what was last shared is the same."""
+    """Check for each step that all replicas last shared the same."""
     last = [dict(diary.shared) for diary in found.values()]
     for step in set.intersection(*[set(shared) for shared in last]):
         assert len({shared[step] for shared in last}) == 1
@@ -140,7 +140,7 @@ def require_alike(name: str, found: dict[int, Diary]) -> None:
     ],
 )
 def test_a_replica_dies_in_any_exchange(name, follows, stride):
-    """Whether its last bytes have reached one of the others or none, they end with the same bits."""
+    """Whichever of the others its last bytes reach, they end with the same bits."""
     whole = run(name)
     require_alike(name, whole)
     gone_back = cases = 0
@@ -168,8 +168,8 @@ def test_a_replica_dies_in_any_exchange(name, follows, stride):
         assert gone_back
 
 
-def test_what_was_kept_belongs_to_the_step_that_all_go_back_to(monkeypatch):
-    """A replica that does not go back with its inner state is found by the test above."""
+def test_a_replica_that_keeps_a_later_inner_state_is_found(monkeypatch):
+    """The test above detects a replica that does not restore its inner state."""
     monkeypatch.setattr(qcomp.torch.ft.ElasticOuterLoop, "_restore", lambda *_: None)
     strikes = [Strike(0, exchange, frozenset([1])) for exchange in range(30)]
     found = [Lighthouse(trains(LOOPS["warm-up"]), strike, follows=False).run(3) for strike in strikes]
@@ -177,7 +177,7 @@ def test_what_was_kept_belongs_to_the_step_that_all_go_back_to(monkeypatch):
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_one_replica_alone_does_what_the_loop_without_torchft_does(name):
+def test_a_lone_replica_equals_the_loop_without_torchft(name):
     model = model_of(0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     comm = qcomp.comm.LocalCommunicator.alone()
@@ -223,7 +223,7 @@ class TestMistakes:
             backward(model, 0)
             inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
             before = digest(model.parameters())
-            with pytest.raises(ValueError, match="that the model had not when the loop was made"):
+            with pytest.raises(ValueError, match="that the model did not have when the loop was made"):
                 outer.step()
             return digest(model.parameters()) == before
 

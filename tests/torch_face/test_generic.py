@@ -1,4 +1,4 @@
-"""What torch's own tests ask of every optimizer, and parameters of every kind: a step, or an error that says what."""
+"""Checks from torch's own tests of all optimizers, and parameters of every kind: a step or a clear error."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ def steps(name, params, count=6, gradient=torch.ones_like, **changes):
     return [p.detach() for p in params]
 
 
-# --- as torch's tests of all optimizers ------------------------------------------------------------------------------
+# --- as in torch's tests of all optimizers ---------------------------------------------------------------------------
 
 
 @every_face
@@ -73,7 +73,7 @@ def test_a_rate_may_be_a_tensor(name):
 
 
 @every_face
-def test_a_group_of_its_own_rate_moves_by_that(name):
+def test_each_group_moves_by_its_own_rate(name):
     still, moving = Parameter(torch.ones(200)), Parameter(torch.ones(200))
     optimizer = made(name, [{"params": [still], "lr": 0.0}, {"params": [moving]}])
     for _ in range(6):
@@ -144,7 +144,7 @@ def test_errors_of_torch_are_errors_here(name):
 
 @every_face
 @pytest.mark.parametrize("argument", ["maximize", "differentiable", "capturable", "foreach", "fused"])
-def test_arguments_that_are_of_torch_alone_are_refused(name, argument):
+def test_arguments_that_only_torch_has_are_refused(name, argument):
     assert argument not in inspect.signature(getattr(qcomp.torch, name)).parameters
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
         made(name, [Parameter(torch.ones(5))], **{argument: True})
@@ -154,7 +154,7 @@ def test_arguments_that_are_of_torch_alone_are_refused(name, argument):
 
 
 @every_face
-def test_shapes_of_no_or_one_element_move_as_others_do(name):
+def test_empty_and_one_element_parameters_move_like_others(name):
     nothing, scalar, vector = steps(name, [Parameter(torch.ones(s)) for s in ((0, 3), (), (1,))])
     assert nothing.shape == (0, 3)
     assert scalar.shape == ()
@@ -179,7 +179,7 @@ def test_shapes_of_no_or_one_element_move_as_others_do(name):
         (lambda: 2 * [torch.ones(5)], ValueError, "parameters '0' and '1' share memory"),
     ],
 )
-def test_what_cannot_be_stepped_is_refused(name, values, error, text):
+def test_unsupported_parameters_are_refused(name, values, error, text):
     with pytest.raises(error, match=text):
         made(name, [Parameter(x) for x in values()])
 
@@ -193,7 +193,7 @@ def test_the_same_parameter_twice_is_refused():
 
 
 @every_face
-def test_neighbours_in_one_storage_are_none_of_each_other(name):
+def test_parameters_that_share_a_storage_do_not_affect_each_other(name):
     x = torch.ones(300)
     halves = steps(name, [Parameter(x[:150]), Parameter(x[150:])])
     apart = steps(name, [Parameter(torch.ones(150)), Parameter(torch.ones(150))])
@@ -203,7 +203,7 @@ def test_neighbours_in_one_storage_are_none_of_each_other(name):
 
 
 @every_face
-def test_a_gradient_of_other_strides_is_the_same_gradient(name):
+def test_strides_of_a_gradient_do_not_matter(name):
     values = torch.arange(1200.0).reshape(30, 40) - 500
     (plain,) = steps(name, [Parameter(torch.ones(30, 40))], gradient=lambda _: values.clone())
     (other,) = steps(name, [Parameter(torch.ones(30, 40))], gradient=lambda _: values.t().contiguous().t())
@@ -213,7 +213,7 @@ def test_a_gradient_of_other_strides_is_the_same_gradient(name):
     assert torch.equal(one, all_)
 
 
-# --- the wrong thing at the wrong time -------------------------------------------------------------------------------
+# --- misuse ----------------------------------------------------------------------------------------------------------
 
 
 def of_two():
@@ -242,7 +242,7 @@ def test_parameters_that_were_changed_by_hand_are_an_error(change):
     before = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match="the parameters in param_groups, or their shapes, are others now"):
+    with pytest.raises(RuntimeError, match="the parameters in param_groups, or their shapes, have changed"):
         optimizer.step()
     assert all(map(torch.equal, before, (p.detach() for p in params)))
 
@@ -257,7 +257,7 @@ def test_a_sparse_gradient_is_an_error_that_names_it():
 
 
 def test_an_optimizer_beside_another_makes_its_own_steps():
-    """As for layers that begin to learn later."""
+    """As for layers whose training starts later."""
 
     def main(comm):
         old, new = Parameter(torch.ones(200)), Parameter(torch.ones(300))

@@ -1,4 +1,4 @@
-"""The optimizers for torch make the steps of the core, and are optimizers of torch in all else."""
+"""The optimizers for torch make the steps of the core, and behave like torch optimizers otherwise."""
 
 import copy
 import inspect
@@ -69,7 +69,7 @@ def core(name, **changes):
 
 
 def content(optimizer):
-    """The bits of parameters and state."""
+    """Return the bits of parameters and state."""
     state = optimizer.core_state
     arrays = [*state.momentum, *state.variance, *state.exchange.worker, *state.exchange.server]
     arrays += [array for of_kind in state.arrays.values() for array in of_kind]
@@ -100,7 +100,7 @@ def quiet():
 
 
 @every_face
-def test_steps_are_those_of_the_core_bit_for_bit(name):
+def test_steps_equal_those_of_the_core_bit_for_bit(name):
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face(name, model.named_parameters(), comm)
@@ -118,10 +118,10 @@ def test_steps_are_those_of_the_core_bit_for_bit(name):
         return [p.sum().item() for p in params]
 
     results = run_local(2, main)
-    assert name == "ZeroOneAdam" or results[0] == results[1]  # whose ranks are apart
+    assert name == "ZeroOneAdam" or results[0] == results[1]  # its ranks differ
 
 
-def test_the_warm_up_alone_is_adamw():
+def test_the_warm_up_alone_equals_adamw():
     model, twin = model_of(0), model_of(0)
     optimizer = face(
         "OneBitAdam", model.parameters(), LocalCommunicator.alone(), weight_decay=0.1, freeze=100
@@ -136,8 +136,8 @@ def test_the_warm_up_alone_is_adamw():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
-def test_a_momentum_that_changes_reaches_the_owners():
-    """The layouts of the optimizer before stay only where nothing in the exchange has changed."""
+def test_a_changed_momentum_reaches_the_owners():
+    """Cached layouts are kept only if nothing in the exchange has changed."""
     model, comm = model_of(0), LocalCommunicator.alone()
     optimizer = face("Muon", model.named_parameters(), comm)
     for step, momentum in enumerate((0.85, 0.95, 0.95)):
@@ -157,7 +157,7 @@ def test_a_momentum_that_changes_reaches_the_owners():
         assert all(map(torch.equal, expected, (p.detach() for p in model.parameters())))
 
 
-def test_groups_say_what_adamw_moves():
+def test_groups_choose_the_parameters_of_adamw():
     model, comm = model_of(0), LocalCommunicator.alone()
     first, *_ = weights = [pair for pair in model.named_parameters() if pair[1].ndim == 2]
     rest = [pair for pair in model.named_parameters() if pair[1].ndim == 1]
@@ -180,7 +180,7 @@ def test_groups_say_what_adamw_moves():
 
 
 def test_groups_have_rates_and_decays_of_their_own_that_a_scheduler_changes():
-    """Against the core with the schedule and the groups that it has for this."""
+    """Compared with the core, whose schedule and groups serve the same purpose."""
 
     def main(comm):
         model, twin = model_of(comm.rank), model_of(comm.rank)
@@ -239,7 +239,7 @@ SCHEDULERS = {
 
 
 QUICK = ("LambdaLR", "CyclicLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau")
-"""One of each kind: of a rate, of betas too, of chained ones, of the loss."""
+"""A scheduler of each kind: of the rate, of betas too, chained, and driven by the loss."""
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ QUICK = ("LambdaLR", "CyclicLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlatea
 )
 @pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("CompressedSGD", marks=pytest.mark.slow)])
 def test_every_scheduler_changes_what_the_steps_use(name, scheduler):
-    """Each step is that of an optimizer made with the values of that moment, from the same state."""
+    """Each step equals that of an optimizer made with the values of that moment, from the same state."""
     comm = LocalCommunicator.alone()
     model = model_of(0)
     optimizer = face(name, model.named_parameters(), comm)
@@ -284,7 +284,7 @@ def vars_of(optimizer):
 
 
 def test_a_rising_rate_keeps_the_variance_from_freezing():
-    """The rule is told of the rise, as it is of one in a schedule of the core."""
+    """The freeze rule learns of the rise as it does with a schedule of the core."""
     stages = {}
     for factor in (1.0, 1.01):
         param = torch.nn.Parameter(torch.ones(200))
@@ -332,12 +332,12 @@ OTHER = {
     "adam_learning_rate_factor": 0.5,
     "update_compressor": qcomp.QSGD(15, 64),
 }
-"""A value of each setting that is not the default of any optimizer."""
+"""A value for each setting that no optimizer has as its default."""
 
 
 @every_face
-def test_every_setting_of_the_core_is_there_and_reaches_it(name):
-    """But for schedules and policies by name, which groups stand for, and what has one value."""
+def test_every_setting_of_the_core_exists_and_takes_effect(name):
+    """Except schedules and policies by name, which groups replace, and settings with a single possible value."""
     kind, _ = FACES[name]
     of_face = inspect.signature(getattr(qcomp.torch, name)).parameters
     of_core = {f.name: f.default for f in fields(kind)}
@@ -358,7 +358,7 @@ def test_every_setting_of_the_core_is_there_and_reaches_it(name):
         assert plain._settings.optimizer(plain.param_groups, 0).compressor == of_core["compressor"]
 
 
-# --- an optimizer of torch -------------------------------------------------------------------------------------------
+# --- behaviour of a torch optimizer -----------------------------------------------------------------------------------
 
 
 def test_a_closure_computes_what_the_step_uses():
@@ -418,7 +418,7 @@ def test_a_copy_is_refused(of):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype):
-    """Moments have the dtype of the arithmetic."""
+    """Moments have the dtype in which steps compute."""
 
     def main(comm):
         model = model_of(comm.rank).to(dtype)
@@ -438,7 +438,7 @@ def test_dtypes(dtype):
 
 
 def test_strides_stay():
-    """Also such as are not in C order; the steps are those of contiguous copies."""
+    """Also strides that are not in C order; the steps equal those of contiguous copies."""
     shapes = [torch.randn(10, 6).t(), torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)]
     params = [torch.nn.Parameter(x.clone()) for x in shapes]
     twins = [torch.nn.Parameter(x.contiguous()) for x in shapes]
@@ -508,7 +508,7 @@ def test_a_group_may_be_added_before_the_first_step_only():
         ),
     ],
 )
-def test_what_is_wrong_is_said(make, error, text):
+def test_errors_say_what_is_wrong(make, error, text):
     with pytest.raises(error, match=text):
         make(list(model_of(0).parameters()), LocalCommunicator.alone())
 
@@ -518,8 +518,8 @@ def test_what_is_wrong_is_said(make, error, text):
 )
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 @pytest.mark.parametrize("steps", [2, FREEZE + 2])
-def test_ranks_with_other_settings_are_told(key, topology, steps):
-    """As where a scheduler follows each rank's own validation loss. Nothing has changed then."""
+def test_ranks_with_different_settings_are_an_error(key, topology, steps):
+    """For instance if a scheduler follows each rank's own validation loss. Nothing has changed then."""
 
     def main(comm):
         model = model_of(comm.rank)
@@ -542,7 +542,7 @@ def test_ranks_with_other_settings_are_told(key, topology, steps):
     assert all(found == first for found in others)
 
 
-def test_other_settings_of_0_1_adam_are_seen_when_ranks_synchronise():
+def test_different_settings_of_0_1_adam_are_found_at_the_synchronisation():
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face(
@@ -558,7 +558,7 @@ def test_other_settings_of_0_1_adam_are_seen_when_ranks_synchronise():
 
 
 @pytest.mark.parametrize(("key", "value"), [("compressor", qcomp.QSGD(7, 64)), ("exact", True)])
-def test_what_is_fixed_cannot_be_changed_without_a_word(key, value):
+def test_changing_a_fixed_setting_is_an_error(key, value):
     model = model_of(0)
     optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
     optimizer.param_groups[0][key] = value
@@ -609,7 +609,7 @@ def test_groups_choose_what_is_compressed_and_how():
     ],
     indirect=["kernels"],
 )
-def test_what_no_rank_uses_stays_as_it_is(kernels, name, steps):  # kernels overwrite what they are given
+def test_parameters_that_no_rank_uses_do_not_change(kernels, name, steps):  # kernels overwrite inputs
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face(name, model.named_parameters(), comm, weight_decay=0.1)
@@ -631,7 +631,7 @@ def test_what_no_rank_uses_stays_as_it_is(kernels, name, steps):  # kernels over
 
 
 @pytest.mark.parametrize("steps", [2, FREEZE, FREEZE + 2])
-def test_a_step_without_any_gradient_is_none(steps):
+def test_a_step_without_any_gradient_changes_nothing(steps):
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face("OneBitAdam", model.named_parameters(), comm, weight_decay=0.1)
@@ -644,7 +644,7 @@ def test_a_step_without_any_gradient_is_none(steps):
 
 
 @pytest.mark.parametrize("topology", ["all_gather", "ring", "hierarchical"])
-def test_its_residuals_stay_in_every_topology(topology):
+def test_residuals_of_unused_parameters_stay_in_every_topology(topology):
     def main(comm):
         model = model_of(comm.rank)
         averaging = qcomp.Averaging(topology=topology)
@@ -666,7 +666,7 @@ def test_its_residuals_stay_in_every_topology(topology):
 
 
 def parts_of(optimizer, number):
-    """The parameter of a number, its moments, and the residuals of its elements."""
+    """Return the parameter with this number, its moments, and the residuals of its elements."""
     saved = optimizer.state_dict()
     name = optimizer.param_groups[0]["param_names"][number]
     residuals = {
@@ -678,13 +678,13 @@ def parts_of(optimizer, number):
 
 
 def of_this_rank(saved):
-    """What is of this rank alone in a saved state."""
+    """Return the part of a saved state that belongs to this rank alone."""
     ((own, _),) = (value for key, value in saved["state"][0].items() if key.startswith("rank "))
     return own
 
 
-def test_what_one_rank_uses_moves_by_its_share():
-    """The other rank contributes zeros, as to the mean over all ranks."""
+def test_parameters_that_one_rank_uses_move_by_its_share():
+    """The other rank contributes zeros to the mean over all ranks."""
 
     def main(comm):
         model, twin = model_of(comm.rank), model_of(comm.rank)
@@ -701,8 +701,8 @@ def test_what_one_rank_uses_moves_by_its_share():
     run_local(2, main)
 
 
-def test_zeros_instead_would_be_seen(monkeypatch):
-    """If a gradient of zero stood for one that no rank has, weight decay and momentum would move the parameter."""
+def test_zeros_instead_of_missing_gradients_would_be_detected(monkeypatch):
+    """If zeros replaced a gradient that no rank has, weight decay and momentum would move the parameter."""
 
     def zeros(optimizer, params, grads, state, *, settings, donate):
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
@@ -710,11 +710,11 @@ def test_zeros_instead_would_be_seen(monkeypatch):
 
     monkeypatch.setattr(qcomp.torch.optimizer, "stages_of_used", zeros)
     with pytest.raises(AssertionError):
-        test_what_no_rank_uses_stays_as_it_is("pure", "OneBitAdam", FREEZE + 2)
+        test_parameters_that_no_rank_uses_do_not_change("pure", "OneBitAdam", FREEZE + 2)
 
 
-def test_what_nobody_uses_is_synchronised_after_local_steps():
-    """The ranks of 0/1 Adam moved it apart, so it must not stay where it is."""
+def test_unused_parameters_are_synchronised_after_local_steps():
+    """The ranks of 0/1 Adam moved it apart, so it must not keep its local values."""
 
     def main(comm):
         model = model_of(comm.rank)
@@ -732,7 +732,7 @@ def test_what_nobody_uses_is_synchronised_after_local_steps():
     assert not torch.equal(one, other)
 
 
-def test_what_does_not_require_a_gradient_is_left_out_until_it_does():
+def test_frozen_parameters_are_left_out_until_they_require_a_gradient():
     model = model_of(0)
     model[0].weight.requires_grad_(False)
     optimizer = face("OneBitAdam", model.parameters(), LocalCommunicator.alone())
@@ -748,8 +748,8 @@ def test_what_does_not_require_a_gradient_is_left_out_until_it_does():
         optimizer.step()
 
 
-def test_the_bits_are_beside_the_first_exchange(lockstep):
-    """As many exchanges as without them, and one that all ranks start at the same time."""
+def test_bits_that_mark_used_parameters_travel_with_the_first_exchange(lockstep):
+    """There are as many exchanges as without the bits, and all ranks start the same one together."""
     opt = core("OneBitAdam", exact=None)
     params = [torch.ones(200), torch.ones(3)]
     states = [opt.initial_state(params, ("a", "b"), rank, 2) for rank in range(2)]
@@ -781,7 +781,7 @@ def through_a_file(saved):
     ],
     indirect=["kernels"],
 )
-def test_a_restart_goes_on_bit_for_bit(kernels, name, stop):  # kernels overwrite what they are given
+def test_a_restart_goes_on_bit_for_bit(kernels, name, stop):  # kernels overwrite inputs
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face(name, model.named_parameters(), comm)
@@ -799,7 +799,7 @@ def test_a_restart_goes_on_bit_for_bit(kernels, name, stop):  # kernels overwrit
         kept = copy.deepcopy(files[1])
         train(other, again, comm.rank, range(stop, stop + 4), later)
         assert content(other) == content(optimizer)
-        for number, entries in kept["state"].items():  # the steps have not overwritten what was loaded
+        for number, entries in kept["state"].items():  # the steps have not overwritten the loaded values
             for key, (arrays, *_) in entries.items():
                 then = files[1]["state"][number][key][0]
                 assert all(torch.equal(x, then[k]) for k, x in arrays.items() if isinstance(x, torch.Tensor))
@@ -833,7 +833,7 @@ def test_a_restart_with_other_ranks_keeps_what_is_owed():
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
 def test_a_state_of_an_earlier_release_loads(name):
-    """Which had tensors in the entries of parameters, and all else under "averaging"."""
+    """It had tensors in the entries of parameters, and everything else under "averaging"."""
 
     def main(comm):
         model, again = model_of(comm.rank), model_of(comm.rank)
@@ -853,7 +853,7 @@ def test_a_state_of_an_earlier_release_loads(name):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_state_that_one_rank_cannot_load_is_everybodys_error(bad):
+def test_a_state_that_one_rank_cannot_load_is_an_error_on_all(bad):
     def main(comm):
         model = model_of(comm.rank)
         optimizer = face("OneBitAdam", model.named_parameters(), comm)
@@ -948,9 +948,9 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_every_rank():
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_scaler_skips_on_all_ranks_alike(unscales):
-    """A scale changes no step, but for the skipped one; torch finds infinities on one rank only.
+    """A scale changes no step, except for the skipped one; torch finds infinities on only one rank.
 
-    The settings of the groups change meanwhile.
+    Meanwhile the settings of the groups change.
     """
 
     def main(comm):
@@ -979,12 +979,12 @@ def test_a_scaler_skips_on_all_ranks_alike(unscales):
         assert optimizer.core_state.skipped == 2
         return scaler.get_scale()
 
-    assert len(set(run_local(2, main))) == 2  # scales may differ: each rank divides by its own
+    assert len(set(run_local(2, main))) == 2  # scales may differ: each rank divides by its own scale
 
 
 @pytest.mark.parametrize("whiten_steps", [None, qcomp.DoublingIntervals(1)])
-def test_a_step_under_autocast_is_the_one_outside(whiten_steps):
-    """Autocast would orthogonalise, and whiten, in bfloat16."""
+def test_a_step_under_autocast_equals_one_outside(whiten_steps):
+    """Autocast would orthogonalise and whiten in bfloat16."""
     found = []
     for enabled in (False, True):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 96).reshape(8, 12).clone())
@@ -998,7 +998,7 @@ def test_a_step_under_autocast_is_the_one_outside(whiten_steps):
 
 
 class TestMuonWithoutNames:
-    """Nothing tells embeddings from other matrices then."""
+    """Without names, nothing distinguishes embeddings from other matrices."""
 
     WARNING = "Muon orthogonalises all 2 matrices, since no parameter has a name"
 
@@ -1012,7 +1012,7 @@ class TestMuonWithoutNames:
         with pytest.warns(UserWarning, match=self.WARNING):
             self.made(lambda model: [{"params": layer.parameters()} for layer in model])
 
-    def test_none_of_what_the_caller_has_decided(self):
+    def test_no_warning_if_the_caller_has_decided(self):
         assert self.made(lambda model: model.parameters(), others=False).core_state.exact.count(False) == 2
         assert self.made(lambda model: model.parameters(), others=lambda every: [True, False, True])
         assert self.made(
@@ -1022,11 +1022,11 @@ class TestMuonWithoutNames:
             ]
         ).core_state.exact == (True, False, True)
         assert self.made(lambda model: model.named_parameters(), others=["0.*"])
-        assert self.made(lambda model: [model[1].weight])  # nothing to tell it from
+        assert self.made(lambda model: [model[1].weight])  # there is no other matrix to confuse it with
 
 
 @pytest.mark.parametrize(("same", "told"), [(True, 2), (False, 0)])
-def test_ranks_with_the_same_gradients_are_told(same, told):
+def test_ranks_with_the_same_gradients_warn(same, told):
     def rank_main(comm):
         model = model_of(0)
         optimizer = face("CompressedSGD", model.named_parameters(), comm)

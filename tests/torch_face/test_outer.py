@@ -1,4 +1,4 @@
-"""The outer loop around optimizers of torch: hooks alone, on ranks in threads."""
+"""The outer loop around torch optimizers: it works by hooks only; ranks are threads."""
 
 import copy
 import warnings
@@ -45,7 +45,7 @@ def backward(model, rank, step):
 
 
 def train(comm, loop, steps=7, *, optimizers=None, model=None, **options):
-    """A script with two lines more than one for a single rank."""
+    """A training script; the outer loop adds two lines to one for a single rank."""
     model = model or network()
     optimizer = (optimizers or (lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)))(model)
     outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm, **options)
@@ -68,7 +68,7 @@ def bits(tensors):
 
 
 @pytest.mark.parametrize("loop", [LOOP, STREAMING], ids=["plain", "streaming"])
-def test_it_is_the_loop_of_the_core(loop):
+def test_it_agrees_with_the_loop_of_the_core(loop):
     def by_hand(comm):
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -104,7 +104,7 @@ def test_shared_parameters_are_those_of_all_ranks():
 
 @pytest.mark.parametrize("buffers", [True, False])
 @pytest.mark.parametrize("loop", [LOOP, STREAMING], ids=["plain", "streaming"])
-def test_running_statistics_are_averaged_once_in_every_steps(loop, buffers):
+def test_running_statistics_are_averaged_once_per_round(loop, buffers):
     def rank_main(comm):
         model, optimizer, outer = train(comm, loop, 0, buffers=buffers)
         trail = []
@@ -122,8 +122,8 @@ def test_running_statistics_are_averaged_once_in_every_steps(loop, buffers):
 
 
 @pytest.mark.parametrize("how", ["before", "closure", "named", "two"])
-def test_the_warm_up_is_training_on_the_mean_gradient(how):
-    """Whether gradients are there before the step, or closures compute them, for one optimizer or several."""
+def test_the_warm_up_trains_on_the_mean_gradient(how):
+    """With gradients computed before the step or by closures, for one optimizer or several."""
     loop = qcomp.OuterLoop(every=2, warmup=4, exact=None)
 
     def spare(model):
@@ -179,7 +179,7 @@ def test_the_warm_up_is_training_on_the_mean_gradient(how):
     assert torch.equal(alike.spare, torch.ones(3))  # weight decay would have moved it
 
 
-def test_several_optimizers_make_one_inner_step():
+def test_steps_of_several_optimizers_count_as_one_inner_step():
     def two(model):
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -213,7 +213,7 @@ def test_a_checkpoint_resumes_bit_for_bit(loop, stop):
     assert run_local(2, rank_main, timeout=20) == [True, True]
 
 
-def test_ranks_that_are_at_other_steps_are_told():
+def test_ranks_at_different_steps_are_an_error():
     def rank_main(comm):
         model, optimizer, outer = train(comm, LOOP, 1)
         if comm.rank:  # as after a checkpoint that the others have not loaded
@@ -225,7 +225,7 @@ def test_ranks_that_are_at_other_steps_are_told():
         run_local(2, rank_main, timeout=20)
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_arguments_are_refused():
     comm = qcomp.comm.LocalCommunicator.alone()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,14 +233,14 @@ def test_what_does_not_fit_is_refused():
         qcomp.torch.OuterLoop(model, optimizer, 100, comm=comm)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
         qcomp.torch.OuterLoop(model, [], LOOP, comm=comm)
-    with pytest.raises(ValueError, match=r"a parameter of shape .* that the model had not"):
+    with pytest.raises(ValueError, match=r"a parameter of shape .* that the model did not have"):
         qcomp.torch.OuterLoop(model[0], optimizer, LOOP, comm=comm)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         qcomp.torch.OuterLoop([], optimizer, LOOP, comm=comm)
 
 
 class TestAveragedTwice:
-    """What averages over all ranks of a loop in every step leaves it nothing to do; among some it makes a worker."""
+    """An optimizer that averages over all ranks of a loop leaves it nothing to do; over some, it makes a worker."""
 
     @staticmethod
     def muon(comm):
@@ -292,8 +292,8 @@ def test_an_optimizer_has_one_loop():
 
 
 @pytest.mark.parametrize("how", ["thawed", "added"])
-def test_a_parameter_that_the_loop_does_not_know_is_refused_before_a_step(how):
-    """The ranks would each train it alone."""
+def test_a_parameter_unknown_to_the_loop_is_refused_before_a_step(how):
+    """Otherwise each rank would train it alone."""
     comm = qcomp.comm.LocalCommunicator.alone()
     model, extra = network(), torch.nn.Parameter(torch.ones(3))
     model[0].weight.requires_grad_(False)
@@ -304,20 +304,20 @@ def test_a_parameter_that_the_loop_does_not_know_is_refused_before_a_step(how):
         optimizer.add_param_group({"params": [extra]})
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(
-        ValueError, match=r"the model had not when the loop was made, or that required no gradient then"
+        ValueError, match=r"the model did not have when the loop was made, or that required no gradient then"
     ):
         one_step(model, optimizer, 0, 2)
     assert all(map(torch.equal, before, model.parameters()))
     assert outer.core_state.step == 2
 
 
-def test_it_is_not_copied():
+def test_it_cannot_be_copied():
     comm = qcomp.comm.LocalCommunicator.alone()
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.deepcopy(train(comm, PLAIN, 0)[2])
 
 
-def test_without_its_hooks_the_optimizer_is_as_before():
+def test_removing_the_hooks_restores_the_optimizer():
     comm = qcomp.comm.LocalCommunicator.alone()
     model, optimizer, outer = train(comm, LOOP, 2)
     outer.remove()
@@ -325,7 +325,7 @@ def test_without_its_hooks_the_optimizer_is_as_before():
     assert outer.core_state.step == 2
 
 
-def test_parameters_alone_have_numbers_for_names():
+def test_parameters_without_names_are_numbered():
     comm = qcomp.comm.LocalCommunicator.alone()
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     outer = qcomp.torch.OuterLoop(params, torch.optim.SGD(params, lr=0.1), PLAIN, comm=comm)
@@ -338,7 +338,7 @@ def test_parameters_alone_have_numbers_for_names():
 
 
 class TestSameData:
-    """The mistake of a script that was made for one rank: every rank draws the same batches."""
+    """A common mistake in scripts made for one rank: every rank draws the same batches."""
 
     @pytest.mark.parametrize(
         ("loop", "what"),
@@ -349,7 +349,7 @@ class TestSameData:
         ],
     )
     @pytest.mark.parametrize("by_closure", [False, True])
-    def test_every_rank_is_told_once(self, loop, what, by_closure):
+    def test_every_rank_warns_once(self, loop, what, by_closure):
         def rank_main(comm):
             model, optimizer, _ = train(comm, loop, 0)
             for step in range(8):
@@ -364,18 +364,18 @@ class TestSameData:
         )
 
     def told(self, main):
-        """What ranks are told."""
+        """Return the warnings of the ranks."""
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             run_local(2, main, timeout=20)
         return [str(one.message).partition(":")[0] for one in found if "in vain" in str(one.message)]
 
-    def test_nobody_is_told_of_ranks_with_data_of_their_own(self):
+    def test_ranks_with_different_data_do_not_warn(self):
         assert self.told(lambda comm: train(comm, PLAIN) and None) == []
 
 
-def test_the_optimizer_in_the_wrapper_of_a_framework():
-    """As Accelerate and Lightning have one, the first a subclass that torch's hooks do not know."""
+def test_an_optimizer_in_the_wrapper_of_a_framework():
+    """As in Accelerate and Lightning; Accelerate's wrapper is a subclass that torch's hooks do not reach."""
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer):

@@ -1,4 +1,4 @@
-"""With ``model=`` the optimizers for torch make the steps of an OverlappedOptimizer, with live settings."""
+"""With ``model=``, the optimizers for torch make the steps of an OverlappedOptimizer, and settings may change."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def said(ddp_ranks):
     return run
 
 
-def test_steps_are_those_of_an_overlapped_optimizer(said):
+def test_steps_equal_those_of_an_overlapped_optimizer(said):
     """With a schedule, accumulation, groups, a restart, and a restart without DistributedDataParallel's buckets."""
     said(
         2,
@@ -111,7 +111,7 @@ for name, settings in OF.items():
     )
 
 
-def test_settings_that_differ_between_ranks_are_told_and_change_nothing(said):
+def test_settings_that_differ_between_ranks_are_an_error_and_change_nothing(said):
     said(
         2,
         """
@@ -154,7 +154,7 @@ assert optimizer.core_state.step == 1
 
 
 def test_a_norm_may_be_computed_by_clipping_to_infinity(said):
-    """Which multiplies all gradients by 1: training loops do this to log the norm."""
+    """This multiplies all gradients by 1: training loops do it to log the norm."""
     said(
         2,
         """
@@ -215,7 +215,7 @@ REFUSALS = {
 }
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(said):
+def test_bad_arguments_are_refused_on_every_rank(said):
     said(
         2,
         "".join(

@@ -1,4 +1,4 @@
-"""Runs the CUDA kernels on NumPy arrays: their sources, compiled as ordinary C++ with ``cuda_emulation.h``."""
+"""Runs the CUDA kernels on NumPy arrays: compiles their sources as ordinary C++ with ``cuda_emulation.h``."""
 
 import ctypes
 import hashlib
@@ -23,12 +23,12 @@ _FLAGS = (
     "-shared",
 )
 _GUARD = 64
-"""Bytes before and behind every new array in which no kernel may write."""
+"""The guard bytes before and after every new array, which no kernel may write."""
 _CANARY = 0xA5
 
 
 def translation_unit(names=tuple(sources.KERNELS)):
-    """Return one C++ source of kernels, with a table of them."""
+    """Return one C++ source that contains the kernels and a table of them."""
     files = dict.fromkeys(sources.KERNELS[name][0] for name in names)
     table = ",".join(f'{{"{name}", entry<{name}>()}}' for name in names)
     return "\n".join(
@@ -43,13 +43,13 @@ def translation_unit(names=tuple(sources.KERNELS)):
 
 
 def build(directory, code=None, optimise="-O1"):
-    """Return the shared library of a translation unit, that of all kernels, compiled unless the directory has it."""
+    """Return the shared library of a translation unit (default: all kernels), compiled unless it is there already."""
     code = code or translation_unit()
     flags = [*_FLAGS, optimise]
     digest = hashlib.sha256("\0".join([code, *flags]).encode()).hexdigest()[:16]
     library = Path(directory) / f"cuda_emulation_{digest}.so"
     if not library.exists():
-        mine = library.with_suffix(f".{os.getpid()}")  # workers of one test run may all come here
+        mine = library.with_suffix(f".{os.getpid()}")  # several workers may compile it at once
         command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-x", "c++", "-", "-o", str(mine)]
         subprocess.run(command, input=code, text=True, check=True, capture_output=True)
         mine.replace(library)
@@ -59,14 +59,14 @@ def build(directory, code=None, optimise="-O1"):
 
 
 class EmulatedRuntime:
-    """NumPy's arrays, and the emulated machine.
+    """NumPy arrays as device arrays, and the emulated machine that runs the kernels.
 
     Parameters
     ----------
     library : ctypes.CDLL
         From `build`.
     order : int
-        In which order the threads of a block run between two barriers: 0 forwards, 1 backwards, else shuffled.
+        The order in which the threads of a block run between two barriers: 0 forwards, 1 backwards, else shuffled.
     """
 
     def __init__(self, library, order=0):
@@ -108,7 +108,7 @@ class EmulatedRuntime:
 
 
 def guards_are_whole(array):
-    """Return whether no byte beside an array that `EmulatedRuntime.empty` made was written."""
+    """Return whether the guard bytes around an array from `EmulatedRuntime.empty` are unchanged."""
     memory = array
     while memory.base is not None:
         memory = memory.base

@@ -1,4 +1,4 @@
-"""Transformations of optax: chains, donation, checkpoints, skipped steps."""
+"""Transformations in optax: chains, donation, checkpoints, skipped steps."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from tests.jax_face.on_devices.problems import (
 
 class TestInOptax:
     def trained(self, tx, *, check_vma=False, steps=30, params=None, state=None, n=2):
-        """Return parameters and state after some steps with the same gradients on all devices, and the losses."""
+        """Return parameters, state and losses after some steps with the same gradients on all devices."""
         mesh = mesh_of(n)
         params = jax.tree.map(jnp.asarray, tree_of(0)) if params is None else params
         if state is None:
@@ -82,7 +82,7 @@ class TestInOptax:
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["compressed", "onebit_adam"])
     def test_the_types_of_shard_map_hold(self, kind):
-        """With check_vma JAX itself proves that parameters stay the same on all devices."""
+        """With check_vma, JAX itself proves that parameters stay the same on all devices."""
         if kind == "compressed":
             tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))
         else:
@@ -93,7 +93,7 @@ class TestInOptax:
         for found, wanted in zip(jax.tree.leaves(checked), jax.tree.leaves(unchecked), strict=True):
             assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
-    def test_gradients_that_jax_has_summed_are_refused(self):
+    def test_gradients_already_summed_by_jax_are_refused(self):
         mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
         tree = {"w": jnp.ones(32)}
         with jax.set_mesh(mesh_of(2)):
@@ -137,7 +137,7 @@ class TestInOptax:
             params = optax.apply_updates(params, updates)
 
     @pytest.mark.slow
-    def test_orbax_restores_it(self, tmp_path):
+    def test_orbax_restores_a_state(self, tmp_path):
         checkpoint = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
         tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))
         params, state, _ = self.trained(tx, steps=4)
@@ -152,7 +152,7 @@ class TestInOptax:
         self.assert_goes_on_alike(tx, (params, state), (restored["params"], restored["state"]))
 
     @pytest.mark.slow
-    def test_flax_restores_it(self):
+    def test_flax_restores_a_state(self):
         serialization = pytest.importorskip("flax.serialization", reason="flax is not installed")
         tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))
         params, state, _ = self.trained(tx, steps=4)

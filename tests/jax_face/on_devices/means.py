@@ -1,4 +1,4 @@
-"""The promises of a mean, on a mesh."""
+"""The promises of a mean on a mesh."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ from tests.jax_face.on_devices.problems import (
 
 
 class Averager:
-    """A `MeshMean` of stacked trees; its means come back stacked, one row for each device."""
+    """A `MeshMean` for stacked trees; it returns stacked means, one row for each device."""
 
     def __init__(self, n, mean, shapes=SHAPES):
         mesh = mesh_of(n)
@@ -59,7 +59,7 @@ CHOSEN = "layers/2", "layers/10"
 
 @functools.cache
 def program_of_some(topology):
-    """A mean on two devices that compresses two layers and leaves the others exact."""
+    """Return a mean on two devices that compresses two layers and keeps the others exact."""
 
     def policy(tensors):
         return [tensor.name not in CHOSEN for tensor in tensors]
@@ -68,7 +68,7 @@ def program_of_some(topology):
 
 
 def of_some(topology):
-    """That mean as it begins: one program for several tests."""
+    """Return that mean in its first state; several tests share its program."""
     average = program_of_some(topology)
     average.state = average.first
     return average
@@ -77,7 +77,7 @@ def of_some(topology):
 class TestTheMean:
     @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
     def test_the_sum_identity(self, topology):
-        """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" comes after "layers/9"."""
+        """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" sorts after "layers/9"."""
         n = 2
         average = of_some(topology)
         sums = exact = 0.0
@@ -108,7 +108,7 @@ class TestTheMean:
         )
         rng = np.random.default_rng(0)
         values = [np.concatenate([rng.integers(-4, 5, (n, 12)) / 4], axis=0).astype(np.float32)]
-        values[0][:, [0, 8]] = 1  # the step
+        values[0][:, [0, 8]] = 1  # sets the step
         draws = np.arange(4, dtype=np.float32)[:, None] * 16384
         total, count = 0, 0
         servers = range(4) if topology == "two_phase" else range(1)
@@ -131,8 +131,8 @@ class TestTheMean:
             (np.float32(2.0**101), 2),
         ],
     )
-    def test_a_value_that_is_not_finite_refuses_on_all_devices(self, bad, where):
-        """In an exact tensor as in a compressed one."""
+    def test_a_value_that_is_not_finite_is_refused_on_all_devices(self, bad, where):
+        """In an exact tensor as well as in a compressed one."""
         n = 2
         average = of_some("two_phase")
         average(stacked(n, 1, LAYERS))
@@ -175,8 +175,8 @@ class TestTheMean:
 
     @pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
     @pytest.mark.parametrize("how", [lambda f: f, jax.jit])
-    def test_each_device_makes_its_own_row_of_residuals(self, kind, how):
-        """No device holds those of all, and what JAX tracks in types fits `partition_specs`."""
+    def test_each_device_holds_only_its_own_row_of_residuals(self, kind, how):
+        """No device holds the rows of others, and the types that JAX tracks agree with `partition_specs`."""
         mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
         mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
         with jax.set_mesh(mesh):
@@ -188,7 +188,7 @@ class TestTheMean:
         found, state = jax.jit(run)({"w": jnp.ones((4, 16))}, state)
         assert_array_equal(found["w"], 1)
 
-    def test_nothing_is_compressed_without_a_warning(self):
+    def test_compressing_nothing_warns(self):
         mean = qcomp.jax.MeshMean(SIGN, "data")
         with jax.set_mesh(mesh_of(2)), pytest.warns(UserWarning, match="compresses nothing"):
             state = mean.init(tree_of(0))
@@ -215,8 +215,8 @@ def of_low_rank(**changes):
 class TestPowerSGD:
     @pytest.mark.slow
     @pytest.mark.parametrize("n", [2, 3])
-    def test_it_is_that_of_the_core_and_loses_nothing(self, n):
-        """Matrix products round otherwise; the means add up to the exact means minus mean_i e_i."""
+    def test_it_agrees_with_the_core_and_loses_nothing(self, n):
+        """Matrix products round differently; the means add up to the exact means minus mean_i e_i."""
         average, core = Averager(n, of_low_rank(), MATRICES), qcomp.PowerSGDMean(rank=2, min_compression=0)
         steps = [jax.tree.leaves(stacked(n, step, MATRICES)) for step in range(6)]
 
@@ -247,7 +247,7 @@ class TestPowerSGD:
         assert all(len({row.tobytes() for row in np.asarray(rows)}) == 1 for rows in factors)
 
     @pytest.mark.slow
-    def test_a_value_that_is_not_finite_refuses_on_all_devices(self):
+    def test_a_value_that_is_not_finite_is_refused_on_all_devices(self):
         average = Averager(2, of_low_rank(), MATRICES)
         average(stacked(2, 1, MATRICES))
         before = average.state
@@ -258,8 +258,8 @@ class TestPowerSGD:
         assert bits(average.state.residuals) == bits(before.residuals)
         assert (int(average.state.step), int(average.state.skipped)) == (1, 1)
 
-    def test_a_matrix_of_zeros_begins_later(self):
-        """Its factors are still the first ones, which zeros in a new state stand for."""
+    def test_a_matrix_of_zeros_can_start_later(self):
+        """Until then its factors stay the first ones, which zeros in a new state stand for."""
         average = Averager(2, of_low_rank(averaging=qcomp.PowerSGD(rank=1, min_compression=0)), [(4, 6)])
         zeros, ones = [np.zeros((2, 4, 6), np.float32)], [np.ones((2, 4, 6), np.float32)]
         assert not np.asarray(average(zeros)[0]).any()
@@ -279,7 +279,7 @@ class TestPowerSGD:
             ({"compressor": qcomp.QSGD(127, coding="range")}, ValueError, "payloads vary in length"),
         ],
     )
-    def test_what_does_not_go_with_it(self, changes, error, match):
+    def test_incompatible_settings_are_refused(self, changes, error, match):
         with pytest.raises(error, match=match):
             of_low_rank(**changes)
 
@@ -289,7 +289,7 @@ class TestPowerSGD:
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_jax_knows_that_all_devices_hold_the_mean(mean, n):
-    """With the checks that are the default of shard_map; on one device, where exact tensors are sent to nobody."""
+    """With shard_map's default checks; also on one device, where exact tensors are sent to nobody."""
     mesh = mesh_of(n)
     tree = {"large": np.ones((n, 100, 120), np.float32), "small": np.ones((n, 3), np.float32)}
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""What would end in another result, or in none: other axes, other shapes, derivatives, and what optax wraps around."""
+"""Misuse that would give wrong results or hang: other axes, other shapes, derivatives, and optax wrappers."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ def two_axes():
 
 
 def started(tx, mesh, like):
-    """The state of a mean or a transformation before the first step, and how it is cut."""
+    """Return the state of a mean or a transformation before the first step, and its partition specs."""
     with jax.set_mesh(mesh):
         state = tx.init(like)
     return state, qcomp.jax.partition_specs(state, "data")
 
 
 def trace(function, mesh, specs, *args, **options):
-    """Trace a program of a mesh, without compiling it."""
+    """Trace a program on a mesh without compiling it."""
     options = {"check_vma": False, **options}
     jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL, **options)).trace(*args)
 
@@ -43,14 +43,14 @@ PLAIN = {"b": jnp.ones(7), "w": jnp.asarray(np.arange(80, dtype=np.float32).resh
 
 
 def placed(how):
-    """`PLAIN` on two devices: "b" on both, and "w" as said."""
+    """Return `PLAIN` on two devices: "b" on both, and "w" placed as given."""
     mesh = mesh_of(2)
     places = {"b": NamedSharding(mesh, ALL), "w": NamedSharding(mesh, how)}
     return jax.tree.map(jax.device_put, PLAIN, places)
 
 
 def stepped(face, params, grads, start):
-    """The parameters after a first step outside a program."""
+    """Return the parameters after a first step outside a program."""
     comm = qcomp.comm.LocalCommunicator.alone()
     state = face.init(start, comm)
     if isinstance(face, qcomp.jax.PytreeOptimizer):
@@ -62,8 +62,8 @@ def stepped(face, params, grads, start):
 @pytest.mark.parametrize("spec", [DATA, PartitionSpec(None, "data")])
 @pytest.mark.parametrize("argument", ["params", "grads"])
 @FACES
-def test_arrays_that_are_cut_over_devices_outside_a_program(face, argument, spec):
-    """Each device would have another tensor."""
+def test_sharded_arrays_outside_a_program_are_refused(face, argument, spec):
+    """Each device would otherwise have another tensor."""
     cut = placed(spec)
     with pytest.raises(
         TypeError, match=rf"{argument}\[1\] of shape \(8, 10\) is cut over 2 devices by Named"
@@ -73,14 +73,14 @@ def test_arrays_that_are_cut_over_devices_outside_a_program(face, argument, spec
 
 @FACES
 def test_replicated_arrays_outside_a_program(face):
-    """They give the bits of those on one device, and stay so."""
+    """They give the same bits as arrays on one device, and stay replicated."""
     whole = placed(ALL)
     moved = stepped(face, whole, whole, whole)
     assert bits(moved) == bits(stepped(face, PLAIN, PLAIN, PLAIN))
     assert moved["w"].sharding == whole["w"].sharding
 
 
-def test_parameters_on_two_devices():
+def test_parameters_on_different_devices_are_refused():
     opt, comm = qcomp.jax.PytreeOptimizer(qcomp.Adam(learning_rate=0.1)), qcomp.comm.LocalCommunicator.alone()
     params = {n: jax.device_put(jnp.ones(3), device) for n, device in zip("ab", jax.devices(), strict=False)}
     with pytest.raises(
@@ -90,12 +90,12 @@ def test_parameters_on_two_devices():
     assert opt.init({"a": jnp.ones(3), "b": params["b"]}, comm).names == (
         "a",
         "b",
-    )  # JAX moves an array without a place
+    )  # JAX moves an array that is not placed on a device
 
 
 @pytest.mark.parametrize("axes", [{"data"}, {"data", "model"}])
-def test_an_axis_that_is_left_to_the_compiler(axes):
-    """There all devices would wait for each other."""
+def test_an_axis_left_to_the_compiler_is_refused(axes):
+    """Along such an axis, all devices would wait for each other."""
     like = own(stacked(2, 0, SHAPES))
     state, specs = started(MEAN, two_axes(), like)
     args = two_axes(), (DATA, specs), stacked(2, 0, SHAPES), state
@@ -127,7 +127,7 @@ def test_an_axis_of_the_compiler_in_all_gather():
 
 @pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_is_refused_along_all_axes(check_vma):
-    """Of a tensor that is cut along another axis, one part has a NaN."""
+    """The NaN is in one part of a tensor that is also cut along another axis."""
     mesh, mean = two_axes(), qcomp.jax.MeshMean(SIGN, "data", exact=None)
     cut, of_data = {"w": PartitionSpec("model")}, {"w": PartitionSpec("data", "model")}
     with jax.set_mesh(mesh):
@@ -154,8 +154,8 @@ def test_a_step_is_refused_along_all_axes(check_vma):
 
 
 @pytest.mark.slow
-def test_ranks_of_vmap():
-    """`jax.vmap` with a name for its axis simulates the devices on one."""
+def test_vmap_with_a_named_axis_gives_the_same():
+    """`jax.vmap` with a named axis simulates the devices on one."""
     values = stacked(2, 1, SHAPES)
 
     def call(x):
@@ -193,14 +193,14 @@ def test_a_mean_has_no_derivative():
         qcomp.jax.optax.onebit_adam(0.1, 2, "data", exact=None),
     ],
 )
-def test_what_acts_on_the_gradients_of_one_device(wrap, match, inner):
+def test_wrappers_that_act_on_gradients_of_one_device_are_refused(wrap, match, inner):
     with jax.set_mesh(mesh_of(2)):
         state = optax.chain(wrap(inner), optax.identity()).init({"w": jnp.ones(8)})
     with pytest.raises(ValueError, match=match):
         qcomp.jax.partition_specs(state, "data")
 
 
-def test_what_acts_on_the_mean():
+def test_wrappers_that_act_on_the_mean_are_allowed():
     compressed = qcomp.jax.optax.compressed(SIGN, "data", exact=None)
     behind = optax.apply_if_finite(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), 3)
     state, specs = started(optax.chain(compressed, behind), mesh_of(2), {"w": jnp.ones(8)})
@@ -210,7 +210,7 @@ def test_what_acts_on_the_mean():
 
 
 def test_gradients_of_another_shape():
-    """An exact tensor has no residual that would tell."""
+    """An exact tensor has no residual that would reveal it."""
     tx = qcomp.jax.optax.onebit_adam(0.1, 2, "data", exact=qcomp.ExactBelow(50), compressor=SIGN)
     values = stacked(2, 0, SHAPES)
     state, specs = started(tx, mesh_of(2), own(values))
@@ -228,7 +228,7 @@ def test_gradients_of_another_dtype():
             trace(lambda x, s: MEAN(own(x), s)[0], mesh_of(2), (DATA, specs), values, state)
 
 
-def test_a_state_that_begins_inside():
+def test_a_state_may_be_made_inside_shard_map():
     """With the types of shard_map, in the branches of 1-bit Adam."""
     tx = qcomp.jax.optax.onebit_adam(0.1, 2, "data", exact=None, compressor=SIGN)
     values = stacked(2, 0, SHAPES)

@@ -1,4 +1,4 @@
-"""What the tests on eight devices train on, and with."""
+"""Problems and helpers for the tests on eight devices."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ ALL, DATA = PartitionSpec(), PartitionSpec("data")
 BUCKET = 16
 SIGN = qcomp.ScaledSign(bucket_size=BUCKET)
 SHAPES = {"deep": [(40, 3)], "wide": (7, 9)}
-"""Tensors with tails, whose buckets do not divide by the number of devices."""
+"""Tensors with tails; the number of their buckets is not divisible by the number of devices."""
 
 
 def mesh_of(n):
@@ -24,7 +24,7 @@ def tree_of(seed, shapes=SHAPES):
 
 
 def stacked(n, seed, shapes=SHAPES):
-    """The trees of n devices in one, whose arrays have a first axis of length n."""
+    """Stack the trees of n devices into one, whose arrays have a first axis of length n."""
     return jax.tree.map(lambda *x: np.stack(x), *(tree_of((seed, rank), shapes) for rank in range(n)))
 
 
@@ -41,7 +41,7 @@ def bits(tree):
 
 
 def quadratics(n, shapes=SHAPES):
-    """The curvatures and minima of each device: its gradient at x is curvature * (x - minimum)."""
+    """Return the curvatures and minima of each device: its gradient at x is curvature * (x - minimum)."""
     curvatures = jax.tree.map(lambda x: np.abs(x) + np.float32(0.5), stacked(n, 1, shapes))
     return curvatures, stacked(n, 2, shapes)
 

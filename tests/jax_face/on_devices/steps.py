@@ -1,4 +1,4 @@
-"""Training on a mesh sends the bytes of the core, and ends where the core ends."""
+"""Training on a mesh sends the bytes of the core and ends with its parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ DRAWING = qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=BUCKET))
 
 
 class Recorder:
-    """A communicator that keeps what it sends."""
+    """A communicator that records what it sends."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -44,13 +44,13 @@ class Recorder:
 
 
 def begins_with(padded, message):
-    """Whether a message is another one, filled up with zeros."""
+    """Return whether a message is another one, padded with zeros."""
     padded = np.asarray(padded)
     return padded[: len(message)].tobytes() == message.tobytes() and not padded[len(message) :].any()
 
 
 def train_by_the_core(n, optimizer, shapes=SHAPES):
-    """Return the parameters of each rank, and the messages of each rank, step and exchange, with NumPy."""
+    """Train with the core on NumPy; return each rank's parameters, and its messages by step and exchange."""
     curvatures, minima = quadratics(n, shapes)
     leaves, structure = jax.tree.flatten(tree_of(0, shapes))
     names = qcomp.jax.names_of(tree_of(0, shapes))
@@ -123,7 +123,7 @@ class TestTheSameAsTheCore:
         "compressor", [qcomp.Identity(), qcomp.QSGD(127, BUCKET)], ids=["exact", "drawing"]
     )
     def test_messages_of_factors(self, compressor, monkeypatch):
-        """In the first step: matrix products of XLA end in other bits, after which few codes are drawn otherwise."""
+        """Only in the first step: XLA's matrix products differ in some bits, so that later a few codes differ."""
         matrices = {"w": (40, 30), "x": (24, 16)}
         settings = {"compressor": compressor, "exact": None, "averaging": qcomp.PowerSGD(rank=1), "seed": 5}
         opt = qcomp.CompressedSGD(learning_rate=0.125, momentum=0, **settings)
@@ -137,7 +137,7 @@ class TestTheSameAsTheCore:
                 for padded, message in zip(of_mesh[rank], of_core, strict=True):
                     found = padded[: len(message)]
                     if compressor.traits.lossless:
-                        whole = len(message) // 4 * 4  # behind them is the verdict
+                        whole = len(message) // 4 * 4  # the verdict follows
                         pair = (x[:whole].view(np.float32) for x in (found, message))
                         assert_allclose(*pair, rtol=1e-4, atol=1e-5)
                     else:
@@ -200,7 +200,7 @@ class TestTheSameAsTheCore:
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("n", "floor"), [(2, 0.3), (4, 1e-3)])  # the first raises many elements
+    @pytest.mark.parametrize(("n", "floor"), [(2, 0.3), (4, 1e-3)])  # the first value raises many elements
     def test_one_bit_adam(self, n, floor, monkeypatch):
         settings = {"eps": 0.01, "compressor": SIGN, "exact": None, "variance_floor": floor}
         opt = qcomp.OneBitAdam(learning_rate=2**-7, freeze=20, betas=(0.9, 0.95), watch=None, **settings)
