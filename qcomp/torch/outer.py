@@ -39,16 +39,16 @@ class OuterLoop:
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
         What is trained. Parameters that require no gradient stay as they are. Do not wrap a module in
-        DistributedDataParallel, except over the ranks of one worker.
+        DistributedDataParallel, except over the ranks of one node.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, or the wrappers of a framework around them. Their states
         stay on their ranks.
     loop : qcomp.OuterLoop
         The settings, for instance ``qcomp.outer.diloco(100)``.
     comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. If a worker has several
-        ranks, a communicator of the ranks that have the same place in each worker. Models that FSDP2 shards within a
-        worker need this too: each rank exchanges its own shards.
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. If a node has several ranks
+        that train data-parallel, a communicator of the ranks that have the same place in each node. Models that FSDP2
+        shards within a node need this too: each rank exchanges its own shards.
     buffers : bool, default True
         Whether a module's floating-point buffers, such as the running statistics of BatchNorm, are averaged exactly
         once in ``every`` steps, with the last fragment. Other buffers stay on their ranks, and with False all do.
@@ -108,7 +108,7 @@ class OuterLoop:
                 raise ValueError(
                     f"optimizer {number} has an OuterLoop already; expected one loop: call remove() of the other first"
                 )
-        _require_workers(model, self._trained, self._comm)
+        _require_own_steps(model, self._trained, self._comm)
         self._loop = loop
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
@@ -326,7 +326,7 @@ def _own_part(x: Any) -> Any:
     return own.to_local() if hasattr(own, "to_local") else own
 
 
-def _require_workers(model: Any, trained: Trained, comm: Communicator) -> None:
+def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None:
     """Raise ValueError on every rank of a loop if one group averages over all of them in every step; collective.
 
     A group is identified by bytes that its first rank draws. Ranks of the loop may share such a group, but not all of
@@ -355,7 +355,7 @@ def _require_workers(model: Any, trained: Trained, comm: Communicator) -> None:
         if len(found) < min(2, comm.size):
             raise ValueError(
                 f"{what} averages over all {comm.size} ranks of the loop in every step; expected {cure}, or over the "
-                "ranks of a worker"
+                "ranks of a node"
             )
 
 

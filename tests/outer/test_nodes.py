@@ -1,4 +1,4 @@
-"""Workers of several ranks: data-parallel training inside, an outer loop between them."""
+"""Nodes of several ranks: data-parallel training inside, an outer loop between them."""
 
 import pytest
 
@@ -17,11 +17,11 @@ dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world
 TWO_BY_TWO = (
     START
     + """
-mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "place"))
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "place"))
 torch.manual_seed(0)
 """
 )
-"""Four ranks: two workers with two places each."""
+"""Four ranks: two nodes with two places each."""
 
 
 def train(comm, inner, outer, loop, steps=9):
@@ -36,7 +36,7 @@ def train(comm, inner, outer, loop, steps=9):
 
 
 def of_four(topology, hosts=None):
-    """Two workers of two ranks: inner ranks share a machine; outer ranks have the same place, or are all ranks."""
+    """Two nodes of two ranks: inner ranks share a machine; outer ranks have the same place, or are all ranks."""
     loop = loop_of(averaging=qcomp.Averaging(topology=topology))
 
     def rank_main(comm):
@@ -50,7 +50,7 @@ def of_four(topology, hosts=None):
 
 @pytest.fixture(scope="module")
 def of_two():
-    """The same gradients on two ranks, each with the gradients of one worker."""
+    """The same gradients on two ranks, each with the gradients of one node."""
     loop = loop_of()
 
     def rank_main(comm):
@@ -68,14 +68,14 @@ def of_two():
 
 
 def test_ranks_of_the_same_place_exchange(of_two):
-    """Ranks of a worker compute the same, so nothing more is exchanged within it."""
+    """Ranks of a node compute the same, so nothing more is exchanged within it."""
     found = of_four("two_phase")
     assert found[0] == found[1] == of_two[0]
     assert found[2] == found[3] == of_two[1]
 
 
 def test_all_ranks_may_exchange_in_a_hierarchy(of_two):
-    """The payload then crosses the network once per worker; the same bytes are averaged."""
+    """The payload then crosses the network once per node; the same bytes are averaged."""
     found = of_four("hierarchical", ["a", "a", "b", "b"])
     assert found[0] == found[1]
     assert found[2] == found[3]
@@ -86,7 +86,7 @@ def test_all_ranks_may_exchange_in_a_hierarchy(of_two):
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
 def test_groups_of_mpi(mpirun, tmp_path):
-    script = tmp_path / "workers.py"
+    script = tmp_path / "nodes.py"
     script.write_text(
         """
 import numpy as np
@@ -150,8 +150,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_workers_that_shard_their_model(torch_ranks):
-    """Two workers of two ranks: each rank exchanges its shards with the rank in the same place."""
+def test_nodes_that_shard_their_model(torch_ranks):
+    """Two nodes of two ranks: each rank exchanges its shards with the rank in the same place."""
     pytest.importorskip("torch")
     torch_ranks(
         4,
@@ -161,7 +161,7 @@ from torch.distributed.fsdp import fully_shard
 model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 6))
 fully_shard(model, mesh=mesh["place"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-comm = qcomp.comm.TorchCommunicator(mesh["workers"].get_group())
+comm = qcomp.comm.TorchCommunicator(mesh["nodes"].get_group())
 try:
     inside = qcomp.comm.TorchCommunicator(mesh["place"].get_group())
     qcomp.torch.OuterLoop(model, optimizer, qcomp.OuterLoop(every=3), comm=inside)
@@ -180,7 +180,7 @@ for step in range(8):
     of_all = [torch.empty_like(whole) for _ in range(4)]
     dist.all_gather(of_all, whole)
     apart.append([not torch.equal(of_all[0], other) for other in of_all[1:]])
-assert all(not a[0] for a in apart)  # the ranks of a worker have one model
+assert all(not a[0] for a in apart)  # the ranks of a node have one model
 assert [a[1] for a in apart] == [False, False, True, True, False, True, True, False]
 dist.destroy_process_group()
 """,
@@ -190,8 +190,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_workers_under_ddp(torch_ranks):
-    """Two workers of two ranks, each with a DistributedDataParallel; a single one over all four ranks is refused."""
+def test_nodes_under_ddp(torch_ranks):
+    """Two nodes of two ranks, each with a DistributedDataParallel; a single one over all four ranks is refused."""
     pytest.importorskip("torch")
     torch_ranks(
         4,
@@ -212,7 +212,7 @@ try:
     raise AssertionError("not refused")
 except ValueError as error:
     assert "model averages over all 2 ranks of the loop in every step" in str(error), error
-outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=qcomp.comm.TorchCommunicator(mesh["workers"].get_group()))
+outer = qcomp.torch.OuterLoop(model, optimizer, loop, comm=qcomp.comm.TorchCommunicator(mesh["nodes"].get_group()))
 torch.manual_seed(1 + dist.get_rank())
 for step in range(6):
     optimizer.zero_grad()
