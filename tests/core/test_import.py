@@ -183,3 +183,12 @@ def test_no_module_calls_the_array_protocol_directly():
             node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
         }
         assert "__array__" not in names, path
+
+
+def test_a_view_of_a_file_in_memory_ends_before_the_file():
+    """Python 3.13 reports an ignored exception when it frees a BytesIO and a view of it in one cycle."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        views = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == "getbuffer"]
+        managed = [item.context_expr for n in nodes if isinstance(n, ast.With) for item in n.items]
+        assert all(any(view in ast.walk(each) for each in managed) for view in views), path

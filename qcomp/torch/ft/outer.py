@@ -285,10 +285,10 @@ class _Kept(NamedTuple):
 
 
 def _written(kept: _Kept) -> torch.Tensor:
-    """Return what is kept as bytes."""
+    """Return what is kept as bytes, in a copy: see `_content` of `qcomp.checkpoint.copies` for views of a file."""
     file = io.BytesIO()
     torch.save(kept._asdict(), file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def _read(data: torch.Tensor) -> _Kept:
