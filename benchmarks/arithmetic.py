@@ -2,9 +2,9 @@
 
     python benchmarks/arithmetic.py
 
-It times `Optimizer.apply` of 1-bit Adam, which is all of a step except the exchange, and before the freeze equals
-AdamW. In the same round it times ``step`` of torch.optim.AdamW, fused and foreach, which writes in place. Writes
-arithmetic.json, and the table of README.md.
+It times `Optimizer.apply` of 1-bit Adam: all of a step except the exchange. Before the freeze this equals AdamW. Each
+round also times ``step`` of torch.optim.AdamW, fused and foreach, which writes in place. Writes arithmetic.json, and
+the table of README.md.
 """
 
 import argparse

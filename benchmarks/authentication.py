@@ -1,9 +1,9 @@
-"""What keyed checksums cost: seconds of a processor for each MB of a message, next to those of a copy of it.
+"""The cost of keyed checksums: CPU seconds for each MB of a message, relative to a copy of it.
 
     python benchmarks/authentication.py
 
 One thread exchanges with itself: a message is copied to get its tag, hashed, and hashed again by its receiver. The
-time is that of the thread on a processor, since other programs take no part in it. Writes authentication.json.
+CPU time of the thread is measured, which does not include other programs. Writes authentication.json.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def candidate(size: int) -> Candidate:
-    """Return an exchange of a rank with itself, with tags over one without, and over a copy."""
+    """Return an exchange of a rank with itself with tags, relative to one without tags and to a copy."""
     x = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     copy = np.empty_like(x)
     row: dict[str, Any] = {"bytes": size}
@@ -56,7 +56,7 @@ def exchange(comm: Any, x: np.ndarray[Any, Any]) -> Timer:
 
 
 def processor_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Return this thread's seconds on a processor for one call, averaged over repeats."""
+    """Return this thread's CPU seconds for one call, averaged over repeats."""
     start = time.thread_time()
     for _ in range(repeats):
         call()

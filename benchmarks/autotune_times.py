@@ -1,4 +1,4 @@
-"""Compare what Autotune chooses with every choice by hand, on links between network namespaces.
+"""Compare the method that Autotune chooses with each method chosen by hand, on links between network namespaces.
 
     sudo python benchmarks/autotune_times.py          # writes docs/benchmarks/autotune/
     python benchmarks/autotune_times.py --page        # only writes the table, from the files
@@ -30,7 +30,7 @@ direction; all share two cores.
 <!-- autotune -->
 <!-- end of autotune -->
 """
-"""The page before it has a table."""
+"""The initial page, with an empty table."""
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, default=Path("docs/benchmarks/autotune"), help="(default: %(default)s)")
-    add("--rounds", type=int, help="of every measurement (default: what each needs)")
+    add("--rounds", type=int, help="of every measurement (default: depends on the link)")
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
     add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK")
     add("--ranks", nargs="+", type=int, default=[2], help="(default: %(default)s)")

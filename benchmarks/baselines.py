@@ -99,17 +99,17 @@ def deepspeed_decode(
 
 
 def packbits_numpy(bits: torch.Tensor) -> Bytes:
-    """Pack a tensor of bool in the memory of the CPU."""
+    """Pack a tensor of bool in CPU memory."""
     return np.packbits(bits.numpy())
 
 
 def unpackbits_numpy(codes: Bytes) -> torch.Tensor:
-    """Unpack into a tensor in the memory of the CPU."""
+    """Unpack into a tensor in CPU memory."""
     return torch.from_numpy(np.unpackbits(codes))
 
 
 def packbits_cupy(bits: torch.Tensor) -> Any:
-    """Pack a tensor of bool on a CUDA device; the view is because DLPack has not always known bool."""
+    """Pack a tensor of bool on a CUDA device, viewed as uint8, since old versions of DLPack lack bool."""
     cupy = importlib.import_module("cupy")
     return cupy.packbits(cupy.from_dlpack(bits.view(torch.uint8)))
 

@@ -45,13 +45,13 @@ COMPRESSORS: dict[str, qcomp.Compressor] = {
 """QSGD with 2 bits is scaled, since the benchmark feeds back its residual, which would otherwise grow without bound."""
 
 VECTORS = "vectors"
-"""Replaces the name of a compressor for primitives without one."""
+"""The subject of primitives that need no compressor."""
 
 KINDS = [("pure", "numpy"), ("numba", "numpy"), ("numba", "torch")]
 """Kernels and arrays that are timed together."""
 
 PURE_LIMIT = 1 << 22
-"""Elements above which the pure version is not timed: it takes as long as 20 copies, or as hundreds with draws."""
+"""Elements above which the pure version is not timed: it takes as long as 20 copies, or hundreds with draws."""
 
 ENCODES = [
     "encode, no feedback",
@@ -90,7 +90,7 @@ class Vectors:
 
 
 def candidates(vectors: Vectors) -> list[Candidate]:
-    """Return all candidates for one size, compared with a copy of the input into a buffer in use."""
+    """Return all candidates for one size, compared with a copy of the input into a buffer that was used before."""
     x = vectors.x
     copy = np.empty_like(x)
     warm = timer(lambda: np.copyto(copy, x))
@@ -122,7 +122,7 @@ def under(kernels: str) -> Callable[[], AbstractContextManager[None]]:
 
 
 def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
-    """Return whether a kernel set supports a compressor and such arrays, or is the pure version."""
+    """Return whether a kernel set supports a compressor on such arrays; the pure version always does."""
     with qcomp.backends.use(kernels):
         found = chosen(x)
         if found is None:
@@ -158,7 +158,7 @@ def encode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
 def decode_calls(compressor: qcomp.Compressor, arrays: Vectors) -> Calls:
     """Return the ways to decompress."""
     x, out = arrays.x, arrays.out
-    with qcomp.backends.use("numba"):  # for speed: every set makes this payload
+    with qcomp.backends.use("numba"):  # for speed; every kernel set makes the same payload
         payload = compressor.compress(x, key=qcomp.Key())
     calls: list[Callable[[], object]] = [
         lambda: compressor.decompress(payload, like=x),

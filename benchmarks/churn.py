@@ -1,10 +1,10 @@
-"""Kill, stop, cut off and start replicas at random while they train under torchft's quorums, and look at the others.
+"""Kill, stop, cut off and start replicas at random while they train under torchft's quorums; measure the effects.
 
     sudo python benchmarks/churn.py --cut --seconds 1800      # half an hour of qcomp
     sudo python benchmarks/churn.py --cut --faces torchft     # two minutes of torchft
     python benchmarks/churn.py                                # without root: no cable is pulled
 
-Writes docs/reliability/churn.json, in which another library's figures stay as they are, and the table of the page
+Writes docs/reliability/churn.json, which keeps its figures of libraries that did not run, and the table of the page
 beside it. Exits with 1 if replicas of qcomp had different parameters.
 """
 
@@ -33,10 +33,10 @@ from timing import machine
 HEARTBEAT_SECONDS = 0.5
 """Time without a heartbeat after which the lighthouse counts a replica as dead."""
 JOIN_SECONDS = 2.0
-"""Time that the lighthouse waits for a replica which shows signs of life and does not ask for a quorum."""
+"""Time that the lighthouse waits for a replica that sends heartbeats but does not ask for a quorum."""
 LONGEST_START = 120.0
 FEWEST = 0.5
-"""Of the replicas at least this part is left alive."""
+"""At least this fraction of the replicas is left alive."""
 
 Line = dict[str, Any]
 
@@ -91,12 +91,12 @@ def main() -> int:
 def one_run(
     options: argparse.Namespace, face: str, network: str | None, seconds: float, every: float | None
 ) -> dict[str, Any]:
-    """Let replicas train in a network, as `Run.train` does."""
+    """Train replicas in a network with `Run.train`."""
     return Run(face, options.peers, network).train(seconds, every=every, seed=options.seed)
 
 
 class Run:
-    """Replicas of one library in this machine's processes, and their lighthouse, perhaps on nodes of a network."""
+    """Replicas of one library as processes of this machine, and their lighthouse; on nodes of a network, if given."""
 
     def __init__(self, face: str, peers: int, network: str | None) -> None:
         os.environ.setdefault("RUST_LOG", "error")
@@ -109,7 +109,7 @@ class Run:
         self._network = network
         self._nodes = [Node(network, number) for number in range(peers + 1)]
         self._context = multiprocessing.get_context("forkserver")
-        # DistributedDataParallel imports the second when it is first used, which takes seconds.
+        # DistributedDataParallel imports torch._dynamo when it is first used, which takes seconds.
         self._context.set_forkserver_preload(["churning.replica", "torch._dynamo"])
         self._nodes[-1].enter()
         self._lighthouse = LighthouseServer(
@@ -129,9 +129,9 @@ class Run:
         self.faults: list[Line] = []
 
     def train(self, seconds: float, *, every: float | None, seed: int) -> dict[str, Any]:
-        """Let all replicas come together, then train for a time with a fault every so many seconds.
+        """Wait until all replicas share a quorum, then train for ``seconds``, with a fault every ``every`` seconds.
 
-        Returns the events of the replicas, the faults, and when it began and ended.
+        Returns the events of the replicas, the faults, and when the training began and ended.
         """
         chance = random.Random(seed)
         with tempfile.TemporaryDirectory() as name:
@@ -179,7 +179,7 @@ class Run:
         raise TimeoutError(f"{self._peers} replicas did not come together within {LONGEST_START:g} s")
 
     def _strike(self, chance: random.Random) -> None:
-        """Kill, stop, cut off or start a replica; the last one that was stopped or cut off goes on."""
+        """Resume the replica that was last stopped or cut off, then kill, stop, cut off or start one."""
         while self._stopped:
             peer = self._stopped.pop()
             os.kill(self._live[peer].pid, signal.SIGCONT)
@@ -211,7 +211,7 @@ class Run:
         connect(self._network, peer, up=up)
 
     def _restart_ended(self) -> None:
-        """Start replicas again that have ended by an error."""
+        """Restart replicas that ended with an error."""
         for peer, process in list(self._live.items()):
             if not process.is_alive():
                 self._note("ended", peer)
@@ -222,7 +222,7 @@ class Run:
 
 
 def _lines(path: Path) -> list[Line]:
-    """Return what a replica has written; its last line may be incomplete."""
+    """Return the lines that a replica has written, without the last one if it is incomplete."""
     found = []
     for text in path.read_text().splitlines():
         with suppress(json.JSONDecodeError):
@@ -231,7 +231,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 def figures(calm: Mapping[str, Any], stormy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is told of a library."""
+    """Return the figures of a library."""
     kinds = [fault["kind"] for fault in stormy["faults"]]
     recovered, resumed, mended = _recoveries(stormy)
     return {
@@ -253,7 +253,7 @@ def figures(calm: Mapping[str, Any], stormy: Mapping[str, Any]) -> dict[str, Any
 
 
 def mismatches(diaries: Any) -> int:
-    """Return in how many steps of a quorum the replicas that committed it had not all the same parameters."""
+    """Return the number of steps that replicas of one quorum committed with different parameters."""
     digests = defaultdict(set)
     for diary in diaries:
         for line in diary:
@@ -280,7 +280,7 @@ def _longest_pause(run: Mapping[str, Any]) -> float:
 
 
 def _longest_wait(run: Mapping[str, Any]) -> float:
-    """Return the longest time between two commits of a replica, or to its end, if it was not stopped or cut off."""
+    """Return the longest time between commits of a replica, or from the last to its end, without a stop or cut."""
     longest = 0.0
     for name, diary in run["diaries"].items():
         own = [fault for fault in run["faults"] if fault["diary"] == name]
@@ -296,13 +296,13 @@ def _longest_wait(run: Mapping[str, Any]) -> float:
 
 
 def _rate(run: Mapping[str, Any]) -> float:
-    """Return the steps per second that the job got on; one that is made again counts once."""
+    """Return the steps per second of the job; a repeated step counts once."""
     lines = _committed(run)
     return float((lines[-1]["step"] - lines[0]["step"]) / (run["end"] - run["begin"]))
 
 
 def _recoveries(run: Mapping[str, Any]) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds from when a new replica was ready, one went on after a stop or a cut, to its first commit."""
+    """Return the seconds to the next commit: after a new replica is ready, after a stop ends, and after a cut ends."""
     new: list[float] = []
     resumed: dict[str, list[float]] = {"continue": [], "mend": []}
     for diary in run["diaries"].values():
@@ -314,7 +314,7 @@ def _recoveries(run: Mapping[str, Any]) -> tuple[list[float], list[float], list[
         if fault["kind"] in resumed:
             later = [
                 line["time"]
-                for line in run["diaries"].get(fault["diary"], [])  # it may not have come to write one
+                for line in run["diaries"].get(fault["diary"], [])  # it may have died before it wrote one
                 if line["event"] == "committed" and line["time"] > fault["time"]
             ]
             if later:

@@ -1,9 +1,9 @@
-"""How fast vectors are coded and decoded, in MB of their float32 elements per second, and how short the codes are.
+"""The speed of coding and decoding vectors, in MB of their float32 elements per second, and the length of the codes.
 
     python benchmarks/coding.py
 
-One thread; levels of Gaussian vectors, by stochastic rounding in buckets of 512. Writes coding.json and the table of
-README.md.
+Runs on one thread, with levels of Gaussian vectors, rounded stochastically in buckets of 512. Writes coding.json and
+the table of README.md.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Time how long ranks take to keep copies in the memory of nodes, and to go on from them.
+"""Time how long ranks take to keep copies in the memory of nodes, and to get the newest one back.
 
     python benchmarks/copies_times.py
 
-Two processes over gloo, as on one node and as on two, keep parts of several sizes; then the second loses its folder,
-and both ask for the newest copy. Writes docs/reliability/copies.json and the table of the page beside it.
+Two processes over gloo, as if on one node and on two, keep parts of several sizes and ask for the newest copy. With
+two nodes, the second then loses its files, and both ask again. Writes docs/reliability/copies.json and the table of the
+page beside it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/reliability"), help="default: %(default)s")
     parser.add_argument(
-        "--mib", type=int, nargs="+", default=MIB, help="sizes of a part (default: %(default)s)"
+        "--mib", type=int, nargs="+", default=MIB, help="sizes of a part, in MiB (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     options = parser.parse_args()
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def timed(nodes: int, mib: int, rounds: int) -> dict[str, float]:
-    """Return the seconds of one case: medians over rounds of the slower rank."""
+    """Return the seconds of one case: the medians over rounds of the slower rank's times."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         ranks = [
@@ -60,7 +61,7 @@ def timed(nodes: int, mib: int, rounds: int) -> dict[str, float]:
         for process in ranks:
             process.join(600)
             if process.exitcode != 0:
-                raise RuntimeError(f"a rank ended with {process.exitcode}")
+                raise RuntimeError(f"a rank ended with exit code {process.exitcode}")
         told = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {
         name: round(median(max(pair) for pair in zip(*(each[name] for each in told), strict=True)), 5)

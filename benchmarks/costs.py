@@ -27,7 +27,7 @@ SIZE = SHAPE[0] * SHAPE[1]
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and the number of steps before the one that is measured: the first one also compares gradients."""
+    """An optimizer, and the number of steps before the measured one, since the first step also compares gradients."""
 
     label: str
     optimizer: qcomp.Optimizer
@@ -43,7 +43,7 @@ class Cost:
     memory: float
     """Bytes of the state per parameter."""
     bits: float
-    """Bits sent per step and parameter, divided by the 2 (N - 1) / N bits that a ring all-reduce sends of one bit."""
+    """Bits sent per step and parameter, over 2 (N - 1) / N: the bits that a ring all-reduce sends for each bit."""
     exchanges: int
     """Collectives in a step, one after the other."""
 

@@ -1,10 +1,10 @@
-"""The pictures of docs/how-it-works.md, each of a small computation that repeats it from nothing.
+"""Draw the pictures of docs/how-it-works.md, each from a small computation that this program repeats.
 
     python benchmarks/explanations.py
 
-Feedback: the sum of what one rank sends, with and without it. Freezing: the steps of Adam on one-bit gradients, and of
-1-bit Adam, on an ill-conditioned regression. Bits: the error of each compressor on a real gradient, the late one of
-docs/benchmarks/gradients/sample.npz, beside the least that any code of so many bits could have. Takes about
+Feedback: the sum of the vectors that one rank sends, with and without feedback. Freezing: Adam on one-bit gradients,
+and 1-bit Adam, on an ill-conditioned regression. Bits: the error of each compressor on a real gradient, the late one
+of docs/benchmarks/gradients/sample.npz, beside the least error that any code with as many bits could have. Takes about
 half a minute.
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="(default: %(default)s)")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    rcParams["svg.hashsalt"] = "qcomp"  # so that the same picture is the same file
+    rcParams["svg.hashsalt"] = "qcomp"  # so that the files are reproducible
     for draw, name in ((draw_feedback, "feedback"), (draw_freezing, "freezing"), (draw_bits, "bits")):
         figure = draw()
         figure.savefig(out / f"{name}.svg", metadata={"Date": None})
@@ -59,13 +59,13 @@ def sums(*, feedback: bool, steps: int) -> tuple[Floats, Floats]:
 
 
 def draw_feedback() -> Figure:
-    """Draw one element's sum, and the relative error of all."""
+    """Draw the sum of one element, and the relative error of the sums of all elements."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = np.arange(1, 101)
     exact, with_feedback = sums(feedback=True, steps=100)
     _, without = sums(feedback=False, steps=100)
-    element = int(np.argsort(np.abs(exact[-1]))[20])  # smaller than most, which one bit makes as large as all
+    element = int(np.argsort(np.abs(exact[-1]))[20])  # small, but one bit sends it as large as others
     left.plot(steps, exact[:, element], color=EXACT, label="exact")
     left.plot(steps, without[:, element], color=NAIVE, label="1 bit, no feedback")
     left.plot(steps, with_feedback[:, element], color=MENDED, label="1 bit, feedback")
@@ -89,12 +89,12 @@ class Regression:
 
     @classmethod
     def make(cls) -> "Regression":
-        """Return the one that is drawn."""
+        """Return the regression of the picture."""
         rng = np.random.default_rng(0)
         return cls(np.logspace(-1.5, 1.5, FEATURES)[rng.permutation(FEATURES)], np.ones(FEATURES))
 
     def gradient(self, x: Floats, rank: int, step: int) -> Floats:
-        """Return a rank's gradient: its rows of the step, with noisy labels."""
+        """Return a rank's gradient on the rows that it draws in a step, with noisy labels."""
         rng = np.random.default_rng((rank, step))
         rows = rng.standard_normal((8, FEATURES)) * self.scale
         noise = rng.standard_normal(8)
@@ -102,12 +102,12 @@ class Regression:
         return gradient
 
     def loss(self, x: Floats) -> float:
-        """Return the expected loss, without that of the noise."""
+        """Return the expected loss, without the part of the noise."""
         return float(np.sum((self.scale * x - self.target) ** 2) / 2)
 
 
 def adam_on_one_bit(problem: Regression) -> tuple[list[float], Floats]:
-    """Return the losses of Adam on one-bit mean gradients with feedback, and its variance at the end."""
+    """Return the losses of Adam on one-bit mean gradients with feedback, and the root of its variance at the end."""
     mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=FEATURES))
     adam = qcomp.Adam(learning_rate=rate, betas=(0.9, 0.99))
 
@@ -126,7 +126,7 @@ def adam_on_one_bit(problem: Regression) -> tuple[list[float], Floats]:
 
 
 def trained(problem: Regression, optimizer: qcomp.Optimizer) -> tuple[list[float], Floats]:
-    """Return the losses of an optimizer, and its variance at the end."""
+    """Return the losses of an optimizer, and the root of its variance at the end."""
 
     def rank_main(comm: qcomp.comm.Communicator) -> tuple[list[float], Floats]:
         x = np.zeros(FEATURES)
@@ -147,12 +147,12 @@ def corrected(state: qcomp.OptimizerState) -> Floats:
 
 
 def rate(step: int) -> float:
-    """Return a learning rate that falls to nothing."""
+    """Return a learning rate that falls linearly to zero."""
     return 0.03 * (1 - step / STEPS)
 
 
 def draw_freezing() -> Figure:
-    """Draw losses, and what each variance knows of the sizes of the features."""
+    """Draw the losses, and the root of each variance over the sizes of the features."""
     problem = Regression.make()
     onebit = qcomp.OneBitAdam(
         learning_rate=rate,
@@ -202,9 +202,9 @@ def error_and_bits(c: qcomp.Compressor, x: Floats) -> tuple[float, float]:
 
 
 def bound(values: Floats, bits: Sequence[float]) -> list[float]:
-    """Return the least mean squared error of any code of so many bits per element, for independent draws of values.
+    """Return the least mean squared error of any code with so many bits per element, for independent draws of values.
 
-    By the algorithm of Blahut and Arimoto on a histogram, for a range of slopes; interpolated.
+    The algorithm of Blahut and Arimoto on a histogram gives points for a range of slopes; the result interpolates them.
     """
     shares, edges = np.histogram(values, 500)
     centres = ((edges[:-1] + edges[1:]) / 2)[shares > 0]
@@ -218,7 +218,7 @@ def bound(values: Floats, bits: Sequence[float]) -> list[float]:
             q = q * ((p / (weight @ q)) @ weight)
         joint = weight * q * (p / (weight @ q))[:, None]
         errors.append(float(np.sum(joint * distance)))
-        # By the definition of the joint shares, their logarithm over both margins is this.
+        # Mutual information: log(joint / (p q)) is -slope * distance - log(weight @ q).
         rates.append(float(np.sum(joint * -slope * distance) - np.sum(p * np.log(weight @ q))) / np.log(2))
     found = np.interp(bits, rates, np.log(errors))
     return [float(value) for value in np.exp(found)]

@@ -1,4 +1,4 @@
-"""The same training in torch, with NumPy and on a mesh of JAX: what each rank sends, and where it ends.
+"""Compare the same training in torch, with NumPy and on a mesh of JAX: each rank's messages and final parameters.
 
     python benchmarks/faces.py                # two and four ranks; writes docs/benchmarks/faces.json
     python benchmarks/faces.py --table        # only writes the table, from the JSON
@@ -42,12 +42,12 @@ TITLES = {
     "mesh": "`qcomp.jax.optax.onebit_adam`, mesh",
 }
 ROOM = 1 << 10
-"""Bytes that are kept of a message on the mesh, at least as many as the longest has."""
+"""Bytes that are recorded of each message on the mesh; no message is longer."""
 
 Array = Any
 Tensors = dict[str, Array]
 Messages = list[list[list[bytes]]]
-"""Of each step and exchange, the message to each rank, or the one to all."""
+"""For each step and exchange, the message to each rank, or the one message to all."""
 
 
 def first_params() -> Tensors:
@@ -57,7 +57,7 @@ def first_params() -> Tensors:
 
 
 def gradient(params: Tensors, rank: int, step: int) -> Tensors:
-    """Return the gradient of one rank's quadratic, and noise."""
+    """Return the gradient of one rank's quadratic, plus noise."""
     fixed, noise = np.random.default_rng((1, rank)), np.random.default_rng((2, rank, step))
     gradients = {}
     for name, shape in SHAPES.items():
@@ -69,7 +69,7 @@ def gradient(params: Tensors, rank: int, step: int) -> Tensors:
 
 
 class Recorder:
-    """A communicator that keeps what it sends."""
+    """A communicator that records the messages that it sends."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -77,12 +77,12 @@ class Recorder:
         self.rank, self.size, self.host = comm.rank, comm.size, comm.host
 
     def all_to_all(self, send: Any, receive: Any) -> Any:
-        """Keep a message to each rank."""
+        """Record a message to each rank."""
         self.sent.append([np.asarray(message).tobytes() for message in send])
         return self.comm.all_to_all(send, receive)
 
     def all_gather(self, send: Any, receive: Any) -> Any:
-        """Keep a message to all ranks."""
+        """Record a message to all ranks."""
         self.sent.append([np.asarray(send).tobytes()])
         return self.comm.all_gather(send, receive)
 
@@ -167,9 +167,9 @@ def train_mesh(out: Path, ranks: int) -> None:
 
 
 def recorded(update: Any, *args: Any) -> Any:
-    """Return what an update returns, what it sends in both exchanges, and the lengths of these messages.
+    """Return the result of an update, the messages of its two exchanges, and their lengths.
 
-    Warm-up and compressed steps are branches of one `jax.lax.cond`, so each of them must hand over what it has sent.
+    Warm-up and compressed steps are branches of one `jax.lax.cond`, so each branch must return its messages.
     """
     import jax
     import jax.numpy as jnp
@@ -213,7 +213,7 @@ def recorded(update: Any, *args: Any) -> Any:
 
 
 def save(out: Path, face: str, rank: int, params: Tensors, messages: Messages) -> None:
-    """Write what one rank has sent, and where it ended."""
+    """Write the messages and the final parameters of one rank."""
     arrays: dict[str, Any] = {f"param {name}": np.asarray(x) for name, x in params.items()}
     for step, exchanges in enumerate(messages):
         for exchange, peers in enumerate(exchanges):
@@ -242,7 +242,7 @@ def start(face: str, ranks: int, out: Path) -> None:
 
 
 def measure(ranks: int, faces: Sequence[str] = FACES) -> dict[str, Any]:
-    """Return how these faces compare with the core, on one number of ranks."""
+    """Return how these faces compare with the core, for one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         for face in faces:
@@ -257,11 +257,13 @@ def measure(ranks: int, faces: Sequence[str] = FACES) -> dict[str, Any]:
 
 
 def compare(face: str, found: list[Tensors], core: list[Tensors]) -> dict[str, Any]:
-    """Compare what the ranks of a face have sent, and where they ended, with the ranks of the core."""
+    """Compare the messages and the final parameters of a face's ranks with those of the core."""
     ranks, payload, padding, other = len(core), 0, 0, 0
     for rank, (of_rank, expected) in enumerate(zip(found, core, strict=True)):
         if of_rank.keys() != expected.keys():
-            raise SystemExit(f"rank {rank} of {face} has {sorted(of_rank.keys() ^ expected.keys())} apart")
+            raise SystemExit(
+                f"rank {rank}: only {face} or core has {sorted(of_rank.keys() ^ expected.keys())}"
+            )
         for key in sent_in(of_rank):
             step, exchange, peer = map(int, key.split()[1:])
             message, server = of_rank[key], peer if exchange == 0 else rank
@@ -294,9 +296,9 @@ def ends(of_rank: Tensors) -> list[Array]:
 
 
 def unpadded(message: Array, step: int, server: int, ranks: int) -> Array:
-    """Return a message of the mesh without the zeros that fill its parts up, which are exact and compressed tensors.
+    """Return a message of the mesh without the zeros that pad its two parts, exact and compressed tensors.
 
-    Anything else than zeros is left there.
+    Padding other than zeros stays in the result.
     """
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     exact = sum(size for size in sizes if size < SETTINGS["exact"].size)

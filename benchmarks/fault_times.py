@@ -1,10 +1,10 @@
-"""Kill, stop and unplug ranks in the middle of what they do, and time how long the others take to notice.
+"""Kill, stop and unplug ranks while they exchange or train, and time how long the others take to notice.
 
     sudo python benchmarks/fault_times.py                  # all cases, about an hour
-    python benchmarks/fault_times.py --faults SIGKILL --cases 20   # a trial of some that are spread over all
+    python benchmarks/fault_times.py --faults SIGKILL --cases 20   # a trial of about 20 cases, spread over all
 
-Writes a row for each case to docs/reliability/faults.jsonl, in the place of an earlier one, and the tables of the page
-beside it. Only unplugging needs root.
+Writes a row for each case to docs/reliability/faults.jsonl, in place of that case's earlier row, and the tables of
+the page beside it. Only unplugging needs root.
 """
 
 import argparse
@@ -38,9 +38,9 @@ CASES = [
     )
 ]
 LATEST = {"SIGKILL": 1.0, "SIGSTOP": SILENCE * 1.5, UNPLUG: SILENCE * 1.5}
-"""Seconds within which every survivor is to notice; and who is unplugged, too."""
+"""Seconds within which every survivor must notice the fault; an unplugged rank must, too."""
 PATIENCE = 60.0
-"""Seconds after the fault after which a survivor hangs."""
+"""Seconds after the fault from which on a survivor counts as hung."""
 LONGEST_START = 300.0
 
 
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def judged(case: Case) -> dict[str, Any]:
-    """Run a case, and return how the survivors took it."""
+    """Run a case, and return its outcome for the survivors."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = _unplugged if case.fault == UNPLUG else _gloo if case.transport == "gloo" else _mpi
@@ -103,7 +103,7 @@ def _diary(path: Path) -> list[dict[str, Any]]:
 
 
 def _wait(case: Case, folder: Path, ended: Callable[[], bool]) -> None:
-    """Wait until the survivors have ended, at most for a while after the fault."""
+    """Wait until the survivors have ended, at most `PATIENCE` seconds after the fault."""
     start, was_struck = time.monotonic(), False
     while not ended():
         struck = bool(_diary(folder / f"{case.victim}.jsonl"))
@@ -133,7 +133,7 @@ def _gloo(case: Case, folder: Path) -> None:
 def _unplugged(case: Case, folder: Path) -> None:
     """Run a case over gloo, with a network node for each rank."""
     program = ["-m", "faults.over_gloo", json.dumps(case._asdict()), str(folder)]
-    with suppress(RankError):  # a rank that hangs has no diary
+    with suppress(RankError):  # the diary of a rank that hangs shows it
         launch(case.transport, RANKS, program, limit_seconds=PATIENCE)
 
 

@@ -1,4 +1,4 @@
-"""When the default rule freezes the variance, what that costs, and what the watch does if the freeze was wrong.
+"""Measure when the default rule freezes the variance, at what cost, and how the watch reacts to a wrong freeze.
 
     python benchmarks/freezing.py
 
@@ -30,7 +30,7 @@ STEPS = 2000
 RISE = 200
 RATE = 0.003
 LONGEST = 60
-"""In windows: how long a course is followed."""
+"""The number of windows for which a course is followed."""
 
 COURSES: dict[str, Callable[[float], float]] = {
     "stationary": lambda _: 1.0,
@@ -48,7 +48,7 @@ COURSES: dict[str, Callable[[float], float]] = {
 
 
 class Followed(NamedTuple):
-    """When a rule froze on a course of gradients; steps in windows of 1 / (1 - b2)."""
+    """When the rule froze on a course of gradients, in windows of 1 / (1 - b2) steps."""
 
     freeze: float | None
     before: float

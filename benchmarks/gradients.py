@@ -4,8 +4,8 @@
 
 Trains the language model of the demo with exact Adam in one process, and takes an early and a late gradient. QSGD
 rounds each gradient as one vector, and some of its tensors, each alone and all together. These tensors are saved in
-sample.npz, from which a test recomputes their lengths. Writes gradients.json, gradients.png and the tables of
-README.md.
+sample.npz, from which a test recomputes the lengths of their codes. Writes gradients.json, gradients.png and the tables
+of README.md.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def train(moments: Mapping[str, int]) -> dict[str, dict[str, Floats]]:
-    """Return all tensors of the gradient after some numbers of steps, by these numbers."""
+    """Return all tensors of the gradient at each moment; ``moments`` has the completed steps of each."""
     task, last = LanguageModelTask(seed=0, rank=0), max(moments.values())
     ((name, network),) = task.networks.items()
     own, comm = list(network.parameters()), qcomp.comm.LocalCommunicator.alone()

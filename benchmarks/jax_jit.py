@@ -57,7 +57,7 @@ def measure(largest: int, rounds: int) -> dict[str, Any]:
     results = []
     for exponent in (e for e in EXPONENTS if e <= largest):
         for row in interleaved(candidates(1 << exponent), rounds, f"2^{exponent} elements"):
-            # The time of the bytes alone, at the speed of the copy, which reads and writes 4 bytes per element.
+            # The time to move the bytes, over that of the copy, which reads and writes 4 bytes per element.
             least = row["bytes"] / (8 * row["elements"])
             over_bytes = {
                 "median": rounded(row["over_copy"]["median"] / least),

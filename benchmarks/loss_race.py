@@ -4,8 +4,8 @@
     sudo python benchmarks/loss_race.py --parts seconds checks  # times steps; needs root and iproute2
     python benchmarks/loss_race.py --page                       # only draws and writes the tables, from the files
 
-Appends a row to a file in docs/benchmarks/loss as soon as a run is done, and leaves out the runs that have one: so it
-can be stopped and started again at any time. The most useful runs come first.
+Appends a row to a file in docs/benchmarks/loss as soon as a run is done, and skips runs that have a row, so it can be
+stopped and restarted at any time. The most useful runs come first.
 """
 
 import argparse
@@ -30,7 +30,7 @@ AT_ONCE = 6
 CHECKED = (REFERENCE, "muon_4_1", "torchft_muon", "sparse_often_blocks")
 CHECK_LINK, CHECK_STEPS, CHECK_RATE = "1gbit", 60, 1e-3
 LIMIT = 6 * 3600
-"""Seconds after which a run counts as hanging."""
+"""Seconds after which a run counts as hung."""
 
 
 def main() -> int:
@@ -121,10 +121,10 @@ def train(options: argparse.Namespace) -> bool:
 
 
 def measure(options: argparse.Namespace) -> bool:
-    """Time the steps that are not timed; return whether any failed."""
+    """Time the steps that are not timed yet; return whether any failed."""
     failed = False
     for task in options.tasks:
-        if task == "long":  # has the steps of the demo
+        if task == "long":  # its steps are those of the demo
             continue
         for ranks in options.ranks:
             for link in options.links:
@@ -143,7 +143,7 @@ def measure(options: argparse.Namespace) -> bool:
 
 
 def check(options: argparse.Namespace) -> bool:
-    """Train for a few steps on a link by the clock, to see that steps and seconds may be multiplied."""
+    """Time a few training steps on a link, to check that a training takes its steps times the seconds of a step."""
     failed = False
     for task in options.tasks:
         for method in CHECKED if task != "long" else ():

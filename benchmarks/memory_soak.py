@@ -1,4 +1,4 @@
-"""Watch the memory of a process that trains for long: one job, a few jobs in turn, and ever new ones.
+"""Watch the memory of a process that trains for a long time: one job, a few jobs in turn, and ever new ones.
 
     python benchmarks/memory_soak.py
 
@@ -83,7 +83,7 @@ def soak(comm: LocalCommunicator, jobs: list[tuple[int, list[tuple[int, ...]]]],
 
 
 def resident_mib() -> float:
-    """Return what this process holds, after it has given back what it does not use."""
+    """Return the MiB of memory that this process holds, after it has released unused memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

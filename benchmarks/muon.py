@@ -1,8 +1,8 @@
-"""Muon against AdamW, and how much of its gain is left with a few bits: trains the demo's model on two ranks.
+"""Compare Muon, exact and with a few bits, with AdamW: trains the demo's model on two ranks.
 
     python benchmarks/muon.py --seeds 3
 
-Writes muon.json after each training, and leaves out those that it has already; about four minutes each on one core. The
+Writes muon.json after each training, and skips trainings that are in it; each takes about four minutes on one core. The
 ranks take turns in one process, through the stages of the core, so their losses do not depend on the machine's load.
 """
 
@@ -93,7 +93,7 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
 
 
 def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
-    """Return the loss after a training, and what a rank has sent for each element of a matrix between hidden layers."""
+    """Return the loss after a training, the bytes sent in a step, and the bits of an element of a hidden matrix."""
     rate = schedule(PEAK["Muon" if settings else "AdamW"], steps)
     opt: qcomp.Optimizer = (
         qcomp.Muon(learning_rate=rate, others=OTHERS, betas=LanguageModelTask.betas, seed=seed, **settings)
@@ -136,9 +136,9 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 
 
 def bits(sent: float, hidden: int, elements: int) -> float:
-    """Return the bits of both ways for each element of a matrix between hidden layers: all but the exact tensors.
+    """Return the bits of an element of a matrix between hidden layers, both ways together; other tensors are exact.
 
-    A rank sends (N - 1) / N of them, and twice as much of 32 bits for each element of an exact tensor.
+    A rank sends (N - 1) / N of these bits, and 2 (N - 1) / N of the 32 bits of each element of an exact tensor.
     """
     share = (RANKS - 1) / RANKS
     return round((8 * sent / share - 2 * 32 * (elements - hidden)) / hidden, 3)

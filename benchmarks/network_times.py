@@ -26,7 +26,7 @@ from tqdm import tqdm
 PARTS = ("matrix", "links", "exchange", "loss")
 ROUNDS = {"100mbit": 5, "1gbit": 20, "10gbit": 30, "loopback": 30}
 TIMED = {"100mbit": 4, "1gbit": 8}
-"""Rounds of the steps of which loss curves consist."""
+"""Rounds in which the steps of loss curves are timed, by link."""
 ALONE = ("powersgd1", "powersgd2", "sign", "onebit_adam")
 """Methods with which every rank also trains alone, since the cost model does not know their own computation."""
 FAST_WITH_FOUR = "mlp"
@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
     add("--page", action="store_true", help="only draw and write the tables, from the files")
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 2:
-        parser.error(f"--rounds is {options.rounds}; expected at least 2, of which there are quartiles")
+        parser.error(f"--rounds is {options.rounds}; expected at least 2, to compute quartiles")
     return options
 
 
@@ -147,7 +147,7 @@ def exchange(options: argparse.Namespace, results: Results) -> Iterator[Task]:
 
 
 def loss(options: argparse.Namespace, results: Results) -> Iterator[Task]:
-    """Return the tasks for curves, for times of their steps, and to check that the two may be multiplied."""
+    """Return the tasks for curves, for times of their steps, and for checks of the product of both."""
     for name in RECIPES:
         path = results.loss_path(name)
         if not path.exists():

@@ -27,7 +27,7 @@ from qcomp.backends import numba_cpu
 
 SIZES = [100, 1000, 10_000, 100_000]
 ANCHORS = (1 << 14, 1 << 16)
-"""Sizes whose difference gives the arithmetic of an element; whole buckets of all compressors."""
+"""Sizes whose difference gives the arithmetic of an element; multiples of every bucket size."""
 LEAST_SECONDS = 5e-3
 
 COLOURS = {"compress, residual donated": "#d1495b", "decompress into a buffer": "#2e86ab"}

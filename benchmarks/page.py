@@ -49,7 +49,7 @@ def replaced(text: str, blocks: Mapping[str, str]) -> str:
     Raises
     ------
     ValueError
-        If the page lacks the markers of one.
+        If the page lacks the markers of a block.
     """
     for name, content in blocks.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

@@ -65,7 +65,7 @@ def line(
 
 
 def finish(panel: Axes, title: str) -> None:
-    """Make both axes logarithmic, and mark what a copy takes."""
+    """Make both axes logarithmic, and mark the time of a copy."""
     panel.set(xscale="log", yscale="log", xlabel="float32 elements", title=title)
     panel.axhline(1, color="0.6", lw=1)
     panel.grid(alpha=0.3)

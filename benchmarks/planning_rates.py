@@ -1,10 +1,10 @@
-"""Time what the cost model's figures do not have from the kernel benchmark: sparse payloads, matrices and LloydMax.
+"""Time the figures of the cost model that the kernel benchmark lacks: sparse payloads, matrices and LloydMax.
 
     OMP_NUM_THREADS=1 python benchmarks/planning_rates.py
 
-Writes docs/planning/rates.json. `qcomp.planning.CPU` and the pure version's machine have these figures. LloydMax is
-timed next to a QSGD, in seconds of the processor, and only the ratio counts: other work on the machine hardly changes
-it. `--ratios` times LloydMax alone, and keeps the other figures.
+Writes docs/planning/rates.json. `qcomp.planning.CPU` and the pure version's machine use these figures. LloydMax is
+timed next to a QSGD, in CPU seconds. Only their ratio counts: other work on the machine hardly changes it. `--ratios`
+times only LloydMax, and keeps the other figures.
 """
 
 import argparse
@@ -33,11 +33,11 @@ CALLS = {
     "decode": "decode into a buffer",
     "add": "decode and add",
 }
-"""The calls of `cases` that the fields of `qcomp.planning.Speed` stand for."""
+"""The fields of `qcomp.planning.Speed`, and the calls of `cases` that they describe."""
 
 
 class Alone:
-    """The only rank: there is nothing to send."""
+    """The communicator of a world of one rank, which sends nothing."""
 
     rank, size = 0, 1
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/planning"), help="(default: %(default)s)")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="(default: %(default)s)")
-    parser.add_argument("--ratios", action="store_true", help="time LloydMax alone")
+    parser.add_argument("--ratios", action="store_true", help="time only LloydMax")
     options = parser.parse_args()
     path = options.out / "rates.json"
     document = json.loads(path.read_text()) if options.ratios else seconds(options.elements)
@@ -106,7 +106,7 @@ def ratios(elements: int, kernels: str) -> dict[str, dict[str, Any]]:
 
 
 def busy(call: Callable[[], object], repeats: int) -> float:
-    """Return the seconds of the processor for one call, averaged over repeats."""
+    """Return the CPU seconds of one call, averaged over repeats."""
     start = time.process_time()
     for _ in range(repeats):
         call()

@@ -1,4 +1,4 @@
-"""Check the cost model with 2 to 16 ranks on links between network namespaces; computation is sleeping.
+"""Check the cost model with 2 to 16 ranks on links between network namespaces; ranks sleep instead of computing.
 
     sudo python benchmarks/planning_rig.py          # writes docs/benchmarks/scale/
     python benchmarks/planning_rig.py --page        # only writes the table, from the files
@@ -19,16 +19,16 @@ from network.scale import METHODS
 
 START = """# The cost model with 2 to 16 ranks
 
-Every rank has a network of its own with a limit in each direction; all share two cores. So ranks do not compute, they
-sleep as long; encoding and decoding are real, and were measured on all ranks at once, as `qcomp plan --measure` does.
-Predictions come from what was measured, without anything fitted.
+Every rank has a network of its own with a limit in each direction; all share two cores. So ranks do not compute
+gradients, but sleep for as long. Encoding and decoding are real, and were measured on all ranks at once, as
+`qcomp plan --measure` does. Predictions use these measurements alone; nothing is fitted.
 
     sudo python benchmarks/planning_rig.py
 
 <!-- scale -->
 <!-- end of scale -->
 """
-"""The page before it has a table."""
+"""The initial page, with an empty table."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Steps on 16 to 4,096 ranks, on paper: the cost model, and waiting for the slowest rank.
+"""Predicted steps on 16 to 4,096 ranks: the cost model, plus waiting for the slowest rank.
 
     python benchmarks/planning_scale.py
 
@@ -24,7 +24,7 @@ LINK = Link(1.25e9, latency=25e-6, per_message=5e-6)
 OWN, EACH = 0.03, 0.1
 """Standard deviations of the logarithm of a rank's own speed, and of each of its steps."""
 ROUNDS = 20
-"""Drawn outer rounds, of which the mean is taken; steps that are not of an outer loop: 50 times as many."""
+"""Number of outer rounds drawn for a mean; for steps without an outer loop, 50 times as many are drawn."""
 METHODS = {
     "tree all-reduce, 16-bit": Method("tree", half=True),
     "QSGD, 4 bits, two_phase": Method("two_phase", qcomp.QSGD(levels=7)),
@@ -36,7 +36,7 @@ METHODS = {
 
 
 def cluster(ranks: int) -> Cluster:
-    """Return nodes of eight ranks with 10 Gbit/s each, which share it."""
+    """Return nodes of eight ranks that share the 10 Gbit/s of their node."""
     return Cluster(ranks, LINK, ranks_per_node=LANES)
 
 
@@ -61,7 +61,7 @@ def slowest(ranks: int, every: int) -> float:
 
 
 def seconds(method: Method, ranks: int) -> tuple[float, float]:
-    """Return the seconds of a step, and of them the waiting for the slowest rank."""
+    """Return the seconds of a step, and how many of them a rank waits for the slowest one."""
     every = method.loop.every // method.loop.fragments if isinstance(method, OuterMethod) else 1
     waiting = COMPUTE * (slowest(ranks, every) - 1)
     return step_time(JOB, cluster(ranks), gpu(), method).seconds + waiting, waiting
@@ -76,7 +76,7 @@ def table() -> str:
             whole, waiting = seconds(method, ranks)
             cells.append(f"{whole * 1e3:.0f} ({waiting * 1e3:.0f})")
         rows.append(cells)
-    return page.table(["ms a step (of them waiting)", *(f"{ranks:,} ranks" for ranks in RANKS)], rows)
+    return page.table(["ms a step (of which waiting)", *(f"{ranks:,} ranks" for ranks in RANKS)], rows)
 
 
 def main() -> None:

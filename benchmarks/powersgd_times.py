@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, default=Path("docs/benchmarks/powersgd"), help="(default: %(default)s)")
-    add("--rounds", type=int, help="of every measurement (default: what each needs)")
+    add("--rounds", type=int, help="of every measurement (default: depends on the link)")
     add("--steps", type=int, default=STEPS, help="of the curves (default: %(default)s)")
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
     add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK")
@@ -68,7 +68,7 @@ def write(options: argparse.Namespace) -> None:
 
 
 def read(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
-    """Return a file of the folder, if it is there."""
+    """Return the contents of a file of the folder; None if it is missing."""
     path = options.out / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 

@@ -21,7 +21,7 @@ from network.program import measure_and_write
 RANKS = 2
 ROUNDS = {"1gbit": 7}
 STOCK = "bfloat16"
-"""The variant that others are compared with, the best that torch has."""
+"""The variant that others are compared with, the best one of torch."""
 CURVES = (
     "float32",
     "bfloat16",
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, default=Path("docs/benchmarks/sharded"), help="(default: %(default)s)")
-    add("--rounds", type=int, help="of every measurement (default: what each needs)")
+    add("--rounds", type=int, help="of every measurement (default: depends on the link)")
     add("--steps", type=int, default=STEPS, help="of the curves (default: %(default)s)")
     add("--page", action="store_true", help="only draw and write the tables, from the files")
     return measure_and_write(parser.parse_args(), measure, write)

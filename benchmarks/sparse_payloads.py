@@ -1,4 +1,4 @@
-"""How many bits sparse payloads take, what rounding their values loses, and what a second compression costs.
+"""Measure the bits of sparse payloads, the error of rounding their values, and the error of a second compression.
 
     python benchmarks/sparse_payloads.py
 
@@ -28,7 +28,7 @@ GAUSSIAN, LAPLACE, GRADIENTS = "Gaussian", "Laplace", "gradients"
 BUCKETS = 256
 RANKS, ROUNDS = 4, (1, 10, 100)
 SHARED = 0.5
-"""The part of each rank's vector that is the same in all rounds and on all ranks; the rest is drawn anew."""
+"""The part of each vector's variance that is the same in all rounds and on all ranks; the rest is drawn anew."""
 GATHERED, TWICE, TWICE_WIDE = "all-gather", "two phases", "two phases, the server keeps 4 times as many"
 
 
@@ -104,7 +104,7 @@ def squares(x: Floats) -> float:
 
 
 def means(buckets: int) -> list[dict[str, Any]]:
-    """Return, after some rounds with feedback, how far the sum of the means is from that of what went in."""
+    """Return the relative squared error of the sum of all means, after some rounds with feedback."""
     worker = qcomp.TopK(K, BUCKET, 2)
     exchanges: dict[str, Callable[[Sequence[Floats], list[Floats], list[Floats]], Floats]] = {
         GATHERED: lambda x, owed, _: exchange(worker, None, x, owed, []),
@@ -145,7 +145,7 @@ def exchange(
     owed: list[Floats],
     server_owed: list[Floats],
 ) -> Floats:
-    """Return what all ranks receive of a mean, and update the residuals."""
+    """Return the mean that all ranks receive, and update the residuals."""
     decoded = []
     for rank, own in enumerate(x):
         payload, owed[rank] = qcomp.feedback.compress(worker, own, owed[rank])
@@ -172,7 +172,7 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
         for row in document["lengths"]
     ]
     text = (
-        f"The positions need at least {floor:.2f} bits each if they are at random. Errors are fractions of the squared "
+        f"The positions need at least {floor:.2f} bits each if they are random. Errors are fractions of the squared "
         "norm."
     )
     of_means: dict[str, dict[int, str]] = {row["exchange"]: {} for row in document["means"]}

@@ -1,10 +1,10 @@
-"""What a step of a small model takes: all ranks of a world, in one thread and without a network.
+"""Time of a step of a small model, with all ranks of a world in one thread and without a network.
 
     python benchmarks/steps.py                       # writes docs/benchmarks/steps.json
-    python benchmarks/steps.py --against ../other    # another checkout in turns with this one
+    python benchmarks/steps.py --against ../other    # takes turns with another checkout
 
-The stages of two ranks run in turns, and their messages are handed over: so a time is that of two ranks' arithmetic and
-Python, and no thread waits for another. Each turn is a process of its own, which takes the median of many steps.
+The stages of two ranks run in turns and hand over their messages, so that no thread waits for another. A time is that
+of one rank's arithmetic and Python. Each turn is a process of its own, which takes the median of many steps.
 """
 
 import argparse
@@ -33,16 +33,16 @@ CASES: dict[str, list[tuple[int, ...]]] = {
     "40 tensors of 1,000": [(1000,)] * 40,
     "a multilayer perceptron": [(64, 64), (64,), (64, 64), (64,), (10, 64), (10,)],
 }
-"""Shapes of the parameters. Everything is compressed, so that small tensors are, too."""
+"""Shapes of the parameters. All tensors are compressed, even small ones."""
 
 
 def main() -> None:
     """Measure, perhaps two checkouts in turns, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="(default: %(default)s)")
-    parser.add_argument("--against", type=Path, help="another checkout, whose times are the ones before")
+    parser.add_argument("--against", type=Path, help="another checkout, whose times are called 'before'")
     parser.add_argument("--turns", type=int, default=7, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="a turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of a turn (default: %(default)s)")
     parser.add_argument("--one-turn", action="store_true", help="only print the medians of this process")
     options = parser.parse_args()
     if options.one_turn:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """Yield all cases: the library, the kernels, and the model; only the smallest without kernels."""
+    """Yield all cases: the library, the kernels, and the model; the pure version only with the smallest."""
     for library in ("numpy", "torch"):
         for model in CASES:
             yield library, "numba", model
@@ -65,7 +65,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 def median_of(library: str, kernels: str, model: str, steps: int) -> float:
-    """Return the microseconds of a compressed step of one rank: the median of many."""
+    """Return the microseconds of a compressed step of one rank, the median of ``steps`` steps."""
     with qcomp.backends.use(kernels), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opt = qcomp.OneBitAdam(learning_rate=1e-3, freeze=2, exact=None, watch=None)
@@ -79,7 +79,7 @@ def median_of(library: str, kernels: str, model: str, steps: int) -> float:
         for step in range(steps + 10):
             begun = time.perf_counter()
             found = in_turns([opt.stages(own[r], grads[r], states[r]) for r in range(WORLD)])
-            if step >= 10:  # exact ones before
+            if step >= 10:  # the first steps are exact
                 samples.append(time.perf_counter() - begun)
             own, states = [list(f[0]) for f in found], [f[1] for f in found]
     assert states[0].stage == "compressed"

@@ -1,4 +1,4 @@
-"""What the committed studies say of steps to a loss: one record for each method and task.
+"""Collect the steps to a loss from the committed studies: one record for each method and task.
 
     python benchmarks/steps_to_loss.py
 
@@ -65,7 +65,7 @@ RACE = {
     "sparse_often_muon3": (f"SparseLoCo every {OFTEN} steps", "ddp_muon3"),
     "sparse_often_blocks": (f"SparseLoCo every {OFTEN} steps", "muon_exact_blocks"),
 }
-"""Methods of the race: what they are, and exact training by the same optimizer."""
+"""Methods of the race: their labels, and the exact training by the same optimizer."""
 
 
 def main() -> None:
@@ -88,9 +88,9 @@ def records(studies: Path) -> list[dict[str, Any]]:
 
 
 def ratio(method: Curve, exact: Curve) -> float | None:
-    """Return the steps of a method for each step of exact training, to the lower of the losses that both reach.
+    """Return the steps of a method for each step of exact training, to the lowest loss that both reach.
 
-    Between two points a curve is straight. None if one of them begins below what the other reaches.
+    Between two points a curve is straight. None if one of them begins at or below that loss.
     """
     reached = max(min(loss for _, loss in method), min(loss for _, loss in exact))
     own, other = _first(method, reached), _first(exact, reached)
@@ -139,7 +139,7 @@ def _network(studies: Path) -> list[dict[str, Any]]:
 
 
 def _muon(studies: Path) -> list[dict[str, Any]]:
-    """Return what is known of Muon: final losses, without curves."""
+    """Return the records of Muon, which have final losses but no curves."""
     document = json.loads((studies / "muon.json").read_text())
     losses: dict[str, dict[int, Any]] = defaultdict(dict)
     for run in document["runs"]:

@@ -39,7 +39,7 @@ def main() -> None:
         default=[name for name, method in METHODS.items() if not method.tried],
         metavar="METHOD",
     )
-    parser.add_argument("--seeds", type=int, default=5, help="0 to one below this (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="of every run, for a trial (default: those of the task)")
     parser.add_argument("--page", action="store_true", help="only draw and write the tables, from the files")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Interleaved timing: every round times every candidate once, next to its baselines.
 
-So a disturbance of the machine affects both alike. A figure is the median over the rounds, its spread the quartiles.
+A disturbance of the machine then affects both alike. A figure is the median over the rounds, its spread the quartiles.
 """
 
 import math
@@ -20,7 +20,7 @@ from tqdm import tqdm
 __all__ = ["Candidate", "Timer", "interleaved", "machine", "rounded", "spread", "timer"]
 
 Timer = Callable[[], float]
-"""Does something, and returns the seconds that it took."""
+"""Makes a timed call, and returns its seconds."""
 
 
 LEAST_SECONDS = 2e-3
@@ -81,7 +81,7 @@ def timer(
     context : callable
         Makes the context of the call; entering and leaving it is not timed.
     seconds : callable
-        Returns the mean seconds of some calls.
+        Returns the mean seconds of a number of calls.
     least : float
         The least seconds of a timing; short calls are repeated. The number of repetitions is determined in the first
         timing, after a call that compiles.

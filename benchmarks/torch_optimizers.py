@@ -2,8 +2,8 @@
 
     python benchmarks/torch_optimizers.py
 
-In a world of one, where a step of qcomp sends nothing, and on two ranks over gloo, where the time is also given without
-what the communicator takes. Every round times each optimizer and AdamW, fused, foreach and by default. One thread.
+Steps are timed in a world of one, where qcomp sends nothing, and on two ranks over gloo, where the share of the
+communicator is also given. Every round times each optimizer, and AdamW fused, foreach and by default, on one thread.
 Writes torch_optimizer.json, and the table of README.md.
 """
 
@@ -63,7 +63,7 @@ def shapes_of_network() -> list[tuple[int, ...]]:
 
 MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "1 x 10,000,000": lambda: [(10_000_000,)],
-    "100 x 100,000": lambda: [(250, 400)] * 100,  # vectors among others are not compressed
+    "100 x 100,000": lambda: [(250, 400)] * 100,  # matrices: a vector among other tensors stays exact
     "a small CNN": shapes_of_network,
 }
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def measured(ranks: int, models: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Return all results of rank 0 of so many."""
+    """Return the results of rank 0 in a world of so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
         spawn(run_rank, (ranks, folder, models, rounds), nprocs=ranks)
@@ -97,7 +97,7 @@ def measured(ranks: int, models: Sequence[str], rounds: int) -> list[dict[str, A
 
 
 def run_rank(rank: int, ranks: int, folder: str, models: Sequence[str], rounds: int) -> None:
-    """Measure as one of some ranks; the first writes what it has found."""
+    """Measure on one rank; rank 0 writes the results."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     numba_cpu.set_num_threads(1)
@@ -114,7 +114,7 @@ class Timed(qcomp.comm.TorchCommunicator):
     seconds = 0.0
 
     def start(self, request: Any) -> Any:
-        """Start an exchange, and count that and the wait for it."""
+        """Start an exchange, and count both the start and the wait."""
         pending = self._counted(super().start, request)
         return Waited(lambda: self._counted(pending.wait))
 
@@ -131,7 +131,7 @@ class Timed(qcomp.comm.TorchCommunicator):
         try:
             return exchange(*args)
         finally:
-            self.seconds = before + time.process_time() - start  # also if one of these calls another
+            self.seconds = before + time.process_time() - start  # even if one of these calls another
 
 
 class Waited(NamedTuple):

@@ -2,9 +2,9 @@
 
     python benchmarks/watch_cost.py
 
-Both take turns in one process after the freeze, for eight steps each, so that each turn has one step that sends a
-sample. It measures processor time: of the optimizer's step alone, including the exchange in memory, and of training
-steps of small transformers on one core. A network would only add to these.
+Steps with and without the watch take turns in one process after the freeze, eight steps at a time, so that each turn
+has one step that sends a sample. CPU time is measured: of the optimizer's step alone, including the exchange in memory,
+and of training steps of small transformers on one core. A network would only add to these times.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def training_table(trainings: list[dict[str, Any]]) -> str:
-    """Return the time that the watch adds to the optimizer's part, relative to the whole training step."""
+    """Return the table of the time that the watch adds to the optimizer, relative to the whole training step."""
     rows = []
     for each in trainings:
         passes, (without, watched) = each["passes"][0], each["updates"]

@@ -1,4 +1,4 @@
-"""One replica: it trains a small model under torchft's quorums, by qcomp or by torchft's own DDP, until its death."""
+"""One replica: it trains a small model under torchft's quorums with qcomp or torchft's DDP, until it is killed."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("RUST_LOG", "error")  # of torchft, which reads it when it is imported
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported
 
 import torch
 import torchft
@@ -29,7 +29,7 @@ PATIENCE = 2.5
 """Seconds that a replica waits for the others in an exchange or while they connect."""
 SILENCE = 1.0
 STEP_SECONDS = 0.1
-"""The time of a device's work in each step, in which this process sleeps."""
+"""The time of a device's work in each step; this process sleeps instead."""
 WIDTH = 256
 
 
@@ -65,7 +65,7 @@ def by_qcomp(settings: dict[str, Any]) -> Face:
 
 
 def by_torchft(settings: dict[str, Any]) -> Face:
-    """Return AdamW under torchft's DistributedDataParallel, as torchft's own example has it."""
+    """Return AdamW under torchft's DistributedDataParallel, as in torchft's own example."""
     model = _model()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -112,14 +112,14 @@ class Node(NamedTuple):
         return address(self.number) if self.network else "127.0.0.1"
 
     def enter(self) -> None:
-        """Move this process there."""
+        """Move this process to the node."""
         if self.network:
             become(self.network, self.number)
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
 def replica_main(face: str, name: str, lighthouse: str, node: Node, path: Path) -> None:
-    """Be a replica, and write a line for each event."""
+    """Run a replica, and write a line for each event."""
     node.enter()
     warnings.simplefilter("ignore")
     logging.disable()

@@ -44,7 +44,7 @@ class LanguageModelTask(Task):
         self.model = LanguageModel(context=CONTEXT)
         return {"transformer": self.model}
 
-    def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is one
+    def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is only one
         """Return the cross-entropy of random windows."""
         key = (self.seed, self.rank, step)
         return self.model.loss(training_batch(self.data.train, BATCH, CONTEXT, key))

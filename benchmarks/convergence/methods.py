@@ -41,7 +41,7 @@ def first(steps: int, part: float) -> int:
 
 
 def prompt(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without momentum, which delays what a gradient does by beta1 / (1 - beta1) steps."""
+    """Return the settings without momentum, which delays the effect of a gradient by beta1 / (1 - beta1) steps."""
     return shared | {"betas": (0.0, shared["betas"][1])}
 
 

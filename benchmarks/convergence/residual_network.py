@@ -57,7 +57,7 @@ class ResidualNetworkTask(Task):
         )
         return {"network": self.model}
 
-    def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is one
+    def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is only one
         """Return the cross-entropy of random digits."""
         pictures, labels, _, _ = digits()
         chosen = draw(len(labels), BATCH, (self.seed, self.rank, step))

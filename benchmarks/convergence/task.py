@@ -48,4 +48,4 @@ class Task(ABC):
 
     @abstractmethod
     def judge(self) -> float:
-        """Return the metric of the networks; the same on all ranks, since these hold the same parameters."""
+        """Return the metric of the networks; the same on all ranks, since they hold the same parameters."""

@@ -53,7 +53,7 @@ class Run:
 
 
 def train(task: type[Task], method: str, seed: int, steps: int) -> Run:
-    """Train a task's networks in turn, and compute the metric at times; all ranks end with the same parameters."""
+    """Train a task's networks in turn, and compute the metric at intervals; all ranks end with the same parameters."""
     ranks = [task(seed, rank) for rank in range(RANKS)]
     trainers = [
         _Trainer(ranks, name, METHODS[method].optimizer(ranks[0], steps)) for name in ranks[0].networks

@@ -24,7 +24,7 @@ class Paired:
     Parameters
     ----------
     method, baseline : mapping of int to Run
-        Runs by seed; only seeds of both are compared.
+        Runs by seed; only seeds in both are compared.
     """
 
     def __init__(self, method: Mapping[int, Run], baseline: Mapping[int, Run]) -> None:
@@ -112,11 +112,11 @@ def table(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> str:
 
 WIDE = (1, 1.2, 1.5, 2, 3, 4, 5, 7)
 NARROW = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 7, 8, 9)
-"""Where a logarithmic axis has ticks in a decade, by the range that it shows."""
+"""The ticks in a decade of a logarithmic axis that shows a wide or a narrow range."""
 
 
 def picture(of_task: Mapping[str, Mapping[int, Run]], task: type[Task]) -> Figure:
-    """Return the mean curve of each method over seeds, in a band of one standard deviation."""
+    """Return a plot of the mean curve of each method over seeds, with a band of one standard deviation."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, method in METHODS.items():

@@ -11,7 +11,7 @@ from convergence.training import Run
 __all__ = ["compressed_ratio", "table", "volume"]
 
 LONG = 150_000
-"""Steps of a pre-training as in the papers."""
+"""Steps of a pre-training as long as those in the papers."""
 WARMUP = 0.15
 
 
@@ -24,7 +24,7 @@ def compressed_ratio(onebit_adam: Run) -> float:
 
 
 def volume(steps: int, exact: int, compressed: int, ratio: float) -> float:
-    """Return the volume of exact steps alone relative to a run's; a step may be both exact and compressed."""
+    """Return the volume of only exact steps over that of a run, in which a step may be both exact and compressed."""
     return steps / (exact + compressed / ratio)
 
 

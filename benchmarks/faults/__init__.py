@@ -1,1 +1,1 @@
-"""Ranks that are killed or stopped in the middle of what they do."""
+"""Ranks that are killed, stopped or unplugged while they exchange or train."""

@@ -16,7 +16,7 @@ __all__ = ["rank_main"]
 
 
 def rank_main(case: Case, rank: int, ranks: int, folder: Path) -> None:
-    """Be one rank of a case."""
+    """Run one rank of a case."""
 
     def create() -> TorchCommunicator:
         return TorchCommunicator(timeout=TIMEOUT, silence=SILENCE)

@@ -1,4 +1,4 @@
-"""One rank that exchanges or trains until it is killed, stopped, or hears of another's end."""
+"""One rank that exchanges or trains until it is killed, stopped, or notices the fault of another."""
 
 import json
 import os
@@ -25,9 +25,9 @@ PHASES = (*(f"exchange of {size}" for size in EXCHANGES), "exact steps", "the fr
 FREEZE = 20
 ELEMENTS = 1 << 18
 BEFORE = 3
-"""Exchanges that go well before."""
+"""Undisturbed exchanges before the fault."""
 TIMEOUT = 300.0
-"""Seconds of the communicator, as by default; nobody should wait for it."""
+"""The communicator's default timeout in seconds; no rank should wait that long."""
 SILENCE = 2.0
 UNPLUG = "unplugged"
 
@@ -41,11 +41,11 @@ class Case(NamedTuple):
     phase : str
         One of `PHASES`.
     fault : {"SIGKILL", "SIGSTOP", "unplugged"}
-        A signal to the victim, or its network interface taken down, of which no other node is told.
+        A signal to the victim, or its network interface taken down without notice to other nodes.
     victim : int
-        The rank that has it.
+        The rank that has the fault.
     moment : float
-        Seconds after the victim has begun what the phase names.
+        Seconds from the start of the phase on the victim to the fault.
     """
 
     transport: str
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 class Diary:
-    """What a rank says, a line of JSON each, with the time of a clock that all processes of the machine share."""
+    """The events of a rank, one line of JSON each, with times of a clock that all processes of the machine share."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
@@ -67,7 +67,7 @@ class Diary:
 
 
 def run(case: Case, create: Callable[[], Any], rank: int, folder: Path) -> None:
-    """Do what a case says, and write a diary into a folder; never returns."""
+    """Run a case, and write a diary into a folder; never returns."""
     diary = Diary(folder / f"{rank}.jsonl")
 
     def strike() -> None:
@@ -86,7 +86,7 @@ def run(case: Case, create: Callable[[], Any], rank: int, folder: Path) -> None:
         diary.write("noticed", text=str(error))
     except BaseException:
         diary.write("broke", text=traceback.format_exc())
-    os._exit(0)  # without waiting for anybody
+    os._exit(0)  # without waiting for other ranks
 
 
 def _act(phase: str, create: Callable[[], Any], fate: threading.Thread | None, rank: int) -> None:
@@ -111,7 +111,7 @@ def exchange(comm: Any, size: int, times: int) -> None:
 
 
 def train(comm: Any, phase: str, fate: threading.Thread | None, rank: int) -> None:
-    """Train by 1-bit Adam."""
+    """Train with 1-bit Adam."""
     optimizer = qcomp.OneBitAdam(learning_rate=1e-3, betas=(0.9, 0.9), freeze=FREEZE)
     random = np.random.default_rng(rank)
     params = [np.zeros((512, ELEMENTS // 512), np.float32)]
@@ -125,7 +125,7 @@ def train(comm: Any, phase: str, fate: threading.Thread | None, rank: int) -> No
 
 
 def main() -> None:
-    """Be one rank of a case over MPI."""
+    """Run one rank of a case over MPI."""
     from mpi4py import MPI  # noqa: PLC0415  (not for gloo)
 
     from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """One process that lets Autotune choose on a link, and times its steps beside those of every method chosen by hand.
 
 autotune_times.py starts it on every rank. Autotune chooses first, in steps of its own; then the variants take turns, so
-that all are measured in the same seconds.
+that all are measured over the same period.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ METHODS = {
     "sign, 1 bit": qcomp.CompressedMean(qcomp.ScaledSign(), "auto"),
     "PowerSGD, rank 1": qcomp.PowerSGDMean(rank=1),
 }
-"""What Autotune may choose, in this order of preference."""
+"""The methods that Autotune chooses from, in order of preference."""
 VARIANTS = (*METHODS, TUNED)
 MOST = 200
 """Steps after which Autotune must have chosen."""
@@ -52,7 +52,7 @@ class Tuned(Trainee):
         super().__init__(model, module)
 
     def choose(self) -> dict[str, Any]:
-        """Make steps until the choice, and return it with the seconds on which it rests."""
+        """Make steps until Autotune has chosen; return the choice and the seconds that it is based on."""
         while self.state.chosen is None and self.state.iterations < MOST:
             self.step()
         return {"chosen": self.state.chosen, "tried": self.state.seconds, "iterations": self.state.iterations}

@@ -82,7 +82,7 @@ def blocks(results: Results) -> dict[str, str]:
     journeys, times = _journeys(results), _times(results)
     if not journeys or not times:
         return {"loss": NOTHING, "check": NOTHING}
-    stricter = {target(journeys, near): near for near in NEAR}  # of two with the same target
+    stricter = {target(journeys, near): near for near in NEAR}  # one table if both give the same target
     return {
         "loss": "\n\n".join(_table(journeys, times, near) for near in stricter.values()),
         "check": _checked(results, times) or NOTHING,
@@ -123,7 +123,8 @@ def _table(journeys: Sequence[Journey], times: Mapping[str, Mapping[str, float]]
     first = journeys[0]
     about = (
         f"{first.parameters:,} parameters, {first.ranks} ranks, {first.steps} steps; the loss waited for is "
-        f"{wanted:.3f} nats a byte, the lowest that all reach which come within {near - 1:.0%} of exact Adam's lowest."
+        f"{wanted:.3f} nats a byte, the lowest that all methods reach which come within {near - 1:.0%} of exact Adam's "
+        "lowest."
     )
     return f"{about}\n\n{page.table(head, rows)}"
 
@@ -157,7 +158,7 @@ def picture(results: Results) -> Figure | None:
     for panel, (link, of_link) in zip(panels, times.items(), strict=True):
         for journey in journeys:
             clock, recipe = journey.clock(of_link), RECIPES[journey.method]
-            # From the first loss after some steps on: a logarithmic axis has no place for the one at 0 s.
+            # Without the loss at 0 s, which a logarithmic axis cannot show.
             points = [(clock[step], loss) for step, loss in journey.losses if step > 0]
             panel.plot(*zip(*points, strict=True), color=recipe.colour, marker=".", label=recipe.label)
         for wanted in {target(journeys, near) for near in NEAR}:

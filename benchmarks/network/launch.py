@@ -18,7 +18,7 @@ LINKS = ("10mbit", "100mbit", "1gbit", "10gbit", "loopback")
 RATES = {"10mbit": 1e7 / 8, "100mbit": 1e8 / 8, "1gbit": 1e9 / 8, "10gbit": 1e10 / 8}
 """Bytes per second; the loopback of one node has no limit."""
 FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[2], Path(__file__).parents[2] / "examples"]
-"""The folder from which ranks import."""
+"""The folders from which ranks import."""
 PORT = 29511
 
 
@@ -62,7 +62,7 @@ def launch(
 
 
 def launch_here(ranks: int, program: Sequence[str], *, limit_seconds: float) -> None:
-    """Run ``python *program`` on every rank as processes of this node, over gloo, without a network of their own.
+    """Run ``python *program`` on every rank as processes of this node, over gloo, without a shaped network.
 
     Parameters
     ----------

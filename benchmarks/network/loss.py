@@ -1,4 +1,4 @@
-"""One process of the time to a loss: a language model's loss curve, or the times of the steps of such curves.
+"""One process that trains a language model's loss curve, or times the steps of such curves.
 
 network_times.py starts it on every rank. A curve over steps is the same on every link, so it is trained once, on an
 unlimited link; the times of its steps are measured on the limited ones.
@@ -50,7 +50,7 @@ def learner(recipe: Recipe, rate: Cosine, exact: int) -> Learner:
 
 
 def turn(training: Learner) -> float:
-    """Return the seconds of the second of two steps on this rank, since steps follow each other in training."""
+    """Make two steps, and return this rank's seconds of the second, since in training a step follows another one."""
     training.step()
     return training.step()[1]
 
@@ -80,7 +80,7 @@ def curve(name: str, steps: int, link: str) -> dict[str, Any]:
 
 
 def times(links: list[str], rounds: list[int]) -> dict[str, Any]:
-    """Return the seconds of the slowest rank's steps on each link, by the timed recipe."""
+    """Return the seconds of the slowest rank's steps for each link and timed recipe."""
     rate = Cosine(SLOW, 1000)
     learners = {name: learner(recipe, rate, exact) for name, (recipe, exact) in SETTLED.items()}
     results = {}

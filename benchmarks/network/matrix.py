@@ -1,6 +1,6 @@
 """One process of the matrix: all methods in turn, step by step, on one link after the other.
 
-network_times.py starts it on every rank. The methods take turns, so that all are measured in the same seconds on the
+network_times.py starts it on every rank. The methods take turns, so that all are measured over the same period on the
 same machine.
 """
 
@@ -46,7 +46,7 @@ class Field:
     model : str
     methods : sequence of str
     interface : str
-        The network interface whose counter has the bytes.
+        The network interface whose counter gives the bytes.
     alone : sequence of str
         Methods with which every rank also trains alone.
     """
@@ -68,7 +68,7 @@ class Field:
         error = ""
         try:
             yield
-        except Exception as problem:  # whatever a method raises, the others go on
+        except Exception as problem:  # whatever a method raises, the others continue
             error = f"{type(problem).__name__}: {problem}"[:300]
         failed = torch.tensor([bool(error)], dtype=torch.uint8)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -91,7 +91,7 @@ class Field:
         return seconds, float(transmitted(self.interface) - before)
 
     def turn(self, method: str) -> tuple[float, float]:
-        """Return the seconds and the bytes of the second of two steps on this rank.
+        """Make two steps, and return the seconds and the bytes of the second on this rank.
 
         In training the previous step is of the same method. After seconds of other methods' steps, the system has
         reclaimed the memory that a method frees and allocates in each step, and its first step pays for that.
@@ -153,7 +153,7 @@ def main() -> None:
         nargs="*",
         choices=list(METHODS),
         default=[],
-        help="with which ranks train for themselves too",
+        help="methods with which every rank also trains alone",
     )
     parser.add_argument("--links", nargs="+", required=True)
     parser.add_argument("--rounds", nargs="+", type=int, required=True, help="on each of the links")

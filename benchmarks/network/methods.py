@@ -98,7 +98,7 @@ METHODS = {
 class Trainee:
     """A model, its optimizer and its method of averaging, with its own process group.
 
-    So a method that fails does not break others.
+    With a group of its own, a method that fails does not break others.
     """
 
     def __init__(self, method: str, model: Model, group: Any) -> None:

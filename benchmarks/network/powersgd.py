@@ -1,6 +1,6 @@
 """One process that times steps of PowerSGD, torch's hook and qcomp's, and follows their losses.
 
-powersgd_times.py starts it on every rank. The variants take turns, so that all are measured in the same seconds.
+powersgd_times.py starts it on every rank. The variants take turns, so that all are measured over the same period.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ START = 2
 
 
 def make(model: str, variant: str) -> Trainee:
-    """Return a model under DistributedDataParallel with a process group of its own: no hook waits for another."""
+    """Return a model under DistributedDataParallel with its own process group, so that no hook waits for another."""
     kind, rank = VARIANTS[variant]
     group = dist.new_group(backend="gloo")
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from qcomp.planning import Job, Measured, Method, advise, step_time
 __all__ = ["Choice", "choice", "predicted"]
 
 NEIGHBOURS = {"powersgd1": COMPUTE, "powersgd2": COMPUTE, "onebit_adam": "sign"}
-"""The method that a method resembles except for its own computation, which the cost model does not know.
+"""For each method, one that differs from it only by computation that the cost model does not know.
 
 Steps in which every rank trains alone measure that computation.
 """

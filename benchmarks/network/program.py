@@ -1,4 +1,4 @@
-"""What the programs that measure on shaped links have in common."""
+"""The common part of the programs that measure on shaped links."""
 
 import argparse
 import sys
@@ -13,12 +13,12 @@ Part = Callable[[argparse.Namespace], None]
 
 
 def measure_and_write(options: argparse.Namespace, measure: Part, write: Part) -> int:
-    """Measure, unless only the page is asked for, then write the page; return the status of the program.
+    """Measure, unless only the page is requested, then write the page; return the status of the program.
 
     Parameters
     ----------
     options : argparse.Namespace
-        With ``out``, a folder that is made, and ``page``.
+        With ``out``, a folder that is created, and ``page``.
     measure : callable
         Starts the runs that are missing.
     write : callable

@@ -27,13 +27,13 @@ class Recipe:
     label: str
     colour: str
     make: Callable[[Rate, int], qcomp.Optimizer] | None = None
-    """Makes an optimizer of qcomp from a rate and the exact steps; None for torch's Adam."""
+    """Makes an optimizer of qcomp from a rate and the number of exact steps; None for torch's Adam."""
     hook: str | None = None
     """The spec of the compressor of gradients; None to average them exactly."""
     exact: str = "warmup"
     compressed: str = ""
     variance_steps: Callable[[int], bool] | None = None
-    """The exact steps, from 1, of a recipe that has not all of them first."""
+    """Returns whether a step, counted from 1, is exact; for a recipe whose exact steps are not all at the start."""
 
     def phase(self, step: int, settings: Settings) -> str:
         """Return the stage of a step, counted from 0: "exact" or "compressed"."""
@@ -83,4 +83,4 @@ SETTLED = {
     "sign_hook": (RECIPES["sign_hook"], NEVER),
     "qsgd4_hook": (RECIPES["qsgd4_hook"], NEVER),
 }
-"""The timed recipes with their exact steps, after which each stays in one stage."""
+"""The timed recipes with their numbers of exact steps; all timed steps of one are in the same stage."""

@@ -26,7 +26,7 @@ class Run:
     methods: dict[str, dict[str, Any]]
     failures: dict[str, str]
     alone: dict[str, dict[str, Any]]
-    """The times of some methods when every rank trains alone, in the same rounds; empty if no model needs them."""
+    """The times of methods when every rank trains alone; empty on links that do not test the cost model."""
     ready: list[float]
     """When each bucket of gradients is ready, as shares of a step without messages; only with `alone`."""
 

@@ -1,7 +1,7 @@
 """One process that checks the cost model on many ranks, whose computation is replaced by sleeping.
 
 planning_rig.py starts it on every rank. It measures the link and the compressors as ``qcomp plan --measure`` does,
-then steps of every method, and predicts each from what was measured.
+then times steps of every method, and predicts each from the measured link and compressors.
 """
 
 import argparse
@@ -36,7 +36,7 @@ METHODS = {
 
 
 def averager(method: Method, comm: qcomp.comm.Communicator) -> Callable[[], object]:
-    """Return a call that does what a method does in a step, without its computation."""
+    """Return a call that does the work of a method in a step, without the computation of gradients."""
     own = torch.Generator().manual_seed(comm.rank)
     values = [torch.randn(shape, generator=own) for shape in SHAPES]
     if isinstance(method, OuterMethod):

@@ -107,7 +107,7 @@ def address(node: int) -> str:
 
 
 def enter(node: int, command: Sequence[str]) -> list[str]:
-    """Return a command that runs a command on a node, with the network's name in `VARIABLE`."""
+    """Return a command that runs another one on a node; it needs the network's name in `VARIABLE`."""
     return [str(ENTER), address(node), shlex.join(command)]
 
 
@@ -127,7 +127,7 @@ def become(name: str, node: int) -> None:
 
 
 def connect(name: str, node: int, *, up: bool) -> None:
-    """Plug the cable of a node of a running network in, or out: no other node is told of it."""
+    """Plug the cable of a node of a running network in or out, without notice to other nodes."""
     _do("ip", "-n", f"{name}-switch", "link", "set", f"port{node}", "up" if up else "down")
 
 
@@ -145,8 +145,8 @@ def limit(name: str, nodes: int, rate: str | None) -> None:
 def burst(rate: str) -> str:
     """Return the size of the token bucket: the bytes that may be sent at once after a pause.
 
-    It is large enough for the kernel's segments and for late timers. On slow links it is small, where these bytes would
-    save short messages some milliseconds.
+    It is large enough for the kernel's segments and for late timers. It is small on slow links, where a large burst
+    would save short messages some milliseconds.
 
     Examples
     --------
@@ -180,7 +180,7 @@ def _bring_up(name: str, nodes: int) -> None:
         _do("ip", "-n", own, "address", "add", f"{at}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _do("ip", "-n", own, "link", "set", device, "up")
-        # As on most clusters. A namespace cannot set the default, but a route can.
+        # TCP CUBIC, as on most clusters. A namespace cannot set the default, but a route can.
         route = ["10.77.0.0/24", "dev", "eth0", "src", at, "congctl", "cubic"]
         _do("ip", "-n", own, "route", "replace", *route)
         # While other methods take their turns, a connection is idle for longer than in a run of one method. TCP would
@@ -190,7 +190,7 @@ def _bring_up(name: str, nodes: int) -> None:
 
 
 def _remove(namespace: str) -> None:
-    """End the processes in a namespace of this process, and delete it."""
+    """End the processes in a namespace, and delete it."""
     inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
     for process in inside.stdout.split():
         with suppress(ProcessLookupError):

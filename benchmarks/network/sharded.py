@@ -1,6 +1,6 @@
 """One process that times steps of FSDP2 with and without compression, and follows their losses.
 
-sharded_times.py starts it on every rank. The variants take turns, so that all are measured in the same seconds.
+sharded_times.py starts it on every rank. The variants take turns, so that all are measured over the same period.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ FOUR_BITS = qcomp.QSGD(levels=7, bucket_size=128)
 
 
 def variants() -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
-    """Return whether each variant computes and sends bfloat16, and what compresses it."""
+    """Return for each variant whether it computes and sends bfloat16, and the function that makes it compress."""
     gradients = partial(compress, gradients=FOUR_BITS)
     return {
         "float32": (False, None),
@@ -62,7 +62,7 @@ def make(model: str, variant: str, *, keep: bool = False) -> Trainee:
 
 
 def time_steps(model: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Return the seconds and bytes of a step of each variant, with weights that are freed and with kept ones."""
+    """Return the seconds and bytes of a step of each variant, with weights freed and with weights kept."""
     return {
         label: timed({name: make(model, name, keep=keep) for name in names}, rounds)
         for label, keep in (("freed", False), ("kept", True))

@@ -25,7 +25,7 @@ JUDGED = ("100mbit", "1gbit")
 """The links for which the model's error is shown; the others are limited by the processor."""
 TOLERANCE = 0.20
 PAYLOAD = 0.957
-"""The share of a rate that carries TCP payload: 1448 bytes of each 1514 plus the hardware's overhead."""
+"""The share of a rate that carries TCP payload: about 1448 bytes of each 1514."""
 NOTHING = "Not measured yet."
 
 

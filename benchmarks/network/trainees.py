@@ -1,4 +1,4 @@
-"""Models that take turns in one process on every rank: how long their steps are, and how their losses fall."""
+"""Models that take turns in one process on every rank, to time their steps and follow their losses."""
 
 import argparse
 import json
@@ -22,18 +22,18 @@ __all__ = ["Trainee", "run", "timed"]
 WARM = 2
 """Turns of each variant that are not counted: DDP rebuilds its buckets, and some first steps are exact."""
 FRESH = 10
-"""Batches that curves go through again and again, so that there is something to learn."""
+"""Number of batches, which curves repeat so that there is something to learn."""
 
 
 class Trainee:
-    """A model that exchanges gradients by itself, with AdamW.
+    """A model that averages its gradients itself, with AdamW.
 
     Parameters
     ----------
     name : str
-        One of `MODELS`, whose batches it gets.
+        One of `MODELS`, which makes the batches.
     module : Module
-        The model, wrapped.
+        The wrapped model.
     """
 
     def __init__(self, name: str, module: Any) -> None:
@@ -61,11 +61,13 @@ def timed(trainees: dict[str, Trainee], rounds: int) -> dict[str, Any]:
         order = list(trainees)
         random.Random(number).shuffle(order)
         for name in order:
-            trainees[name].step()  # in training the step before is of the same variant
+            trainees[name].step()  # in training the previous step is of the same variant
             dist.barrier()
             before, start = transmitted("eth0"), time.perf_counter()
             trainees[name].step()
-            sample = torch.tensor([time.perf_counter() - start, transmitted("eth0") - before])
+            sample = torch.tensor(
+                [time.perf_counter() - start, transmitted("eth0") - before], dtype=torch.float64
+            )
             dist.all_reduce(sample, op=dist.ReduceOp.MAX)
             if number >= WARM:
                 samples[name].append((sample[0].item(), sample[1].item()))
@@ -106,7 +108,7 @@ def run(
     make : callable
         Returns the trainee of a model and a variant.
     time_steps : callable
-        Returns what `timed` finds, from a model, variants and the number of rounds.
+        Returns the results of `timed` for a model, variants and the number of rounds.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), required=True)

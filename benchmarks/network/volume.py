@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 class Volume(NamedTuple):
-    """The sizes of what a step averages."""
+    """The sizes of the tensors that a step averages."""
 
     exact: int
     """Elements that are sent as float32."""
@@ -32,7 +32,7 @@ class Volume(NamedTuple):
 
 
 def volume(method: str, shapes: Sequence[Shape]) -> Volume:
-    """Return the sizes of what a step of a method averages."""
+    """Return the sizes of the tensors that a step of a method averages."""
     chosen, total = METHODS[method], sum(map(math.prod, shapes))
     if method == COMPUTE:
         return Volume(0, 0, 0, 0, 0)

@@ -1,1 +1,1 @@
-"""Methods of data-parallel training on their way to a loss: steps to it, and seconds of a step on each link."""
+"""Methods of data-parallel training: their steps to a target loss, and the seconds of a step on each link."""

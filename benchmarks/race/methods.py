@@ -18,9 +18,9 @@ from race.settings import BETAS, DECAY, OTHERS, Optimizers, Settings, Trainer, a
 __all__ = ["EXACT", "EXCHANGE", "LOCAL", "MAIN", "METHODS", "REFERENCE", "STEP", "Method"]
 
 STEP, EXACT, LOCAL, EXCHANGE = "step", "exact", "local", "exchange"
-"""The phases of a step: always alike; before compression or local steps begin; without messages; with them."""
+"""The phases: a usual step; an exact one, or one before local steps begin; a local one; the end of an outer round."""
 REFERENCE = "ddp_adamw"
-"""The method whose last loss is the one to reach, and that others are compared with."""
+"""The method that others are compared with; its last loss is the target."""
 
 Make = Callable[[nn.Module, Settings], Trainer]
 Phase = Callable[[int, Settings], str]
@@ -59,7 +59,7 @@ def warmed_outer(step: int, settings: Settings) -> str:
 
 
 OFTEN = 5
-"""Steps of the outer rounds of a method whose messages are small beside the computation of so many."""
+"""Steps of a short outer round, for methods whose messages take little time beside the computation of these steps."""
 
 
 def often(settings: Settings) -> Settings:
@@ -85,13 +85,13 @@ class Method:
     ----------
     label : str
     make : callable
-        Makes it from a model and settings.
+        Makes the trainer from a model and settings.
     phase : callable
         Returns the phase of a step, counted from 0.
     peer : bool
-        Whether it is of torch or torchft.
+        Whether the method is one of torch or torchft.
     exact_as : tuple of str
-        The method and the phase that have the time of its exact steps, if not itself.
+        The method and the phase whose time its exact steps take, if they are not timed themselves.
     """
 
     label: str
@@ -101,7 +101,7 @@ class Method:
     exact_as: tuple[str, str] | None = None
 
     def timed_as(self, name: str, phase: str) -> tuple[str, str]:
-        """Return the method and the phase that have the time of a phase of this method, whose name is given."""
+        """Return the method and the phase whose time a phase of this method takes; ``name`` is this method's."""
         return self.exact_as if phase == EXACT and self.exact_as else (name, phase)
 
 
@@ -146,7 +146,7 @@ def own_muon(
             betas=BETAS,
             others=OTHERS,
             adjust_lr_fn="match_rms_adamw",
-            newton_schulz_dtype="bfloat16",  # as in torch's
+            newton_schulz_dtype="bfloat16",  # as in torch's Muon
             compressor=compressor,
             update_compressor=update_compressor,
             seed=settings.seed,
@@ -159,7 +159,7 @@ def own_muon(
 
 
 def averaging(optimizers: Optimizers) -> Make:
-    """Return optimizers that average by themselves."""
+    """Return optimizers that do the averaging."""
     return lambda model, settings: Trainer(model, optimizers(model, settings))
 
 
@@ -182,7 +182,7 @@ def loop(
 
 
 def after_low_rank(inner: Optimizers, preset: Callable[..., qcomp.OuterLoop]) -> Make:
-    """Return an outer loop that begins after first steps under DistributedDataParallel with PowerSGD of qcomp."""
+    """Return an outer loop that begins after a warm-up under DistributedDataParallel with qcomp's PowerSGD."""
 
     def made(model: nn.Module, settings: Settings) -> Trainer:
         low_rank = hook(inner, ALL, **LOW_RANK)(model, settings)
@@ -301,7 +301,7 @@ METHODS = {
         ("lowrank2_muon", STEP),
     ),
 }
-"""By name, in the order of the tables. Rows are found by the name: a method whose settings change gets another one."""
+"""By name, in the order of the tables. Rows refer to the name, so a method whose settings change needs a new one."""
 
 MAIN = (
     *("ddp_adamw", "ddp_muon", "bf16_adamw", "bf16_muon", "powersgd1_adamw", "powersgd1_muon"),
@@ -315,4 +315,4 @@ MAIN = (
     ),
     *("onebit_adam", "lowrank2_muon", "muon_4_1", "muon_2_1", "sparse_muon", "sparse_often_blocks"),
 )
-"""Those that come first: every hook of torch and torchft, with AdamW and with Muon, and one of qcomp of each kind."""
+"""The methods that run first: those of torch and torchft with AdamW and Muon, and one of qcomp of each kind."""

@@ -24,7 +24,7 @@ from race.settings import Optimizers, Settings, Trainer
 __all__ = ["bf16", "data_parallel", "plain", "post_local", "power_sgd", "torchft"]
 
 PATIENCE = timedelta(minutes=30)
-"""Time after which ranks give each other up: a message of the largest model takes a minute on the slowest link."""
+"""Timeout of the exchanges: a message of the largest model takes a minute on the slowest link."""
 SMALLEST_GAIN = 2
 """PowerSGD's default: a matrix whose factors have more than half of its elements is sent uncompressed."""
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -48,7 +48,7 @@ def bf16(inner: Optimizers) -> Callable[[nn.Module, Settings], Trainer]:
 
     def make(model: nn.Module, settings: Settings) -> Trainer:
         wrapped = data_parallel(model)
-        # DistributedDataParallel refuses this hook by its name where there is no NCCL.
+        # Without NCCL, DistributedDataParallel refuses the original hook by its name.
         wrapped.register_comm_hook(wrapped.process_group, _bf16)
         return Trainer(wrapped, inner(model, settings))
 
@@ -77,7 +77,7 @@ def power_sgd(rank: int, inner: Optimizers) -> Callable[[nn.Module, Settings], T
 
 
 def post_local(inner: Optimizers) -> Callable[[nn.Module, Settings], Trainer]:
-    """Return post-local SGD with another inner optimizer: gradients are averaged at first, later parameters."""
+    """Return post-local SGD with another inner optimizer: it averages gradients at first, and parameters later."""
 
     def make(model: nn.Module, settings: Settings) -> Trainer:
         wrapper = import_module("torch.distributed.optim").PostLocalSGDOptimizer  # warns when it is imported
@@ -85,7 +85,7 @@ def post_local(inner: Optimizers) -> Callable[[nn.Module, Settings], Trainer]:
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         state = PostLocalSGDState(wrapped.process_group, alone, settings.warmup)
         wrapped.register_comm_hook(state, post_localSGD_hook)
-        # The averager counts from 0: it first averages after one step more than this.
+        # The averager counts steps from 0: it first averages after ``first`` + 1 steps.
         period, first = settings.every, settings.warmup - 1
         return Trainer(
             wrapped,

@@ -1,4 +1,4 @@
-"""What the race has to run, the most useful first, and how long that takes."""
+"""The runs of the race, the most useful first, and how long they take."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ RATES = (3e-3, 1e-3, 9e-3)
 """The largest learning rates that every method is tried with; the middle one first."""
 SEEDS = 3
 TUNED_AS = {"demo": "demo", "transformer": "transformer", "long": "demo"}
-"""The task whose trainings with 2 ranks and seed 0 decide on the learning rate."""
+"""The task whose trainings with 2 ranks and seed 0 determine the learning rate."""
 ORDER = [
     ("demo", 2, (0,)),
     ("demo", 2, range(1, SEEDS)),
@@ -44,14 +44,14 @@ ORDER = [
     ("long", 2, range(1, SEEDS)),
     ("long", 4, range(SEEDS)),
 ]
-"""Tasks, ranks and seeds."""
+"""Tasks, ranks and seeds, in the order in which they run."""
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A training; the rate is None as long as the ones that decide on it are missing."""
+    """A training; the rate is None as long as trainings that determine it are missing."""
 
     task: str
     ranks: int
@@ -61,12 +61,12 @@ class Curve:
 
     @property
     def which(self) -> dict[str, Any]:
-        """The entries of the row of this training that tell it from others."""
+        """The entries that identify the row of this training."""
         return asdict(self)
 
     @property
     def cost(self) -> float:
-        """What it computes, in any unit."""
+        """The amount of computation, in an arbitrary unit."""
         task = TASKS[self.task]
         width, layers, _, context = task.sizes
         return self.ranks * task.steps * task.batch * context * layers * width**2
@@ -78,7 +78,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def whole(rows: Rows, steps: int | None = None) -> list[Mapping[str, Any]]:
-    """Return the rows of trainings of the task's steps, or of another number of them, for trials."""
+    """Return the rows of trainings with all steps of their task, or with ``steps`` steps, for trials."""
     return [row for row in rows if row["steps"] == (steps or TASKS[row["task"]].steps)]
 
 
@@ -101,9 +101,9 @@ def final(row: Mapping[str, Any]) -> float:
 
 
 def mean(curves: Sequence[Sequence[tuple[int, float | None]]]) -> list[tuple[int, float]]:
-    """Return the mean of curves that are judged at the same steps, as far as none of them has failed."""
+    """Return the mean of curves that are judged at the same steps, up to the first step at which one has failed."""
     found = []
-    for points in zip(*curves, strict=False):  # one that fails is shorter
+    for points in zip(*curves, strict=False):  # a curve that fails is shorter
         (step,), losses = {step for step, _ in points}, [loss for _, loss in points if loss is not None]
         if len(losses) < len(curves):
             break
@@ -126,7 +126,7 @@ def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curv
     others = [method for method in methods if method not in MAIN]
     for some, (task, ranks, seeds) in product((main, others), ORDER):
         if TUNED_AS[task] == task and ranks == 2 and 0 in seeds:
-            pairs = sorted(product(RATES, some), key=lambda pair: pair[1] != REFERENCE)  # it has the target
+            pairs = sorted(product(RATES, some), key=lambda pair: pair[1] != REFERENCE)  # sets the target
             yield from (Curve(task, ranks, method, rate, 0) for rate, method in pairs)
         else:
             for seed, method in product(seeds, some):
@@ -139,7 +139,7 @@ def missing(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> list[Curve]:
 
 
 def seconds_of(curve: Curve, rows: Rows) -> float | None:
-    """Return the seconds that a training will take: as others of its task, or by its cost; None without any row."""
+    """Estimate the seconds of a training from others of its task, or from its cost; None without any row."""
     alike = of(rows, task=curve.task, ranks=curve.ranks)
     if not alike:
         each = [row["wall"] / Curve(**{name: row[name] for name in curve.which}).cost for row in rows]

@@ -1,7 +1,7 @@
-"""One process of the race: it trains by one method, or times the steps of several on a link.
+"""One process of the race: it trains with one method, or times the steps of several on a link.
 
-loss_race.py starts it on every rank. A loss depends on steps alone, the seconds of a step on the link alone; so a
-curve is trained once, without a limit, and the seconds are measured on short runs.
+loss_race.py starts it on every rank. The losses do not depend on the link, nor the seconds of a step on the losses.
+So a curve is trained once, without a limit, and the seconds are measured on short runs.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[float]:
-        """Give the model the mean of the ranks' parameters, and yield how far this rank's own are from it at most."""
+        """Give the model the mean of the ranks' parameters, and yield its largest difference from this rank's own."""
         values = [p.detach() for p in self.model.parameters()]
         own, apart = [value.clone() for value in values], 0.0
         for value, before in zip(values, own, strict=True):
@@ -90,7 +90,7 @@ class Learner:
 
 
 def over_ranks(values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
-    """Return the sums of values over the ranks, or their largest."""
+    """Return the sum of each value over the ranks, or its maximum."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, op=how)
     found: list[float] = total.tolist()
@@ -98,7 +98,7 @@ def over_ranks(values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[fl
 
 
 def curve(task: Task, method: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
-    """Train, and return the validation loss at some steps, and at the end what the model does on other files."""
+    """Train, and return the validation loss at some steps, and the final loss and accuracy on other files."""
     warmup = max(1, round(WARMUP * steps))
     learner = Learner(task, METHODS[method], Settings(Cosine(rate, steps), warmup, task.every, seed))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -129,8 +129,8 @@ def curve(task: Task, method: str, rate: float, seed: int, steps: int) -> dict[s
 def timed(task: Task, methods: Sequence[str], link: str, rounds: int) -> list[dict[str, Any]]:
     """Return the seconds of the slowest rank's steps, and a rank's bytes, of each phase of each method.
 
-    The methods take turns in an order that changes, so that all are measured in the same seconds. Of a turn the first
-    step is not counted, since in training the step before is of the same method.
+    The methods take turns in an order that changes, so that all are measured over the same period. The first step of a
+    turn is not counted, since in training the previous step is of the same method.
     """
     learners = [(name, Learner(task, METHODS[name], of)) for name in methods for of in settled(name)]
     samples: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -157,7 +157,7 @@ def timed(task: Task, methods: Sequence[str], link: str, rounds: int) -> list[di
 
 
 def settled(method: str) -> list[Settings]:
-    """Return settings under which every phase of a method that has a time of its own comes again and again."""
+    """Return settings under which each separately timed phase of a method occurs again and again."""
     chosen = METHODS[method]
     found = [Settings(lambda _: SLOW, warmup=3, every=3, settled=True)]
     phases = {chosen.phase(step, found[0]) for step in range(9)}
@@ -167,7 +167,7 @@ def settled(method: str) -> list[Settings]:
 
 
 def turn(method: str, learner: Learner) -> list[bool]:
-    """Return for each step of a turn whether it is counted: of an outer loop a whole round."""
+    """Return for each step of a turn whether it is counted; a turn of an outer loop is a whole round."""
     phases = {METHODS[method].phase(learner.done + ahead, learner.settings) for ahead in range(3, 9)}
     return [False, True, True] if EXCHANGE in phases else [False, True]
 
@@ -177,10 +177,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=list(TASKS), required=True)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), required=True)
-    parser.add_argument("--rate", type=float, help="train with this largest learning rate")
+    parser.add_argument("--rate", type=float, help="train, with this largest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--link", choices=list(RATES), help="time steps on it")
+    parser.add_argument("--link", choices=list(RATES), help="train or time steps on this link")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

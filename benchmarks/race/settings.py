@@ -1,4 +1,4 @@
-"""What every method of the race is made from, and what it gives to the race."""
+"""The settings that every method of the race is made from, and the trainer that it makes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ __all__ = ["BETAS", "DECAY", "OTHERS", "Optimizers", "Settings", "Trainer", "ada
 
 BETAS = (0.9, 0.99)
 DECAY = 0.01
-"""Weight decay, of all methods."""
+"""The weight decay of all methods."""
 OTHERS = ("*embedding*", "head*")
 """The matrices that AdamW moves under Muon."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a training that methods may differ by.
+    """The settings of a training, which its method may use.
 
     Parameters
     ----------
     rate : callable
         The learning rate of a step, from the number of completed ones.
     warmup : int
-        First steps that average exactly, of the methods that have such.
+        Number of exact first steps, for methods that have them.
     every : int
         Steps of an outer round.
     seed : int
     settled : bool
-        Whether all steps after the warm-up are to be of one phase, or of an outer round, so that they can be timed.
+        Whether steps after the warm-up have one phase, or those of an outer round, so that they can be timed.
     """
 
     rate: Callable[[int], float]
@@ -41,7 +41,7 @@ class Settings:
 
 
 class Trainer(NamedTuple):
-    """A model to call, the optimizers to step, and what ends them."""
+    """A model to call, the optimizers to step, and a function that releases their resources."""
 
     model: Any
     optimizers: Sequence[Any]
@@ -71,5 +71,5 @@ def muon(model: nn.Module, _: Settings, iterations: int = 5) -> list[torch.optim
 
 
 def short_muon(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
-    """Return `muon` with three Newton-Schulz iterations instead of five, which are most of a step on a CPU."""
+    """Return `muon` with three Newton-Schulz iterations instead of five; they take most of a step on a CPU."""
     return muon(model, settings, iterations=3)

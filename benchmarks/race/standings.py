@@ -22,7 +22,7 @@ from race.tasks import TASKS
 __all__ = ["Race", "read", "tables", "write"]
 
 GOALS = {"10mbit": (100, 3), "100mbit": (25, 2), "1gbit": (5, 1.3), "10gbit": (None, 0.95)}
-"""How many times as fast as the reference, and as the best method of torch and torchft, the best of qcomp is to be."""
+"""The speed-ups that qcomp's best method should reach: over the reference, and over the best of torch and torchft."""
 JUDGED = ("transformer", 2)
 """The task and the ranks that the goals are for."""
 NEVER = "not reached"
@@ -38,7 +38,7 @@ class Race:
     task : str
     ranks : int
     rows : sequence of mapping
-        Of all trainings.
+        The rows of all trainings.
     """
 
     task: str
@@ -47,7 +47,7 @@ class Race:
 
     @property
     def label(self) -> str:
-        """What it is of."""
+        """The task, the ranks and the steps."""
         task = TASKS[self.task]
         return f"{task.label}, {self.ranks} ranks, {task.steps} steps"
 
@@ -69,7 +69,7 @@ class Race:
 
     @cached_property
     def target(self) -> float:
-        """The loss to reach: the mean over seeds of the reference's loss at its end; not a number without one."""
+        """The loss to reach: the mean over seeds of the reference's final loss; NaN if it is missing."""
         own = self.losses(REFERENCE) if REFERENCE in self.runs else []
         return own[-1][1] if own and own[-1][0] == self.runs[REFERENCE][0]["steps"] else math.nan
 
@@ -78,16 +78,16 @@ class Race:
         return plan.mean([row["losses"] for row in self.runs[name]])
 
     def reached(self, name: str, times: Times | None = None) -> float | None:
-        """Return the seconds until a method's mean loss is the target, or without times the steps; None if never."""
+        """Return the seconds, or without times the steps, until a method's mean loss is the target; None if never."""
         return seconds_to(self.target, self.losses(name), clock(self.runs[name][0], times))
 
     def timed(self, times: Times) -> list[str]:
-        """Return the methods of which all phases are timed."""
+        """Return the methods whose phases are all timed."""
         return [name for name, runs in self.runs.items() if set(phases(runs[0])) <= times.keys()]
 
 
 def phases(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the method and the phase that have the time of each step of a training."""
+    """Return the method and the phase whose time each step of a training takes."""
     name, steps = row["method"], row["steps"]
     method = METHODS[name]
     settings = Settings(lambda _: 0.0, max(1, round(WARMUP * steps)), TASKS[row["task"]].every)
@@ -95,7 +95,7 @@ def phases(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def clock(row: Mapping[str, Any], times: Times | None) -> list[float]:
-    """Return the seconds after 0, 1, 2, ... steps; without times the steps."""
+    """Return the seconds after 0, 1, 2, ... steps, or without times the numbers of steps."""
     each = [1.0] * row["steps"] if times is None else [times[phase] for phase in phases(row)]
     return [0.0, *accumulate(each)]
 
@@ -205,7 +205,7 @@ def on_links(race: Race, seconds: plan.Rows) -> str:
 
 
 def gain_over(race: Race, other: str, after: float | None, times: Times) -> str:
-    """Return how many times as fast as another method, as text; nothing if either never arrives."""
+    """Return how many times as fast as another method, as text; empty if either never reaches the target."""
     theirs = race.reached(other, times) if other in race.timed(times) else None
     return f", {theirs / after:.2f}x" if after and theirs else ""
 
@@ -253,7 +253,7 @@ def checked(checks: plan.Rows, seconds: plan.Rows) -> str:
 
 
 def left_out(curves: plan.Rows, seconds: plan.Rows) -> str:
-    """Say what is not measured yet."""
+    """Return the table that shows which runs are still missing."""
     rows = []
     for task in TASKS:
         for ranks in (2, 4):
@@ -308,7 +308,7 @@ def picture(races: Sequence[Race], seconds: plan.Rows, link: str | None) -> Figu
 
 
 def label(name: str) -> str:
-    """Return a method's label, with whose it is."""
+    """Return a method's label, which says whether it is one of qcomp."""
     method = METHODS[name]
     return method.label if method.peer else f"qcomp: {method.label}"
 

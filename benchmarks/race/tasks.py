@@ -18,7 +18,7 @@ from lm.model import LanguageModel
 __all__ = ["JUDGEMENTS", "TASKS", "Task"]
 
 JUDGEMENTS = 20
-"""Number of times that a curve has a validation loss."""
+"""Number of validation losses of a curve, without the one before the first step."""
 WINDOWS = {"validation": 64, "other files": 128}
 AT_ONCE = 16
 
@@ -100,7 +100,7 @@ def other_files() -> np.ndarray:
 
 
 def judge(model: LanguageModel, these: torch.Tensor, rank: int, size: int) -> tuple[float, float]:
-    """Return a rank's parts of the mean loss and of the share of right guesses; it takes one of ``size`` windows."""
+    """Return a rank's parts of the mean loss and of the share of right guesses; it takes every ``size``-th window."""
     loss = right = 0.0
     with torch.inference_mode():
         for part in torch.split(these[rank::size], AT_ONCE):
