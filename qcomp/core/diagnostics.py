@@ -17,7 +17,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.compression import EXACT, Average, Means, Part
-from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
@@ -164,7 +164,7 @@ class Diagnostics:
             drifted = yield from _compare(tensors, state)
         notes = Notes(self.sample)
         (new_params, new_state), sent = yield from counted(
-            _watched(self.optimizer, notes).stages(params, grads, state), state.rank
+            _watched(self.optimizer, notes).stages(tensors, grads, state), state.rank
         )
         facts = yield from notes.facts(state, sent)
         facts = facts._replace(direction=self._direction(notes, state))
@@ -172,7 +172,9 @@ class Diagnostics:
         by_rank = [Facts(*struct.unpack(f"<{len(facts)}d", host_bytes(part))) for part in arrived]
         report = report_of(by_rank, sum(math.prod(t.shape) for t in tensors)) | drifted
         ratio = new_state.numbers.get("variance_ratio", math.nan)
-        return new_params, new_state, report if math.isnan(ratio) else {**report, "variance_ratio": ratio}
+        if not math.isnan(ratio):
+            report["variance_ratio"] = ratio
+        return as_given(new_params, params), new_state, report
 
     def _direction(self, notes: "Notes", state: OptimizerState) -> float:
         """Return the direction of the last steps; NaN before there are enough."""

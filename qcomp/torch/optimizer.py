@@ -17,6 +17,7 @@ from qcomp.core.checkpoint.format import read_scalars
 from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
 from qcomp.core.state import OptimizerState
@@ -439,7 +440,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             inverse = 1.0 / float(scale)
-            gradients = [None if g is None else g * inverse for g in gradients]
+            # In float32, since gradients of half precision would underflow without their scale.
+            gradients = [None if g is None else to_compute_dtype(g) * inverse for g in gradients]
         return gradients, getattr(self, "found_inf", None) is not None
 
     def _take(self, state: OptimizerState) -> None:

@@ -21,6 +21,7 @@ from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
+from qcomp.torch.products import plain_products
 
 __all__ = ["OuterLoop", "Trained"]
 
@@ -189,6 +190,7 @@ class OuterLoop:
         """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
         if is_first:
             self._trained.require_all()
+            self._require_unchanged()
         if self._state.stage != "warmup":
             return None
         (of_step, *given), named = args, dict(kwargs)
@@ -206,6 +208,19 @@ class OuterLoop:
         return (of_step, averaged, *given[1:]), named
 
     @torch.no_grad()
+    def _require_unchanged(self) -> None:
+        """Raise RuntimeError if parameters have changed between the making of the loop and the first inner step."""
+        if self._state.step:
+            return
+        shared = self._loop.shared(self._trained.values(), self._state)
+        for name, value, first in zip(self._trained.names, self._trained.values(), shared, strict=True):
+            if not torch.equal(value, first):
+                raise RuntimeError(
+                    f"the parameter {name!r} has changed since the loop was made, which would count as an inner step: "
+                    "load weights first, then make the loop"
+                )
+
+    @torch.no_grad()
     def _average(self) -> None:
         """Replace the gradients by their means."""
         drive(self._trained.average_stages(self._loop, self._state), self._comm)
@@ -214,10 +229,11 @@ class OuterLoop:
     def _after(self, *_: Any) -> None:
         """Count an inner step, exchange where it is due, and write the result into the model."""
         before, values = self._state, self._trained.values()
-        if self._running is None:
-            params, state = self._loop.step(values, before, self._comm, shares=True)
-        else:
-            params, state = self._running.step(values, before, shares=True)
+        with plain_products(values[0]):
+            if self._running is None:
+                params, state = self._loop.step(values, before, self._comm, shares=True)
+            else:
+                params, state = self._running.step(values, before, shares=True)
         drive(self._trained.buffer_stages(self._loop, before, state), self._comm)
         self._trained.write(params)
         self._state = state
@@ -248,11 +264,16 @@ class Trained:
         named = _named(model)
         self.optimizers = optimizers
         self.names = tuple(name for name, _ in named)
-        self.buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._averages_buffers = buffers
         self.tensors = [p for _, p in named]
         self._known = {id(p) for p in self.tensors}
         self.require_all()
-        self._averaged = [b for b in self.buffers if buffers and b.is_floating_point() and b.numel()]
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that the model has now: a module may have replaced those that it had."""
+        return [] if self._model is None else list(self._model.buffers())
 
     def require_all(self) -> None:
         """Raise ValueError if an optimizer moves a parameter that the loop would let differ between ranks."""
@@ -294,10 +315,13 @@ class Trained:
     def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
         """Average the buffers, if the step between two states has applied the last fragment."""
         last = f"rounds.{loop.fragments - 1}"
-        if self._averaged and after.numbers[last] != before.numbers[last]:
+        if not self._averages_buffers or after.numbers[last] == before.numbers[last]:
+            return
+        averaged = [b for b in self.buffers if b.is_floating_point() and b.numel()]
+        if averaged:
             nothing = MeanState(after.rank, after.size, (), ())
-            means, _ = yield from EXACT.stages(self._averaged, nothing)
-            for buffer, mean in zip(self._averaged, means, strict=True):
+            means, _ = yield from EXACT.stages(averaged, nothing)
+            for buffer, mean in zip(averaged, means, strict=True):
                 buffer.copy_(mean)
 
 

@@ -60,7 +60,10 @@ def nested(
         shared = {kind: rest.pop(f"{kind}.{name}").cpu() for kind in kinds if kind not in own_kinds}
         entries[number] = {_SHARED: (shared,)}
     own = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in rest.items()}
-    entries[min(entries)][of_rank(whole["rank"], whole["size"])] = (own, [p.cpu() for p in parameters])
+    entries[min(entries)][of_rank(whole["rank"], whole["size"])] = (
+        own,
+        [p.to("cpu", copy=True) for p in parameters],
+    )
     return entries
 
 

@@ -89,3 +89,28 @@ assert moments and all(torch.equal(saved[name], before[name]) for name in moment
 say(True)
 """,
     )
+
+
+def test_a_state_that_is_loaded_discards_what_was_averaged_before(said):
+    """Else a step would apply the averages of the state before, which may be of another stage."""
+    said(
+        2,
+        """
+policy = qcomp.ExactBelow(100)
+model = wrapped()
+optimizer = ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=3, exact=policy))
+saved = optimizer.state_dict()
+loss(model, 0).backward()
+optimizer.load_state_dict(saved)
+try:
+    optimizer.step()
+except RuntimeError as error:
+    assert "step was called without a whole backward pass" in str(error), error
+else:
+    raise AssertionError("a step applied averages of before")
+optimizer.zero_grad()
+loss(model, 1).backward()
+optimizer.step()
+assert optimizer.state.step == 1
+""",
+    )

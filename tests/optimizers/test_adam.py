@@ -302,7 +302,7 @@ class TestArguments:
             ({"learning_rate": "1e-3"}, "learning_rate is '1e-3'"),
             ({"seed": 1.5}, r"seed is 1\.5"),
             ({"learning_rate": math.nan}, "learning_rate is nan"),
-            ({"weight_decay": -0.1}, "weight_decay is -0.1; expected a number >= 0"),
+            ({"weight_decay": -0.1}, "weight_decay is -0.1; expected a finite number >= 0"),
             ({"clip_norm": 0.0}, "clip_norm is 0.0; expected a number > 0"),
             ({"seed": -1}, "seed is -1; expected an integer from 0 to 2"),
             ({"seed": 2**64}, "seed is 18446744073709551616"),

@@ -155,9 +155,9 @@ class TestArguments:
         ("arguments", "message"),
         [
             ({"pattern": 3}, "pattern is 3; expected a str"),
-            ({"learning_rate_factor": -1.0}, "learning_rate_factor is -1.0; expected a number >= 0"),
+            ({"learning_rate_factor": -1.0}, "learning_rate_factor is -1.0; expected a finite number >= 0"),
             ({"learning_rate_factor": float("nan")}, "learning_rate_factor is nan"),
-            ({"weight_decay": -0.5}, "weight_decay is -0.5; expected a number >= 0, or None"),
+            ({"weight_decay": -0.5}, "weight_decay is -0.5; expected a finite number >= 0, or None"),
         ],
     )
     def test_out_of_range(self, arguments, message):

@@ -200,6 +200,23 @@ class TestChecks:
         with pytest.raises(TypeError, match=r"expected a qcomp.Compressor or None for each of 2 tensors"):
             sgd(compressors=lambda tensors: chosen).init([np.ones(4), np.ones(4)], LocalCommunicator.alone())
 
+    @pytest.mark.parametrize(
+        "given", [[True], None, True, ["False", "False"], {"0": False, "1": False}, [0.5, 0.5]]
+    )
+    def test_an_exact_policy_must_choose_for_each_tensor(self, given):
+        """A dict or strings are true, and kept everything exact."""
+        opt = qcomp.CompressedSGD(learning_rate=0.1, exact=lambda tensors: given)
+        with pytest.raises(TypeError, match=r"exact chose .*; expected True or False for each of 2 tensors"):
+            opt.init([np.ones(16), np.ones(16)], qcomp.comm.LocalCommunicator.alone())
+
+    @pytest.mark.parametrize("given", [None, qcomp.ScaledSign(), {"0": None, "1": None}])
+    def test_compressors_are_chosen_in_a_sequence(self, given):
+        opt = qcomp.CompressedSGD(learning_rate=0.1, compressors=lambda tensors: given)
+        with pytest.raises(
+            TypeError, match=r"compressors chose .*; expected a qcomp\.Compressor or None for each"
+        ):
+            opt.init([np.ones(16), np.ones(16)], qcomp.comm.LocalCommunicator.alone())
+
     def test_nothing_compressed_warns_once(self):
         with pytest.warns(
             UserWarning, match="CompressedSGD compresses nothing: .*compressors=ByName"

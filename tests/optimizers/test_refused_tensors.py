@@ -8,6 +8,7 @@ import pytest
 import qcomp
 from qcomp.comm import run_local
 from qcomp.comm.local import LocalCommunicator
+from tests.optimizers.every import EVERY, SHAPES
 
 PARAMS = [np.ones((2, 3), np.float32), np.ones(4, np.float32)]
 NAMES = ["layer.weight", "layer.bias"]
@@ -195,3 +196,78 @@ def test_parameters_come_back_as_they_were_given(make, finite):
     one, _ = opt.step(params[1], grads[1], opt.init(params[1], comm), comm)
     assert one.shape == ()
     assert type(one) is np.ndarray
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda shapes: [*shapes[:1], (5, 7), *shapes[2:]],
+            r"params\[1\], the parameter '1', has shape \(5, 7\)",
+        ),
+        (
+            lambda shapes: [*shapes[:2], (1,)],
+            r"params\[2\], the parameter '2', has shape \(1,\); expected \(3,\)",
+        ),
+        (lambda shapes: shapes[:2], "params has 2 arrays; state is of 3"),
+        (lambda shapes: [*shapes, (4,)], "params has 4 arrays; state is of 3"),
+    ],
+    ids=["turned", "smaller", "fewer", "more"],
+)
+def test_parameters_of_other_shapes_than_the_state_was_made_for(name, change, said):
+    """NumPy would broadcast moments of other shapes, and kernels would read past their ends."""
+    entry, comm = EVERY[name], LocalCommunicator.alone()
+    opt = entry.make(exact=None)
+    state = opt.init([np.ones(shape, np.float32) for shape in SHAPES], comm)
+    others = [np.ones(shape, np.float32) for shape in change(SHAPES)]
+    if entry.pairs:
+        with pytest.raises(ValueError, match=said):
+            opt.begin_epoch(others, others, state, comm)
+    else:
+        with pytest.raises(ValueError, match=said):
+            opt.step(others, others, state, comm)
+
+
+def test_names_are_strings():
+    with pytest.raises(TypeError, match=r"names\[1\] is 1; expected a str"):
+        OPT.init(PARAMS, LocalCommunicator.alone(), ["a", 1])
+
+
+class Masked(np.ma.MaskedArray):
+    """A class derived from masked arrays."""
+
+
+class Matrix(np.matrix):
+    """A class derived from matrices."""
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("kind", [np.ma.MaskedArray, Masked, np.matrix, Matrix])
+def test_arrays_with_other_operators(kind):
+    x = np.ones((2, 3), np.float32).view(kind)
+    with pytest.raises(TypeError, match="whose operators differ from those of arrays"):
+        OPT.init([x], LocalCommunicator.alone())
+    with pytest.raises(TypeError, match="whose operators differ from those of arrays"):
+        qcomp.ScaledSign().compress(x)
+
+
+@pytest.mark.parametrize(
+    "face",
+    [qcomp.Diagnostics(OPT), qcomp.QSVRG(learning_rate=0.1, exact=None), qcomp.OuterLoop(every=2)],
+    ids=lambda face: type(face).__name__,
+)
+def test_generators_of_parameters_are_read_once(face):
+    def given():
+        return iter([p.copy() for p in PARAMS])
+
+    comm = LocalCommunicator.alone()
+    if isinstance(face, qcomp.Diagnostics):
+        new, *_ = face.step(given(), given(), OPT.init(given(), comm), comm)
+    elif isinstance(face, qcomp.OuterLoop):
+        state = face.init(given(), comm)
+        new, _ = face.load_state_dict(face.state_dict(given(), state), given(), comm)
+    else:
+        state = face.begin_epoch(given(), given(), face.init(given(), comm), comm)
+        new, _ = face.step(given(), (given(), given()), state, comm)
+    assert [p.shape for p in new] == [p.shape for p in PARAMS]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import qcomp
+from qcomp.core.mean.stages import drive
 from qcomp.core.optimizers.unused import stages_of_used
 
 SHAPES = {"a": (150,), "b": (3,), "c": (40, 2)}
@@ -73,3 +74,19 @@ def test_settings_that_differ_are_an_error_on_every_rank(lockstep):
         f"the settings of step 1 differ between ranks 0 and 2, and rank 1: rank {rank} has lr={rate}. "
         for rank, rate in enumerate((1, 2, 1))
     ]
+
+
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_rank_alone_leaves_unused_parameters_as_they_are(opt):
+    """An exact mean over one rank sends nothing, and parameters without gradients moved by momentum and decay."""
+    comm = qcomp.comm.LocalCommunicator.alone()
+    params = [np.full(shape, 0.5, np.float32) for shape in SHAPES.values()]
+    grads = [np.ones_like(p) for p in params]
+    params, state = opt.step(params, grads, opt.init(params, comm), comm)
+    moved, after = drive(stages_of_used(opt, params, [grads[0], None, None], state), comm)
+    assert (moved[0] != params[0]).all()
+    assert [new.tolist() for new in moved[1:]] == [old.tolist() for old in params[1:]]
+    assert [m.tolist() for m in after.momentum[1:]] == [m.tolist() for m in state.momentum[1:]]
+    nothing, same = drive(stages_of_used(opt, moved, [None] * 3, after), comm)
+    assert same.step == after.step
+    assert [new.tolist() for new in nothing] == [old.tolist() for old in moved]

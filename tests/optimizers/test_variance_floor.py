@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -20,6 +21,43 @@ def test_the_floor_is_a_fraction_of_the_mean_for_nonzero_variances(library):
     v = np.asarray([4.0, 1e-9, 0.0, 2.0], np.float32)
     (found,) = floored([library.array(v)], [False], 0.01)
     np.testing.assert_array_equal(np.asarray(found), np.asarray([4.0, v.mean() * 0.01, 0.0, 2.0], np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in add")
+@pytest.mark.parametrize("large", [np.float32("inf"), np.float32(3e38)])
+def test_an_overflow_of_the_variance_is_no_floor_for_other_elements(library, large):
+    """The sum of the variance is infinite, so an infinite mean would stop every element of the tensor."""
+    v = np.asarray([large, 1e-9, 0.0, large], np.float32)
+    (found,) = floored([library.array(v)], [False], 0.01)
+    finite = v[np.isfinite(v)].astype(np.float64)
+    floor = max(np.float32(1e-9), finite.sum() * 0.01 / v.size)
+    np.testing.assert_allclose(np.asarray(found), np.asarray([large, floor, 0.0, large]), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
+@pytest.mark.parametrize("kind", ["Adam", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_one_huge_gradient_stops_its_own_element_alone(kernels, kind):
+    """Its square is infinite in float32, so its element rests, as it does under exact Adam."""
+    settings = {"betas": (0.9, 0.9), "freeze": 5, "watch": None, "exact": None, "eps": 1e-8}
+    known = {f.name for f in fields(getattr(qcomp, kind))}
+    opt = getattr(qcomp, kind)(learning_rate=0.01, **{k: v for k, v in settings.items() if k in known})
+
+    def rank_main(comm):
+        params = np.linspace(-1, 1, 64, dtype=np.float32)
+        state = opt.init(params, comm)
+        draws = np.random.default_rng(comm.rank)
+        for step in range(20):
+            before, gradient = params, draws.standard_normal(64).astype(np.float32)
+            if step == 1 and comm.rank == 0:
+                gradient[0] = 1e20
+            params, state = opt.step(params, gradient, state, comm)
+        opt.load_state_dict(opt.state_dict(state), params, comm)
+        return params - before
+
+    for moved in run_local(2, rank_main):
+        assert moved[0] == 0
+        assert np.isfinite(moved).all()
+        assert (moved[1:] != 0).all()
 
 
 def test_exact_and_empty_tensors_have_none(library):

@@ -1040,3 +1040,35 @@ def test_ranks_with_the_same_gradients_warn(same, told):
         run_local(2, rank_main)
     texts = [str(one.message) for one in found]
     assert sum("all 2 ranks have the same gradients in the first step" in text for text in texts) == told
+
+
+def test_half_precision_gradients_lose_the_scale_of_a_scaler_in_float32():
+    """In half precision they would underflow, which is what the scale is for."""
+    p = torch.nn.Parameter(torch.ones(128, dtype=torch.float16))
+    optimizer = qcomp.torch.OneBitAdam([p], lr=0.1, eps=1e-12, **SMALL)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(65536.0), torch.tensor(0.0)
+    p.grad = torch.full((128,), 6e-4, dtype=torch.float16)  # 9e-9 without the scale; the least half is 6e-8
+    optimizer.step()
+    assert (p < 1).all()
+
+
+def test_the_parameters_in_a_state_of_0_1_adam_are_copies():
+    model = network()
+    local = qcomp.LocalSteps(double_every=2, longest=8)
+    optimizer = qcomp.torch.ZeroOneAdam(model.parameters(), lr=0.01, freeze=2, sync_steps=local, **SMALL)
+    while optimizer.core_state.stage != "local":
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    kept = {p.data_ptr() for p in model.parameters()}
+    found = [
+        x.data_ptr()
+        for entry in saved["state"].values()
+        for value in entry.values()
+        for part in value
+        if isinstance(part, list)
+        for x in part
+    ]
+    assert found
+    assert kept.isdisjoint(found)

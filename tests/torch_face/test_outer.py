@@ -394,3 +394,50 @@ def test_an_optimizer_in_the_wrapper_of_a_framework():
     )
     assert with_it == without
     assert with_it[0] == with_it[1]
+
+
+def test_weights_that_are_loaded_into_the_model_of_a_new_loop_are_refused():
+    """They would count as what the first inner step did."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=qcomp.comm.LocalCommunicator.alone())
+    model.load_state_dict({name: x + 1 for name, x in network().state_dict().items()})
+    before = copy.deepcopy(model.state_dict())
+    backward(model, 0, 0)
+    with pytest.raises(RuntimeError, match=r"the parameter '0\.weight' has changed since the loop was made"):
+        optimizer.step()
+    assert all(torch.equal(x, before[name]) for name, x in model.named_parameters())
+
+
+def test_buffers_that_a_module_replaces_are_averaged():
+    def rank_main(comm):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
+        for step in range(2):
+            one_step(model, optimizer, comm.rank, step)
+            model[1].running_mean = model[1].running_mean + 0.0  # as modules do that compute averages
+            if step == 0:
+                model[1].running_var = torch.full((8,), float(comm.rank))
+        return model[1].running_var
+
+    first, second = run_local(2, rank_main)
+    assert torch.equal(first, second)
+
+
+def test_an_exchange_under_autocast_is_the_one_outside():
+    loop = qcomp.OuterLoop(every=2, averaging=qcomp.PowerSGD(rank=1, min_compression=1), exact=None)
+
+    def trained(enabled):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        qcomp.torch.OuterLoop(model, optimizer, loop, comm=qcomp.comm.LocalCommunicator.alone())
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, 0, step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        return list(model.parameters())
+
+    for inside, outside in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(inside, outside)

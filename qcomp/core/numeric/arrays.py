@@ -138,7 +138,9 @@ def _why_not(kind: Any) -> str | None:
             "of which each rank holds a shard; expected whole arrays: compress what FSDP2 exchanges with "
             "qcomp.torch.fsdp.compress and keep its optimizer, or use DistributedDataParallel"
         )
-    if kind.__module__.startswith("numpy") and kind.__name__ in ("MaskedArray", "matrix"):
+    if any(
+        c.__module__.startswith("numpy") and c.__name__ in ("MaskedArray", "matrix") for c in kind.__mro__
+    ):
         return (
             "whose operators differ from those of arrays; expected a numpy.ndarray, such as numpy.asarray(x)"
         )

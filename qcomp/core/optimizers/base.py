@@ -25,6 +25,7 @@ from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.starting import Place, begin, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
+from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Optimizer", "require_rank"]
@@ -65,10 +66,12 @@ class Optimizer(TakesAveraging, ABC):
     groups: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         rate: Any = self.learning_rate
         fits = callable(rate) or (isinstance(rate, Real) and 0 <= float(rate) < math.inf)
         _require("learning_rate", rate, fits, "a finite number >= 0 or a schedule")
-        _require("weight_decay", self.weight_decay, self.weight_decay >= 0, "a number >= 0")
+        fits = 0 <= self.weight_decay < math.inf
+        _require("weight_decay", self.weight_decay, fits, "a finite number >= 0")
         _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a number > 0")
         seed: Any = self.seed
         fits = isinstance(seed, Integral) and 0 <= int(seed) < 1 << 64
@@ -317,6 +320,7 @@ class Optimizer(TakesAveraging, ABC):
             As for `step`.
         """
         tensors = as_tensors(params, "params")
+        self.require_own(tensors, state)
         gradients = as_gradients(grads, tensors, state.names)
         if self.compares_gradients and not state.step:
             yield from compare_gradients(gradients, state.size, tensors[0], type(self).__name__)
@@ -329,6 +333,41 @@ class Optimizer(TakesAveraging, ABC):
             return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
         new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
         return as_given(new_params, params), new_state
+
+    def require_own(self, params: Sequence[Array], state: OptimizerState) -> None:
+        """Raise ValueError unless parameters have the number and the shapes of those that a state was made for.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters of a step.
+        state : OptimizerState
+            The state of the last step.
+        """
+        if len(params) != len(state.names):
+            raise ValueError(f"params has {len(params)} arrays; state is of {len(state.names)}")
+        kept, compressed = self.moments_like_params(state), iter(state.exchange.shapes)
+        for index, is_exact in enumerate(state.exact):
+            shape = None if is_exact else next(compressed, None)
+            if shape is None and not kept:
+                continue
+            shape = kept[index].shape if shape is None else shape
+            given = params[index].shape
+            if given != shape and tuple(given) != tuple(shape):
+                raise ValueError(
+                    f"params[{index}], the parameter {state.names[index]!r}, has shape {tuple(given)}; expected "
+                    f"{tuple(shape)}, as when the state was made"
+                )
+
+    def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:
+        """Return one array for each parameter, of its shape; or no arrays, if the optimizer keeps none.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        return state.momentum
 
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:
         """Return a state as a flat dict of named arrays and scalars, for `numpy.savez`, `torch.save` and the like.

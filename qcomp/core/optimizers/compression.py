@@ -1,9 +1,9 @@
 """What a step averages over the ranks, and how: exact and compressed tensors, in the same messages."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.schema import shown
@@ -158,11 +158,11 @@ class Compression:
             Tensor(name, tuple(p.shape), math.prod(p.shape))
             for name, p in zip(state.names, params, strict=True)
         ]
-        exact = (False,) * len(tensors) if self.exact is None else tuple(self.exact(tensors))
+        exact = (False,) * len(tensors) if self.exact is None else _flags(self.exact, tensors)
         compressors: tuple[Compressor, ...] = ()
         chosen: tuple[Compressor | None, ...] = ()
         if self.compressors is not None:
-            chosen = tuple(self.compressors(tensors))
+            chosen = _listed(self.compressors(tensors))
             if len(chosen) != len(tensors) or not all(c is None or isinstance(c, Compressor) for c in chosen):
                 raise TypeError(
                     f"compressors chose {chosen!r}; expected a qcomp.Compressor or None for each of "
@@ -273,3 +273,17 @@ class Compression:
         for compressor in compressors:
             if self.unbiased and not compressor.traits.unbiased:
                 raise ValueError(f"compressor is {compressor.spec}; expected an unbiased one")
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    """Return what a policy chose as a tuple; an empty one if it has no order."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, Mapping | Set) else ()
+
+
+def _flags(exact: ExactPolicy, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Return the choices of a policy; raise TypeError unless they are one truth value for each tensor."""
+    given = exact(tensors)
+    flags = _listed(given)
+    if len(flags) != len(tensors) or any(type(f).__name__ not in ("bool", "bool_", "int") for f in flags):
+        raise TypeError(f"exact chose {given!r}; expected True or False for each of {len(tensors)} tensors")
+    return tuple(map(bool, flags))

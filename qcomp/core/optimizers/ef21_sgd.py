@@ -101,6 +101,10 @@ class EF21SGD(Optimizer):
         """Return the kinds of a rank's estimate and of its moving average, which differ between ranks."""
         return (EF21Mean.kinds[0], _SMOOTHED)
 
+    def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:
+        """Return the moving averages of the gradients, if it has any."""
+        return state.arrays.get(_SMOOTHED, ())
+
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:

@@ -23,7 +23,11 @@ def floored(variance: Sequence[Array], exact: Sequence[bool], floor: float) -> t
 
 def _floored(v: Array, floor: float) -> Array:
     xp = array_namespace(v)
-    least = total(v) * (floor / math.prod(v.shape))
+    share = floor / math.prod(v.shape)
+    least = total(v) * share
+    # The square of a gradient above 2^64 is infinite in float32: its element rests, as in Adam, and the others go on.
+    of_finite = total(xp.where(xp.isfinite(v), v * share, xp.zeros_like(v)))
+    least = xp.where(xp.isfinite(least), least, of_finite)
     return xp.where((v > 0) & (v < least), least, v)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from qcomp.core.reporting import warn_caller
+from qcomp.core.settings import plain_numbers
 
 __all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "ask", "freeze_rule", "warn_if_early"]
 
@@ -56,6 +57,7 @@ class FreezeAt:
     step: int
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if type(self.step) is not int or self.step < 1:
             raise ValueError(f"freeze is {self.step!r}; expected an integer of at least 1, or a rule")
 
@@ -110,6 +112,7 @@ class VarianceStable:
     after: int = 0
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if not 0 < self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold!r}; expected above 0 and at most 1")
 

@@ -19,7 +19,7 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
 from qcomp.core.optimizers.remeasure import kept_after, measured, step_on_codes
-from qcomp.core.optimizers.schedules import Schedule
+from qcomp.core.optimizers.schedules import Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.optimizers.watch import VarianceWatch, watch_entries, watch_limits, without_watch
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -88,6 +88,10 @@ class FrozenVarianceAdam(Optimizer):
         self.adam  # noqa: B018 - raises if its settings do not fit
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
         require_floor(self.variance_floor)
+        if self.variance_steps is not None:
+            require_schedule("variance_steps", self.variance_steps, "measures the variance again")
+        if self.watch is not None and not isinstance(self.watch, VarianceWatch):
+            raise TypeError(f"watch is {self.watch!r}; expected a qcomp.VarianceWatch, or None")
 
     @cached_property
     def adam(self) -> Adam:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from glob import escape
+from math import inf
+
+from qcomp.core.settings import plain_numbers
 
 __all__ = ["Group", "as_groups", "group_of_each", "patterns_of"]
 
@@ -42,14 +45,17 @@ class Group:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if isinstance(self.pattern, list | tuple) and all(isinstance(name, str) for name in self.pattern):
             object.__setattr__(self, "pattern", tuple(self.pattern))
         elif not isinstance(self.pattern, str):
             raise TypeError(f"pattern is {self.pattern!r}; expected a str, or a list of names")
-        if not self.learning_rate_factor >= 0:
-            raise ValueError(f"learning_rate_factor is {self.learning_rate_factor!r}; expected a number >= 0")
-        if self.weight_decay is not None and not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay is {self.weight_decay!r}; expected a number >= 0, or None")
+        if not 0 <= self.learning_rate_factor < inf:
+            raise ValueError(
+                f"learning_rate_factor is {self.learning_rate_factor!r}; expected a finite number >= 0"
+            )
+        if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
+            raise ValueError(f"weight_decay is {self.weight_decay!r}; expected a finite number >= 0, or None")
 
 
 def as_groups(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -19,7 +19,7 @@ from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogona
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compression, Means
-from qcomp.core.optimizers.schedules import Schedule
+from qcomp.core.optimizers.schedules import Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.optimizers.whiteners import (
     WHITENER,
@@ -183,11 +183,8 @@ class Muon(Optimizer):
     def __post_init__(self) -> None:
         for name in ("compressor", "update_compressor"):
             require_compressor(name, getattr(self, name))
-        if self.whiten_steps is not None and not callable(self.whiten_steps):
-            raise TypeError(
-                f"whiten_steps is {self.whiten_steps!r}; expected None or a schedule, which returns whether a step "
-                "makes new whiteners, such as qcomp.DoublingIntervals(each=1)"
-            )
+        if self.whiten_steps is not None:
+            require_schedule("whiten_steps", self.whiten_steps, "makes new whiteners")
         super().__post_init__()
         Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
         if not 0 <= self.momentum < 1:

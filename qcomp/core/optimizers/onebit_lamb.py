@@ -189,7 +189,9 @@ class OneBitLamb(FrozenVarianceAdam):
         )  # elements that never had a gradient do not move, as in `frozen_step`
         gradient = (m - beta1 * old) / (1 - beta1)
         f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
-        return m, f, divide(sqrt(v) + self.eps, sqrt(f) + self.eps)
+        # An element whose variance is infinite rests, so it has no part in how much the steps of the tensor grow.
+        finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
+        return m, f, divide(sqrt(finite) + self.eps, sqrt(f) + self.eps)
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""

@@ -130,6 +130,10 @@ class QSVRG(Optimizer):
         """Return the limits of the number of steps since `begin_epoch`."""
         return {_STEPS: Number(least=0, most=state.step, whole=True)}
 
+    def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:
+        """Return the snapshot."""
+        return state.arrays[_SNAPSHOT]
+
     def begin_epoch(
         self, params: Any, full_grad: Any, state: OptimizerState, comm: Transport
     ) -> OptimizerState:
@@ -164,6 +168,7 @@ class QSVRG(Optimizer):
             As for `begin_epoch`.
         """
         tensors = as_tensors(params, "params")
+        self.require_own(tensors, state)
         gradients = _like_params(full_grad, tensors, "full_grad")
         nothing = MeanState(state.rank, state.size, (), ())
         mean, _ = yield from EXACT.stages([to_compute_dtype(g) for g in gradients], nothing)
@@ -208,8 +213,11 @@ class QSVRG(Optimizer):
         donate: bool = False,
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, see `step`."""
-        corrected = self.corrected(as_tensors(params, "params"), grads, state)
-        return (yield from super().stages(params, corrected, state, donate=donate))
+        tensors = as_tensors(params, "params")
+        self.require_own(tensors, state)
+        corrected = self.corrected(tensors, grads, state)
+        new_params, new_state = yield from super().stages(tensors, corrected, state, donate=donate)
+        return as_given(new_params, params), new_state
 
     def corrected(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:
         """Return grad f_j(x) - grad f_j(y) + g, the vector that `prepare` averages.
@@ -278,9 +286,11 @@ class QSVRG(Optimizer):
             raise ValueError(
                 "state has made no step since begin_epoch; expected at least one, whose parameters are averaged"
             )
+        tensors = as_tensors(params, "params")
+        self.require_own(tensors, state)
         means = [
             array_namespace(p).astype(divide(s, steps), p.dtype, copy=False)
-            for s, p in zip(state.arrays[_ITERATES], as_tensors(params, "params"), strict=True)
+            for s, p in zip(state.arrays[_ITERATES], tensors, strict=True)
         ]
         return as_given(means, params)
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["DoublingIntervals", "LocalSteps", "Schedule"]
+from qcomp.core.settings import plain_numbers
+
+__all__ = ["DoublingIntervals", "LocalSteps", "Schedule", "require_schedule"]
 
 Schedule = Callable[[int], bool]
 """Returns whether a step, counted from 1, belongs to a set."""
@@ -35,6 +37,7 @@ class DoublingIntervals:
     longest: int | None = None
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         _require_positive("each", self.each)
         if self.longest is not None:
             _require_positive("longest", self.longest)
@@ -78,6 +81,7 @@ class LocalSteps:
     longest: int = 16
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         _require_positive("double_every", self.double_every)
         _require_positive("longest", self.longest)
 
@@ -89,6 +93,15 @@ class LocalSteps:
         since = step - phase * self.double_every
         interval = min(1 << phase, self.longest)
         return since % interval == 0 or (phase < last and since == self.double_every)
+
+
+def require_schedule(argument: str, value: object, does: str) -> None:
+    """Raise TypeError unless a setting is a schedule."""
+    if not callable(value):
+        raise TypeError(
+            f"{argument} is {value!r}; expected a schedule, which returns whether a step {does}, such as "
+            "qcomp.DoublingIntervals(each=4)"
+        )
 
 
 def _require_positive(argument: str, value: int) -> None:

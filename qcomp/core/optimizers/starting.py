@@ -48,6 +48,9 @@ class Place(NamedTuple):
 def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
     """Return the names of parameters, by default their numbers."""
     chosen = tuple(map(str, range(len(tensors)))) if names is None else tuple(names)
+    for index, name in enumerate(chosen):
+        if not isinstance(name, str):
+            raise TypeError(f"names[{index}] is {name!r}; expected a str")
     if len(set(chosen)) != len(tensors) or len(chosen) != len(tensors):
         raise ValueError(f"names has {len(set(chosen))} different names; params has {len(tensors)} tensors")
     return chosen

@@ -61,14 +61,15 @@ def stages_of_used(
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
     # If this rank uses all parameters, none is left out, and the old state is not needed.
     step = optimizer.stages(params, filled, state, donate=donate and all(used))
+    anywhere: Sequence[bool] = used
     try:
         first = next(step)
-    except StopIteration as stop:  # it sends nothing
-        result: tuple[list[Array], OptimizerState] = stop.value
-        return result
-    anywhere, (new_params, new_state) = yield from pipeline(
-        [_agreed(used, settings, state, params[0]), _continued(first, step)]
-    )
+    except StopIteration as stop:  # it sends nothing: the ranks are apart, or this one is alone
+        new_params, new_state = stop.value
+    else:
+        anywhere, (new_params, new_state) = yield from pipeline(
+            [_agreed(used, settings, state, params[0]), _continued(first, step)]
+        )
     left_out = {number for number, found in enumerate(anywhere) if not found}
     if not left_out or optimizer.apart(state.stage):
         return new_params, new_state

@@ -18,6 +18,7 @@ from qcomp.core.numeric.arrays import (
     to_compute_dtype,
 )
 from qcomp.core.numeric.sums import totals
+from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
 __all__ = ["VarianceWatch", "watch_entries", "watch_limits", "without_watch"]
@@ -143,6 +144,7 @@ class VarianceWatch:
     every: int = 8
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if not self.largest > 1:
             raise ValueError(f"largest is {self.largest!r}; expected a number above 1")
         for name in ("smallest", "overlap"):

@@ -18,7 +18,7 @@ from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam
 from qcomp.core.optimizers.remeasure import measured, step_on_codes
-from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
+from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_given, as_tensors, copy
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
 from qcomp.core.state import OptimizerState
@@ -133,6 +133,8 @@ class ZeroOneAdam(LocalAdam):
         require_floor(self.variance_floor)
         if self.freeze is not None:
             object.__setattr__(self, "freeze", freeze_rule(self.freeze))
+        require_schedule("variance_steps", self.variance_steps, "measures the variance")
+        require_schedule("sync_steps", self.sync_steps, "synchronises the ranks")
         if not self.variance_steps(1):
             raise ValueError(
                 f"variance_steps is {self.variance_steps!r}, which excludes step 1; expected a schedule with step 1, "

@@ -479,7 +479,8 @@ class OuterLoop(OuterSettings):
         tensors = as_tensors(params, "params")
         names = names_of(names, tensors)
         whole = yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict)
-        return self.parted(params, whole)
+        loaded, state = self.parted(tensors, whole)
+        return as_given(loaded, params), state
 
     def whole(self, params: Any, state: OptimizerState) -> OptimizerState:
         """Return a state that also has this rank's parameters, as a saved one does; the inverse of `parted`.

@@ -20,6 +20,7 @@ from qcomp.core.optimizers.tensors import copy
 from qcomp.core.outer.fragments import LOCAL, assign, stage_of, under_way
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
 __all__ = ["ANCHOR", "OWN", "SENT", "WARMUP", "OuterSettings", "nothing_like", "rounds_key"]
@@ -49,6 +50,7 @@ class OuterSettings(TakesAveraging):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if not isinstance(self.outer, Optimizer) or self.outer.compression.mean is not EXACT:
             raise TypeError(
                 f"outer is {self.outer!r}; expected an optimizer whose mean is exact, such as qcomp.SGD(...): the loop "

@@ -146,6 +146,7 @@ class OverlappedOptimizer(Joinable):
         loaded = step.optimizer.load_state_dict(
             saved, step.values(), step.comm, step.params.names, strict=strict
         )
+        step.discard()  # averages of another state
         step.state = _with_own_moments(loaded)
 
     def exchange(self, bucket: Any) -> Any:

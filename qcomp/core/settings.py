@@ -1,0 +1,45 @@
+"""The numbers among the settings of a dataclass."""
+
+from dataclasses import fields
+from numbers import Integral, Real
+from typing import Any
+
+__all__ = ["plain_numbers"]
+
+_EXPECTED: dict[Any, str] = {
+    float: "a number",
+    float | None: "a number, or None",
+    tuple[float, float]: "two numbers",
+}
+
+
+def plain_numbers(settings: Any) -> None:
+    """Replace the numbers of a frozen dataclass by Python's own; raise TypeError for fields that must be numbers.
+
+    A NumPy scalar of float64 would make float32 arrays float64. And it equals a number of Python, so a cache would
+    return the results for one where the other is given.
+    """
+    for field in fields(settings):
+        given = getattr(settings, field.name)
+        pair = field.type == tuple[float, float] and isinstance(given, list | tuple)
+        plain = tuple(map(_plain, given)) if pair else _plain(given)
+        if field.type in _EXPECTED and not _fits(plain, field.type):
+            raise TypeError(f"{field.name} is {given!r}; expected {_EXPECTED[field.type]}")
+        if plain is not given:
+            object.__setattr__(settings, field.name, plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind == tuple[float, float]:
+        return isinstance(value, tuple) and all(_fits(each, float) for each in value)
+    if value is None:
+        return bool(kind == float | None)
+    return isinstance(value, int | float) and not isinstance(value, bool)
