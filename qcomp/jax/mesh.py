@@ -57,7 +57,8 @@ class MeshMean:
     compressors : callable, optional
         Policy that returns a compressor for each tensor, used instead of ``compressor``, see `ByName`.
     seed : int, default 0
-        Seed of the compressor's random draws.
+        Seed of the compressor's random draws. Several means of the same tree in one step, such as over two axes of a
+        mesh, need different seeds: with equal ones they draw alike, and together they are biased.
     averaging : PowerSGD, optional
         Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
         factors, see `PowerSGD`.
@@ -267,6 +268,7 @@ class MeshMean:
             )
         taken = Tree.of(tree, "tree")
         tensors = _tensors(taken._replace(leaves=_without_derivative(taken.leaves)))
+        residuals = _without_derivative(residuals)
         self._require_own_values(taken)
         state = self._state(taken.names, tensors, size)
         exchange = self._exchange(state, tensors, residuals)
@@ -276,7 +278,11 @@ class MeshMean:
             part = self._compression.exact_part(range(len(tensors)), tensors, state._replace(stage="warmup"))
             request = Average((part,), exchange)
         else:
-            blends = [] if momenta is None else [Blend(m, beta, 1.0) for m in taken.like(momenta, "momenta")]
+            blends = (
+                []
+                if momenta is None
+                else [Blend(m, beta, 1.0) for m in _without_derivative(taken.like(momenta, "momenta"))]
+            )
             key = Key(seed=self.seed, step=step, tensor=state.stream)
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):
@@ -378,16 +384,17 @@ def _of_all(x: Array, axis_name: str) -> Array:
 
 
 @jax.custom_jvp
-def _without_derivative(tensors: list[Array]) -> list[Array]:
-    """Return the tensors, and refuse `jax.grad`, which would find zero through the bits of a message."""
-    return tensors
+def _without_derivative(tree: Any) -> Any:
+    """Return a pytree, and refuse `jax.grad`, which would find zero through the bits of a message."""
+    return tree
 
 
 @_without_derivative.defjvp
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise TypeError(
-        "tree is differentiated; expected values that are not, since a compressed mean has no derivative: average "
+        "tree, momenta or residuals are differentiated; expected values that are not, since a compressed mean has no "
+        "derivative: average "
         "outside of jax.grad, or pass jax.lax.stop_gradient of the values"
     )
 

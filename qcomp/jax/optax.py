@@ -177,10 +177,12 @@ def scale_by_onebit_adam(
         numbers = StepNumbers(-1.0, _at(of_momentum, count), eps, 0.0)
 
         def warm_up() -> _Moved:
-            means, residuals, accepted = mean.average(updates, state.residuals, state.step, exactly=True)
-            gradients = [
-                g.astype(m.dtype) for g, m in zip(taken.like(means, "means"), old_momentum, strict=True)
-            ]
+            # Before the mean, as in the core: a mean in half precision would lose bits that the moments have.
+            wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, old_momentum, strict=True)]
+            means, residuals, accepted = mean.average(
+                taken.whole(wide), state.residuals, state.step, exactly=True
+            )
+            gradients = taken.like(means, "means")
             of_adam = [AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)] * len(zeros)
             moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
             direction, momentum, variance = map(list, zip(*moved, strict=True))

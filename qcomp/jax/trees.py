@@ -11,6 +11,7 @@ import jax
 
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.stages import Transport
+from qcomp.core.numeric.arrays import is_traced
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.qsvrg import QSVRG
@@ -191,6 +192,11 @@ class PytreeOptimizer:
             As for `Optimizer.step`.
         """
         tree = Tree.of(params, "params")
+        if any(map(is_traced, (*tree.leaves, *jax.tree.leaves(grads)))):
+            raise TypeError(
+                "params or grads are traced by jax.jit; expected arrays with values, since a step over a communicator "
+                "checks them and moves bytes: call step outside of jax.jit, or use qcomp.jax.optax inside"
+            )
         if state.names != tree.names:
             raise ValueError(f"params has arrays at {tree.names}; state is of {state.names}")
         leaves, new_state = self.optimizer.step(

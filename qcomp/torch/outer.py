@@ -73,9 +73,9 @@ class OuterLoop:
     Notes
     -----
     With a ``delay`` the exchanges travel while inner steps run, see `qcomp.outer.Overlapped`. In the warm-up, gradients
-    are averaged before the first optimizer steps; a parameter that no rank has used stays without a gradient. A
-    GradScaler that skips a step on one rank alone makes the ranks differ in their steps, which raises `MismatchError`
-    at the next exchange: use bfloat16 without a scaler.
+    are averaged before the first optimizer steps; a parameter that no rank has used stays without a gradient. A rank
+    whose GradScaler skips a step reaches the next exchange a step of the script later, and the others wait for it. So
+    the last exchange of a job may lack a rank: use bfloat16 without a scaler.
 
     Examples
     --------

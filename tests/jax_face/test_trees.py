@@ -135,3 +135,13 @@ class TestErrors:
             TypeError, match="optimizer is a QSVRG; expected one that steps with one gradient"
         ):
             qcomp.jax.PytreeOptimizer(qcomp.QSVRG(learning_rate=0.1))
+
+    def test_a_step_under_jit(self):
+        """No NaN could be refused there, and no bytes could be moved."""
+        opt, comm = qcomp.jax.PytreeOptimizer(qcomp.Adam(learning_rate=0.1)), ALONE()
+        params = {"w": jnp.ones(4)}
+        state = opt.init(params, comm)
+        with pytest.raises(
+            TypeError, match=r"params or grads are traced by jax\.jit; .*use qcomp\.jax\.optax"
+        ):
+            jax.jit(lambda p: opt.step(p, p, state, comm)[0])(params)

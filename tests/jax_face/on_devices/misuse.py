@@ -175,7 +175,21 @@ def test_a_mean_has_no_derivative():
     def gradient_of(x, state):
         return jax.grad(lambda x: jnp.sum(MEAN(x, state)[0]["w"]))(own(x))
 
-    with pytest.raises(TypeError, match=r"tree is differentiated; .* jax\.lax\.stop_gradient"):
+    with pytest.raises(TypeError, match=r"residuals are differentiated; .* jax\.lax\.stop_gradient"):
+        trace(gradient_of, mesh_of(2), (DATA, specs), values, state)
+
+
+def test_residuals_have_no_derivative():
+    values = stacked(2, 0, SHAPES)
+    state, specs = started(MEAN, mesh_of(2), own(values))
+
+    def gradient_of(x, state):
+        def mean_of(residuals):
+            return jnp.sum(MEAN(own(x), state._replace(residuals=residuals))[0]["w"])
+
+        return jax.grad(mean_of)(state.residuals)
+
+    with pytest.raises(TypeError, match="residuals are differentiated"):
         trace(gradient_of, mesh_of(2), (DATA, specs), values, state)
 
 

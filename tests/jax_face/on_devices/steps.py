@@ -199,6 +199,30 @@ class TestTheSameAsTheCore:
                 for of_exchange, wanted in zip(of_step, wanted_of_step, strict=True):
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
+    def test_one_bit_adam_averages_half_precision_gradients_in_float32(self):
+        """A mean that is rounded to bfloat16 would cost the moments bits that the core keeps."""
+        gradients = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)), jnp.bfloat16)
+        settings = {"compressor": SIGN, "exact": None}
+        tx = qcomp.jax.optax.onebit_adam(2**-7, 3, "data", b1=0.9, b2=0.95, **settings)
+        params, mesh = jnp.zeros(gradients.shape[1:], jnp.bfloat16), mesh_of(2)
+        with jax.set_mesh(mesh):
+            state = tx.init(params)
+        specs = qcomp.jax.partition_specs(state, "data")
+
+        def step(g, state):
+            return tx.update(g[0], state)[1]
+
+        run = jax.shard_map(step, mesh=mesh, in_specs=(DATA, specs), out_specs=specs, check_vma=False)
+        after = jax.jit(run)(gradients, state)
+        (momentum,) = [np.asarray(each.momentum) for each in after if hasattr(each, "momentum")]
+        opt = qcomp.OneBitAdam(learning_rate=2**-7, freeze=3, betas=(0.9, 0.95), watch=None, **settings)
+
+        def rank_main(comm):
+            _, new = opt.step(params, gradients[comm.rank], opt.init(params, comm), comm)
+            return np.asarray(new.momentum[0])
+
+        assert_array_equal(momentum, qcomp.comm.run_local(2, rank_main)[0])
+
     @pytest.mark.slow
     @pytest.mark.parametrize(("n", "floor"), [(2, 0.3), (4, 1e-3)])  # the first value raises many elements
     def test_one_bit_adam(self, n, floor, monkeypatch):
