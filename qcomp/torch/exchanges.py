@@ -113,6 +113,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         super().__init__(unit, compressor, comm, terms)
         self.skipped = 0
         self._residual: torch.Tensor | None = None
+        self._padding: dict[tuple[str, ...], torch.Tensor] = {}
         if terms.feedback:
             self._shards(unit).require_contraction()
 
@@ -142,6 +143,9 @@ class ScatteredGradients(_Sharded, ReduceScatter):
                 raise
             output_tensor.fill_(torch.nan)
             return
+        if new is not None:
+            # A saved state has residuals of the parameters, without padding.
+            new[self._padding_of(unit)] = 0
         self._residual = new
         output_tensor.copy_(mean if factor == 1 else mean * factor)
 
@@ -155,6 +159,12 @@ class ScatteredGradients(_Sharded, ReduceScatter):
             f"{self._unit.label} has a gradient_divide_factor, which torch hides in its reduction {op!r}: call "
             "set_force_sum_reduction_for_comms(True) too, so that FSDP2 itself divides"
         )
+
+    def _padding_of(self, unit: Unit) -> torch.Tensor:
+        """Return the positions of the padding in a message of a unit."""
+        if unit.names not in self._padding:
+            self._padding[unit.names] = unit.padding(self._comm.size)
+        return self._padding[unit.names]
 
     def _owed(self, shards: Shards | None, like: torch.Tensor) -> torch.Tensor:
         """Return the residual for a message."""

@@ -111,6 +111,11 @@ class Unit:
             of_params.append(torch.cat([x, filling], dim).split(shape[dim], dim))
         return torch.cat([of_param[r].flatten() for r in range(world) for of_param in of_params])
 
+    def padding(self, world: int) -> Any:
+        """Return the positions of the padding in a vector of `to_vector`."""
+        everything = [torch.ones(p.shape, dtype=torch.bool, device=p.device) for p in self.params]
+        return (~self.to_vector(everything, world)).nonzero().flatten()
+
 
 def units_of(model: Any) -> list[Unit]:
     """Return the units of a model, in the order of its modules.

@@ -379,8 +379,15 @@ def of_all(saved):
 """
 
 
-@pytest.mark.parametrize("between", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_restart_goes_on_bit_for_bit(said, between):
+@pytest.mark.parametrize(
+    ("between", "compressor"),
+    [
+        (False, "qcomp.Scaled(qcomp.QSGD(7, 64))"),  # it draws, and leaves residuals
+        (False, "SIGN"),  # it leaves residuals of the padding of uneven shards, which no state has
+        pytest.param(True, "qcomp.Scaled(qcomp.QSGD(7, 64))", marks=pytest.mark.slow),
+    ],
+)
+def test_a_restart_goes_on_bit_for_bit(said, between, compressor):
     said(
         4 if between else 2,
         f"""{CHECKPOINT}
@@ -389,7 +396,7 @@ if {between}:
     make, options = (lambda: sharded(mesh["shard"])), {{"replicas": mesh["replicas"]}}
 else:
     make, options = sharded, {{}}
-compressor = qcomp.Scaled(qcomp.QSGD(7, 64))  # it draws, and leaves residuals
+compressor = {compressor}
 model = make()
 compression = compress(model, compressor, **options, **SMALL)
 train(model, range(2))
