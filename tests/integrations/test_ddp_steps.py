@@ -73,7 +73,32 @@ def test_steps_do_not_change_saved_or_loaded_states(said):
         """
 model = wrapped()
 with qcomp.backends.use("numba"):
-    opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=3, exact=policy)
+    optimizer = ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, freeze=9, exact=None))
+    for step in range(6):
+        if step == 2:
+            saved = optimizer.state_dict()
+            moments = [name for name in saved if name.startswith(("momentum", "variance"))]
+            before = {name: saved[name].clone() for name in moments}
+        if step == 4:
+            assert all(torch.equal(saved[name], before[name]) for name in moments)
+            optimizer.load_state_dict(saved)
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert moments and all(torch.equal(saved[name], before[name]) for name in moments)
+say(True)
+""",
+    )
+
+
+def test_a_loaded_state_discards_what_was_averaged_before(said):
+    """Else a step would apply the averages of the state before, which may be of another stage."""
+    said(
+        2,
+        """
+policy = qcomp.ExactBelow(100)
+opt = qcomp.OneBitAdam(learning_rate=0.1, betas=(0.9, 0.9), freeze=3, exact=policy)
+model = wrapped()
 optimizer = ddp.OverlappedOptimizer(model, opt)
 saved = optimizer.state_dict()
 loss(model, 0).backward()
