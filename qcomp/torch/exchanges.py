@@ -307,9 +307,14 @@ class GatheredWeights(_Sharded, AllGather):
         found: torch.Tensor = drive(shards.gather_changes(own, self._last, self._key()), self._comm)
         return found
 
-    def forget(self) -> None:
-        """Gather all weights anew the next time, since a state was loaded."""
-        self._last = None
+    @property
+    def calls(self) -> int:
+        """The number of calls, which selects the draws of the next one."""
+        return self._calls
+
+    def load(self, calls: int) -> None:
+        """Continue after this number of calls, and gather all weights anew the next time."""
+        self._calls, self._last = calls, None
 
 
 class ReplicatedGradients:

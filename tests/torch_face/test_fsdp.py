@@ -380,14 +380,15 @@ def of_all(saved):
 
 
 @pytest.mark.parametrize(
-    ("between", "compressor"),
+    ("between", "compressors"),
     [
-        (False, "qcomp.Scaled(qcomp.QSGD(7, 64))"),  # it draws, and leaves residuals
+        # The first draws, and leaves residuals; the second, for weights, draws too.
+        (False, "qcomp.Scaled(qcomp.QSGD(7, 64)), qcomp.QSGD(7, 64)"),
         (False, "SIGN"),  # it leaves residuals of the padding of uneven shards, which no state has
         pytest.param(True, "qcomp.Scaled(qcomp.QSGD(7, 64))", marks=pytest.mark.slow),
     ],
 )
-def test_a_restart_goes_on_bit_for_bit(said, between, compressor):
+def test_a_restart_goes_on_bit_for_bit(said, between, compressors):
     said(
         4 if between else 2,
         f"""{CHECKPOINT}
@@ -396,16 +397,16 @@ if {between}:
     make, options = (lambda: sharded(mesh["shard"])), {{"replicas": mesh["replicas"]}}
 else:
     make, options = sharded, {{}}
-compressor = {compressor}
+compressors = {compressors},
 model = make()
-compression = compress(model, compressor, **options, **SMALL)
+compression = compress(model, *compressors, **options, **SMALL)
 train(model, range(2))
 weights, saved = model.state_dict(), through_a_file(compression.state_dict())
 weights = {{k: v.clone() for k, v in weights.items()}}
 train(model, range(2, 4))
 for states in (saved, of_all(saved)):
     again = make()
-    other = compress(again, compressor, **options, **SMALL)
+    other = compress(again, *compressors, **options, **SMALL)
     again.load_state_dict(weights)
     other.load_state_dict(states)
     train(again, range(2, 4))
