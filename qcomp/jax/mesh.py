@@ -278,11 +278,8 @@ class MeshMean:
             part = self._compression.exact_part(range(len(tensors)), tensors, state._replace(stage="warmup"))
             request = Average((part,), exchange)
         else:
-            blends = (
-                []
-                if momenta is None
-                else [Blend(m, beta, 1.0) for m in _without_derivative(taken.like(momenta, "momenta"))]
-            )
+            given = [] if momenta is None else _without_derivative(taken.like(momenta, "momenta"))
+            blends = [Blend(m, beta, 1.0) for m in given]
             key = Key(seed=self.seed, step=step, tensor=state.stream)
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):

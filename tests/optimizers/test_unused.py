@@ -90,3 +90,29 @@ def test_a_rank_alone_leaves_unused_parameters_as_they_are(opt):
     nothing, same = drive(stages_of_used(opt, moved, [None] * 3, after), comm)
     assert same.step == after.step
     assert [new.tolist() for new in nothing] == [old.tolist() for old in moved]
+
+
+def test_zeros_stand_for_missing_gradients_in_the_first_local_step(lockstep):
+    """The ranks go apart in it, and it sends nothing, so no rank knows what the others use."""
+    opt = qcomp.ZeroOneAdam(
+        learning_rate=0.1, freeze=2, exact=None, sync_steps=qcomp.LocalSteps(double_every=2, longest=8)
+    )
+    names, params = ("a", "b"), [np.full(64, 0.5, np.float32), np.full(32, 0.5, np.float32)]
+    draws = [np.random.default_rng(rank) for rank in range(2)]
+    worlds = [(params, opt.initial_state(params, names, rank, 2)) for rank in range(2)]
+    while worlds[0][1].stage != "local":
+        before = worlds
+        of_ranks = [[draw.standard_normal(p.shape, np.float32) for p in params] for draw in draws]
+        worlds = lockstep(
+            [stages_of_used(opt, p, grads, s) for (p, s), grads in zip(worlds, of_ranks, strict=True)]
+        )
+    grads = of_ranks[1]
+    assert before[0][1].stage == "compressed"
+    for missing in ([None, grads[1]], [None, None]):
+        filled = [np.zeros_like(p) if g is None else g for g, p in zip(missing, params, strict=True)]
+        (moved, state), (expected, wanted) = (
+            drive(stages_of_used(opt, before[1][0], given, before[1][1]), None) for given in (missing, filled)
+        )
+        assert state.step == wanted.step
+        assert [p.tolist() for p in moved] == [p.tolist() for p in expected]
+        assert [m.tolist() for m in state.momentum] == [m.tolist() for m in wanted.momentum]

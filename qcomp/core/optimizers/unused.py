@@ -64,8 +64,10 @@ def stages_of_used(
     anywhere: Sequence[bool] = used
     try:
         first = next(step)
-    except StopIteration as stop:  # it sends nothing: the ranks are apart, or this one is alone
+    except StopIteration as stop:  # it sends nothing
         new_params, new_state = stop.value
+        if state.size > 1:  # the ranks are apart, or go apart
+            return new_params, new_state
     else:
         anywhere, (new_params, new_state) = yield from pipeline(
             [_agreed(used, settings, state, params[0]), _continued(first, step)]
