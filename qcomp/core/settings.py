@@ -17,16 +17,23 @@ def plain_numbers(settings: Any) -> None:
     """Replace the numbers of a frozen dataclass by Python's own; raise TypeError for fields that must be numbers.
 
     A NumPy scalar of float64 would make float32 arrays float64. And it equals a number of Python, so a cache would
-    return the results for one where the other is given.
+    return the results for one where the other is given. The class that introduces a field says what it may hold: a
+    derived class that writes ``learning_rate: float = 0.1`` sets another default, and still takes schedules.
     """
     for field in fields(settings):
-        given = getattr(settings, field.name)
-        pair = field.type == tuple[float, float] and isinstance(given, list | tuple)
+        given, kind = getattr(settings, field.name), _introduced_as(type(settings), field.name)
+        pair = kind == tuple[float, float] and isinstance(given, list | tuple)
         plain = tuple(map(_plain, given)) if pair else _plain(given)
-        if field.type in _EXPECTED and not _fits(plain, field.type):
-            raise TypeError(f"{field.name} is {given!r}; expected {_EXPECTED[field.type]}")
+        if kind in _EXPECTED and not _fits(plain, kind):
+            raise TypeError(f"{field.name} is {given!r}; expected {_EXPECTED[kind]}")
         if plain is not given:
             object.__setattr__(settings, field.name, plain)
+
+
+def _introduced_as(kind: type, name: str) -> Any:
+    """Return the type of a field in the first class that has it."""
+    classes = (vars(each).get("__dataclass_fields__", {}) for each in reversed(kind.__mro__))
+    return next(declared[name].type for declared in classes if name in declared)
 
 
 def _plain(value: Any) -> Any:

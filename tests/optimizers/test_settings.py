@@ -1,6 +1,6 @@
 """Settings: numbers of other libraries count as Python's, and what is none is refused by name."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 import numpy as np
@@ -73,6 +73,18 @@ def test_clipping_by_a_number_of_numpy_keeps_the_dtype_of_moments():
         _, state = opt.step(x, x, opt.init(x, comm), comm)
         assert state.momentum[0].dtype == np.float32
         assert opt.load_state_dict(opt.state_dict(state), x, comm).step == 1
+
+
+def test_derived_class_with_another_default_still_takes_schedules():
+    @dataclass(frozen=True, kw_only=True)
+    class Slow(qcomp.SGD):
+        learning_rate: float = 0.01
+
+    rate = lambda step: 0.1 / (1 + step)  # noqa: E731 - held to compare it
+    assert Slow(learning_rate=rate).learning_rate is rate
+    assert type(Slow(learning_rate=np.float64(0.5)).learning_rate) is float
+    with pytest.raises(TypeError, match="momentum is 'x'; expected a number"):
+        Slow(momentum="x")
 
 
 @pytest.mark.parametrize(
