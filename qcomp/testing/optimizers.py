@@ -1,16 +1,43 @@
 """Checks whether an optimizer keeps its promises."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.testing import optimizer_laws, setting_laws
+from qcomp.testing.jobs import OptimizerCase
 from qcomp.testing.libraries import Namespace
-from qcomp.testing.optimizer_laws import OPTIMIZER_LAWS, OptimizerCase, OptimizerLaw
 from qcomp.testing.promises import Contract
 
 __all__ = ["check_optimizer", "optimizer_contract"]
+
+_Law = Callable[[OptimizerCase], None]
+
+_LAWS: tuple[tuple[_Law, ...], ...] = (
+    (optimizer_laws.ranks_agree, optimizer_laws.shapes_and_dtypes, optimizer_laws.compresses_soon),
+    (
+        optimizer_laws.against_the_gradient,
+        optimizer_laws.same_again,
+        optimizer_laws.only_results_are_new,
+        optimizer_laws.donation_changes_nothing,
+        optimizer_laws.saved_after_any_step,
+        optimizer_laws.another_world_goes_on,
+        optimizer_laws.refusals_are_shared,
+        optimizer_laws.starts_alike,
+        optimizer_laws.over_a_communicator,
+        setting_laws.rates_scale_the_step,
+        setting_laws.schedules_count_completed_steps,
+        setting_laws.groups_select_by_name,
+        setting_laws.weight_decay_shrinks,
+        setting_laws.clipping_scales_gradients,
+        setting_laws.equal_ranks_move_as_one,
+        setting_laws.draws_have_keys_of_their_own,
+    ),
+)
+"""The laws about an optimizer, in groups; later ones rely on earlier ones."""
 
 
 def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
@@ -18,7 +45,8 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
 
     All ranks hold the same after each of twelve steps. Arguments are not written to. A job that is saved after any step
     goes on with the same bits; on another number of ranks it goes on, or all refuse it. A non-finite gradient stops all
-    ranks and changes nothing. Ranks that were not started alike raise. Donation changes nothing.
+    ranks and changes nothing. Ranks that were not started alike raise. Donation changes nothing. The shared settings
+    (rate and schedule, groups, weight decay, clipping, seed) have the effects that `qcomp.Optimizer` describes.
 
     Parameters
     ----------
@@ -52,11 +80,11 @@ def optimizer_contract(optimizer: Optimizer, xp: Namespace = np) -> Contract:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}; expected an instance of a subclass of qcomp.Optimizer")
     case = OptimizerCase(optimizer, xp)
-    groups = [[(law.__name__, partial(_quietly, law, case)) for law in group] for group in OPTIMIZER_LAWS]
+    groups = [[(law.__name__, partial(_quietly, law, case)) for law in group] for group in _LAWS]
     return Contract(repr(case), groups)
 
 
-def _quietly(law: OptimizerLaw, case: OptimizerCase) -> None:
+def _quietly(law: _Law, case: OptimizerCase) -> None:
     """Check a law without the warnings that an optimizer gives in such a short run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

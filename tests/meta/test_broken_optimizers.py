@@ -1,11 +1,13 @@
 """`check_optimizer` catches optimizers with one fault each."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 import qcomp
+from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.testing import ContractError, check_optimizer
 from qcomp.testing.optimizers import optimizer_contract
 
@@ -84,6 +86,79 @@ class IgnoresTheRate(Whole):
         return 0.1
 
 
+class RateOfTheNextStep(Whole):
+    def rate(self, state):
+        return super().rate(state._replace(step=state.step + 1))
+
+
+class RateOfTheLastStep(Whole):
+    def rate(self, state):
+        return super().rate(state._replace(step=max(0, state.step - 1)))
+
+
+class OneRateForAll(Whole):
+    def rates(self, state):
+        return (self.rate(state),) * len(state.names)
+
+
+class RatesOfOtherTensors(Whole):
+    def rates(self, state):
+        return super().rates(state)[::-1]
+
+
+class OneDecayForAll(Whole):
+    def weight_decays(self, state):
+        return (self.weight_decay,) * len(state.names)
+
+
+class NoDecay(Whole):
+    def weight_decays(self, state):
+        return (0.0,) * len(state.names)
+
+
+class DecayGrows(Whole):
+    def weight_decays(self, state):
+        return tuple(-decay for decay in super().weight_decays(state))
+
+
+class NeverClips(Whole):
+    def clip_scale(self, grads, state):
+        return 1.0
+        yield
+
+
+class ClipsEachRankByItsOwnNorm(Whole):
+    def clip_scale(self, grads, state):
+        norm = math.sqrt(sum(float(np.sum(np.square(g))) for g in grads))
+        return min(1.0, self.clip_norm / norm)
+        yield
+
+
+class ClipsTheSumOfRanks(Whole):
+    def clip_scale(self, grads, state):
+        return (yield from clip_scale(self.clip_norm, grads, 1))
+
+
+class ScalesUpToo(Whole):
+    def clip_scale(self, grads, state):
+        return self.clip_norm * (yield from clip_scale(1.0, grads, state.size))
+
+
+class AddsUpRanks(Whole):
+    def apply(self, params, means, state):
+        return super().apply(params, means._replace(values=[v * state.size for v in means.values]), state)
+
+
+class SameDrawsInEveryStep(Whole):
+    def key(self, state):
+        return super().key(state)._replace(step=0)
+
+
+class IgnoresTheSeed(Whole):
+    def key(self, state):
+        return super().key(state)._replace(seed=3)
+
+
 class ComparesNothing(Whole):
     def init_stages(self, params, *, rank, size, host=None, names=None):
         return self.initial_state(list(params), tuple(names), rank, size)
@@ -134,6 +209,20 @@ BROKEN = {
     RaisesAlone: "refusals_are_shared",
     ComparesNothing: "starts_alike",
     IgnoresTheRate: "rates_scale_the_step",
+    RateOfTheNextStep: "schedules_count_completed_steps",
+    RateOfTheLastStep: "schedules_count_completed_steps",
+    OneRateForAll: "groups_select_by_name",
+    RatesOfOtherTensors: "groups_select_by_name",
+    OneDecayForAll: "groups_select_by_name",
+    NoDecay: "weight_decay_shrinks",
+    DecayGrows: "weight_decay_shrinks",
+    NeverClips: "clipping_scales_gradients",
+    ClipsEachRankByItsOwnNorm: "clipping_scales_gradients",
+    ClipsTheSumOfRanks: "clipping_scales_gradients",
+    ScalesUpToo: "clipping_scales_gradients",
+    AddsUpRanks: "equal_ranks_move_as_one",
+    SameDrawsInEveryStep: "draws_have_keys_of_their_own",
+    IgnoresTheSeed: "draws_have_keys_of_their_own",
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import qcomp
 from qcomp.testing import check_optimizer
-from qcomp.testing.optimizer_laws import OptimizerCase
+from qcomp.testing.jobs import OptimizerCase
 from tests.optimizers.every import EVERY
 
 QUICK = ("1-bit, watched",)
