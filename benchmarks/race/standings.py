@@ -53,14 +53,21 @@ class Race:
 
     @cached_property
     def runs(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The trainings of each method with the best of its learning rates, a row for each seed."""
+        """The trainings of each method with the best of its learning rates, a row for each seed that counts.
+
+        A seed counts once all main methods that have seed 0 have it, so that all are judged by the same seeds.
+        """
         found = {}
         for name in METHODS:
             rate = plan.best_rate(self.rows, self.task, name, all_tried=False)
             own = plan.of(self.rows, task=self.task, ranks=self.ranks, method=name, rate=rate)
             if own:
                 found[name] = sorted(own, key=lambda row: row["seed"])
-        return found
+        seeds = {name: {row["seed"] for row in own} for name, own in found.items()}
+        shared = [each for name, each in seeds.items() if name in MAIN and 0 in each]
+        counting = {0}.union(set.intersection(*shared)) if shared else set(range(plan.SEEDS))
+        counted = {name: [row for row in own if row["seed"] in counting] for name, own in found.items()}
+        return {name: own for name, own in counted.items() if own}
 
     def tried(self, name: str) -> int:
         """Return how many learning rates a method was tried with."""

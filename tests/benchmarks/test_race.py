@@ -45,6 +45,15 @@ ROWS = [
     row_of("onebit_adam", 3e-3, [(0, 5.0), (300, 3.0)]),
     row_of(FAST, 3e-3, [(0, 5.0), (150, 2.0), (300, 1.6)]),
 ]
+BEST = [row for row in ROWS if row["rate"] == (1e-3 if row["method"] == REFERENCE else 3e-3)]
+
+
+def with_another_seed(odd):
+    """Return the rows with a second seed, equal to the first one but for a row."""
+    again = [row | {"seed": 1} for row in BEST if row["method"] != odd["method"]]
+    return [*ROWS, *again, odd]
+
+
 SECONDS = [
     timed(REFERENCE, STEP, 2.0),
     timed("ddp_muon", STEP, 3.0),
@@ -195,7 +204,7 @@ class TestStandings:
 
     def test_the_mean_over_seeds_must_reach_the_target(self):
         never, later = (
-            Race("demo", 2, [*ROWS, row_of(FAST, 3e-3, losses, seed=1)])
+            Race("demo", 2, with_another_seed(row_of(FAST, 3e-3, losses, seed=1)))
             for losses in ([(0, 5.0), (150, 3.0), (300, 3.0)], [(0, 5.0), (150, 2.4), (300, 2.2)])
         )
         assert never.reached(FAST) is None  # its mean ends at 2.3
@@ -204,17 +213,24 @@ class TestStandings:
 
     def test_the_reference_takes_all_its_steps_though_one_seed_ends_above_its_mean(self):
         worse = row_of(REFERENCE, 1e-3, [(0, 5.0), (150, 3.2), (300, 2.3)], seed=1)
-        race = Race("demo", 2, [*ROWS, worse])
+        race = Race("demo", 2, with_another_seed(worse))
         assert race.target == pytest.approx(2.15)
         assert race.reached(REFERENCE) == pytest.approx(300)
 
     def test_a_seed_that_failed_ends_the_mean(self):
         failed = row_of(FAST, 3e-3, [(0, 5.0), (150, None)], seed=1) | {"steps": 300}
-        race = Race("demo", 2, [*ROWS, failed])
+        race = Race("demo", 2, with_another_seed(failed))
         assert race.losses(FAST) == [(0, 5.0)]
         assert race.reached(FAST) is None
         of_reference = row_of(REFERENCE, 1e-3, [(0, 5.0), (150, None)], seed=1) | {"steps": 300}
-        assert math.isnan(Race("demo", 2, [*ROWS, of_reference]).target)
+        assert math.isnan(Race("demo", 2, with_another_seed(of_reference)).target)
+
+    def test_a_seed_counts_once_all_main_methods_have_it(self):
+        whole = with_another_seed(row_of(FAST, 3e-3, [(0, 5.0), (150, 2.4), (300, 2.2)], seed=1))
+        for row in whole[len(ROWS) :]:
+            race = Race("demo", 2, [other for other in whole if other is not row])
+            assert race.losses(FAST) == Race("demo", 2, ROWS).losses(FAST)
+        assert {len(runs) for runs in Race("demo", 2, whole).runs.values()} == {2}
 
     def test_only_losses_of_the_same_steps_are_averaged(self):
         with pytest.raises(ValueError, match="unpack"):
