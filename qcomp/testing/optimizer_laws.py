@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from qcomp.comm.local import LocalCommunicator, run_local
 from qcomp.core.checkpoint.format import DIGESTS
 from qcomp.core.errors import MismatchError, NonFiniteError
+from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.testing.jobs import (
@@ -32,6 +34,7 @@ __all__ = [
     "another_world_goes_on",
     "compresses_soon",
     "donation_changes_nothing",
+    "keeps_no_gradients",
     "only_results_are_new",
     "over_a_communicator",
     "ranks_agree",
@@ -136,6 +139,24 @@ def only_results_are_new(case: OptimizerCase) -> None:
         for given, drawn in zip(grads, job.grads(step), strict=True):
             same = list(map(bytes_of, given)) == list(map(bytes_of, drawn))
             assert same, f"step {step} writes to gradients"
+
+
+def keeps_no_gradients(case: OptimizerCase) -> None:
+    """What a step returns does not change if the gradients are overwritten later, as frameworks do."""
+    for size in (1, 2):
+        job = case.start(size)
+        for step in range(STEPS):
+            grads = job.grads(step)
+            job.take(job.stages(grads))
+            held = job.held()
+            for x in chain.from_iterable(grads):
+                if is_mutable(x):
+                    x[...] = 7.0
+            for rank, (one, other) in enumerate(zip(held, job.held(), strict=True)):
+                key = difference(one, other)
+                assert key is None, (
+                    f"overwriting the gradients after step {step} changes {key!r} of rank {rank} of {size}: copy them"
+                )
 
 
 def same_again(case: OptimizerCase) -> None:

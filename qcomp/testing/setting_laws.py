@@ -28,6 +28,7 @@ __all__ = [
     "clipping_scales_gradients",
     "draws_have_keys_of_their_own",
     "equal_ranks_move_as_one",
+    "gradients_are_averaged",
     "groups_select_by_name",
     "rates_scale_the_step",
     "schedules_count_completed_steps",
@@ -157,16 +158,33 @@ def _of_known_norm(rank: int) -> list[Vector]:
     return [part.reshape(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
 
+def gradients_are_averaged(case: OptimizerCase) -> None:
+    """Without a loss by compression, two ranks begin with the step of one rank with the mean of their gradients."""
+    exact = _without_loss(case)
+    if exact is None:
+        return
+    two, alone = exact.start(2), exact.start(1)
+    if exact.optimizer.apart(two.states[0].stage):
+        return
+    grads = two.grads(0)
+    two.take(two.stages(grads))
+    pairs = zip(*(map(to_numpy, of_rank) for of_rank in grads), strict=True)
+    alone.take(alone.stages([exact.arrays([((g + h) / 2).astype(g.dtype) for g, h in pairs])]))
+    for name, p, one, other in zip(
+        NAMES, exact.start(1).params[0], alone.params[0], two.params[0], strict=True
+    ):
+        moved, distance = to_numpy(one) - to_numpy(p), to_numpy(other) - to_numpy(one)
+        assert np.linalg.norm(distance) <= 1e-3 * np.linalg.norm(moved), (
+            f"the first step of two ranks without compression moves {name!r} otherwise than that of one rank with the "
+            "mean of their gradients"
+        )
+
+
 def equal_ranks_move_as_one(case: OptimizerCase) -> None:
     """Without a loss by compression, two ranks with the same gradients move like one rank alone."""
-    settings = {field.name: getattr(case.optimizer, field.name) for field in fields(case.optimizer)}
-    lossless: dict[str, Any] = {
-        n: Identity() for n, value in settings.items() if isinstance(value, Compressor)
-    }
-    lossless |= {name: None for name in ("compressors",) if name in settings}
-    exact = case.having(**lossless)
-    if exact is None or not (lossless or all(case.start(1).states[0].exact)):
-        return  # it compresses in a way of its own
+    exact = _without_loss(case)
+    if exact is None:
+        return
     alone, two = exact.start(1), exact.start(2)
     for step in range(STEPS):
         alone.step(step)
@@ -212,6 +230,16 @@ def _from(k: int, rate: float, step: int) -> float:
 
 def _half(rate: Callable[[int], float], step: int) -> float:
     return rate(step) / 2
+
+
+def _without_loss(case: OptimizerCase) -> OptimizerCase | None:
+    """Return the case with compressors that lose nothing; None if the optimizer compresses in a way of its own."""
+    settings = {field.name: getattr(case.optimizer, field.name) for field in fields(case.optimizer)}
+    lossless: dict[str, Any] = {
+        n: Identity() for n, value in settings.items() if isinstance(value, Compressor)
+    }
+    lossless |= {name: None for name in ("compressors",) if name in settings}
+    return case.having(**lossless) if lossless or all(case.start(1).states[0].exact) else None
 
 
 def _params(job: Job) -> list[bytes]:

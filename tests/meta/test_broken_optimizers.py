@@ -149,6 +149,17 @@ class AddsUpRanks(Whole):
         return super().apply(params, means._replace(values=[v * state.size for v in means.values]), state)
 
 
+class FollowsRankZero(Whole):
+    def prepare(self, grads, state, *, scale=1.0):
+        return super().prepare(grads, state, scale=0.0 if state.rank else scale * state.size)
+
+
+class KeepsGradients(Whole):
+    def stages(self, params, grads, state, *, donate=False):
+        new, after = yield from super().stages(params, grads, state, donate=donate)
+        return new, after._replace(momentum=tuple(grads))
+
+
 class SameDrawsInEveryStep(Whole):
     def key(self, state):
         return super().key(state)._replace(step=0)
@@ -220,6 +231,8 @@ BROKEN = {
     ClipsEachRankByItsOwnNorm: "clipping_scales_gradients",
     ClipsTheSumOfRanks: "clipping_scales_gradients",
     ScalesUpToo: "clipping_scales_gradients",
+    KeepsGradients: "keeps_no_gradients",
+    FollowsRankZero: "gradients_are_averaged",
     AddsUpRanks: "equal_ranks_move_as_one",
     SameDrawsInEveryStep: "draws_have_keys_of_their_own",
     IgnoresTheSeed: "draws_have_keys_of_their_own",
