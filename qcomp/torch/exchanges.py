@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import reduce
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
 
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.format import DIGESTS, require_intact, sealed
-from qcomp.core.checkpoint.schema import Entries, NumericArray, Text, Whole, read, shown
+from qcomp.core.checkpoint.schema import Entries, NumericArray, Several, Text, Whole, read, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import Identity
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.handshake import handshake
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.shards import Shards
 from qcomp.core.mean.stages import drive
@@ -22,6 +24,7 @@ from qcomp.core.numeric.arrays import dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.policies.exact_below import Tensor
+from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.torch.units import Unit
 
@@ -94,6 +97,16 @@ class _Sharded(_Allocates):
         return key
 
 
+class _Scattered(NamedTuple):
+    """What a saved reduce-scatter continues from."""
+
+    calls: int
+    skipped: int
+    residual: torch.Tensor | None
+    owing: Unit
+    """The parameters that the residual belongs to."""
+
+
 class ScatteredGradients(_Sharded, ReduceScatter):
     """The compressed reduce-scatter of one unit.
 
@@ -113,6 +126,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         super().__init__(unit, compressor, comm, terms)
         self.skipped = 0
         self._residual: torch.Tensor | None = None
+        self._owing = unit
         self._padding: dict[tuple[str, ...], torch.Tensor] = {}
         if terms.feedback:
             self._shards(unit).require_contraction()
@@ -129,7 +143,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         factor = self._factor(op)
         unit = self._unit.trained()
         shards = self._for(unit, output_tensor.shape[0])
-        residual = self._owed(shards, input_tensor) if self._terms.feedback else None
+        residual = self._owed(unit, shards, input_tensor) if self._terms.feedback else None
         try:
             mean, new = drive(
                 (shards or self._joined(output_tensor.shape[0])).scatter_mean(
@@ -146,7 +160,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         if new is not None:
             # A saved state has residuals of the parameters, without padding.
             new[self._padding_of(unit)] = 0
-        self._residual = new
+        self._residual, self._owing = new, unit
         output_tensor.copy_(mean if factor == 1 else mean * factor)
 
     def _factor(self, op: Any) -> float:
@@ -166,8 +180,8 @@ class ScatteredGradients(_Sharded, ReduceScatter):
             self._padding[unit.names] = unit.padding(self._comm.size)
         return self._padding[unit.names]
 
-    def _owed(self, shards: Shards | None, like: torch.Tensor) -> torch.Tensor:
-        """Return the residual for a message."""
+    def _owed(self, unit: Unit, shards: Shards | None, like: torch.Tensor) -> torch.Tensor:
+        """Return the residual for a message with the gradients of a unit."""
         if shards is None:
             raise ValueError(
                 f"feedback is True, but some parameters of {self._unit.label} have no gradient, and torch does not "
@@ -177,11 +191,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         if self._residual is None:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
             return torch.zeros(like.shape, dtype=dtype, device=like.device)
-        if self._residual.shape != like.shape:
-            raise ValueError(
-                f"{self._unit.label} has other parameters that require a gradient than when its residuals "
-                "were made: load a state, or call compress again"
-            )
+        _require_same(self._owing, unit)
         return self._residual
 
     def rescale(self, factor: float) -> None:
@@ -193,15 +203,15 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         """Return the residuals as whole tensors by name, and the number of calls."""
         residuals = {}
         if self._residual is not None:
-            unit = self._unit.trained()
+            unit = self._owing
             residuals = dict(zip(unit.names, unit.to_whole(self._residual, self._comm.size), strict=True))
         saved = {"calls": self._calls, "skipped": self.skipped}
         digests = sealed(_flat(saved, residuals))[DIGESTS]
         return {**saved, "residuals": residuals, DIGESTS: digests}
 
-    def read(self, saved: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
+    def read(self, saved: Sequence[Any]) -> _Scattered:
         """Return what `load` takes: the counters, and the mean of the residuals of some states."""
-        where, unit = f"the state of {self._unit.label}", self._unit.trained()
+        where, owing = f"the state of {self._unit.label}", self._unit
         calls, skipped, residual = set(), 0, None
         for one in saved:
             counters = {key: read(one, key, Whole(), where) for key in ("calls", "skipped")}
@@ -211,22 +221,24 @@ class ScatteredGradients(_Sharded, ReduceScatter):
             calls.add(counters["calls"])
             skipped += counters["skipped"]
             if residuals:
+                unit = self._unit.only(residuals)
+                owing = unit if residual is None else _common(owing, unit)
                 vector = unit.to_vector(list(residuals.values()), self._comm.size)
                 residual = vector if residual is None else residual + vector
         if len(calls) != 1:
             raise ValueError(f"the states were saved after {sorted(calls)} exchanges of {self._unit.label}")
         if residual is not None:
-            residual = (residual / len(saved)).to(unit.params[0].device)
-        return calls.pop(), skipped // len(saved), residual
+            residual = (residual / len(saved)).to(self._unit.params[0].device)
+        return _Scattered(calls.pop(), skipped // len(saved), residual, owing)
 
     def _residuals(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the residuals in a state: those of all parameters, or none."""
-        unit, label = self._unit.trained(), self._unit.label
+        """Return the residuals in a state: those of the parameters that it was saved for, or none."""
+        unit, label = self._unit.only(saved), self._unit.label
         if saved and not self._terms.feedback:
             raise ValueError(f"the state has residuals of {label}; feedback is False here")
         if saved and tuple(saved) != unit.names:
             raise ValueError(
-                f"{label} has the parameters {unit.names}; the state is of {tuple(map(shown, saved))}"
+                f"{label} has the parameters {self._unit.names}; the state is of {tuple(map(shown, saved))}"
             )
         found = {name: read(saved, name, NumericArray(), f"the state of {label}") for name in saved}
         for (name, residual), p in zip(found.items(), unit.params, strict=False):
@@ -240,13 +252,14 @@ class ScatteredGradients(_Sharded, ReduceScatter):
                 )
         return found
 
-    def agreed(self, known: tuple[int, int, torch.Tensor | None]) -> tuple[int, int, torch.Tensor | None]:
-        """Return what `read` returned; the ranks need not exchange anything about it."""
+    def agreed(self, known: _Scattered) -> _Scattered:
+        """Return what `read` returned, if the residuals of all ranks are of the same parameters; collective."""
+        handshake(self._comm, {"residuals of": known.owing.names}, like=self._unit.own_shards(1)[0])
         return known
 
-    def load(self, agreed: tuple[int, int, torch.Tensor | None]) -> None:
+    def load(self, agreed: _Scattered) -> None:
         """Continue from what `agreed` returned."""
-        self._calls, self.skipped, self._residual = agreed
+        self._calls, self.skipped, self._residual, self._owing = agreed
 
 
 class GatheredWeights(_Sharded, AllGather):
@@ -332,39 +345,49 @@ class ReplicatedGradients:
         self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, topology: str
     ) -> None:
         self._unit = unit
+        self._compressor = compressor
         self._comm = comm
         self._terms = terms
-        nothing = all(terms.exact[name] for name in unit.names)
-        self._mean = GradientMean(
-            compressor=Identity() if nothing else compressor,
-            averaging=Averaging(topology=topology, feedback=terms.feedback and not nothing),
-            exact=None if nothing else _Chosen(terms.exact),
-            exact_iterations=0,
-            seed=terms.seed,
-        )
-        self._sizes = unit.sizes(unit.shards)
-        self._state = self._mean.init(self._like(), comm, unit.names)
+        self._topology = topology
+        self._trained = unit.trained()
+        self._mean = self._mean_of(self._trained)
+        self._state = self._begin(self._mean, self._trained)
 
-    def _like(self) -> list[Any]:
-        return self._unit.own_shards(self._unit.shards)
+    def _mean_of(self, unit: Unit) -> GradientMean:
+        """Return the mean of the gradients of these parameters."""
+        nothing = all(self._terms.exact[name] for name in unit.names)
+        return GradientMean(
+            compressor=Identity() if nothing else self._compressor,
+            averaging=Averaging(topology=self._topology, feedback=self._terms.feedback and not nothing),
+            exact=None if nothing else _Chosen(self._terms.exact),
+            exact_iterations=0,
+            seed=self._terms.seed,
+        )
+
+    def _begin(self, mean: GradientMean, unit: Unit) -> OptimizerState | None:
+        """Return the first state of the mean of these parameters, None if there are none; collective."""
+        return mean.init(unit.own_shards(self._unit.shards), self._comm, unit.names) if unit.params else None
 
     @property
     def skipped(self) -> int:
         """How often the gradients were not finite on some rank."""
-        return self._state.skipped
+        return 0 if self._state is None else self._state.skipped
 
     def __call__(self, gradients: torch.Tensor) -> None:
         """Replace this rank's gradients by their mean over the replicas."""
-        if gradients.shape[0] != sum(self._sizes):
+        unit = self._unit.trained()
+        sizes = unit.sizes(unit.shards)
+        if gradients.shape[0] != sum(sizes):
             raise ValueError(
-                f"{self._unit.label} has gradients of {gradients.shape[0]} elements, but shards of {sum(self._sizes)}: "
-                "some parameters have none, and torch does not tell which: call set_reduce_scatter_unused_params(True)"
+                f"{unit.label} has gradients of {gradients.shape[0]} elements, but shards of {sum(sizes)}: some "
+                "parameters have none, and torch does not tell which: call set_reduce_scatter_unused_params(True)"
             )
-        parts = list(gradients.split(self._sizes))
+        state = self._follow(unit)
+        parts = list(gradients.split(sizes))
         try:
-            means, self._state = self._mean.step(parts, parts, self._state, self._comm)
+            means, self._state = self._mean.step(parts, parts, state, self._comm)
         except NonFiniteError:
-            self._state = self._state._replace(skipped=self._state.skipped + 1)
+            self._state = state._replace(skipped=state.skipped + 1)
             if self._terms.nonfinite == "raise":
                 raise
             gradients.fill_(torch.nan)
@@ -372,24 +395,40 @@ class ReplicatedGradients:
         for part, mean in zip(parts, means, strict=True):
             part.copy_(mean)
 
+    def _follow(self, unit: Unit) -> OptimizerState:
+        """Return the state for the mean of these parameters, which may be others than before if nothing is owed."""
+        before = self._state
+        if before is not None and unit.names == self._trained.names:
+            return before
+        if before is not None and self._mean.averaging.feedback:
+            _require_same(self._trained, unit)
+        mean = self._mean_of(unit)
+        state = self._begin(mean, unit)
+        assert state is not None  # since there are gradients
+        if before is not None:
+            state = state._replace(step=before.step, skipped=before.skipped)
+        self._trained, self._mean, self._state = unit, mean, state
+        return state
+
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor."""
-        state = self._state
-        rescaled = self._mean.mean_of(state).rescaled(state.exchange, factor)
-        self._state = state._replace(exchange=rescaled)
+        if (state := self._state) is not None:
+            rescaled = self._mean.mean_of(state).rescaled(state.exchange, factor)
+            self._state = state._replace(exchange=rescaled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of this rank's shards."""
-        where = {"shard": self._unit.shard, "shards": self._unit.shards}
-        return {**where, "mean": self._mean.state_dict(self._state)}
+        where = {"shard": self._unit.shard, "shards": self._unit.shards, "trained": list(self._trained.names)}
+        return {**where, "mean": {} if self._state is None else self._mean.state_dict(self._state)}
 
-    def read(self, saved: Sequence[Any]) -> Any:
-        """Return the states of this rank's shard: its own, or a list."""
+    def read(self, saved: Sequence[Any]) -> tuple[Unit, Any]:
+        """Return the parameters that were trained, and the states of this rank's shard: its own, or a list."""
         where, unit = f"the state of {self._unit.label}", self._unit
         for one in saved:
             shards = read(one, "shards", Whole(), where)
             if shards != unit.shards:
                 raise ValueError(f"{unit.label} is in {unit.shards} shards; the state is of {shards}")
+        trained = reduce(_common, map(self._trained_in, saved))
         own = [
             read(one, "mean", Entries(), where)
             for one in saved
@@ -399,15 +438,58 @@ class ReplicatedGradients:
             raise ValueError(
                 f"the state is of shard {saved[0]['shard']} of {unit.label}; expected {unit.shard}"
             )
-        return own[0] if len(saved) == 1 else own
+        return trained, own[0] if len(saved) == 1 else own
 
-    def agreed(self, known: Any) -> Any:
+    def _trained_in(self, saved: Any) -> Unit:
+        """Return the parameters that required a gradient when a state was saved: in earlier releases all of them."""
+        if "trained" not in saved:
+            return self._unit
+        where = f"the state of {self._unit.label}"
+        given = read(saved, "trained", Several(), where)
+        names = tuple(read(given, number, Text(), "trained") for number in range(len(given)))
+        unit = self._unit.only(names)
+        if unit.names != names:
+            raise ValueError(
+                f"{unit.label} has the parameters {self._unit.names}; the state is of {tuple(map(shown, names))}"
+            )
+        return unit
+
+    def agreed(self, known: tuple[Unit, Any]) -> tuple[Unit, GradientMean, OptimizerState | None]:
         """Return what `load` takes: the state of this rank among the replicas; collective over them."""
-        return self._mean.load_state_dict(known, self._like(), self._comm, self._unit.names)
+        unit, saved = known
+        handshake(self._comm, {"residuals of": unit.names}, like=self._unit.own_shards(1)[0])
+        mean, like = self._mean_of(unit), unit.own_shards(self._unit.shards)
+        state = mean.load_state_dict(saved, like, self._comm, unit.names) if unit.params else None
+        return unit, mean, state
 
-    def load(self, agreed: Any) -> None:
+    def load(self, agreed: tuple[Unit, GradientMean, OptimizerState | None]) -> None:
         """Continue from what `agreed` returned."""
-        self._state = agreed
+        self._trained, self._mean, self._state = agreed
+
+
+def _common(one: Unit, other: Unit) -> Unit:
+    """Return the parameters of two saved states; raise ValueError if they differ."""
+    if one.names != other.names:
+        raise ValueError(
+            f"some states are of the parameters {one.names} of {one.label}, others of {other.names}: pass states that "
+            "were saved together"
+        )
+    return one
+
+
+def _require_same(before: Unit, now: Unit) -> None:
+    """Raise ValueError unless the parameters that owe a residual are those that have gradients now."""
+    if before.names == now.names:
+        return
+    changes = {
+        "no longer": [name for name in before.names if name not in now.names],
+        "now": [name for name in now.names if name not in before.names],
+    }
+    told = " and ".join(f"{', '.join(names)} {how}" for how, names in changes.items() if names)
+    raise ValueError(
+        f"requires_grad has changed since the residuals of {now.label} were made (True {told}): call compress again, "
+        "which starts without residuals, or use an unbiased compressor with feedback=False"
+    )
 
 
 def _flat(counters: Mapping[str, int], residuals: Mapping[str, Any]) -> dict[str, Any]:

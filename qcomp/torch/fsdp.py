@@ -92,7 +92,10 @@ def compress(
     Per step, a rank of N sends (N - 1) / N of the payload of the whole gradient, and (N - 1) / N of that of the weights
     each time they are gathered: twice where weights are freed after the forward pass. If some parameters of a module
     have no gradient on any rank, its other gradients are compressed as one tensor, without regard to where a parameter
-    begins. Source: Wang et al. (ZeRO++), 2023; Markov et al. (QSDP), ICML 2023.
+    begins. Parameters that require no gradient are left out. If ``requires_grad`` changes later, compressors without
+    feedback go on with the parameters that require a gradient then; with feedback, the backward pass raises ValueError
+    on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++), 2023; Markov et al. (QSDP), ICML
+    2023.
 
     Examples
     --------
@@ -125,10 +128,12 @@ def compress(
     ]
     kept = exact(tensors) if exact is not None else [False] * len(tensors)
     is_exact = {tensor.name: bool(found) for tensor, found in zip(tensors, kept, strict=True)}
-    if all(is_exact.values()):
+    trained = [name for u in units for name in u.trained().names]
+    exchanged = [tensor for tensor in tensors if weights is not None or tensor.name in trained]
+    if exchanged and all(is_exact[tensor.name] for tensor in exchanged):
         warn_caller(
-            f"compress compresses nothing: exact={exact!r} keeps all {len(tensors)} parameters exact (the largest has "
-            f"{max(tensor.size for tensor in tensors)} elements); pass exact=None to compress all"
+            f"compress compresses nothing: exact={exact!r} keeps all {len(exchanged)} parameters exact (the largest "
+            f"has {max(tensor.size for tensor in exchanged)} elements); pass exact=None to compress all"
         )
     facts = {
         "gradients": gradients and gradients.spec,
@@ -138,6 +143,9 @@ def compress(
         "exact": list(is_exact.items()),
         "weight_changes": weight_changes,
         "shapes": [list(tensor.shape) for tensor in tensors],
+        "requires_grad": {
+            name: p.requires_grad for u in units for name, p in zip(u.names, u.params, strict=True)
+        },
         "seed": seed,
         "nonfinite": nonfinite,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,11 @@ class Unit:
 
     def trained(self) -> Unit:
         """Return this unit without the parameters that require no gradient now."""
-        pairs = [(n, p) for n, p in zip(self.names, self.params, strict=True) if p.requires_grad]
+        return self.only([n for n, p in zip(self.names, self.params, strict=True) if p.requires_grad])
+
+    def only(self, names: Collection[str]) -> Unit:
+        """Return this unit without the parameters that have other names."""
+        pairs = [(n, p) for n, p in zip(self.names, self.params, strict=True) if n in names]
         return Unit(self.module, self.name, tuple(n for n, _ in pairs), tuple(p for _, p in pairs))
 
     def sizes(self, world: int) -> tuple[int, ...]:
@@ -118,13 +122,16 @@ class Unit:
 
 
 def units_of(model: Any) -> list[Unit]:
-    """Return the units of a model, in the order of its modules.
+    """Return the units of a model, in the order of its modules; frees the weights that an evaluation left gathered.
 
     Raises
     ------
     TypeError
         If nothing in it was sharded.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     found: dict[int, tuple[Any, str, list[tuple[str, Any]]]] = {}
     for owner, module_name, name, p in _owned(model, "", None, ""):
         _, _, named = found.setdefault(id(owner._get_fsdp_state()), (owner, module_name, []))

@@ -360,6 +360,138 @@ say(refusal(lambda: compress(ours, SIGN, replicas=mesh["replicas"])))
     )
 
 
+def test_between_replicas_frozen_parameters_take_no_part(said):
+    """As in LoRA: some parameters of a unit are frozen, or all; what is frozen changes, and a state is loaded."""
+    said(
+        4,
+        """
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+PARTLY = lambda name: name.startswith(("1.up", "3.weight"))
+WHOLLY = lambda name: name.startswith(("1.", "3.weight"))
+ELSEWHERE = lambda name: name.startswith(("2.", "0."))
+def freeze(model, frozen):
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen(name))
+for first in (PARTLY, WHOLLY):
+    stock, ours = sharded(), sharded(mesh["shard"])
+    for model in (stock, ours):
+        freeze(model, first)
+    compression = compress(ours, qcomp.Identity(), replicas=mesh["replicas"], feedback=False, exact=None)
+    for step, frozen in enumerate((first, first, ELSEWHERE, WHOLLY)):
+        for model in (stock, ours):
+            freeze(model, frozen)
+            backward(model, step)
+        close(*[
+            {k: p.grad.full_tensor() for k, p in model.named_parameters() if p.requires_grad}
+            for model in (ours, stock)
+        ], rtol=1e-5, atol=1e-4)
+        for model in (stock, ours):
+            model.zero_grad()
+    compression.rescale(2.0)
+    compression.load_state_dict(compression.state_dict())
+
+for first in (PARTLY, WHOLLY):
+    model = sharded(mesh["shard"])
+    freeze(model, first)
+    compression = compress(model, SIGN, replicas=mesh["replicas"], **SMALL)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    for key, p in model.named_parameters():
+        both = [torch.empty_like(p.to_local()) for _ in range(2)]
+        dist.all_gather(both, p.to_local().detach(), group=mesh["replicas"].get_group())
+        assert torch.equal(both[0], both[1]), key
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    saved = compression.state_dict()
+    backward(model, 2)
+    again = sharded(mesh["shard"])
+    again.load_state_dict(weights)
+    other = compress(again, SIGN, replicas=mesh["replicas"], **SMALL)
+    other.load_state_dict(saved)
+    freeze(again, first)
+    backward(again, 2)
+    close(gradients(again), gradients(model), rtol=0, atol=0)
+    freeze(again, ELSEWHERE)
+    text = refusal(lambda: backward(again, 3))
+    # The first unit that the backward pass reaches is the model itself; it has the last layer and the first one.
+    assert text.startswith("ValueError: requires_grad has changed since the residuals of the model were made "), text
+    assert "(True 0.weight, 0.bias no longer and 3.weight now): call compress again" in text, text
+    again = sharded(mesh["shard"])
+    compress(again, SIGN, replicas=mesh["replicas"], **SMALL)
+    backward(again, 3)
+    again.zero_grad()
+    freeze(again, ELSEWHERE)
+    compress(again, SIGN, replicas=mesh["replicas"], **SMALL)
+    backward(again, 4)
+""",
+    )
+
+
+def test_it_finds_parameters_that_an_evaluation_has_left_gathered(said):
+    """A forward pass leaves those of the outermost module gathered; they were neither compressed nor averaged."""
+    said(
+        2,
+        """
+mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("replicas", "shard"))
+stock, ours = sharded(), sharded(mesh["shard"])
+with torch.no_grad():
+    ours(torch.ones(1, 7))
+compression = compress(ours, qcomp.Identity(), replicas=mesh["replicas"], exact=None)
+assert sorted(compression.parts) == ["", "1", "2"]
+for model in (stock, ours):
+    backward(model, 0)
+close(whole_gradients(ours), whole_gradients(stock), rtol=1e-5, atol=1e-4)
+""",
+    )
+
+
+def test_residuals_stay_with_their_parameters_when_others_are_frozen(said):
+    """Two parameters of one shape: the residual of one was added to the gradient of the other."""
+    said(
+        2,
+        """
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.ones(16, 8)) for _ in range(2))
+    def forward(self, x):
+        return x @ (self.a + 2 * self.b).T
+def train(model, step):
+    draws = torch.Generator().manual_seed(10 * step + me)
+    model(torch.randn(4, 8, generator=draws)).square().sum().backward()
+model = fully_shard(Pair(), mesh=everyone)
+model.b.requires_grad_(False)
+compression = compress(model, SIGN, exact=None)
+train(model, 0)
+model.a.requires_grad_(False)
+model.b.requires_grad_(True)
+assert tuple(compression.state_dict()["parts"][""]["residuals"]) == ("a",)
+text = refusal(lambda: train(model, 1))
+assert text.startswith("ValueError: requires_grad has changed since the residuals of the model were made "), text
+assert "(True a no longer and b now)" in text, text
+""",
+    )
+
+
+def test_it_warns_if_all_that_is_trained_stays_exact(said):
+    said(
+        2,
+        """
+model = sharded(blocks=False)
+for name, p in model.named_parameters():
+    p.requires_grad_(p.numel() < 100)
+assert refusal(lambda: compress(model, **SMALL)).startswith("UserWarning: compress compresses nothing: exact=")
+compress(model, weights=qcomp.MinMaxUInt8(), **SMALL)
+if me:
+    model[3].bias.requires_grad_(False)
+text = refusal(lambda: compress(model, exact=None))
+assert text.startswith("MismatchError: the ranks were not started alike: requires_grad.3.bias is true on rank 0"), text
+""",
+    )
+
+
 CHECKPOINT = """
 def through_a_file(saved):
     file = io.BytesIO()
