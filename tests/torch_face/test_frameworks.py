@@ -1,0 +1,117 @@
+"""Ordinary scripts of training frameworks, with one of our optimizers in them."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import qcomp.torch  # noqa: E402
+
+CLIP, RATE = 0.5, 0.1
+
+
+def sgd(params, **options):
+    """Return an optimizer whose first step has the length of the clipped gradient, times the rate."""
+    return qcomp.torch.CompressedSGD(params, lr=RATE, compressor=qcomp.Identity(), exact=None, **options)
+
+
+def loss_of(model, x):
+    """Return a loss whose gradient is longer than the limit."""
+    return 100 * model(x).square().mean()
+
+
+def moved(model, before):
+    """Return how far the parameters are from earlier ones."""
+    return (
+        torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm().item()
+    )
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "fabric, 16-mixed"])
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_clips_in_any_precision(precision):
+    """It took our optimizers for fused ones, which it refuses to clip in mixed precision."""
+    lightning = pytest.importorskip("lightning")
+    network = torch.nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    before = values(network)
+    if precision.startswith("fabric"):
+        from lightning.fabric.plugins.precision import MixedPrecision
+
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        model, optimizer = fabric.setup(network, sgd(network.parameters()))
+        fabric.backward(loss_of(model, x))
+        fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+        optimizer.step()
+    else:
+        from lightning.pytorch.plugins.precision import MixedPrecision
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.network = network
+
+            def training_step(self, batch, _):
+                return loss_of(self.network, batch[0])
+
+            def configure_optimizers(self):
+                return sgd(self.parameters())
+
+        how = {"precision": precision}
+        if precision == "16-mixed":  # with a scaler, which Lightning itself makes only for GPUs
+            how = {
+                "plugins": [
+                    MixedPrecision(precision, "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+                ]
+            }
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1,
+            gradient_clip_val=CLIP,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **how,
+        )
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4))
+    assert moved(network, before) == pytest.approx(RATE * CLIP, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_clips_in_mixed_precision():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    before = values(model)
+    accelerator.backward(loss_of(model, torch.randn(4, 8)))
+    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    assert moved(model, before) == pytest.approx(RATE * CLIP, rel=1e-3)
+
+
+def test_gradients_that_a_scaler_has_unscaled_may_be_clipped():
+    """As Lightning and accelerate do with float16."""
+    model = torch.nn.Linear(8, 8)
+    optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = values(model)
+    scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    scaler.step(optimizer)
+    scaler.update()
+    assert moved(model, before) == pytest.approx(RATE * CLIP, rel=1e-3)
+    now = values(model)
+    scaler.scale(loss_of(model, torch.full((4, 8), torch.inf))).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), now, strict=True))
