@@ -13,7 +13,10 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.policies.exact_below import ExactPolicy, Tensor
 
-__all__ = ["LiveSettings", "compressors_of", "exact_of"]
+__all__ = ["LiveSettings", "compressors_of", "exact_of", "split_last_rate"]
+
+_LAST_RATE = "last_lr"
+"""The key of the rate in the last step, in saved groups."""
 
 
 class LiveSettings:
@@ -27,24 +30,35 @@ class LiveSettings:
         The names of the parameters in each group.
     shared : sequence of str
         The keys of param_groups, besides lr and weight_decay, that are read in every step; equal in all groups.
+    last_rate : float, optional
+        The largest learning rate in the last step, if it is known.
     """
 
     def __init__(
-        self, make: Callable[..., Optimizer], names: Sequence[Sequence[str]], shared: Sequence[str]
+        self,
+        make: Callable[..., Optimizer],
+        names: Sequence[Sequence[str]],
+        shared: Sequence[str],
+        last_rate: float | None = None,
     ) -> None:
         self._make = make
         self._names = names
         self._shared = shared
         self._values: tuple[Any, ...] | None = None
-        self._rate = _Rate()
+        self._rate = _Rate(last_rate)
         self._optimizer: Optimizer | None = None
         self._skipping: Optimizer | None = None
         self.text = ""
         """The settings that `optimizer` has read last, as text; equal settings give equal text."""
 
-    def anew(self) -> LiveSettings:
-        """Return these settings without their memory of earlier steps."""
-        return LiveSettings(self._make, self._names, self._shared)
+    def anew(self, last_rate: float | None = None) -> LiveSettings:
+        """Return these settings without their memory of earlier steps, except for the rate in the last one."""
+        return LiveSettings(self._make, self._names, self._shared, last_rate)
+
+    def saved(self, groups: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
+        """Return saved groups with the largest rate in the last of ``step`` completed steps, if it is known."""
+        last = self._rate.before(step)
+        return [dict(group) if last is None else {**group, _LAST_RATE: last} for group in groups]
 
     def skipping(self) -> Optimizer:
         """Return the last optimizer, which now skips steps with gradients that are not finite."""
@@ -92,6 +106,21 @@ class LiveSettings:
         return found
 
 
+def split_last_rate(
+    groups: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the groups in `LiveSettings.saved`, and the rate, which states of earlier releases do not have.
+
+    Raises
+    ------
+    ValueError
+        If it is not a finite number >= 0.
+    """
+    known = any(_LAST_RATE in group for group in groups)
+    rate = max(_not_negative(groups, _LAST_RATE)) if known else None
+    return [{key: value for key, value in group.items() if key != _LAST_RATE} for group in groups], rate
+
+
 def _with_layouts(optimizer: Optimizer, other: Optimizer) -> Optimizer:
     """Return an optimizer with the layouts of another, unless a setting that has changed is part of the exchange."""
     if optimizer.compression == other.compression:
@@ -132,19 +161,30 @@ class _Rate:
 
     A freeze rule asks whether the rate will rise, which a scheduler decides only after the step. So this assumes that
     the last change repeats.
+
+    Parameters
+    ----------
+    last : float or None
+        The rate in the last step; if it is None, that of the next one counts as unchanged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: float | None) -> None:
         self._step = -1
-        self._before = self._now = 0.0
+        self._before = self._now = last
 
     def advance(self, step: int, rate: float) -> None:
         """Set the rate of the next step, after ``step`` completed ones."""
         if step != self._step:
-            self._before = self._now if self._step >= 0 else rate
+            self._before = rate if self._now is None else self._now
         self._step, self._now = step, rate
 
+    def before(self, step: int) -> float | None:
+        """Return the rate in the last of ``step`` completed steps, None if it is not known."""
+        return self._before if step == self._step else self._now
+
     def __call__(self, step: int) -> float:
+        assert self._now is not None  # since the first `advance`
+        assert self._before is not None
         change = self._now - self._before
         return max(0.0, self._now + change * ((step > self._step) - (step < self._step)))
 

@@ -22,7 +22,7 @@ from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import stages_of_used
 from qcomp.core.state import OptimizerState
-from qcomp.torch.live import LiveSettings, compressors_of, exact_of
+from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_rate
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.products import plain_products
@@ -300,10 +300,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
             optimizer.own_kinds(state.stage),
             self._values() if optimizer.apart(state.stage) else [],
         )
-        saved["param_groups"] = [
+        groups = [
             {key: value for key, value in group.items() if key not in self.fixed}
             for group in saved["param_groups"]
         ]
+        saved["param_groups"] = self._settings.saved(groups, state.step)
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -331,10 +332,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """
         flat, parameters, groups, several = self._agree_on(state_dict)
         before = [dict(group) for group in self.param_groups]
-        settings = self._settings.anew()  # the rate of the step before is unknown
+        settings = self._settings.anew()
+        last_rate: float | None = None
         problem = optimizer = None
         try:
             try:
+                groups, last_rate = split_last_rate(groups)
                 super().load_state_dict({"state": {}, "param_groups": groups})
                 for group, fixed in zip(self.param_groups, self._fixed, strict=True):
                     group.update(fixed)
@@ -353,7 +356,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self.param_groups[:] = before
             self._take(self.core_state)
             raise
-        self._settings = settings
+        self._settings = settings.anew(last_rate)
         self._take(loaded)
         if not several and optimizer.apart(loaded.stage):
             with torch.no_grad():

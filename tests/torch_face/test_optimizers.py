@@ -298,6 +298,79 @@ def test_a_rising_rate_keeps_the_variance_from_freezing():
     assert stages == {1.0: "compressed", 1.01: "warmup"}
 
 
+WARM, FROZEN = 24, 45
+RISING = {
+    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, 0.1, total_iters=WARM),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=WARM), lr_scheduler.ExponentialLR(opt, 0.9)], [WARM]
+    ),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(
+        opt, 0.01, total_steps=96, pct_start=WARM / 96, cycle_momentum=False
+    ),
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / WARM)),
+}
+
+
+def resumable(scheduler, name="OneBitAdam"):
+    """Return a parameter, an optimizer that freezes automatically, and a scheduler."""
+    param = torch.nn.Parameter(torch.ones(200))
+    optimizer = face(name, [param], LocalCommunicator.alone(), freeze=RULE, betas=(0.9, 0.9))
+    return param, optimizer, RISING[scheduler](optimizer)
+
+
+def one_step(param, optimizer):
+    step = optimizer.core_state.step
+    param.grad = torch.full((200,), 0.1) + 0.01 * torch.sin(torch.arange(200.0) + step)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("QAdam", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheduler", RISING)
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step"
+)  # torch has not seen the steps before the save
+def test_a_run_that_resumes_near_the_end_of_a_warm_up_freezes_at_the_same_step(scheduler, name):
+    """Saved before or after each step of the scheduler, whose state is loaded before or after the optimizer's."""
+    param, optimizer, rates = resumable(scheduler, name)
+    whole, saved = [], {}
+
+    def save(step, when):
+        of_all = param.detach().clone(), optimizer.state_dict(), rates.state_dict()
+        saved[step, when] = copy.deepcopy(of_all)
+
+    for step in range(FROZEN + 2):
+        one_step(param, optimizer)
+        whole.append(content(optimizer))
+        if WARM - 4 < step < WARM + 3:
+            save(step, "before")
+        rates.step()
+        if WARM - 4 < step < WARM + 3:
+            save(step, "after")
+    stages = [stage for *_, stage in whole]
+    assert stages.index("compressed") in range(FROZEN - 3, FROZEN)
+
+    wrong = []
+    for (step, when), (value, of_optimizer, of_rates) in saved.items():
+        for first in ("optimizer", "scheduler"):
+            param, optimizer, rates = resumable(scheduler, name)
+            with torch.no_grad():
+                param.copy_(value)
+            if first == "scheduler":
+                rates.load_state_dict(copy.deepcopy(of_rates))
+            optimizer.load_state_dict(of_optimizer)
+            if first == "optimizer":
+                rates.load_state_dict(copy.deepcopy(of_rates))
+            if when == "before":
+                rates.step()
+            for expected in whole[step + 1 :]:
+                one_step(param, optimizer)
+                if content(optimizer) != expected:
+                    wrong.append((step, when, first, optimizer.core_state.step))
+                    break
+                rates.step()
+    assert wrong == []
+
+
 # --- the settings ----------------------------------------------------------------------------------------------------
 
 OTHER = {
