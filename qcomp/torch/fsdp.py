@@ -83,7 +83,8 @@ def compress(
     TypeError
         If nothing of the model is sharded, or ``replicas`` is neither a mesh nor a process group.
     ValueError
-        If torch offers no hook for a requested compression; the error says what to do instead.
+        If a parameter has no values yet, or torch offers no hook for a requested compression; the error says what to do
+        instead.
     MismatchError
         On every rank, if the ranks differ in these settings or in the model, or replicas in their weights.
 

@@ -148,6 +148,11 @@ def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
             raise ValueError(f"param_groups[{number}] lacks {key}; expected one value for all groups")
     first = groups[0][key]
     for number, group in enumerate(groups):
+        if getattr(group[key], "shape", ()):
+            raise TypeError(
+                f"param_groups[{number}] has {key}={group[key]!r:.200}; expected numbers: take them out of the tensor "
+                "with tolist()"
+            )
         if group[key] != first:
             raise ValueError(
                 f"param_groups[{number}] has {key}={group[key]!r:.200}, param_groups[0] has {first!r:.200}; expected "

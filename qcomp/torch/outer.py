@@ -21,6 +21,7 @@ from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
+from qcomp.torch.parameters import require_values
 from qcomp.torch.products import plain_products
 
 __all__ = ["OuterLoop", "Trained"]
@@ -57,7 +58,8 @@ class OuterLoop:
     Raises
     ------
     ValueError
-        If an optimizer has parameters that ``model`` does not have, or has a loop already; or on every rank, if the
+        If a parameter has no values yet; if an optimizer has parameters that ``model`` does not have, or has a loop
+        already; or on every rank, if the
         model or an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves
         anything, if an optimizer has received other parameters since, or a parameter requires a gradient now that did
         not then.
@@ -263,6 +265,7 @@ class Trained:
             raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
         named = _named(model)
         self.optimizers = optimizers
+        require_values(named)
         self.names = tuple(name for name, _ in named)
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._averages_buffers = buffers

@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from qcomp.integrations.ddp.parameters import averaged_by
 
-__all__ = ["names_of", "require_dense", "require_memory_of_its_own"]
+__all__ = ["names_of", "require_dense", "require_memory_of_its_own", "require_values"]
 
 
 def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
@@ -52,8 +53,29 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     return found
 
 
+def require_values(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError unless every parameter has values.
+
+    Parameters
+    ----------
+    named : iterable of pairs
+        The parameters with their names.
+    """
+    for name, p in named:
+        if is_lazy(p):
+            raise ValueError(
+                f"the parameter {name!r} has no shape yet, as in a LazyModule before its first forward pass; expected "
+                "one with values: call the model with a batch first"
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"the parameter {name!r} is on the meta device; expected one with values: call model.to_empty and "
+                "initialise it first"
+            )
+
+
 def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise ValueError unless every parameter has memory that no other writes to.
+    """Raise ValueError unless every parameter has values, in memory that no other writes to.
 
     Sparse and sharded ones are refused elsewhere.
 
@@ -62,13 +84,9 @@ def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
     named : iterable of pairs
         The parameters with their names.
     """
-    spans = []
+    named, spans = list(named), []
+    require_values(named)
     for name, p in named:
-        if p.is_meta:
-            raise ValueError(
-                f"the parameter {name!r} is on the meta device; expected one with values: call model.to_empty and "
-                "initialise it before the optimizer is made"
-            )
         if p.layout is not torch.strided or hasattr(p, "device_mesh") or not p.numel():
             continue
         steps = [(stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]

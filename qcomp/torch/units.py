@@ -10,6 +10,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from qcomp.torch.parameters import require_values
+
 __all__ = ["Unit", "units_of"]
 
 
@@ -128,6 +130,8 @@ def units_of(model: Any) -> list[Unit]:
     ------
     TypeError
         If nothing in it was sharded.
+    ValueError
+        If a parameter has no values yet.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -142,6 +146,7 @@ def units_of(model: Any) -> list[Unit]:
         for module, name, named in found.values()
         if named
     ]
+    require_values((name, p) for unit in units for name, p in zip(unit.names, unit.params, strict=True))
     if not units:
         raise TypeError(
             f"model is a {type(model).__name__} without sharded parameters; expected one after "

@@ -659,6 +659,10 @@ for step, factor in enumerate((4.0, 0.5, 8.0, 1.0)):
 
 REFUSALS = {
     "not sharded": ("compress(network())", "TypeError: model is a Sequential without sharded parameters"),
+    "no values": (
+        "compress(sharded(model=network().to('meta')))",
+        "ValueError: the parameter '0.weight' is on the meta device; expected one with values: call model.to_empty",
+    ),
     "nothing to do": ("compress(sharded(), None)", "ValueError: gradients and weights are None"),
     "no compressor": (
         "compress(sharded(), 'qsgd')",

@@ -184,6 +184,37 @@ def test_unsupported_parameters_are_refused(name, values, error, text):
         made(name, [Parameter(x) for x in values()])
 
 
+@every_face
+def test_parameters_of_a_lazy_module_are_refused_before_they_have_a_shape(name):
+    with pytest.raises(
+        ValueError, match=r"parameter '0' has no shape yet, as in a LazyModule .* with a batch first"
+    ):
+        made(name, torch.nn.LazyLinear(4).parameters())
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.9), np.ones(1)])
+def test_arrays_in_the_place_of_numbers_are_refused(number):
+    p = Parameter(torch.ones(5))
+    with pytest.raises(
+        TypeError, match=r"betas is .* expected two numbers: take them out of their arrays with float"
+    ):
+        made("OneBitAdam", [p], betas=(number, 0.99))
+    with pytest.raises(
+        TypeError, match=r"eps is .* expected a number: take them out of their arrays with float"
+    ):
+        made("OneBitAdam", [p], eps=torch.tensor(1e-8))
+    pair = torch.tensor([0.9, 0.99])
+    with pytest.raises(
+        TypeError, match=r"param_groups\[0\] has betas=tensor.*; expected numbers: take .* tolist"
+    ):
+        made("OneBitAdam", [p], betas=pair)
+    optimizer = made("OneBitAdam", [p])
+    optimizer.param_groups[0]["betas"] = pair
+    p.grad = torch.ones(5)
+    with pytest.raises(TypeError, match=r"param_groups\[0\] has betas=tensor"):
+        optimizer.step()
+
+
 def test_the_same_parameter_twice_is_refused():
     p = Parameter(torch.ones(5))
     with warnings.catch_warnings():

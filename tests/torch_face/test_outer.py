@@ -235,6 +235,12 @@ def test_bad_arguments_are_refused():
         qcomp.torch.OuterLoop(model, [], LOOP, comm=comm)
     with pytest.raises(ValueError, match=r"a parameter of shape .* that the model did not have"):
         qcomp.torch.OuterLoop(model[0], optimizer, LOOP, comm=comm)
+    for bare, text in (
+        (torch.nn.Linear(3, 3, device="meta"), "the parameter 'weight' is on the meta device; .*to_empty"),
+        (torch.nn.LazyLinear(3), "the parameter 'weight' has no shape yet, as in a LazyModule"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            qcomp.torch.OuterLoop(bare, torch.optim.SGD(bare.parameters(), 0.1), LOOP)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         qcomp.torch.OuterLoop([], optimizer, LOOP, comm=comm)
 

@@ -203,7 +203,17 @@ REFUSALS = {
     ),
     "a hook": (
         "model = wrapped(); face('OneBitAdam', model); face('OneBitAdam', model)",
-        "RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called once",
+        "RuntimeError: model has a communication hook already, qcomp.integrations.ddp.optimizer._exchange, and "
+        "DistributedDataParallel takes only one",
+    ),
+    "a hook of gradients": (
+        "model = wrapped(); model.register_comm_hook(*qcomp.integrations.ddp.hook(qcomp.ScaledSign(), model, exact=None)); "
+        "face('OneBitAdam', model)",
+        "RuntimeError: model has a communication hook already, qcomp.integrations.ddp.hook.compress_gradients, and",
+    ),
+    "a copy": (
+        "import copy; model = wrapped(); face('OneBitAdam', model); copy.deepcopy(model.module); copy.deepcopy(model)",
+        "TypeError: a DistributedDataParallel whose gradients an optimizer averages cannot be copied or pickled",
     ),
     "clipped": (
         "model = wrapped(); optimizer = face('OneBitAdam', model)\\n"

@@ -79,7 +79,24 @@ class OverlappedOptimizer(Joinable):
         self._witness: Witness | None = None
         self._is_written_to = False
         """Whether something writes to gradients between backward pass and step, perhaps without changing them."""
-        model.register_comm_hook(self, _exchange)
+        try:
+            model.register_comm_hook(self, _exchange)
+        except RuntimeError as error:
+            self._step.close()
+            known = [
+                f", {hook.__module__}.{hook.__qualname__}," for hook, _ in getattr(model, "_comm_hooks", ())
+            ]
+            raise RuntimeError(
+                f"model has a communication hook already{', '.join(known[:1])} and DistributedDataParallel takes only "
+                "one; expected a model without, since the optimizer averages: leave out the hook, or model="
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled, as a part of the model too: a copy would have the same communicator."""
+        raise TypeError(
+            "a DistributedDataParallel whose gradients an optimizer averages cannot be copied or pickled, because the "
+            "optimizer has a communicator: copy model.module, or save state_dict() of model and optimizer"
+        )
 
     @property
     def state(self) -> OptimizerState:
