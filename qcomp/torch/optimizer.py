@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from qcomp.comm.base import Communicator
 from qcomp.comm.launch import world
@@ -212,6 +213,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             vars(self).update(before)
             raise
 
+    @_disable_dynamo  # torch.compile cannot trace the exchange and the kernels
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average over the ranks, and update the parameters.

@@ -115,3 +115,29 @@ def test_gradients_that_a_scaler_has_unscaled_may_be_clipped():
     scaler.update()
     assert scaler.get_scale() == 512.0
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), now, strict=True))
+
+
+@pytest.mark.parametrize("kernels", ["pure", "numba"])
+def test_a_compiled_function_may_make_the_step(kernels):
+    """torch.compile broke in the kernels: it gave them arrays of its own."""
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(32, 16)
+        optimizer = qcomp.torch.OneBitAdam(
+            model.parameters(), lr=0.01, betas=(0.9, 0.9), freeze=2, exact=None, watch=None
+        )
+
+        def whole(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+
+        step = torch.compile(whole, backend="eager") if compiled else whole
+        with qcomp.backends.use(kernels):
+            for number in range(4):
+                step(torch.full((4, 32), 1.0 + number))
+        ends.append(values(model))
+    assert all(map(torch.equal, *ends))

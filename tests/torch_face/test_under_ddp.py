@@ -207,8 +207,8 @@ REFUSALS = {
         "DistributedDataParallel takes only one",
     ),
     "a hook of gradients": (
-        "model = wrapped(); model.register_comm_hook(*qcomp.integrations.ddp.hook(qcomp.ScaledSign(), model, exact=None)); "
-        "face('OneBitAdam', model)",
+        "model = wrapped(); hook = qcomp.integrations.ddp.hook(qcomp.ScaledSign(), model, exact=None); "
+        "model.register_comm_hook(*hook); face('OneBitAdam', model)",
         "RuntimeError: model has a communication hook already, qcomp.integrations.ddp.hook.compress_gradients, and",
     ),
     "a copy": (
