@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -58,15 +57,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
     fixed: ClassVar[tuple[str, ...]] = ("compressor", "exact")
     """The keys of param_groups that stay as they are from the first step on, and that are not plain values."""
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether to call `step` on every rank, with the scale of a GradScaler, also if a gradient is not finite.
-
-        The scaler asks. Lightning does too, and does not clip then, since fused optimizers take scaled gradients. This
-        one takes gradients that a scaler has unscaled already as well, so Lightning is told that it may clip.
-        """
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return asks.split(".")[0] not in ("lightning", "lightning_fabric", "pytorch_lightning")
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
