@@ -1,6 +1,5 @@
 """Philox, the layout of draws, keys, and the one function that can replace draws."""
 
-import builtins
 import copy
 import pickle
 import threading
@@ -97,6 +96,20 @@ class TestPhilox:
         mixed = philox4x32((c0, *counter[1:]), key, like=c0)
         assert tuple(int(w.view(np.uint32)[0]) for w in mixed) == expected
 
+    def test_known_answers_of_a_compiled_program(self):
+        """Some words are traced, the others are integers, and the shapes differ."""
+        counter, key, expected = map(words, KNOWN_ANSWERS[2])
+        c0, k1 = np.array([counter[0], key[1]], dtype=np.uint32).view(np.int32)
+
+        @jax.jit
+        def run(c0, k1):
+            return philox4x32((c0, *counter[1:]), (key[0], k1), like=c0)
+
+        out = run(np.full((2, 3), c0), k1)
+        assert [{int(word) for word in w.view(np.uint32).flat} for w in map(np.asarray, out)] == [
+            {word} for word in expected
+        ]
+
     def test_constants_become_arrays_once(self, monkeypatch):
         """For a short vector, making them anew in every round would take longer than the arithmetic."""
         made = []
@@ -133,7 +146,7 @@ class TestPhilox:
         self.check_avalanche()
 
     def test_too_few_rounds_are_caught(self, monkeypatch):
-        monkeypatch.setattr(random, "range", lambda _: builtins.range(3), raising=False)
+        monkeypatch.setattr(random, "_ROUNDS", 3)
         with pytest.raises(AssertionError):
             self.check_avalanche()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import numpy as np
 
 from qcomp.backends.jax_xla.arithmetic import finish_mean, frozen_step, momentum, scalars
-from qcomp.backends.jax_xla.programs import arguments_of, decoder, drawer, encoder
+from qcomp.backends.jax_xla.programs import arguments_of, decoder, encoder
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
 from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_traced
@@ -54,14 +53,14 @@ class JaxKernels(Partial):
         """
         if out is not None or blend is not None or not _has_program(compressor):
             return None
-        draws: tuple[Array, ...] = ()
+        constant: tuple[tuple[str, int], ...] = ()
+        traced: dict[str, Array] = {}
         if compressor.traits.random:
             if key is None or draws_are_replaced() or (arguments := arguments_of(key)) is None:
                 return None
             constant, traced = arguments
-            draws = drawer(math.prod(x.shape), compressor.traits.bucket_size, constant)(x, traced)
         layout = (tuple(x.shape), dtype_name(x.dtype), residual is not None)
-        data, new, refused = encoder(compressor, layout)(x, residual, draws)
+        data, new, refused = encoder(compressor, layout, constant)(x, residual, traced)
         return Encoded(data, new, refused)
 
     def decode(

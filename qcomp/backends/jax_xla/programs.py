@@ -16,12 +16,11 @@ from array_api_compat import is_array_api_obj
 from qcomp.core import primitives
 from qcomp.core.kernels import use_kernels
 from qcomp.core.numeric.arrays import LIMIT, compute_dtype_name, flush, to_compute_dtype
-from qcomp.core.numeric.buckets import blocks
-from qcomp.core.numeric.random import Key, draws16, replace_draws
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["arguments_of", "decoder", "drawer", "encoder"]
+__all__ = ["arguments_of", "decoder", "encoder"]
 
 Array = Any
 Program = Callable[..., Any]
@@ -50,33 +49,19 @@ def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array
 
 
 @lru_cache(PROGRAMS)
-def drawer(size: int, bucket_size: int, constant: tuple[tuple[str, int], ...]) -> Program:
-    """Return the program that makes the draws of each block, on the device of x.
-
-    It is separate from the encoder, because XLA would fuse the generator into every use of a draw and run it each time.
-    """
-
-    def draw(x: Array, traced: Mapping[str, Array]) -> tuple[Array, ...]:
-        key = Key(**dict(constant), **traced)
-        return tuple(
-            draws16(key, block, bucket_size=bucket_size, like=x).astype(jnp.uint16)
-            for block in blocks(size, bucket_size)
-        )
-
-    return jax.jit(draw, keep_unused=True)
-
-
-@lru_cache(PROGRAMS)
-def encoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
+def encoder(
+    compressor: AnyCompressor,
+    layout: tuple[tuple[int, ...], str, bool],  # noqa: ARG001 - so that each layout has its own program in the cache
+    constant: tuple[tuple[str, int], ...],
+) -> Program:
     """Return the program that compresses arrays of one shape and dtype, with or without a residual."""
-    size = math.prod(layout[0])
 
     def encode(
-        x: Array, residual: Array | None, draws: tuple[Array, ...]
+        x: Array, residual: Array | None, traced: Mapping[str, Array]
     ) -> tuple[Array, Array | None, Array]:
-        drawn = dict(zip(blocks(size, compressor.traits.bucket_size), draws, strict=False))
-        with use_kernels(None), replace_draws(lambda _, block: drawn[block]):
-            data, new, _ = primitives.encode(compressor, x, residual, Key())
+        key = Key(**dict(constant), **traced)
+        with use_kernels(None):
+            data, new, _ = primitives.encode(compressor, x, residual, key)
         p = to_compute_dtype(x) if residual is None else flush(flush(to_compute_dtype(x)) + residual)
         # "Not below" includes NaN; "at or above" would not.
         refused = jnp.any(~(jnp.abs(p) < LIMIT))

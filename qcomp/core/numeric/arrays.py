@@ -9,7 +9,7 @@ import importlib
 import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -47,6 +47,7 @@ __all__ = [
     "is_traced",
     "itemsize",
     "kind_of_array",
+    "loop",
     "one_of_each_kind",
     "out_of_range",
     "require_below",
@@ -331,6 +332,18 @@ def is_traced(x: Array) -> bool:
     """Return whether x has no value yet, because a compiler is tracing the computation."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.core.Tracer)
+
+
+def loop(turns: int, turn: Callable[[Any, Any], Any], values: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the values after ``turn(number, values)`` for each number below ``turns``, for traced arrays.
+
+    XLA computes cheap operations again for each use of their results. For turns that are written out one after the
+    other, this may take minutes to compile, and far longer to run; a loop runs once. It keeps shapes and dtypes.
+    """
+    lax = sys.modules["jax"].lax
+    # Five turns in a row, since a GPU writes the values to memory between two iterations.
+    looped: tuple[Array, ...] = lax.fori_loop(0, turns, turn, values, unroll=5)
+    return looped
 
 
 def require_below(x: Array, limit: float, what: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from array_api_compat import is_array_api_obj
 
-from qcomp.core.numeric.arrays import Array, array_namespace, device
+from qcomp.core.numeric.arrays import Array, array_namespace, device, is_traced, loop
 from qcomp.core.numeric.buckets import Block
 
 __all__ = [
@@ -33,6 +33,7 @@ SHARED_RANK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK32 = 0xFFFFFFFF
+_ROUNDS = 10
 _ROUNDING = 0
 """Counter word that separates the draws for rounding from those for other purposes."""
 
@@ -138,8 +139,8 @@ class _IntWords:
         product = constant * x
         return product >> 32, product & _MASK32
 
-    def bump(self, key: int, constant: int) -> int:
-        return (key + constant) & _MASK32
+    def bump(self, key: int, constant: int, times: int) -> int:
+        return (key + constant * times) & _MASK32
 
 
 class _ArrayWords:
@@ -183,8 +184,18 @@ class _ArrayWords:
         high = x_high * c_high + self.high_half(middle) + self.high_half(other)
         return high, x * self.word(constant)
 
-    def bump(self, key: Any, constant: int) -> Any:
-        return (key + constant) & _MASK32 if isinstance(key, int) else key + self.word(constant)
+    def bump(self, key: Any, constant: int, times: Any) -> Any:
+        if isinstance(key, int) and isinstance(times, int):
+            return (key + constant * times) & _MASK32
+        return self.word(key) + self.word(constant) * self.word(times)
+
+    def alike(self, counter: tuple[Any, ...], key: tuple[Any, ...]) -> tuple[Array, ...]:
+        """Return the words of a counter with the shape that they have after the rounds; a loop changes no shape."""
+        nothing = self.word(0)
+        for word in (*counter, *key):
+            # A sum also has the axes of a mesh over which any of the words varies.
+            nothing = nothing + self.xp.bitwise_and(self.word(word), self.word(0))
+        return tuple(self.xp.bitwise_or(self.word(word), nothing) for word in counter)
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like: Array | None = None) -> Any:
@@ -194,14 +205,25 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like
     broadcast against each other, in the library of ``like``.
     """
     words: Any = _IntWords() if like is None else _ArrayWords(like)
+    if like is not None and any(map(is_traced, (*counter, *key))):
+
+        def turn(number: Any, counter: tuple[Any, Any, Any, Any]) -> Any:
+            # New words, because arrays made inside a loop do not exist outside it.
+            return _round(number, counter, key, _ArrayWords(like))
+
+        return loop(_ROUNDS, turn, words.alike(counter, key))
+    for number in range(_ROUNDS):
+        counter = _round(number, counter, key, words)
+    return counter
+
+
+def _round(number: Any, counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], words: Any) -> Any:
+    """Return the counter after one round of Philox."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = words.multiply(_M0, c0)
-        high1, low1 = words.multiply(_M1, c2)
-        c0, c1, c2, c3 = words.xor(high1, c1, k0), low1, words.xor(high0, c3, k1), low0
-        k0, k1 = words.bump(k0, _W0), words.bump(k1, _W1)
-    return c0, c1, c2, c3
+    k0, k1 = words.bump(key[0], _W0, number), words.bump(key[1], _W1, number)
+    high0, low0 = words.multiply(_M0, c0)
+    high1, low1 = words.multiply(_M1, c2)
+    return words.xor(high1, c1, k0), low1, words.xor(high0, c3, k1), low0
 
 
 def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
