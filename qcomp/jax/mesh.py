@@ -57,8 +57,9 @@ class MeshMean:
     compressors : callable, optional
         Policy that returns a compressor for each tensor, used instead of ``compressor``, see `ByName`.
     seed : int, default 0
-        Seed of the compressor's random draws. Several means of the same tree in one step, such as over two axes of a
-        mesh, need different seeds: with equal ones they draw alike, and together they are biased.
+        Seed of the compressor's random draws. Several means of the same tree over one axis in one step need different
+        seeds: with equal ones they draw alike, and together they are biased. Means over different axes of a mesh draw
+        apart; those over its first axis draw as `CompressedMean` does.
     averaging : PowerSGD, optional
         Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
         factors, see `PowerSGD`.
@@ -280,7 +281,7 @@ class MeshMean:
         else:
             given = [] if momenta is None else _without_derivative(taken.like(momenta, "momenta"))
             blends = [Blend(m, beta, 1.0) for m in given]
-            key = Key(seed=self.seed, step=step, tensor=state.stream)
+            key = Key(seed=self.seed, step=step, tensor=state.stream ^ self._number_of_axis())
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):
             means = drive(request.stages(), self.axis_name)
@@ -306,6 +307,13 @@ class MeshMean:
                 f"(their axes: {', '.join(shape) or 'none'}); expected a call inside one of them"
             )
         return shape[self.axis_name], False
+
+    def _number_of_axis(self) -> int:
+        """Return the number of the axis in its mesh: means over two axes, one of the other's results, draw apart."""
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        return (
+            axes.index(self.axis_name) if self.axis_name in axes else 0
+        )  # an axis of jax.vmap is in no mesh
 
     def _state(self, names: tuple[str, ...], tensors: Sequence[Array], size: int) -> OptimizerState:
         """Return what the policies have chosen for these tensors, without any array."""

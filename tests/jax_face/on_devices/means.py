@@ -333,3 +333,25 @@ class TestErrors:
     def test_integers(self):
         with jax.set_mesh(mesh_of(2)), pytest.raises(TypeError, match="the array at 'a/w' has dtype int32"):
             qcomp.jax.MeshMean(SIGN, "data").init({"a": {"w": jnp.arange(9)}})
+
+
+def test_means_over_two_axes_draw_apart():
+    """Equal draws would make a mean of means biased. Over the first axis, draws are those on a mesh of one axis."""
+    compressor = qcomp.QSGD(levels=1, bucket_size=16)
+    x = stacked(2, 0, (64,))
+
+    def over(axis, mesh):
+        mean = qcomp.jax.MeshMean(compressor, axis, feedback=False, exact=None)
+
+        def call(x):
+            own = x[jax.lax.axis_index(axis)]
+            return mean(own, mean.init(own))[0]
+
+        return np.asarray(
+            jax.jit(jax.shard_map(call, mesh=mesh, in_specs=ALL, out_specs=ALL, check_vma=False))(x)
+        )
+
+    both = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "pod"))
+    of_data, of_pod = over("data", both), over("pod", both)
+    assert bits(of_data) == bits(over("data", mesh_of(2)))
+    assert (of_data != of_pod).sum() > 16
