@@ -9,12 +9,13 @@
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals, partition_specs
 from qcomp.jax.outer import PytreeOuterLoop
-from qcomp.jax.trees import PytreeMean, PytreeOptimizer, names_of
+from qcomp.jax.trees import PytreeMean, PytreeMeanState, PytreeOptimizer, names_of
 
 __all__ = [
     "MeshMean",
     "MeshState",
     "PytreeMean",
+    "PytreeMeanState",
     "PytreeOptimizer",
     "PytreeOuterLoop",
     "Residuals",

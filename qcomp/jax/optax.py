@@ -148,6 +148,7 @@ def scale_by_onebit_adam(
         Its state is a `OneBitAdamState`. In a step with a value that is not finite the result is NaN, on all devices,
         and the moments and residuals stay as they are.
     """
+    _require_no_arrays(freeze=freeze, b1=b1, b2=b2, eps=eps, variance_floor=variance_floor)
     if type(freeze) is not int or freeze < 1:
         raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
     adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
@@ -291,6 +292,7 @@ def onebit_adam(
     >>> bool(abs(params["w"]).max() < 0.5)
     True
     """
+    _require_no_arrays(weight_decay=weight_decay)
     direction = scale_by_onebit_adam(
         freeze,
         axis_name,
@@ -309,6 +311,17 @@ def onebit_adam(
     if weight_decay:
         rest = optax.chain(optax.add_decayed_weights(weight_decay), rest)
     return optax.chain(direction, optax.apply_if_finite(rest, _ALWAYS))
+
+
+def _require_no_arrays(**settings: Any) -> None:
+    """Raise TypeError for settings that are arrays, as `optax.inject_hyperparams` makes them of all numbers."""
+    for name, value in settings.items():
+        if isinstance(value, jax.Array):
+            raise TypeError(
+                f"{name} is {value!r}, an array; expected a number of Python: it cannot be injected. Inject the "
+                "learning rate alone: optax.inject_hyperparams(lambda learning_rate: onebit_adam(learning_rate, "
+                "...))(learning_rate)"
+            )
 
 
 def _until_one(beta: float) -> int:

@@ -77,7 +77,7 @@ class PytreeOuterLoop:
         comm : Communicator
             As for `step`.
         """
-        tree = self._of(grads, state, "grads")
+        tree = Tree.of_state(grads, "grads", state.names)
         return tree.whole(self.loop.average(tree.leaves, state, comm))
 
     def step(self, params: PyTree, state: OptimizerState, comm: Transport) -> tuple[PyTree, OptimizerState]:
@@ -92,7 +92,7 @@ class PytreeOuterLoop:
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
         """
-        tree = self._of(params, state, "params")
+        tree = Tree.of_state(params, "params", state.names)
         leaves, new_state = self.loop.step(tree.leaves, state, comm)
         return tree.whole(leaves), new_state
 
@@ -106,7 +106,7 @@ class PytreeOuterLoop:
         state : OptimizerState
             The state of the last step.
         """
-        tree = self._of(params, state, "params")
+        tree = Tree.of_state(params, "params", state.names)
         return tree.whole(self.loop.shared(tree.leaves, state))
 
     def state_dict(self, params: PyTree, state: OptimizerState) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class PytreeOuterLoop:
         state : OptimizerState
             The state to save.
         """
-        return self.loop.state_dict(self._of(params, state, "params").leaves, state)
+        return self.loop.state_dict(Tree.of_state(params, "params", state.names).leaves, state)
 
     def load_state_dict(
         self,
@@ -145,10 +145,3 @@ class PytreeOuterLoop:
         tree = Tree.of(params, "params")
         leaves, state = self.loop.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict)
         return tree.whole(leaves), state
-
-    def _of(self, tree: PyTree, state: OptimizerState, argument: str) -> Tree:
-        """Take apart a pytree that has the structure of the parameters."""
-        taken = Tree.of(tree, argument)
-        if taken.names != state.names:
-            raise ValueError(f"{argument} has arrays at {taken.names}; state is of {state.names}")
-        return taken

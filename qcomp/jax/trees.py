@@ -17,7 +17,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.qsvrg import QSVRG
 from qcomp.core.state import OptimizerState
 
-__all__ = ["PytreeMean", "PytreeOptimizer", "Tree", "names_of"]
+__all__ = ["PytreeMean", "PytreeMeanState", "PytreeOptimizer", "Tree", "names_of"]
 
 PyTree = Any
 Array = Any
@@ -58,6 +58,28 @@ class Tree(NamedTuple):
                 f"{argument} has several arrays with the path {doubled[0]!r}; expected one of each"
             )
         return cls(names, [leaf for _, leaf in paths], structure)
+
+    @classmethod
+    def of_state(cls, tree: PyTree, argument: str, names: tuple[str, ...]) -> Tree:
+        """Take a pytree apart whose arrays have the paths in a state.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+        argument : str
+            Its name in errors.
+        names : tuple of str
+            The paths in the state.
+
+        Raises
+        ------
+        ValueError
+            If an array has another path.
+        """
+        taken = cls.of(tree, argument)
+        if taken.names != names:
+            raise ValueError(f"{argument} has arrays at {taken.names}; state is of {names}")
+        return taken
 
     def like(self, tree: PyTree, argument: str) -> list[Array]:
         """Return the arrays of another pytree of the same structure.
@@ -191,14 +213,12 @@ class PytreeOptimizer:
         NonFiniteError
             As for `Optimizer.step`.
         """
-        tree = Tree.of(params, "params")
+        tree = Tree.of_state(params, "params", state.names)
         if any(map(is_traced, (*tree.leaves, *jax.tree.leaves(grads)))):
             raise TypeError(
                 "params or grads are traced by jax.jit; expected arrays with values, since a step over a communicator "
                 "checks them and moves bytes: call step outside of jax.jit, or use qcomp.jax.optax inside"
             )
-        if state.names != tree.names:
-            raise ValueError(f"params has arrays at {tree.names}; state is of {state.names}")
         leaves, new_state = self.optimizer.step(
             tree.leaves, tree.like(grads, "grads"), state, comm, donate=donate
         )
@@ -237,6 +257,14 @@ class PytreeOptimizer:
         return self.optimizer.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict)
 
 
+class PytreeMeanState(NamedTuple):
+    """What a `PytreeMean` keeps between two calls. It is a pytree whose leaves are the arrays of ``mean``."""
+
+    names: tuple[str, ...]
+    """The path of each array that is averaged."""
+    mean: MeanState
+
+
 @dataclass(frozen=True)
 class PytreeMean:
     """A compressed mean of pytrees, over a communicator.
@@ -260,7 +288,7 @@ class PytreeMean:
 
     mean: CompressedMean
 
-    def init(self, tree: PyTree, comm: Transport) -> MeanState:
+    def init(self, tree: PyTree, comm: Transport) -> PytreeMeanState:
         """Return a state with residuals of zero; see `CompressedMean.init`.
 
         Parameters
@@ -270,31 +298,38 @@ class PytreeMean:
         comm : Communicator
             The ranks.
         """
-        return self.mean.init(Tree.of(tree, "tree").leaves, comm)
+        taken = Tree.of(tree, "tree")
+        return PytreeMeanState(taken.names, self.mean.init(taken.leaves, comm))
 
     def __call__(
-        self, tree: PyTree, state: MeanState, comm: Transport, *, key: Key | None = None
-    ) -> tuple[PyTree, MeanState]:
+        self, tree: PyTree, state: PytreeMeanState, comm: Transport, *, key: Key | None = None
+    ) -> tuple[PyTree, PytreeMeanState]:
         """Average a pytree over the ranks; see `CompressedMean.stages`.
 
         Parameters
         ----------
         tree : pytree of arrays
             This rank's values.
-        state : MeanState
+        state : PytreeMeanState
             From `init` or from the last call.
         comm : Communicator
             The ranks.
         key : Key, optional
             Required by compressors that draw.
+
+        Raises
+        ------
+        ValueError
+            If the arrays have other paths than those that `init` saw.
         """
-        taken = Tree.of(tree, "tree")
-        leaves, new_state = self.mean(taken.leaves, state, comm, key=key)
-        return taken.whole(leaves), new_state
+        taken = Tree.of_state(tree, "tree", state.names)
+        leaves, mean = self.mean(taken.leaves, state.mean, comm, key=key)
+        return taken.whole(leaves), PytreeMeanState(taken.names, mean)
 
 
 _ARRAYS_OF_OPTIMIZER = ("momentum", "variance", "exchange", "arrays")
 _ARRAYS_OF_MEAN = ("worker", "server")
+_ARRAYS_OF_TREE = ("mean",)
 
 
 def _register(kind: Any, arrays: tuple[str, ...]) -> None:
@@ -321,3 +356,4 @@ def _hashable(value: Any) -> Any:
 
 _register(MeanState, _ARRAYS_OF_MEAN)
 _register(OptimizerState, _ARRAYS_OF_OPTIMIZER)
+_register(PytreeMeanState, _ARRAYS_OF_TREE)

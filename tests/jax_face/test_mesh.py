@@ -125,3 +125,30 @@ def test_a_freeze_that_is_not_a_step_is_refused(freeze):
 
     with pytest.raises(ValueError, match=f"freeze is {freeze!r}; expected the number of exact steps"):
         qcomp.jax.optax.onebit_adam(1e-3, freeze, "data")
+
+
+class TestInjectedSettings:
+    """`optax.inject_hyperparams` makes arrays of numbers, and calls all that can be called with the step."""
+
+    STATIC = ("freeze", "axis_name", "b1", "b2", "eps", "weight_decay", "variance_floor", "exact", "seed")
+
+    def injected(self, static_args, **settings):
+        import optax
+
+        import qcomp.jax.optax
+
+        make = optax.inject_hyperparams(qcomp.jax.optax.onebit_adam, static_args=static_args)
+        return make(0.1, freeze=2, axis_name="data", **settings).init({"w": 0.0})
+
+    @pytest.mark.parametrize("name", ["freeze", "b1", "b2", "eps", "weight_decay", "variance_floor"])
+    def test_a_number_that_must_be_static(self, name):
+        others = [static for static in self.STATIC if static != name]
+        with pytest.raises(TypeError, match=rf"{name} is Array\(.* Inject the learning rate alone: .*lambda"):
+            self.injected(others)
+
+    @pytest.mark.parametrize(
+        "policy", [{}, {"exact": None, "compressors": qcomp.ByName({"*": qcomp.ScaledSign()})}]
+    )
+    def test_a_policy_that_must_be_static(self, policy):
+        with pytest.raises(TypeError, match=r"tensors is .* Inject the learning rate alone: .*lambda"):
+            self.injected((), **policy)

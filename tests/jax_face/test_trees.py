@@ -89,6 +89,16 @@ def test_a_state_is_a_pytree_of_its_arrays():
     assert bits(doubled.momentum) == bits([2 * m for m in state.momentum])
 
 
+def test_the_state_of_a_mean_is_a_pytree_of_its_arrays():
+    allreduce, comm = qcomp.jax.PytreeMean(qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=8))), ALONE()
+    tree = params_of()
+    state = jax.tree.map(np.asarray, allreduce.init(tree, comm))
+    assert state.names == qcomp.jax.names_of(tree)
+    assert bits(state) == bits([*state.mean.worker, *state.mean.server])
+    _, state = allreduce(tree, state, comm)
+    assert jax.tree.structure(state) == jax.tree.structure(allreduce.init(tree, comm))
+
+
 def test_training_resumes_from_a_saved_state():
     opt, comm = qcomp.jax.PytreeOptimizer(OPT), ALONE()
     params = params_of()
@@ -116,6 +126,15 @@ class TestErrors:
     def test_a_state_of_other_parameters(self):
         with pytest.raises(ValueError, match=r"params has arrays at .*; state is of"):
             self.step({"w": jnp.ones(8)}, {"w": jnp.ones(8)})
+
+    def test_a_mean_of_a_tree_with_other_names(self):
+        """The residuals of each array would be added to another one."""
+        allreduce, comm = qcomp.jax.PytreeMean(qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=8))), ALONE()
+        one, other = {"a": np.ones(8, np.float32)}, {"b": np.ones(8, np.float32)}
+        _, state = allreduce(one, allreduce.init(one, comm), comm)
+        with pytest.raises(ValueError, match=r"tree has arrays at \('b',\); state is of \('a',\)"):
+            allreduce(other, state, comm)
+        allreduce(one, state, comm)
 
     @pytest.mark.parametrize("empty", [{}, [], None, {"a": []}])
     def test_a_tree_without_arrays(self, empty):

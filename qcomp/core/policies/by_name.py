@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from qcomp.core.compressor import Compressor
-from qcomp.core.policies.exact_below import Tensor
+from qcomp.core.policies.exact_below import Tensor, names_of
 from qcomp.core.policies.patterns import require_matches
 
 __all__ = ["ByName", "CompressorPolicy"]
@@ -55,7 +55,7 @@ class ByName:
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Compressor | None, ...]:
         """Return the compressor of each tensor, or None."""
         pairs = dict(self.choices).items()
-        require_matches("choices", [pattern for pattern, _ in pairs], [t.name for t in tensors])
+        require_matches("choices", [pattern for pattern, _ in pairs], names_of(tensors))
         chosen = []
         for tensor in tensors:
             matching = [compressor for pattern, compressor in pairs if fnmatchcase(tensor.name, pattern)]

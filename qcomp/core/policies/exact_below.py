@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from qcomp.core.policies.patterns import require_matches
 
-__all__ = ["ExactBelow", "ExactPolicy", "Tensor"]
+__all__ = ["ExactBelow", "ExactPolicy", "Tensor", "names_of"]
 
 
 class Tensor(NamedTuple):
@@ -30,6 +30,17 @@ class Tensor(NamedTuple):
 
 ExactPolicy = Callable[[Sequence[Tensor]], Sequence[bool]]
 """Returns for every tensor of a model whether it stays exact."""
+
+
+def names_of(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the names of the tensors that a policy is given; raise TypeError for anything else, such as a step."""
+    if not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"tensors is {tensors!r}; expected a sequence of qcomp.Tensor: a policy is no schedule of steps, for which "
+            "optax.inject_hyperparams takes all that can be called. Inject the learning rate alone: "
+            "optax.inject_hyperparams(lambda learning_rate: ...)(learning_rate)"
+        )
+    return [t.name for t in tensors]
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class ExactBelow:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
         """Return whether each tensor stays exact."""
-        require_matches("names", self.names, [t.name for t in tensors])
+        require_matches("names", self.names, names_of(tensors))
         several = len(tensors) > 1
         return tuple(
             t.size < self.size

@@ -80,6 +80,16 @@ class TestInOptax:
             assert all(other.tobytes() == first.tobytes() for other in others)
 
     @pytest.mark.slow
+    def test_an_injected_learning_rate(self):
+        def of_rate(learning_rate):
+            return qcomp.jax.optax.onebit_adam(learning_rate, 3, "data", exact=None)
+
+        expected, _, _ = self.trained(of_rate(0.25), steps=6)
+        params, state, _ = self.trained(optax.inject_hyperparams(of_rate)(learning_rate=0.25), steps=6)
+        assert float(state.hyperparams["learning_rate"]) == 0.25
+        assert bits(params) == bits(expected)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["compressed", "onebit_adam"])
     def test_the_types_of_shard_map_hold(self, kind):
         """With check_vma, JAX itself proves that parameters stay the same on all devices."""
