@@ -310,10 +310,8 @@ class MeshMean:
 
     def _number_of_axis(self) -> int:
         """Return the number of the axis in its mesh: means over two axes, one of the other's results, draw apart."""
-        axes = jax.sharding.get_abstract_mesh().axis_names
-        return (
-            axes.index(self.axis_name) if self.axis_name in axes else 0
-        )  # an axis of jax.vmap is in no mesh
+        axes = jax.sharding.get_abstract_mesh().axis_names  # without those of jax.vmap
+        return axes.index(self.axis_name) if self.axis_name in axes else 0
 
     def _state(self, names: tuple[str, ...], tensors: Sequence[Array], size: int) -> OptimizerState:
         """Return what the policies have chosen for these tensors, without any array."""
