@@ -112,6 +112,11 @@ class Job:
         optimizer, ranks = self.case.optimizer, zip(self.params, grads, self.states, strict=True)
         return [optimizer.stages(p, g, s, donate=donate) for p, g, s in ranks]
 
+    def exchanges(self, grads: Sequence[Any]) -> bool:
+        """Return whether the ranks exchange anything in a step with these gradients."""
+        first, *_ = self.stages(grads)
+        return next(first, None) is not None
+
     def take(self, stages: Sequence[Any]) -> None:
         """Run a step in stages, and keep its results."""
         results = lockstep(stages)

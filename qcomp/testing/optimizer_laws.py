@@ -207,7 +207,7 @@ def refusals_are_shared(case: OptimizerCase) -> None:
         stage, step = job.states[0].stage, job.states[0].step
         after = case.whole_run[step + 1].states[0].stage
         alone = case.optimizer.apart(stage) or case.optimizer.apart(after)
-        if alone or not _exchanges(job, step):
+        if alone or not job.exchanges(job.grads(step)):
             continue  # no rank can tell the others
         before = job.held()
         for tensor, bad in ((0, np.nan), (1, np.inf), (2, -np.inf)):
@@ -228,12 +228,6 @@ def refusals_are_shared(case: OptimizerCase) -> None:
             assert counts == [1, 1], f"{where}, with nonfinite='skip': states count {counts} skipped steps"
             unmoved = Job(case, skipped.params, [s._replace(skipped=0) for s in skipped.states])
             require_same(unmoved, job, f"{where}, with nonfinite='skip'")
-
-
-def _exchanges(job: Job, step: int) -> bool:
-    """Return whether the ranks exchange anything in a step."""
-    first, *_ = job.stages(job.grads(step))
-    return next(first, None) is not None
 
 
 def starts_alike(case: OptimizerCase) -> None:
