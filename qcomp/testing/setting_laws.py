@@ -1,6 +1,5 @@
 """The laws of an optimizer's settings, each a function that raises AssertionError if a case breaks it."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -61,16 +60,15 @@ def rates_scale_the_step(case: OptimizerCase) -> None:
 
 def schedules_count_completed_steps(case: OptimizerCase) -> None:
     """With a schedule that is 0 until step k, nothing moves before step k, and step k moves what it always moves."""
-    rate: Any = case.optimizer.learning_rate
-    highest = max(map(rate, range(STEPS))) if callable(rate) else rate
+    steady = _steady(case)
+    rate: Any = steady.optimizer.learning_rate
     for k in (0, 1, 5):
-        job = OptimizerCase(replace(case.optimizer, learning_rate=partial(_from, k, highest)), case.xp).start(
-            2
-        )
+        late = partial(_from, k, rate)
+        job = OptimizerCase(replace(steady.optimizer, learning_rate=late), case.xp).start(2)
         for step in range(k + 1):
             before = _params(job)
             job.step(step)
-            moves = step == k and _params(case.whole_run[k]) != _params(case.whole_run[k + 1])
+            moves = step == k and _params(steady.whole_run[k]) != _params(steady.whole_run[k + 1])
             assert (_params(job) != before) == moves, (
                 f"with a schedule that is 0 until step {k}, step {step} {'moves no' if moves else 'moves'} parameters"
             )
@@ -78,13 +76,13 @@ def schedules_count_completed_steps(case: OptimizerCase) -> None:
 
 def groups_select_by_name(case: OptimizerCase) -> None:
     """Rates and decays of groups have the effects of the optimizer's own; a factor of 0 keeps tensors unchanged."""
+    case = _steady(case)
     rate: Any = case.optimizer.learning_rate
-    half = partial(_half, rate) if callable(rate) else rate / 2
     others = tuple(name for name in NAMES if not name.startswith("layer."))
     pairs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "learning_rate_factor": (
             {"groups": (Group("layer.*", 0.5),)},
-            {"groups": (Group(others, 2.0),), "learning_rate": half},
+            {"groups": (Group(others, 2.0),), "learning_rate": rate / 2},
         ),
         "weight_decay": (
             {"groups": (Group("layer.*", weight_decay=0.25),), "weight_decay": 0.5},
@@ -113,6 +111,7 @@ def groups_select_by_name(case: OptimizerCase) -> None:
 
 def weight_decay_shrinks(case: OptimizerCase) -> None:
     """Weight decay makes positive parameters smaller than without it; not single ones, of which LAMB sees the signs."""
+    case = _steady(case)
     plain, decayed = case.having(weight_decay=0.0), case.having(weight_decay=0.5)
     if plain is None or decayed is None:
         return
@@ -129,8 +128,8 @@ def weight_decay_shrinks(case: OptimizerCase) -> None:
 def clipping_scales_gradients(case: OptimizerCase) -> None:
     """Clipping to half the global norm halves all gradients, and clipping to twice the norm changes nothing."""
     plain, drawn = case.having(clip_norm=None), [_of_known_norm(rank) for rank in range(2)]
-    for factor in (0.5, 1.0):
-        clipped = case.having(clip_norm=_NORM / 2 if factor < 1 else 2 * _NORM)
+    for clip_norm, factor in ((_NORM / 2, 0.5), (2 * _NORM, 1.0)):
+        clipped = case.having(clip_norm=clip_norm)
         if plain is None or clipped is None:
             return
         jobs = clipped.start(2), plain.start(2)
@@ -139,13 +138,11 @@ def clipping_scales_gradients(case: OptimizerCase) -> None:
                 break  # a step that sends nothing: each rank clips by its own norm
             for job, scale in zip(jobs, (1.0, factor), strict=True):
                 job.take(job.stages([case.arrays([g * np.float32(scale) for g in grads]) for grads in drawn]))
-            for rank, (one, other) in enumerate(zip(*(job.held() for job in jobs), strict=True)):
-                key = difference(
-                    *({k: v for k, v in held.items() if k not in (DIGESTS, MAKER)} for held in (one, other))
-                )
+            for rank, held in enumerate(zip(*(job.held() for job in jobs), strict=True)):
+                key = difference(*({k: v for k, v in h.items() if k not in (DIGESTS, MAKER)} for h in held))
                 assert key is None, (
-                    f"clip_norm={clipped.optimizer.clip_norm} with gradients of norm {_NORM} should scale them by "
-                    f"{factor}: after {step + 1} steps, {key!r} of rank {rank} differs"
+                    f"clip_norm={clip_norm} with gradients of norm {_NORM} should scale them by {factor}: after "
+                    f"{step + 1} steps, {key!r} of rank {rank} differs"
                 )
 
 
@@ -230,8 +227,11 @@ def _from(k: int, rate: float, step: int) -> float:
     return rate if step >= k else 0.0
 
 
-def _half(rate: Callable[[int], float], step: int) -> float:
-    return rate(step) / 2
+def _steady(case: OptimizerCase) -> OptimizerCase:
+    """Return the case with the largest rate of its schedule in every step, and without groups."""
+    rate: Any = case.optimizer.learning_rate
+    largest = max(map(rate, range(STEPS))) if callable(rate) else rate
+    return OptimizerCase(replace(case.optimizer, learning_rate=largest, groups=()), case.xp)
 
 
 def _without_loss(case: OptimizerCase) -> OptimizerCase | None:
@@ -240,7 +240,8 @@ def _without_loss(case: OptimizerCase) -> OptimizerCase | None:
     lossless: dict[str, Any] = {
         n: Identity() for n, value in settings.items() if isinstance(value, Compressor)
     }
-    lossless |= {name: None for name in ("compressors",) if name in settings}
+    if "compressors" in settings:
+        lossless["compressors"] = None
     return case.having(**lossless) if lossless or all(case.start(1).states[0].exact) else None
 
 

@@ -59,10 +59,9 @@ class OuterLoop:
     ------
     ValueError
         If a parameter has no values yet; if an optimizer has parameters that ``model`` does not have, or has a loop
-        already; or on every rank, if the
-        model or an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves
-        anything, if an optimizer has received other parameters since, or a parameter requires a gradient now that did
-        not then.
+        already; or on every rank, if the model or an optimizer of qcomp averages over all these ranks in every step. A
+        step raises it, before it moves anything, if an optimizer has received other parameters since, or a parameter
+        requires a gradient now that did not then.
     MismatchError
         On every rank, if the ranks differ in settings or parameters.
 

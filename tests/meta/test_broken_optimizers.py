@@ -250,6 +250,26 @@ def test_the_base_of_the_broken_optimizers_passes():
     check_optimizer(Whole())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rates_scale_the_step",
+        "schedules_count_completed_steps",
+        "groups_select_by_name",
+        "weight_decay_shrinks",
+        "clipping_scales_gradients",
+        "equal_ranks_move_as_one",
+    ],
+)
+def test_the_laws_hold_for_a_rate_that_rises_from_zero(name):
+    whole = Whole(
+        learning_rate=lambda step: 0.02 * min(step, 5),
+        groups=[qcomp.Group("layer.*", 0.5, weight_decay=0.1)],
+        clip_norm=3.0,
+    )
+    optimizer_contract(whole).require(only=name)
+
+
 def test_an_optimizer_that_only_warms_up_gets_a_hint():
     contract = optimizer_contract(qcomp.OneBitAdam(learning_rate=0.1))
     with pytest.raises(
