@@ -136,7 +136,7 @@ class ClipsEachRankByItsOwnNorm(Whole):
 
 class ClipsTheSumOfRanks(Whole):
     def clip_scale(self, grads, state):
-        return (yield from clip_scale(self.clip_norm, grads, 1))
+        return (yield from clip_scale(self.clip_norm / math.sqrt(state.size), grads, state.size))
 
 
 class ScalesUpToo(Whole):
@@ -154,10 +154,10 @@ class FollowsRankZero(Whole):
         return super().prepare(grads, state, scale=0.0 if state.rank else scale * state.size)
 
 
-class KeepsGradients(Whole):
+class KeepsGradientsIfAlone(Whole):
     def stages(self, params, grads, state, *, donate=False):
         new, after = yield from super().stages(params, grads, state, donate=donate)
-        return new, after._replace(momentum=tuple(grads))
+        return new, after._replace(momentum=tuple(grads)) if state.size == 1 else after
 
 
 class SameDrawsInEveryStep(Whole):
@@ -231,7 +231,7 @@ BROKEN = {
     ClipsEachRankByItsOwnNorm: "clipping_scales_gradients",
     ClipsTheSumOfRanks: "clipping_scales_gradients",
     ScalesUpToo: "clipping_scales_gradients",
-    KeepsGradients: "keeps_no_gradients",
+    KeepsGradientsIfAlone: "keeps_no_gradients",
     FollowsRankZero: "gradients_are_averaged",
     AddsUpRanks: "equal_ranks_move_as_one",
     SameDrawsInEveryStep: "draws_have_keys_of_their_own",
