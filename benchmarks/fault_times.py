@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=list(LATEST), default=list(LATEST))
     parser.add_argument("--page", action="store_true", help="only write the tables, from the file")
     options = parser.parse_args()
+    if options.cases < 1:
+        parser.error(f"--cases is {options.cases}; expected at least 1, or --page to write only the tables")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "faults.jsonl"
     if not options.page:

@@ -150,6 +150,8 @@ def check(options: argparse.Namespace) -> bool:
             which = {"task": task, "ranks": 2, "method": method, "link": CHECK_LINK}
             if plan.of(plan.read(options.out / "checks.jsonl"), **which) or method not in options.methods:
                 continue
+            if time.monotonic() > options.until:
+                return failed
             steps = str(options.steps or CHECK_STEPS)
             program = ["--task", task, "--methods", method, "--rate", str(CHECK_RATE), "--steps", steps]
             failed |= run(options, "checks", 2, [*program, "--link", CHECK_LINK], link=CHECK_LINK)

@@ -189,6 +189,13 @@ class TestProgram:
         self.run(run_program, monkeypatch, "--hours", "0")
         assert not launched
 
+    def test_no_measurement_begins_after_the_last_hour(self, run_program, monkeypatch):
+        started = []
+        monkeypatch.setattr(loss_race, "launch", lambda *given, **_: started.append(given))
+        monkeypatch.setattr(loss_race, "require_rights", lambda: None)
+        run_program(loss_race, "--parts", "seconds", "checks", "--tasks", "demo", "--hours", "0")
+        assert not started
+
 
 class TestStandings:
     @pytest.fixture
