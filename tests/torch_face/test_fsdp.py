@@ -66,6 +66,12 @@ def close(xs, ys, **tolerance):
     for key in xs:
         torch.testing.assert_close(xs[key], ys[key], **tolerance, msg=lambda text: f"{key}: {text}")
 
+def require_equal_replicas(model, mesh):
+    for key, p in model.named_parameters():
+        both = [torch.empty_like(p.to_local()) for _ in range(2)]
+        dist.all_gather(both, p.to_local().detach(), group=mesh["replicas"].get_group())
+        assert torch.equal(both[0], both[1]), key
+
 def refusal(do):
     try:
         do()
@@ -335,10 +341,7 @@ for step in range(4):
     backward(model, step)
     optimizer.step()
     optimizer.zero_grad()
-for key, p in model.named_parameters():
-    both = [torch.empty_like(p.to_local()) for _ in range(2)]
-    dist.all_gather(both, p.to_local().detach(), group=mesh["replicas"].get_group())
-    assert torch.equal(both[0], both[1]), key
+require_equal_replicas(model, mesh)
 assert compression.bytes_sent
 """,
     )
@@ -399,10 +402,7 @@ for first in (PARTLY, WHOLLY):
         backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
-    for key, p in model.named_parameters():
-        both = [torch.empty_like(p.to_local()) for _ in range(2)]
-        dist.all_gather(both, p.to_local().detach(), group=mesh["replicas"].get_group())
-        assert torch.equal(both[0], both[1]), key
+    require_equal_replicas(model, mesh)
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     saved = compression.state_dict()
     backward(model, 2)
