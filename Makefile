@@ -13,17 +13,18 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-# Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
 # Hundreds of ranks and workers start from the same bytecode, which is kept even if the environment says otherwise.
-QUICK = MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --max-memory 2048 \
-	-m "not gpu and not nvrtc and not peers and not slow"
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
+HERE = not gpu and not nvrtc and not peers
+# Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
+QUICK = MALLOC_ARENA_MAX=2 $(PYTEST) --max-memory 2048 -m "$(HERE) and not slow"
 
 test: $(INSTALLED)  ## Run the fast tests that need no GPU: those of kernels, then all others.
 	$(QUICK) tests/backends
 	$(QUICK) --ignore tests/backends
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nvrtc and not peers"
+	$(PYTEST) -m "$(HERE)"
 
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device; they are skipped without one.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,13 +240,13 @@ def start(face: str, ranks: int, out: Path) -> None:
     subprocess.run([*launchers[face], *script], env=os.environ | environment, check=True, timeout=500)
 
 
-def measure(ranks: int, faces: Sequence[str] = FACES) -> dict[str, Any]:
-    """Return how these faces compare with the core, for one number of ranks."""
+def measure(ranks: int) -> dict[str, Any]:
+    """Return how the faces compare with the core, for one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        for face in faces:
+        for face in FACES:
             start(face, ranks, out)
-        runs = {face: [dict(np.load(out / f"{face}-{rank}.npz")) for rank in range(ranks)] for face in faces}
+        runs = {face: [dict(np.load(out / f"{face}-{rank}.npz")) for rank in range(ranks)] for face in FACES}
     messages = sum(len(sent_in(of_rank)) for of_rank in runs["core"])
     return {
         "ranks": ranks,

@@ -68,13 +68,15 @@ def test_a_fault_may_hit_a_replica_before_it_writes_anything():
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")
-def test_replicas_come_and_go_for_three_minutes(run_program, tmp_path):
+def test_replicas_come_and_go_for_a_minute(run_program, tmp_path):
     (tmp_path / "README.md").write_text(PAGE.read_text())
-    folder = run_program(churn, "--seconds", "180", "--calm", "3", "--faces", "qcomp")
+    folder = run_program(
+        churn, "--peers", "4", "--seconds", "60", "--calm", "3", "--every", "3", "--faces", "qcomp"
+    )
     found = json.loads((folder / "churn.json").read_text())["results"]["qcomp"]
     assert (found["mismatches"], found["ended"]) == (0, 0)
-    assert found["kill"] + found["stop"] + found["join"] > 30
-    assert found["committed"] > 500
+    assert found["kill"] + found["stop"] + found["join"] > 15
+    assert found["committed"] > 150
 
 
 @pytest.mark.slow

@@ -25,12 +25,6 @@ def assert_the_same(result):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_numpy_and_the_mesh():
-    assert_the_same(faces.measure(2, ("core", "mesh")))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_faces(ranks):

@@ -29,6 +29,13 @@ BESIDE = 24
 pytestmark = pytest.mark.timeout(400)  # kernels may have to be compiled first
 
 
+@pytest.fixture(autouse=True)
+def kernels():
+    """As the program runs for its users: the pure version of the coders takes ten times as long."""
+    with qcomp.backends.use("numba"):
+        yield
+
+
 def signed_levels(x, norm, levels):
     c = gradients.compressor(norm, levels, "range")
     return gradients.levels_of(x, c, c.compress(x, key=gradients.KEY))

@@ -1,6 +1,10 @@
-"""The compressors and configurations for which tests check the whole contract."""
+"""The compressors and configurations for which tests check the whole contract, and a shorter check."""
+
+from dataclasses import replace
 
 import qcomp
+from qcomp.testing.case import Case
+from qcomp.testing.contract import compressor_contract
 
 COMPRESSORS = [
     qcomp.ScaledSign(),
@@ -31,3 +35,9 @@ COMPRESSORS = [
     qcomp.WholeFields(qcomp.QSGD(levels=3, bucket_size=64), field=25),
     qcomp.WholeFields(qcomp.TopK(k=5, bucket_size=64), field=9),
 ]
+
+
+def check_but_averages(compressor, xp):
+    """Check the laws on a library other than NumPy; those of averages run on NumPy for every library."""
+    contract = compressor_contract(Case(compressor, xp), 5)
+    replace(contract, groups=contract.groups[:-1]).require()

@@ -18,6 +18,7 @@ from qcomp.testing import ContractError, check_compressor, read_only_numpy
 from qcomp.testing.case import Case
 from qcomp.testing.contract import compressor_contract
 from qcomp.testing.laws import LAWS, VECTOR_LAWS
+from tests.contract.compressors import check_but_averages
 
 from . import mutants, strangers
 
@@ -446,4 +447,4 @@ def test_correct_compressors_of_other_designs_pass(compressor):
 @pytest.mark.parametrize("xp", [read_only_numpy, torch], ids=lambda xp: xp.__name__)
 @pytest.mark.parametrize("compressor", strangers.STRANGERS, ids=lambda c: c.name)
 def test_correct_compressors_of_other_designs_pass_in_other_libraries(compressor, xp):
-    check_compressor(compressor, xp, max_examples=5)
+    check_but_averages(compressor, xp)

@@ -132,7 +132,7 @@ def require_alike(name: str, found: dict[int, Diary]) -> None:
         pytest.param("warm-up", False, 5, id="warm-up, some"),
         *(
             pytest.param(
-                name, follows, 1, id=f"{name}, {'followed' if follows else 'fewer'}", marks=pytest.mark.slow
+                name, follows, 2, id=f"{name}, {'followed' if follows else 'fewer'}", marks=pytest.mark.slow
             )
             for name in LOOPS
             for follows in (False, True)
@@ -163,8 +163,8 @@ def test_a_replica_dies_in_any_exchange(name, follows, stride):
             cases += 1
         if exchange >= whole[0].begun:
             assert ends[0] == ends[1] == ends[2]
-    if stride == 1:
-        assert cases > 60
+    if stride == 2:
+        assert cases > 30
         assert gone_back
 
 
