@@ -37,7 +37,7 @@ def is_picture(path):
 @pytest.mark.slow
 def test_kernels(run_program, tmp_path):
     (tmp_path / "README.md").write_text(PAGE.read_text())
-    folder = run_program(kernels, "--rounds", "1", "--largest", "10")
+    folder = run_program(kernels, "--rounds", "2", "--largest", "10")
     document = json.loads((folder / "kernels.json").read_text())
     assert set(document) == {"machine", "rounds", "results", "comparisons", "threads"}
     timed = {(r["subject"], r["what"], r["kernels"], r["arrays"]) for r in document["results"]}
@@ -173,7 +173,7 @@ def test_gpu_without_a_device_is_status_2(run_program, capsys, tmp_path):
 @pytest.mark.slow
 def test_torch_optimizer(run_program, tmp_path):
     (tmp_path / "README.md").write_text(PAGE.read_text())
-    folder = run_program(torch_optimizers, "--rounds", "1", "--models", "a small CNN")
+    folder = run_program(torch_optimizers, "--rounds", "2", "--models", "a small CNN")
     document = json.loads((folder / "torch_optimizer.json").read_text())
     assert set(document) == {"machine", "rounds", "results"}
     timed = {(row["ranks"], row["by"]) for row in document["results"]}
