@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from qcomp.comm.base import Communicator
+from qcomp.comm.broadcasting import broadcast
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core.checkpoint.format import read_scalars
+from qcomp.core.checkpoint.format import read_scalars, some
+from qcomp.core.checkpoint.gathering import gather_dicts
 from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import Stages, drive
@@ -26,9 +28,13 @@ from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.products import plain_products
-from qcomp.torch.saved import flattened, nested
+from qcomp.torch.saved import OfRank, flattened, nested, of_rank, rank_of
 
 __all__ = ["AveragingOptimizer", "communicator"]
+
+
+_PARAMETER = "parameter."
+"""Prefix of the names of a rank's own parameters, beside the entries of its state."""
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -71,6 +77,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._model = model
         self._overlapped: LiveOverlapped | None = None
         self._state: OptimizerState | None = None
+        self._gathered: dict[str, Any] = {}
         super().__init__(params, defaults)
         if model is None:
             self._comm = comm or communicator()
@@ -111,7 +118,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def attach(self, model: Any) -> None:
         """Take part in the backward passes of a wrapped model from now on, as ``model=`` does.
 
-        For frameworks that make the optimizer before they wrap the model. Collective, before the first step.
+        For frameworks that make the optimizer, and perhaps load its state, before they hand over the wrapped model. The
+        optimizer goes on from its state. Collective, before the first step or between two steps.
 
         Parameters
         ----------
@@ -121,23 +129,48 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Raises
         ------
         RuntimeError
-            After the first step, or if there is a model already.
+            If there is a model already.
         TypeError, ValueError
-            If ``model`` is not wrapped, or averages other parameters.
+            If ``model`` is not wrapped, or averages other parameters; or, on some rank, if it averages over other ranks
+            than the optimizer has made steps with.
+        MismatchError
+            On the other ranks then.
         """
-        if self._model is not None or self.core_state.step:
+        if self._model is not None:
             raise RuntimeError(
-                f"attach was called after {self.core_state.step} steps"
-                f"{' and another model' if self._model is not None else ''}; expected once, before the first step"
+                "attach was called on an optimizer that has a model already; expected once, and not after model="
             )
-        before = dict(vars(self))
+        names_of(self.param_groups, model)  # raises before anything is exchanged
+        saved = self.state_dict() if self.core_state.step else None
+        if saved is not None:
+            agree(self._comm, self._other_place(model), what="attach a model", like=self._tensors[0])
+        before, state = dict(vars(self)), self.core_state
+        apart = self._settings.optimizer(self.param_groups, state.step).apart(state.stage)
+        own = [p.clone() for p in self._values()] if apart else self._values()
         self._model = model
         try:
+            if apart:  # a start compares the parameters of all ranks; loading puts each rank's own back
+                self._adopt(broadcast(self._values(), self._comm), state)
             self._begin()
             self._overlap(None)
+            if saved is not None:
+                self.load_state_dict(saved)
         except Exception:
             vars(self).update(before)
+            self._adopt(own, state)
             raise
+
+    def _other_place(self, model: Any) -> Exception | None:
+        """Return an error if this rank has another number among those of a model than among its own."""
+        group = model.process_group
+        here, there = (self._comm.rank, self._comm.size), (group.rank(), group.size())
+        if here == there:
+            return None
+        return ValueError(
+            f"model averages over {there[1]} ranks, of which this is rank {there[0]}; this optimizer has made "
+            f"{self.core_state.step} steps as rank {here[0]} of {here[1]}. Expected the same ranks: attach before the "
+            "first step, or load the states of all ranks after attach"
+        )
 
     def _overlap(self, comm: Any) -> None:
         """Let the model's backward passes start the exchange."""
@@ -274,11 +307,35 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """Switch to another communicator, whose ranks may not know the rate of an earlier step."""
         self._comm, self._settings = comm, self._settings.anew()
 
+    def gather_states(self) -> None:
+        """Give rank 0 what belongs to each rank, so that its `state_dict` is that of all ranks until the next step.
+
+        For frameworks in which one rank saves for all, such as Accelerate, Lightning and the Trainer of Hugging Face.
+        Every rank loads that dict. Collective. Each rank sends its residuals to rank 0, which needs memory for those of
+        all ranks; with many ranks, let every rank save its own dict instead.
+        """
+        self._gathered = {}
+        saved = self.state_dict()["state"]
+        ((own, parameters, bucketed),) = [
+            value for entry in saved.values() for key, value in entry.items() if rank_of(key)
+        ]
+        whole = {**own, **{f"{_PARAMETER}{name}": p for name, p in parameters.items()}}
+        comm, like = self._comm, self._tensors[0].detach()
+        gathered = drive(gather_dicts(whole, rank=comm.rank, size=comm.size, like=like), comm)
+        for one in gathered:
+            found = {key: x.cpu() if hasattr(x, "cpu") else x for key, x in one.items()}
+            parameters = {key: found.pop(key) for key in list(found) if key.startswith(_PARAMETER)}
+            self._gathered[of_rank(found["rank"], found["size"])] = (
+                found,
+                {key.removeprefix(_PARAMETER): p for key, p in parameters.items()},
+                bucketed,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the parameters, and the groups; the first parameter's also has this rank's own entries.
 
-        Residuals differ between ranks, so every rank must save its own dict as a whole. torch.distributed.checkpoint
-        keeps the entries of each rank, and one copy of the entries that all ranks share.
+        Residuals differ between ranks, so every rank must save its own dict as a whole; or see `gather_states`.
+        torch.distributed.checkpoint keeps the entries of each rank, and one copy of the entries that all ranks share.
         """
         saved = super().state_dict()
         state, overlapped = self.core_state, self._overlapped
@@ -291,8 +348,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
             {n: (names[id(p)], self.state[p]) for n, p in enumerate(every) if id(p) in names},
             optimizer.state_dict(state),
             optimizer.own_kinds(state.stage),
-            self._values() if optimizer.apart(state.stage) else [],
+            dict(zip(self._names, self._values(), strict=True)) if optimizer.apart(state.stage) else {},
+            bucketed=overlapped is not None,
         )
+        saved["state"][min(saved["state"])] |= self._gathered
         groups = [
             {key: value for key, value in group.items() if key not in self.fixed}
             for group in saved["param_groups"]
@@ -323,7 +382,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's own are in its state, and
         are put back here. So load the model before.
         """
-        flat, parameters, groups, several = self._agree_on(state_dict)
+        states, parameters, groups = self._agree_on(state_dict)
         before = [dict(group) for group in self.param_groups]
         settings = self._settings.anew()
         last_rate: float | None = None
@@ -332,37 +391,38 @@ class AveragingOptimizer(torch.optim.Optimizer):
             try:
                 groups, last_rate = split_last_rate(groups)
                 super().load_state_dict({"state": {}, "param_groups": groups})
-                for group, fixed in zip(self.param_groups, self._fixed, strict=True):
-                    group.update(fixed)
+                for group, fixed, old in zip(self.param_groups, self._fixed, before, strict=True):
+                    group.pop("param_names", None)  # torch replaces the names by those of the saved state
+                    group.update(fixed | {key: old[key] for key in ("param_names",) if key in old})
                 optimizer = settings.optimizer(self.param_groups, 0)
             except Exception as error:  # of torch, or of the settings: perhaps of this rank alone
                 problem = ValueError(f"state_dict does not fit: {error}")
             agree(self._comm, problem, what="load its state", like=self._tensors[0])
             assert optimizer is not None
-            saved_states = flat if several else flat[0]
             if self._overlapped is not None:
-                self._overlapped.adopt(saved_states, optimizer)
+                self._overlapped.adopt(states, optimizer)
                 loaded = self._overlapped.state
             else:
-                loaded = optimizer.load_state_dict(saved_states, self._values(), self._comm, self._names)
+                loaded = optimizer.load_state_dict(states, self._values(), self._comm, self._names)
         except Exception:
             self.param_groups[:] = before
             self._take(self.core_state)
             raise
         self._settings = settings.anew(last_rate)
         self._take(loaded)
-        if not several and optimizer.apart(loaded.stage):
+        if parameters and optimizer.apart(loaded.stage) and self._is_own(states, loaded, optimizer):
             with torch.no_grad():
-                for p, own in zip(self._tensors, parameters, strict=False):
-                    p.copy_(own)
+                for name, p in zip(self._names, self._tensors, strict=True):
+                    p.copy_(parameters[name])
 
     def _agree_on(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[Any], Any, bool]:
-        """Return saved states in the form of the core, this rank's own parameters, the groups, and whether to regroup.
+    ) -> tuple[dict[str, Any] | list[dict[str, Any]], dict[str, Any], Any]:
+        """Return what the core loads, this rank's own parameters, and the groups.
 
-        If this rank has no groups, they are those of the first rank that has some. The states must be regrouped if any
-        rank has anything other than one state of a world of this size.
+        The core loads this rank's own state. If any rank has none, or a list, or one for other servers, all ranks pass
+        all states that they have, to be shared out. If this rank has no groups, they are those of the first rank that
+        has some.
 
         Raises
         ------
@@ -371,43 +431,74 @@ class AveragingOptimizer(torch.optim.Optimizer):
         MismatchError
             On the other ranks then.
         """
-        flat: list[dict[str, Any]] = []
-        parameters: list[Any] = []
+        found: list[OfRank] = []
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
-        groups, several, own, problem = None, False, "", None
+        groups, several, text, problem = None, True, "", None
+        own: OfRank | None = None
         known = dict(zip(map(id, self._tensors), self._names, strict=True))
         names = [known.get(id(p)) for group in self.param_groups for p in group["params"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         try:
             for one in saved:
-                found, parameters = flattened(one, names, sizes)
-                flat += found
+                found += flattened(one, names, sizes)
             groups = saved[0]["param_groups"] if saved else None
-            if parameters and len(parameters) != len(self._tensors):
-                raise ValueError(f"it has {len(parameters)} parameters; expected {len(self._tensors)}")
-            for number in range(len(parameters)):
-                found, expected = (
-                    read(parameters, number, NumericArray(), "it").shape,
-                    self._tensors[number].shape,
+            for each in found:
+                self._require_parameters(each.parameters)
+            scalars = [read_scalars(each.state) for each in found]
+            places = [(one["rank"], one["size"]) for one in scalars]
+            here = (self._comm.rank, self._comm.size)
+            own = found[places.index(here)] if here in places else None
+            if not isinstance(state_dict, Sequence):
+                several = own is None or own.bucketed != (self._overlapped is not None)
+            if (
+                own is None
+                and [size for _, size in places] == [here[1]]
+                and not isinstance(state_dict, Sequence)
+            ):
+                raise ValueError(
+                    f"the state belongs to rank {places[0][0]} of {here[1]}; this is rank {here[0]}: its residuals "
+                    "belong to that rank alone. Load what this rank has saved, or pass a list with the states of all "
+                    "ranks; where one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, "
+                    "call gather_states() before it saves"
                 )
-                if found != expected:
-                    raise ValueError(
-                        f"it has a parameter of shape {tuple(found)}; expected {tuple(expected)}"
-                    )
-            ranks = [read_scalars(one)["size"] for one in flat]
-            several = isinstance(state_dict, Sequence) or ranks != [self._comm.size]
-            own = json.dumps([groups, several], default=float)
+            text = json.dumps([groups, several], default=float)
         except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
         like = self._tensors[0]
         agree(self._comm, problem, what="load its state", like=like)
-        for found, other in map(json.loads, drive(gather_texts(own, self._comm.size, like), self._comm)):
-            groups, several = groups or found, several or other
+        told = drive(gather_texts(text, self._comm.size, like), self._comm)
+        for their_groups, others in map(json.loads, told):
+            groups, several = groups or their_groups, several or others
         if groups is None:
             raise ValueError(
                 "state_dict is an empty list on every rank; expected the states of all ranks that saved"
             )
-        return flat, parameters, groups, several
+        states = own.state if own is not None and not several else [one.state for one in found]
+        return states, own.parameters if own is not None else {}, groups
+
+    def _is_own(self, states: Any, loaded: OptimizerState, optimizer: Optimizer) -> bool:
+        """Return whether a rank continues with its own arrays, to which its parameters belong; else with means."""
+        if isinstance(states, Mapping):
+            return True
+        places = [(one["rank"], one["size"]) for one in map(read_scalars, states)]
+        own = states[places.index((loaded.rank, loaded.size))]
+        return all(
+            torch.equal(own[f"{kind}.{name}"].to(x.device), x)
+            for kind in optimizer.own_kinds(loaded.stage)
+            for name, x in zip(loaded.names, _kinds(loaded)[kind], strict=True)
+        )
+
+    def _require_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the parameters in a state are those of this optimizer, or none."""
+        if parameters and parameters.keys() != set(self._names):
+            raise ValueError(
+                f"it has {len(parameters)} parameters, {some(parameters)}; expected {some(self._names)}"
+            )
+        for name, p in zip(self._names, self._tensors, strict=True):
+            if parameters and (found := read(parameters, name, NumericArray(), "it").shape) != p.shape:
+                raise ValueError(
+                    f"it has the parameter {name!r} of shape {tuple(found)}; expected {tuple(p.shape)}"
+                )
 
     def _values(self) -> list[Any]:
         return [p.detach() for p in self._tensors]
@@ -451,10 +542,14 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     def _take(self, state: OptimizerState) -> None:
         """Make a state the current one, and show each parameter's part of it in torch's own ``state``."""
-        self._state = state
-        kinds = {"momentum": state.momentum, "variance": state.variance, **state.arrays}
+        self._state, self._gathered = state, {}
         for number, p in enumerate(self._tensors):
-            self.state[p] = {kind: arrays[number] for kind, arrays in kinds.items() if arrays}
+            self.state[p] = {kind: arrays[number] for kind, arrays in _kinds(state).items() if arrays}
+
+
+def _kinds(state: OptimizerState) -> dict[str, Any]:
+    """Return the arrays of a state that it has for each parameter, by kind."""
+    return {"momentum": state.momentum, "variance": state.variance, **state.arrays}
 
 
 def communicator() -> Communicator:

@@ -20,6 +20,7 @@ from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.parameters import unwrapped
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
 from qcomp.torch.parameters import require_values
 from qcomp.torch.products import plain_products
@@ -340,7 +341,8 @@ def _named(model: Any) -> list[tuple[str, Any]]:
     given: Iterable[Any] = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     numbered = enumerate(given)
     pairs = [entry if isinstance(entry, tuple) else (str(number), entry) for number, entry in numbered]
-    found = [(name, p) for name, p in pairs if p.requires_grad]
+    names = unwrapped([name for name, _ in pairs])
+    found = [(name, p) for name, (_, p) in zip(names, pairs, strict=True) if p.requires_grad]
     if not found:
         raise ValueError("model has no parameter that requires a gradient; expected at least one")
     return found
@@ -368,7 +370,8 @@ def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None
         if isinstance(one, AveragingOptimizer)
     ]
     first = trained.tensors[0]
-    if isinstance(model, DistributedDataParallel):
+    inside = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(inside, DistributedDataParallel):
         cure = "model.module, in steps without the wrapper,"
         drawn.append(("model", cure, _broadcast(first.device, model.process_group)))
     elif hasattr(first, "device_mesh"):

@@ -53,8 +53,10 @@ def _of_ranks(entries: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _ask(entries: dict[str, Any], path: str, keys: Any) -> None:
-    """Replace the key of this rank by keys of old ranks."""
-    (own,) = [key for key in entries if rank_of(key)]
+    """Replace the key of this rank by keys of old ranks; leave out what ``gather_states`` has added."""
+    own, *others = [key for key in entries if rank_of(key)]
+    for key in others:
+        del entries[key]
     (rank, size), prefix = rank_of(own) or (0, 1), f"{path}." if path else ""
     old = {found for key in keys if key.startswith(prefix) and (found := rank_of(key[len(prefix) :]))}
     if f"{prefix}{own}" in keys or not old:  # the default planner names what is missing

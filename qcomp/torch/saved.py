@@ -5,19 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
+from qcomp.core.checkpoint.format import renamed, some
 from qcomp.core.checkpoint.schema import Entries, Several, read, shown
+from qcomp.core.optimizers.makers import without_groups
+from qcomp.integrations.ddp.parameters import unwrapped
 
-__all__ = ["flattened", "nested", "of_rank", "rank_of"]
+__all__ = ["OfRank", "flattened", "nested", "of_rank", "rank_of"]
 
 _SHARED = "shared"
-"""The key of a parameter's entries that are equal on all ranks."""
+"""The key of a parameter's entries that are equal on all ranks, and of its name."""
 
 _OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
 
 _BEFORE = "averaging"
 """The key of everything that belonged to no parameter, in states of earlier releases."""
+
+
+class OfRank(NamedTuple):
+    """What a saved state has of one rank."""
+
+    state: dict[str, Any]
+    """The state of the core."""
+    parameters: dict[str, Any]
+    """The parameters by name, if they differed between the ranks."""
+    bucketed: bool
+    """Whether a model averaged bucket by bucket, so that ranks served other elements."""
 
 
 def of_rank(rank: int, size: int) -> str:
@@ -35,7 +49,9 @@ def nested(
     of_params: Mapping[int, tuple[str, Iterable[str]]],
     whole: Mapping[str, Any],
     own_kinds: Sequence[str],
-    parameters: Sequence[Any],
+    parameters: Mapping[str, Any],
+    *,
+    bucketed: bool,
 ) -> dict[int, dict[str, Any]]:
     """Return a state of the core as the entries of parameters, for the "state" of a saved state.
 
@@ -51,26 +67,27 @@ def nested(
         The result of ``state_dict`` of the core.
     own_kinds : sequence of str
         Kinds of arrays that differ between ranks.
-    parameters : sequence of arrays
-        The parameters, if they differ between ranks.
+    parameters : mapping of str to arrays
+        The parameters by name, if they differ between ranks.
+    bucketed : bool
+        Whether a model averages bucket by bucket.
     """
     rest = dict(whole)
     entries: dict[int, dict[str, Any]] = {}
     for number, (name, kinds) in of_params.items():
         shared = {kind: rest.pop(f"{kind}.{name}").cpu() for kind in kinds if kind not in own_kinds}
-        entries[number] = {_SHARED: (shared,)}
+        entries[number] = {_SHARED: (shared, name)}
     own = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in rest.items()}
     entries[min(entries)][of_rank(whole["rank"], whole["size"])] = (
         own,
-        [p.to("cpu", copy=True) for p in parameters],
+        {name: p.to("cpu", copy=True) for name, p in parameters.items()},
+        bucketed,
     )
     return entries
 
 
-def flattened(
-    saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the states of the core in a saved state, one for each rank that is in it, and the parameters of the last.
+def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]) -> list[OfRank]:
+    """Return what a saved state has of each rank that is in it.
 
     Parameters
     ----------
@@ -84,7 +101,7 @@ def flattened(
     Raises
     ------
     ValueError
-        If it is of another optimizer, or of other groups.
+        If it is of another optimizer, or of other groups or parameters.
     """
     _require("it", saved, Mapping)
     groups = read(saved, "param_groups", Several(), "state_dict")
@@ -96,31 +113,100 @@ def flattened(
     if found != list(sizes):
         raise ValueError(f"state_dict has groups of {found} parameters; this optimizer has {list(sizes)}")
     numbers = list(chain.from_iterable(of_groups))
+    then: list[str | None] = []
     shared: dict[str, Any] = {}
-    ours, parameters = _BEFORE in saved, []
-    ranks = [read(saved, _BEFORE, Entries(), "state_dict")] if ours else []
+    ours = _BEFORE in saved
+    ranks = [OfRank(dict(read(saved, _BEFORE, Entries(), "state_dict")), {}, False)] if ours else []
     for number, name in zip(numbers, names, strict=True):
         _require("param_groups has a parameter that", number, int | str)
         # torch.distributed.checkpoint puts what it has read under the text of a number, beside the number.
         entry = state.get(str(number), state.get(number, {}))
         _require(f"what it has of parameter {number}", entry, Mapping)
         ours = ours or _SHARED in entry
+        then.append(name)  # releases before names were saved
         for key, value in entry.items():
             if rank_of(key):
-                own, parameters = _of_length(2, value, key)
+                _require(key, value, list | tuple)
+                own, parameters, *bucketed = value if len(value) == 3 else _of_length(2, value, key)
                 _require(key, own, Mapping)
-                _require(f"the parameters of {key}", parameters, list | tuple)
-                ranks.append(own)
+                if not isinstance(parameters, Mapping):  # releases before names were saved
+                    _require(f"the parameters of {key}", parameters, list | tuple)
+                    parameters = dict(zip(filter(None, names), parameters, strict=False))
+                ranks.append(OfRank(dict(own), dict(parameters), bucketed == [True]))
                 continue
-            kinds = _of_length(1, value, key)[0] if key == _SHARED else {key: value}
+            kinds = {key: value}
+            if key == _SHARED:
+                _require(key, value, list | tuple)
+                kinds, *of_name = value if len(value) == 2 else _of_length(1, value, key)
+                if of_name:
+                    _require("the name of a parameter", of_name[0], str)
+                    then[-1] = of_name[0]
             _require(key, kinds, Mapping)
-            shared |= {f"{kind}.{number if name is None else name}": x for kind, x in kinds.items()}
+            shared |= {f"{kind}.{then[-1] or number}": x for kind, x in kinds.items()}
     if not ours:
         raise ValueError(
             f"state_dict has the keys {sorted(map(shown, saved))}, but nothing of one of qcomp's optimizers; expected "
             "what the state_dict of one returned on this rank, or a list with that of all ranks"
         )
-    return [_copied({**shared, **own}) for own in ranks], parameters
+    now_of = _matched(then, names, sizes)
+    return [
+        OfRank(
+            _copied(without_groups(renamed({**shared, **one.state}, now_of))),
+            {now_of.get(name, name): p for name, p in one.parameters.items()},
+            one.bucketed,
+        )
+        for one in ranks
+    ]
+
+
+def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Sequence[int]) -> dict[str, str]:
+    """Return what each saved parameter is called now: the same, or as the one at its position if either has numbers.
+
+    Parameters
+    ----------
+    then, now : sequence of str or None
+        The names of all parameters, in the order of their groups; None for one without a state. Parameters without
+        names have numbers.
+    sizes : sequence of int
+        The number of parameters of each group.
+
+    Raises
+    ------
+    ValueError
+        If a group has other parameters with a state than it had.
+    """
+    plain = iter(unwrapped([name for name in then if name]))
+    saved = [next(plain) if name else None for name in then]
+    by_position = any(all(name.isdecimal() for name in side if name) for side in (saved, now))
+    found: dict[str, str] = {}
+    start = 0
+    for number, size in enumerate(sizes):
+        part = slice(start, start + size)
+        start += size
+        if by_position:
+            for index, (old, new) in enumerate(zip(saved[part], now[part], strict=True)):
+                if (old is None) != (new is None):
+                    raise ValueError(
+                        f"param_groups[{number}] has at position {index} a parameter that "
+                        f"{'required no gradient' if old is None else 'required a gradient'} when the state was saved, "
+                        f"and {'requires one' if old is None else 'requires none'} now; expected the same"
+                    )
+            pairs = zip(then[part], now[part], strict=True)
+        else:
+            unknown = [name for name in saved[part] if name and name not in now[part]]
+            missing = [name for name in now[part] if name and name not in saved[part]]
+            if unknown or missing:
+                told = [f"has {some(unknown)}, which this optimizer does not train there"] if unknown else []
+                told += [f"lacks {some(missing)}"] if missing else []
+                raise ValueError(
+                    f"the state of param_groups[{number}] {', and '.join(told)}. Parameters are matched by name in "
+                    "each group: make the optimizer with the same names and groups. If parameters were only renamed, "
+                    "load the state into an optimizer of model.parameters(), which have no names and are matched by "
+                    "position, without model=; what it saves fits any names"
+                )
+            pairs = zip(then[part], saved[part], strict=True)
+        found |= {old: new for old, new in pairs if old and new}
+    return found
 
 
 def _require(what: str, value: Any, kind: Any) -> None:

@@ -35,6 +35,8 @@ __all__ = [
     "owned_keys",
     "read_arrays",
     "read_scalars",
+    "renamed",
+    "replaced",
     "require_dtype",
     "require_fit",
     "require_intact",
@@ -184,6 +186,48 @@ def require_intact(entries: Mapping[str, Any]) -> None:
         )
 
 
+def renamed(saved: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a dict with other names of the parameters, whose digests fit as well as before.
+
+    Parameters
+    ----------
+    saved : mapping
+        A dict with numbers and texts in their own types.
+    names : mapping of str to str
+        The new name of each parameter.
+    """
+
+    def key_now(key: Any) -> Any:
+        number = NUMBER if str(key).startswith(NUMBER) else ""
+        kind, dot, name = str(key).removeprefix(number).partition(".")
+        name, at, start = (name, "", "") if name in names else name.rpartition("@")
+        return f"{number}{kind}{dot}{names[name]}{at}{start}" if dot and name in names else key
+
+    found = {key_now(key): value for key, value in saved.items()}
+    if DIGESTS in saved:
+        found[DIGESTS] = _changed(saved[DIGESTS], lambda told: {key_now(key): told[key] for key in told})
+    return found
+
+
+def replaced(saved: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a dict with another value of an entry, whose digest fits as well as before."""
+
+    def told_now(told: dict[str, Any]) -> dict[str, Any]:
+        fits = told.get(key) == _digest_of(key, saved[key])
+        return {**told, key: _digest_of(key, value)} if fits else told
+
+    changed = {DIGESTS: _changed(saved[DIGESTS], told_now)} if DIGESTS in saved else {}
+    return {**saved, key: value, **changed}
+
+
+def _changed(digests: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return the text of the digests after a change; anything else as it is, which `require_intact` reports."""
+    try:
+        return json.dumps(change(dict(from_json(digests))))
+    except (AttributeError, TypeError, ValueError):
+        return digests
+
+
 def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of each entry but the digests; equal entries have equal ones in all libraries and formats."""
     return {key: _digest_of(key, entries[key]) for key in sorted(entries) if key != DIGESTS}
@@ -303,8 +347,8 @@ def require_keys(present: Any, expected: Any) -> None:
         found += " and " if missing and unknown else ""
         found += f"it has {some(unknown)}, which this optimizer does not keep" if unknown else ""
         raise ValueError(
-            f"the state does not fit: {found}. It was saved by another optimizer, or with another "
-            "model, policy or topology"
+            f"the state does not fit: {found}. It was saved by another optimizer, or with "
+            "another model, other names of its parameters, another policy or another topology"
         )
 
 

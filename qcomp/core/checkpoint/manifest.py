@@ -7,7 +7,15 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, read_scalars, some
-from qcomp.core.numeric.arrays import Array, digest, dtype_name, itemsize
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    device,
+    digest,
+    dtype_name,
+    from_bytes_of,
+    itemsize,
+)
 from qcomp.core.reporting import name_ranks
 
 __all__ = [
@@ -45,6 +53,13 @@ class Entry(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the array."""
         return math.prod(self.shape) * itemsize(self.dtype)
+
+    def read(self, data: Array) -> Array:
+        """Return the array from its bytes."""
+        xp = array_namespace(data)
+        if not self.nbytes:
+            return xp.zeros(self.shape, dtype=getattr(xp, self.dtype), device=device(data))
+        return xp.reshape(from_bytes_of(data, self.dtype), self.shape)
 
 
 class Manifest(NamedTuple):

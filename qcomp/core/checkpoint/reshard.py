@@ -47,7 +47,6 @@ from qcomp.core.numeric.arrays import (
     divide,
     dtype_name,
     flush,
-    from_bytes_of,
 )
 from qcomp.core.reporting import name_ranks, warn_caller
 
@@ -101,8 +100,9 @@ class World(NamedTuple):
 def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     """Return this rank's dict in a new world from the dicts of an old one, which the new ranks hold in any way.
 
-    In a world like the old one, every rank gets the dict with its own number, unchanged. In any other world, every
-    worker residual becomes mean_i e_i + e_s of the old world, and server residuals become zero. Arrays of the
+    In a world like the old one, every rank gets the dict with its own number, unchanged. If only other ranks serve some
+    chunks, as with and without ``tensorwise``, server residuals go to the new servers, unchanged. In any other world,
+    every worker residual becomes mean_i e_i + e_s of the old world, and server residuals become zero. Arrays of the
     optimizer's own kinds become their means, arrays that exist once in the world go to their new owners, and everything
     else, which must be equal in all dicts, stays the same. A server that is not a worker for its chunk, as around a
     ring, gets the Nth part of that worker residual: the share that it would have contributed to the mean as a worker.
@@ -162,6 +162,10 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     fits = not world.lost and len(manifests) == world.size and _fits(manifests[world.rank], template)
     if all((yield from _told(fits, world))):
         arrays = yield from _hand_over(mine, old_holders, manifests, world)
+    elif all((yield from _told(not world.lost and _fits_but_servers(manifests, template, world), world))):
+        handed = yield from _hand_over(mine, old_holders, manifests, world)
+        served = yield from _served(mine, old_holders, manifests, template, world)
+        arrays = {key: served[key] if kind_of(key) == SERVER else handed[key] for key in template}
     else:
         arrays = yield from _merge(mine, old_holders, manifests, template, world)
         manifests = [_with_all_skips(manifests)] * world.size
@@ -199,6 +203,51 @@ def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
     }
 
 
+def _fits_but_servers(manifests: Sequence[Manifest], template: Mapping[str, Array], world: World) -> bool:
+    """Return whether the dicts have the arrays of this world, but for which rank serves which elements."""
+    if len(manifests) != world.size:
+        return False
+    apart = {key: tuple(like.shape) for key, like in template.items() if kind_of(key) != SERVER}
+    if {key: entry.shape for key, entry in manifests[world.rank].but_kinds(SERVER).items()} != apart:
+        return False
+    served: dict[str, list[Part]] = {}
+    try:
+        for manifest in manifests:
+            for key, entry in manifest.of_kinds(SERVER).items():
+                name, start = world.place(key)
+                served.setdefault(name, []).append((start, start + math.prod(entry.shape)))
+        counts = [coverage(parts, world.sizes[name], name) for name, parts in served.items()]
+    except ValueError:  # merging reports it, on all ranks alike
+        return False
+    wanted = {world.place(key)[0] for key in template if kind_of(key) == SERVER}
+    return wanted <= served.keys() and set(counts) == {1}
+
+
+def _served(
+    mine: Mapping[int, Saved],
+    by: Sequence[int],
+    manifests: Sequence[Manifest],
+    template: Mapping[str, Array],
+    world: World,
+) -> Stages[dict[str, Array]]:
+    """Return the server residuals of the elements that this rank serves now, from the old servers."""
+    wanted = {key: (*world.place(key), like) for key, like in template.items() if kind_of(key) == SERVER}
+    pieces: dict[str, list[tuple[int, Array]]] = {key: [] for key in wanted}
+    for old, manifest in enumerate(manifests):
+        for key, entry in manifest.of_kinds(SERVER).items():  # one at a time, as in `_unmerged`
+            part = yield from _from_one(by[old], mine.get(old), key, entry, world)
+            name, start = world.place(key)
+            stop = start + math.prod(entry.shape)
+            for own, (tensor, first, like) in wanted.items():
+                low, high = max(first, start), min(first + like.shape[0], stop)
+                if tensor == name and low < high:
+                    pieces[own].append((low, part[low - start : high - start]))
+    return {
+        key: concat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
+        for key, parts in pieces.items()
+    }
+
+
 def _hand_over(
     mine: Mapping[int, Saved], by: Sequence[int], manifests: Sequence[Manifest], world: World
 ) -> Stages[dict[str, Array]]:
@@ -215,7 +264,7 @@ def _hand_over(
     arrived = yield AllToAll(send, tuple(receive))
     buffers = split(arrived[by[world.rank]], sizes)
     entries = manifests[world.rank].arrays.items()
-    return {key: _read(buffer, entry) for buffer, (key, entry) in zip(buffers, entries, strict=True)}
+    return {key: entry.read(buffer) for buffer, (key, entry) in zip(buffers, entries, strict=True)}
 
 
 def _merge(
@@ -306,7 +355,7 @@ def _from_one(holder: int, saved: Saved | None, key: str, entry: Entry, world: W
     sizes = [0] * world.size
     sizes[holder] = entry.nbytes
     arrived = yield AllGather(send, tuple(sizes))
-    return _read(arrived[holder], entry)
+    return entry.read(arrived[holder])
 
 
 def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Array]]:
@@ -421,13 +470,6 @@ def _flat(x: Any, world: World) -> Array:
 
 def _bytes(x: Any, world: World) -> Array:
     return bytes_of(_flat(x, world)) if math.prod(x.shape) else _nothing(world)
-
-
-def _read(data: Array, entry: Entry) -> Array:
-    xp = array_namespace(data)
-    if not entry.nbytes:
-        return xp.zeros(entry.shape, dtype=getattr(xp, entry.dtype), device=device(data))
-    return xp.reshape(from_bytes_of(data, entry.dtype), entry.shape)
 
 
 def _nothing(world: World) -> Array:

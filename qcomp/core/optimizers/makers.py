@@ -4,17 +4,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from qcomp.core.checkpoint.format import MAKER
-from qcomp.core.checkpoint.schema import from_json, shown
+from qcomp.core.checkpoint.format import MAKER, replaced
+from qcomp.core.checkpoint.schema import Text, from_json, read, shown
 from qcomp.core.optimizers.agreement import settings_of
 from qcomp.core.reporting import warn_caller
 
-__all__ = ["maker", "require_maker"]
+__all__ = ["maker", "require_maker", "without_groups"]
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # the keys of a state show where residuals lie
-_ADDED = ("variance_floor", "variance_steps", "whiten_steps")
-"""Settings that states of earlier releases do not name; their effect is in the arrays of a state."""
+_UNNAMED = ("variance_floor", "variance_steps", "whiten_steps", "groups")
+"""Settings that some states do not name: those of earlier releases, in which the arrays show their effect, and those
+of `without_groups`."""
 _DROPPED = {"rescale_feedback": "False", "feedback": "False"}
 """Settings that all optimizers once had, with their values for optimizers that no longer have them."""
 
@@ -39,7 +40,7 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
             "strict=False if its arrays mean the same to both"
         )
     before, after = _DROPPED | then["settings"], _DROPPED | now["settings"]
-    unnamed = {name for name in _ADDED if name not in before}
+    unnamed = {name for name in _UNNAMED if name not in before}
     differing = [n for n in sorted({*before, *after} - unnamed) if before.get(n) != after.get(n)]
     if "rescale_feedback" in differing:
         raise ValueError("the state was saved with rescale_feedback=True, which this release does not have")
@@ -54,6 +55,15 @@ def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
         warn_caller(
             f"the state was saved by {then['optimizer']} with {changes}; pass strict=False if this is intended"
         )
+
+
+def without_groups(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state whose record does not name the groups, for callers that save and load these beside it."""
+    if MAKER not in saved:
+        return dict(saved)
+    record = _read(read(saved, MAKER, Text()))
+    settings = {name: text for name, text in record["settings"].items() if name != "groups"}
+    return replaced(saved, MAKER, json.dumps({**record, "settings": settings}))
 
 
 def _read(text: str) -> Any:

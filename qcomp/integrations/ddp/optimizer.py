@@ -77,8 +77,9 @@ class OverlappedOptimizer(Joinable):
         )
         self._model = model
         self._witness: Witness | None = None
-        self._is_written_to = False
-        """Whether something writes to gradients between backward pass and step, perhaps without changing them."""
+        self._is_written_to: bool | None = None
+        """Whether something writes to gradients between backward pass and step, perhaps without changing them; None
+        before the first step, which may be one of momenta after a restart."""
         try:
             model.register_comm_hook(self, _exchange)
         except RuntimeError as error:
@@ -209,7 +210,9 @@ class OverlappedOptimizer(Joinable):
         for part in running.parts:
             if part.of_gradients:
                 self._fill_in(part)
-        self._witness = Witness([p.grad for p in self._step.params.tensors], sums=self._is_written_to)
+        self._witness = Witness(
+            [p.grad for p in self._step.params.tensors], sums=self._is_written_to is not False
+        )
 
     def _fill_in(self, part: Part) -> None:
         """Set the gradients of parameters that this rank did not use to the means.
@@ -240,7 +243,7 @@ class OverlappedOptimizer(Joinable):
         params = self._step.params
         now = [p.grad for p in params.tensors]
         changed = self._witness.changed(now)
-        self._is_written_to = self._is_written_to or self._witness.written_to(now)
+        self._is_written_to = bool(self._is_written_to) or self._witness.written_to(now)
         gone = [number for number in changed if params.tensors[number].grad is None]
         if gone:
             raise RuntimeError(

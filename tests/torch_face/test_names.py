@@ -1,0 +1,330 @@
+"""Saved states find their parameters by name: in wrapped models, in another order, and with and without ``model=``."""
+
+import pytest
+import torch
+
+import qcomp
+import qcomp.torch
+from qcomp.integrations.ddp.parameters import unwrapped
+
+pytestmark = pytest.mark.filterwarnings("ignore:the variance is frozen after")
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.9), "freeze": 2, "compressor": qcomp.ScaledSign(64), "exact": None}
+
+
+class Named(torch.nn.Module):
+    """Square layers with these names, in this order."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(7)
+        layers = {name: torch.nn.Linear(12, 12, bias=False) for name in sorted(names)}
+        for name in names:
+            setattr(self, name, layers[name])
+
+    def forward(self, x):
+        for _, layer in sorted(self.named_children()):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def made(model, *, named=True, name="OneBitAdam", **changes):
+    params = model.named_parameters() if named else model.parameters()
+    return getattr(qcomp.torch, name)(params, **{**SETTINGS, **changes})
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        model(torch.randn(4, 12, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(names, *, named=True, steps=4, **settings):
+    model = Named(names)
+    optimizer = made(model, named=named, **settings)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["module.a.w", "module.b"], ["a.w", "b"]),
+        (["_orig_mod.module.a", "_orig_mod.module.module.b"], ["a", "module.b"]),
+        (["layers.0._orig_mod.w", "head"], ["layers.0.w", "head"]),
+        (["module.a", "head"], ["module.a", "head"]),  # a module of the user's
+        (["my_orig_mod.a", "modules.b"], ["my_orig_mod.a", "modules.b"]),
+        ([], []),
+    ],
+)
+def test_names_have_no_prefixes_of_wrappers(names, expected):
+    assert unwrapped(names) == expected
+    assert unwrapped([f"module._orig_mod.{name}" for name in names]) == unwrapped(names)
+
+
+@pytest.mark.parametrize("steps", [1, 4], ids=["warm-up", "compressed"])
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_parameters_in_another_order_continue_as_before(name, steps):
+    """By position they would get the moments of others, which have the same shape."""
+    changes = {"sync_steps": lambda step: step % 3 == 0} if name == "ZeroOneAdam" else {}
+    model, optimizer = trained("abc", name=name, steps=steps, **changes)
+    again = Named("bca")
+    other = made(again, name=name, **changes)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(steps, 8))
+    train(again, other, range(steps, 8))
+    for key, p in model.named_parameters():
+        assert torch.equal(again.get_parameter(key), p)
+    assert other.param_groups[0]["param_names"] == ["b.weight", "c.weight", "a.weight"]
+
+
+@pytest.mark.parametrize("steps", [1, 4], ids=["warm-up", "compressed"])
+def test_other_names_are_named_and_change_nothing(steps):
+    _, optimizer = trained("abc", steps=steps)
+    again, other = trained("abd", steps=2)
+    before = str(other.state_dict())
+    with pytest.raises(ValueError, match=r"has 'c.weight', which this optimizer does not train") as caught:
+        other.load_state_dict(optimizer.state_dict())
+    assert "and lacks 'd.weight'. Parameters are matched by name" in str(caught.value)
+    assert str(other.state_dict()) == before
+    train(again, other, range(2, 4))
+
+
+def test_parameters_in_other_groups_are_refused():
+    optimizer, other = (
+        qcomp.torch.OneBitAdam(groups_of(Named("abc"), first), **SETTINGS)
+        for first in ("a.weight", "b.weight")
+    )
+    with pytest.raises(ValueError, match=r"state of param_groups\[0\] has 'a.weight', .* lacks 'b.weight'"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def groups_of(model, first):
+    named = list(model.named_parameters())
+    return [
+        {"params": [pair for pair in named if (pair[0] == first) == is_first]} for is_first in (True, False)
+    ]
+
+
+def test_renamed_parameters_load_by_position_through_an_optimizer_without_names():
+    model, optimizer = trained("abc")
+    between = made(Named("abc"), named=False)
+    between.load_state_dict(optimizer.state_dict())
+    again = Named("def")
+    other = made(again)
+    again.load_state_dict(dict(zip(again.state_dict(), model.state_dict().values(), strict=True)))
+    other.load_state_dict(between.state_dict())
+    train(model, optimizer, range(4, 8))
+    train(again, other, range(4, 8))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def test_a_parameter_that_is_frozen_now_is_named():
+    _, optimizer = trained("abc")
+    other = Named("abc")
+    other.b.requires_grad_(requires_grad=False)
+    with pytest.raises(ValueError, match=r"has 'b.weight', which this optimizer does not train"):
+        made(other).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="at position 1 a parameter that required a gradient when"):
+        made(other, named=False).load_state_dict(optimizer.state_dict())
+
+
+def test_damage_is_still_detected_after_a_change_of_names():
+    _, optimizer = trained("abc")
+    saved = optimizer.state_dict()
+    saved["state"][1]["shared"][0]["momentum"][3, 4] += 1
+    with pytest.raises(ValueError, match=r"changed since it was saved: 'momentum\.1' differ"):
+        made(Named("abc"), named=False).load_state_dict(saved)
+
+
+def test_states_without_names_are_matched_by_position():
+    """As earlier releases saved them."""
+    model, optimizer = trained("abc")
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry["shared"] = entry["shared"][:1]
+        for key in [key for key in entry if key.startswith("rank")]:
+            entry[key] = (entry[key][0], [])
+    again = Named("abc")
+    other = made(again)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(saved)
+    train(model, optimizer, range(4, 6))
+    train(again, other, range(4, 6))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+WRAPPED = """
+import logging, os, warnings
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import qcomp, qcomp.torch
+from qcomp.integrations import ddp
+
+torch._logging.set_logs(all=logging.ERROR)  # torch.compile tells of DistributedDataParallel's profiling
+warnings.simplefilter("error", UserWarning)
+warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* no longer fits")
+me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
+dist.init_process_group("gloo", store=store, rank=me, world_size=n)
+
+def network():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(20, 31), torch.nn.Tanh(), torch.nn.Linear(31, 9, bias=False))
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+WAYS = {
+    "plain": (network, False),
+    "compiled": (lambda: compiled(network()), False),
+    "wrapped": (lambda: DistributedDataParallel(network()), True),
+    "compiled, wrapped": (lambda: DistributedDataParallel(compiled(network())), True),
+    "wrapped, compiled": (lambda: compiled(DistributedDataParallel(network())), True),
+}
+
+def inside(model):
+    while not isinstance(model, torch.nn.Sequential):
+        model = getattr(model, "_orig_mod", None) or model.module
+    return model
+
+def loss(model, step):
+    draws = torch.Generator().manual_seed(1000 * step + me)
+    return model(torch.randn(6, 20, generator=draws)).square().sum()
+
+def train(model, optimizer, steps):
+    for step in steps:
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_states_survive_wrapping_and_unwrapping(ddp_ranks):
+    """By torch.compile, by DistributedDataParallel or by both, in either order; random draws stay the same, too."""
+    ddp_ranks(
+        2,
+        WRAPPED
+        + """
+def made(way, compressor, averaging):
+    make, has_model = WAYS[way]
+    model = make()
+    optimizer = qcomp.torch.CompressedSGD(
+        model.named_parameters(), lr=0.01, compressor=compressor, averaging=averaging, exact=qcomp.ExactBelow(100),
+        model=model if has_model else None)
+    return model, optimizer
+
+def content(model, optimizer):
+    state = optimizer.core_state
+    by_name = dict(zip(state.names, state.momentum, strict=True))
+    owed = torch.stack([x.square().sum() for x in state.exchange.worker]) if state.exchange.worker else torch.ones(1)
+    assert owed.sum() > 0
+    return [*inside(model).parameters(), *(by_name[k] for k, _ in inside(model).named_parameters())]
+
+unbiased = qcomp.QSGD(15, 64), qcomp.Averaging(feedback=False, tensorwise=True)
+feedback = qcomp.ScaledSign(64), qcomp.Averaging(feedback=True, topology="two_phase", tensorwise=True)
+for kind in (unbiased, feedback):
+    saved, results = {}, {}
+    for way in WAYS:
+        model, optimizer = made(way, *kind)
+        train(model, optimizer, range(3))
+        saved[way] = optimizer.state_dict(), {k: x.clone() for k, x in inside(model).state_dict().items()}
+        train(model, optimizer, range(3, 6))
+        results[way] = content(model, optimizer)
+    for way in WAYS:
+        assert all(map(torch.equal, results[way], results["plain"])), way
+    for one, other in zip([*WAYS] + ["plain", "wrapped"], [*WAYS][1:] + ["plain", "wrapped", "compiled"], strict=True):
+        model, optimizer = made(other, *kind)
+        inside(model).load_state_dict(saved[one][1])
+        optimizer.load_state_dict(saved[one][0])
+        train(model, optimizer, range(3, 6))
+        assert all(map(torch.equal, content(model, optimizer), results["plain"])), (one, other)
+""",
+        timeout=150.0,
+    )
+
+
+def test_residuals_stay_with_their_ranks_when_other_ranks_serve(ddp_ranks):
+    """With ``model=`` each tensor is cut on its own, so a restart with or without it changes who serves what."""
+    ddp_ranks(
+        2,
+        WRAPPED
+        + """
+def made(model, way):
+    wrapped = DistributedDataParallel(model) if way else model
+    return wrapped, qcomp.torch.OneBitAdam(
+        model.named_parameters(), lr=0.01, betas=(0.9, 0.9), freeze=2, compressor=qcomp.ScaledSign(64), exact=None,
+        model=wrapped if way else None)
+
+def owed(optimizer):
+    own = optimizer.state_dict()["state"][0][f"rank {me} of {n}"][0]
+    workers = {key: x for key, x in own.items() if key.startswith("worker_residual")}
+    whole = {k: torch.zeros(p.numel()) for k, p in network().named_parameters()}
+    for key, x in own.items():
+        if key.startswith("server_residual"):
+            name, start = key.removeprefix("server_residual.").split("@")
+            whole[name][int(start) : int(start) + len(x)] = x
+    for x in whole.values():
+        dist.all_reduce(x)
+    return workers | whole
+
+for way in (True, False):
+    model, optimizer = made(network(), way)
+    train(model, optimizer, range(4))
+    again, other = made(network(), not way)
+    other.load_state_dict(optimizer.state_dict())
+    before, after = owed(optimizer), owed(other)
+    assert before.keys() == after.keys() and any(x.any() for x in before.values())
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    inside(again).load_state_dict(inside(model).state_dict())
+    train(again, other, range(4, 6))
+""",
+    )
+
+
+def test_hooks_and_outer_loops_survive_wrapping(ddp_ranks):
+    ddp_ranks(
+        2,
+        WRAPPED
+        + """
+def hooked(way):
+    model = WAYS[way][0]()
+    state, hook = ddp.hook(qcomp.ScaledSign(64), model, exact=None)
+    model.register_comm_hook(state, hook)
+    return model, state
+
+for one, other in (("wrapped", "compiled, wrapped"), ("wrapped, compiled", "wrapped")):
+    model, state = hooked(one)
+    for step in range(2):
+        loss(model, step).backward()
+    again, loaded = hooked(other)
+    loaded.load_state_dict(state.state_dict())
+    for net in (model, again):
+        net.zero_grad()
+        loss(net, 2).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(inside(model).parameters(), inside(again).parameters()))
+
+saved = None
+for way in ("plain", "compiled"):
+    model = WAYS[way][0]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    outer = qcomp.torch.OuterLoop(model, optimizer, qcomp.outer.diloco(2))
+    if saved:
+        outer.load_state_dict(saved)
+    train(model, optimizer, range(2))
+    saved = outer.state_dict()
+
+model = WAYS["wrapped, compiled"][0]()
+try:
+    qcomp.torch.OuterLoop(model, torch.optim.SGD(model.parameters(), lr=0.01), qcomp.outer.diloco(2))
+except ValueError as error:
+    assert "model averages over all 2 ranks of the loop in every step" in str(error)
+else:
+    raise AssertionError("the model averages")
+""",
+        timeout=150.0,
+    )
