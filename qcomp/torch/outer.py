@@ -20,7 +20,6 @@ from qcomp.core.optimizers.unused import used_anywhere
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.parameters import unwrapped
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
 from qcomp.torch.parameters import require_values
 from qcomp.torch.products import plain_products
@@ -341,8 +340,7 @@ def _named(model: Any) -> list[tuple[str, Any]]:
     given: Iterable[Any] = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     numbered = enumerate(given)
     pairs = [entry if isinstance(entry, tuple) else (str(number), entry) for number, entry in numbered]
-    names = unwrapped([name for name, _ in pairs])
-    found = [(name, p) for name, (_, p) in zip(names, pairs, strict=True) if p.requires_grad]
+    found = [(name, p) for name, p in pairs if p.requires_grad]
     if not found:
         raise ValueError("model has no parameter that requires a gradient; expected at least one")
     return found

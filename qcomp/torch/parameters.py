@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from qcomp.integrations.ddp.parameters import averaged_by, unwrapped
+from qcomp.integrations.ddp.parameters import averaged_by
 
 __all__ = ["names_of", "require_dense", "require_memory_of_its_own", "require_values"]
 
@@ -22,8 +22,7 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     groups : sequence of mappings
         The ``param_groups``.
     model : torch.nn.parallel.DistributedDataParallel or None
-        The names are those within its module; without it they are as given, else their numbers. Neither has the
-        prefixes of wrappers, see `unwrapped`.
+        The names are those within its module; without it they are as given, else their numbers.
 
     Raises
     ------
@@ -31,14 +30,12 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
         If the parameters are not those of the model.
     """
     of_model = None if model is None else {id(p): name for name, p in averaged_by(model)}
-    given = [group.get("param_names") or [""] * len(group["params"]) for group in groups]
-    plain = iter(unwrapped(list(chain.from_iterable(given))))
     found: list[list[str]] = []
     number = 0
     for index, group in enumerate(groups):
+        given = group.get("param_names") or [""] * len(group["params"])
         names = []
-        for p in group["params"]:
-            name = next(plain)
+        for name, p in zip(given, group["params"], strict=True):
             if p.requires_grad:
                 if of_model is not None and id(p) not in of_model:
                     raise ValueError(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from qcomp.core.checkpoint.format import renamed, some
 from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 from qcomp.core.optimizers.makers import without_groups
-from qcomp.integrations.ddp.parameters import unwrapped
 
 __all__ = ["OfRank", "flattened", "nested", "of_rank", "rank_of"]
 
@@ -175,37 +174,55 @@ def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Seque
     ValueError
         If a group has other parameters with a state than it had.
     """
-    plain = iter(unwrapped([name for name in then if name]))
-    saved = [next(plain) if name else None for name in then]
-    by_position = any(all(name.isdecimal() for name in side if name) for side in (saved, now))
+    inside, inside_now = _inside_wrappers(then), _inside_wrappers(now)
+    by_position = any(all(name.isdecimal() for name in side if name) for side in (then, now))
     found: dict[str, str] = {}
     start = 0
     for number, size in enumerate(sizes):
         part = slice(start, start + size)
         start += size
         if by_position:
-            for index, (old, new) in enumerate(zip(saved[part], now[part], strict=True)):
+            for index, (old, new) in enumerate(zip(then[part], now[part], strict=True)):
                 if (old is None) != (new is None):
                     raise ValueError(
                         f"param_groups[{number}] has at position {index} a parameter that "
                         f"{'required no gradient' if old is None else 'required a gradient'} when the state was saved, "
                         f"and {'requires one' if old is None else 'requires none'} now; expected the same"
                     )
-            pairs = zip(then[part], now[part], strict=True)
-        else:
-            unknown = [name for name in saved[part] if name and name not in now[part]]
-            missing = [name for name in now[part] if name and name not in saved[part]]
-            if unknown or missing:
-                told = [f"has {some(unknown)}, which this optimizer does not train there"] if unknown else []
-                told += [f"lacks {some(missing)}"] if missing else []
-                raise ValueError(
-                    f"the state of param_groups[{number}] {', and '.join(told)}. Parameters are matched by name in "
-                    "each group: make the optimizer with the same names and groups. If parameters were only renamed, "
-                    "load the state into an optimizer of model.parameters(), which have no names and are matched by "
-                    "position, without model=; what it saves fits any names"
-                )
-            pairs = zip(then[part], saved[part], strict=True)
-        found |= {old: new for old, new in pairs if old and new}
+            found |= {old: new for old, new in zip(then[part], now[part], strict=True) if old and new}
+            continue
+        names = {
+            plain: name for plain, name in zip(inside_now[part], now[part], strict=True) if plain and name
+        }
+        saved = {plain: name for plain, name in zip(inside[part], then[part], strict=True) if plain and name}
+        unknown = [plain for plain in saved if plain not in names]
+        missing = [plain for plain in names if plain not in saved]
+        if unknown or missing:
+            told = [f"has {some(unknown)}, which this optimizer does not train there"] if unknown else []
+            told += [f"lacks {some(missing)}"] if missing else []
+            raise ValueError(
+                f"the state of param_groups[{number}] {', and '.join(told)}. Parameters are matched by name in each "
+                "group: make the optimizer with the same names and groups. If parameters were only renamed, load the "
+                "state into an optimizer of model.parameters(), which have no names and are matched by position, "
+                "without model=; what it saves fits any names"
+            )
+        found |= {old: names[plain] for plain, old in saved.items()}
+    return found
+
+
+def _inside_wrappers(names: Sequence[str | None]) -> list[str | None]:
+    """Return names without what torch.compile and DistributedDataParallel put before them.
+
+    The names of all parameters are needed, since "module." belongs to a wrapper only if all of them begin with it.
+
+    Examples
+    --------
+    >>> _inside_wrappers(["module._orig_mod.0.weight", None, "module._orig_mod.module.weight"])
+    ['0.weight', None, 'module.weight']
+    """
+    found = [name and ".".join(part for part in name.split(".") if part != "_orig_mod") for name in names]
+    while any(found) and all(name.startswith("module.") for name in found if name):
+        found = [name and name.removeprefix("module.") for name in found]
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AveragedParameters", "averaged_by", "is_dense", "unwrapped"]
+__all__ = ["AveragedParameters", "averaged_by", "is_dense"]
 
 
 class AveragedParameters:
@@ -20,7 +20,7 @@ class AveragedParameters:
     Attributes
     ----------
     names : tuple of str
-        Names within ``model.module``, see `unwrapped`, without the parameters that DistributedDataParallel ignores.
+        Names as in ``model.module``, without the parameters that DistributedDataParallel ignores.
     tensors : list of torch.nn.Parameter
     some_may_be_unused : bool
         Whether a backward pass may skip parameters, so that `used` is tracked.
@@ -94,7 +94,7 @@ class AveragedParameters:
 
 
 def averaged_by(model: Any) -> list[tuple[str, Any]]:
-    """Return the parameters that a DistributedDataParallel averages, with their `unwrapped` names in ``model.module``.
+    """Return the parameters that a DistributedDataParallel averages, with their names within ``model.module``.
 
     Raises
     ------
@@ -106,33 +106,11 @@ def averaged_by(model: Any) -> list[tuple[str, Any]]:
         raise TypeError(
             f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
         )
-    named = list(model.module.named_parameters())
     return [
-        (plain, p)
-        for plain, (name, p) in zip(unwrapped([name for name, _ in named]), named, strict=True)
+        (name, p)
+        for name, p in model.module.named_parameters()
         if p.requires_grad and name not in model.parameters_to_ignore
     ]
-
-
-def unwrapped(names: Sequence[str]) -> list[str]:
-    """Return the names of a model's parameters without what torch.compile and DistributedDataParallel put before them.
-
-    So checkpoints, policies and random draws are those of the model inside, however it is wrapped.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The names of all parameters, since "module." belongs to a wrapper only if all names begin with it.
-
-    Examples
-    --------
-    >>> unwrapped(["module._orig_mod.0.weight", "module._orig_mod.module.weight"])
-    ['0.weight', 'module.weight']
-    """
-    found = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in names]
-    while found and all(name.startswith("module.") for name in found):
-        found = [name.removeprefix("module.") for name in found]
-    return found
 
 
 def is_dense(x: Any) -> bool:
