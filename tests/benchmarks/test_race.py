@@ -415,16 +415,15 @@ class TestMethods:
         assert plan.final(found) == math.inf
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("method", "steps"), [("sparse_muon", 15), ("torchft_muon", 15), ("postlocal_muon", 35)]
-    )
+    @pytest.mark.timeout(700)
+    @pytest.mark.parametrize(("method", "steps"), [("torchft_muon", 15), ("postlocal_muon", 35)])
     def test_two_ranks_are_alike_where_an_outer_round_ends(self, tmp_path, method, steps):
         if method.startswith("torchft"):
             pytest.importorskip("torchft", reason="it is for Linux only")
         out = tmp_path / "rows"
         program = ["-W", "ignore", "-m", "race.rank", "--task", "demo", "--methods", method]
         program += ["--rate", "1e-3", "--steps", str(steps), "--out", str(out)]
-        loss_race.launch_here(2, program, limit_seconds=250)
+        loss_race.launch_here(2, program, limit_seconds=650)
         (row,) = plan.read(out)
         assert (row["ranks"], row["method"], row["losses"][-1][0]) == (2, method, steps)
         assert row["apart"] == 0

@@ -12,6 +12,8 @@ from convergence.training import Run
 from convergence.verdict import Paired
 from convergence.volume import compressed_ratio, volume
 
+import qcomp
+
 
 def run_of(seed, final, *, sent=100):
     return Run("task", "method", seed, 10, 2, 5, [(5, 9.0), (10, final)], sent)
@@ -77,7 +79,8 @@ def test_the_study_runs_skips_existing_results_and_writes_its_page(run_program, 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_noise_floor_falls_with_the_ranks(run_program):
-    folder = run_program(noise_floor, "--steps", "150", "--seeds", "1")
+    with qcomp.backends.use("numba"):
+        folder = run_program(noise_floor, "--steps", "150", "--seeds", "1")
     floors = {
         (row["topology"], row["ranks"]): row["floors"][0]
         for row in json.loads((folder / "noise_floor.json").read_text())

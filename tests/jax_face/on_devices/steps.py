@@ -147,7 +147,6 @@ class TestTheSameAsTheCore:
         ("n", "compressor", "topology"),
         [
             (2, SIGN, "two_phase"),
-            pytest.param(4, SIGN, "two_phase", marks=pytest.mark.slow),
             pytest.param(8, SIGN, "two_phase", marks=pytest.mark.slow),
             pytest.param(4, SIGN, "all_gather", marks=pytest.mark.slow),
             pytest.param(4, DRAWING, "two_phase", marks=pytest.mark.slow),
