@@ -416,7 +416,7 @@ class TestMethods:
 
     @pytest.mark.slow
     @pytest.mark.timeout(700)
-    @pytest.mark.parametrize(("method", "steps"), [("torchft_muon", 15), ("postlocal_muon", 35)])
+    @pytest.mark.parametrize(("method", "steps"), [("torchft_adamw", 15), ("postlocal_adamw", 35)])
     def test_two_ranks_are_alike_where_an_outer_round_ends(self, tmp_path, method, steps):
         if method.startswith("torchft"):
             pytest.importorskip("torchft", reason="it is for Linux only")
