@@ -18,12 +18,6 @@ SOON = ("-W", "ignore:the variance is frozen after")  # because the runs are so 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Let the ranks choose kernels as those of users do."""
-    monkeypatch.setenv("QCOMP_KERNELS", "auto")
-
-
 @pytest.mark.parametrize(
     ("script", "ranks"), [("mpi_numpy.py", 3), pytest.param("mpi_jax.py", 2, marks=pytest.mark.slow)]
 )
@@ -236,9 +230,9 @@ def test_resuming_is_as_if_there_had_been_no_stop(mpirun, tmp_path):
         check=False,
     )
     assert stopped.returncode == 130
-    # Kernels return the same bytes as the pure version, so the run may resume without them.
+    # Kernels return the same bytes as the pure version, so the run may resume with them.
     _, (resumed,) = train(
-        mpirun, tmp_path / "resumed", *options, *checkpoints, "--resume", "--kernels", "pure"
+        mpirun, tmp_path / "resumed", *options, *checkpoints, "--resume", "--kernels", "numba"
     )
     assert resumed["parameters_sha256"] == whole["parameters_sha256"]
     assert resumed["validation_loss"] == whole["validation_loss"]
