@@ -1,5 +1,7 @@
 """Saved states find their parameters by name: in wrapped models, in another order, and with and without ``model=``."""
 
+import json
+
 import pytest
 import torch
 
@@ -137,6 +139,17 @@ def test_damage_is_still_detected_after_a_change_of_names():
     saved["state"][1]["shared"][0]["momentum"][3, 4] += 1
     with pytest.raises(ValueError, match=r"changed since it was saved: 'momentum\.1' differ"):
         made(Named("abc"), named=False).load_state_dict(saved)
+
+
+def test_damage_is_still_detected_in_the_record_without_its_groups():
+    _, optimizer = trained("abc")
+    saved = optimizer.state_dict()
+    own = saved["state"][0]["rank 0 of 1"][0]
+    record = json.loads(own["made_by"])
+    record["settings"]["groups"] += " "
+    own["made_by"] = json.dumps(record)
+    with pytest.raises(ValueError, match=r"changed since it was saved: 'made_by' differ"):
+        made(Named("abc")).load_state_dict(saved)
 
 
 def test_states_without_names_are_matched_by_position():
