@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -162,7 +162,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     fits = not world.lost and len(manifests) == world.size and _fits(manifests[world.rank], template)
     if all((yield from _told(fits, world))):
         arrays = yield from _hand_over(mine, old_holders, manifests, world)
-    elif all((yield from _told(not world.lost and _fits_but_servers(manifests, template, world), world))):
+    elif (yield from _only_servers_move(manifests, template, world)):
         handed = yield from _hand_over(mine, old_holders, manifests, world)
         served = yield from _served(mine, old_holders, manifests, template, world)
         arrays = {key: served[key] if kind_of(key) == SERVER else handed[key] for key in template}
@@ -203,24 +203,39 @@ def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
     }
 
 
-def _fits_but_servers(manifests: Sequence[Manifest], template: Mapping[str, Array], world: World) -> bool:
-    """Return whether the dicts have the arrays of this world, but for which rank serves which elements."""
-    if len(manifests) != world.size:
-        return False
-    apart = {key: tuple(like.shape) for key, like in template.items() if kind_of(key) != SERVER}
-    if {key: entry.shape for key, entry in manifests[world.rank].but_kinds(SERVER).items()} != apart:
-        return False
+def _only_servers_move(
+    manifests: Sequence[Manifest], template: Mapping[str, Array], world: World
+) -> Stages[bool]:
+    """Return whether the dicts have the arrays of this world, and only the servers of some elements differ."""
+    fits = False
+    if not world.lost and len(manifests) == world.size:
+        scalars, arrays = manifests[world.rank].scalars, manifests[world.rank].but_kinds(SERVER)
+        fits = _fits(
+            Manifest(scalars, arrays), {key: x for key, x in template.items() if kind_of(key) != SERVER}
+        )
+    own = [(key, like.shape[0]) for key, like in template.items() if kind_of(key) == SERVER]
+    told = yield from _told((fits, own), world)
+    new = _served_once(chain.from_iterable(parts for _, parts in told), world)
+    old = _served_once(
+        ((key, math.prod(x.shape)) for each in manifests for key, x in each.of_kinds(SERVER).items()), world
+    )
+    return all(fits for fits, _ in told) and bool(old) and old == new
+
+
+def _served_once(lengths: Iterable[tuple[str, int]], world: World) -> set[str] | None:
+    """Return the tensors that have server residuals, or None unless each of their elements has exactly one.
+
+    ``lengths`` are the keys and the elements of the server residuals of all ranks.
+    """
     served: dict[str, list[Part]] = {}
     try:
-        for manifest in manifests:
-            for key, entry in manifest.of_kinds(SERVER).items():
-                name, start = world.place(key)
-                served.setdefault(name, []).append((start, start + math.prod(entry.shape)))
-        counts = [coverage(parts, world.sizes[name], name) for name, parts in served.items()]
+        for key, length in lengths:
+            name, start = world.place(key)
+            served.setdefault(name, []).append((start, start + length))
+        counts = {coverage(parts, world.sizes[name], name) for name, parts in served.items()}
     except ValueError:  # merging reports it, on all ranks alike
-        return False
-    wanted = {world.place(key)[0] for key in template if kind_of(key) == SERVER}
-    return wanted <= served.keys() and set(counts) == {1}
+        return None
+    return set(served) if counts <= {1} else None
 
 
 def _served(
