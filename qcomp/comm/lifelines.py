@@ -146,6 +146,11 @@ class Lifelines:
         with self._sending:
             self._close()
 
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the thread after `finish`, at most for some seconds."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
     def _close(self) -> None:
         connections, self._sockets = self._sockets, {}
         for connection in connections.values():

@@ -304,7 +304,9 @@ def _leave(lines: Lifelines, waiter: Waiter, gloo: Any) -> None:
         for peer in set(range(gloo.size())) - {gloo.rank()}:
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(_AT_ONCE)
-        waiter.join(_END_SECONDS)
+    # No thread of ours may run while Python shuts down.
+    waiter.join(_END_SECONDS)
+    lines.join(_END_SECONDS)
 
 
 def _to_host(x: Array, *, name: str) -> Any:

@@ -94,7 +94,7 @@ class Waiter:
 
     def join(self, timeout: float) -> None:
         """Wait for the end of the thread, at most for some seconds."""
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout)
 
 

@@ -611,6 +611,21 @@ def work():
     assert said(2, ON_DEVICE + body + CATCH) == [[message]] * 2
 
 
+def test_no_thread_outlives_a_communicator(said):
+    """A thread that still ran while Python shuts down could abort the process."""
+    body = """
+import threading
+def running():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("qcomp"))
+comm.all_gather(zeros(4), [4, 4])
+assert running() == ["qcomp lifelines", "qcomp waits"], running()
+comm.all_gather(zeros(1), [1, 1])
+comm.close()
+say(running())
+"""
+    assert said(2, body) == [["[]"]] * 2
+
+
 def test_an_ended_rank_is_no_problem_for_exchanges_that_it_completed(torch_ranks):
     body = """
 pending = comm.start(AllGather(zeros(4), (4, 4)))
