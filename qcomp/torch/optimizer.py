@@ -432,6 +432,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             On the other ranks then.
         """
         found: list[OfRank] = []
+        is_list = isinstance(state_dict, Sequence)
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
         groups, several, text, problem = None, True, "", None
         own: OfRank | None = None
@@ -448,13 +449,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             places = [(one["rank"], one["size"]) for one in scalars]
             here = (self._comm.rank, self._comm.size)
             own = found[places.index(here)] if here in places else None
-            if not isinstance(state_dict, Sequence):
-                several = own is None or own.bucketed != (self._overlapped is not None)
-            if (
-                own is None
-                and [size for _, size in places] == [here[1]]
-                and not isinstance(state_dict, Sequence)
-            ):
+            several = is_list or own is None or own.bucketed != (self._overlapped is not None)
+            if not is_list and own is None and [size for _, size in places] == [here[1]]:
                 raise ValueError(
                     f"the state belongs to rank {places[0][0]} of {here[1]}; this is rank {here[0]}: its residuals "
                     "belong to that rank alone. Load what this rank has saved, or pass a list with the states of all "
