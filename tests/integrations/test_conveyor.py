@@ -3,9 +3,11 @@
 import contextlib
 import threading
 
+import numpy as np
 import pytest
 
 from qcomp.core.errors import CommunicatorError, NonFiniteError
+from qcomp.core.mean.stages import AllGather
 from qcomp.integrations.ddp.conveyor import Conveyor, Job
 
 PATIENCE = 60
@@ -98,3 +100,83 @@ def test_any_other_error_fails_all_later_jobs(carry):
     assert all(isinstance(results[name], CommunicatorError) for name in "ac")
     assert all(results[name].__cause__ is error for name in "ac")
     assert events == moves("a0")
+
+
+class Alone:
+    """A rank that receives what it sends, and notes how many bytes each exchange has."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def start(self, request):
+        self.sizes.append(request.send.shape[0])
+        return Arrived([request.send])
+
+
+class Arrived:
+    def __init__(self, messages):
+        self.messages = messages
+
+    def wait(self):
+        return self.messages
+
+
+@pytest.fixture
+def join():
+    """Return a function that runs jobs (name, bytes of each exchange), which join, and returns sizes and results."""
+
+    def run(*jobs, spoiled=None, error=None):
+        comm, results, over = Alone(), {}, threading.Semaphore(0)
+
+        def stages(name, sizes):
+            for number, size in enumerate(sizes):
+                if f"{name}{number}" == spoiled:
+                    raise error
+                message = np.full(size, ord(name), np.uint8)
+                (arrived,) = yield AllGather(message, (size,))
+                assert arrived.tobytes() == message.tobytes()
+            return name
+
+        def job(name, sizes):
+            def end(result):
+                results[name] = result
+                over.release()
+
+            return Job(stages(name, sizes), end, end, contextlib.nullcontext, joins=True)
+
+        conveyor = Conveyor(comm)
+        for number, (name, sizes) in enumerate(jobs, start=1):
+            conveyor.put([job(name, sizes)], last=number == len(jobs))
+        for _ in jobs:
+            assert over.acquire(timeout=PATIENCE)
+        return comm.sizes, results
+
+    return run
+
+
+def test_short_messages_of_several_jobs_travel_together(join):
+    sizes, results = join(("a", (8, 16)), ("b", (8,)), ("c", ()), ("d", (24, 8, 8)))
+    assert len(sizes) == 3
+    assert sizes[0] >= 8 + 8 + 24
+    assert results == {name: name for name in "abcd"}
+
+
+def test_jobs_wait_only_until_their_messages_are_long(join):
+    half = 1 << 19
+    sizes, results = join(("a", (half,)), ("b", (half, 8)), ("c", (8,)), ("d", (2 * half,)), ("e", (8, 8)))
+    assert [size >= half for size in sizes] == [True, False, True, False, False]
+    assert sizes[0] >= 2 * half
+    assert results == {name: name for name in "abcde"}
+
+
+def test_a_value_that_is_not_finite_fails_the_jobs_that_travel_together(join):
+    error = NonFiniteError("a value")
+    _, results = join(("a", (1 << 20, 8)), ("b", (8, 8)), ("c", (8, 8)), spoiled="b1", error=error)
+    assert results == {"a": "a", "b": error, "c": error}
+
+
+def test_any_other_error_fails_waiting_jobs_too(join):
+    error = ValueError("of this rank alone")
+    _, results = join(("a", (8,)), ("b", (8,)), ("c", (8,)), spoiled="b0", error=error)
+    assert results["b"] is error
+    assert all(isinstance(results[name], CommunicatorError) for name in "ac")

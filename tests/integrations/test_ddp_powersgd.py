@@ -14,8 +14,12 @@ def hooked(*args, compressor=qcomp.Identity(), **how):
 """
 
 
-def test_means_do_not_depend_on_the_buckets(said):
+@pytest.mark.parametrize("limit", [1 << 20, 300])
+def test_means_do_not_depend_on_the_buckets(said, limit):
+    """Nor on how many of them make their exchanges together."""
     body = f"""{HOOK}
+from qcomp.integrations.ddp import conveyor
+conveyor._JOINED_BYTES = {limit}
 alone = network()
 mean = qcomp.PowerSGDMean(rank=2, min_compression=1)
 kept = mean.init([p.detach() for p in alone.parameters()], comm)
@@ -35,6 +39,24 @@ assert len(kept.worker) == 3
 say("ok")
 """
     assert said(3, body) == [["ok"]] * 3
+
+
+@pytest.mark.parametrize(("ranks", "exchanges"), [(2, 2), (3, 4)])
+def test_all_buckets_make_their_exchanges_together(said, ranks, exchanges):
+    body = f"""{HOOK}
+started, start = [], type(comm).start
+def counted(self, request):
+    started.append(request)
+    return start(self, request)
+type(comm).start = counted
+model, state = hooked(1, exact_iterations=0)
+for step in range(3):
+    started.clear()
+    loss(model, step).backward()
+    model.zero_grad()
+say(len(started))
+"""
+    assert said(ranks, body) == [[str(exchanges)]] * ranks
 
 
 def test_a_bucket_is_not_exchanged_in_parts(said):

@@ -120,8 +120,7 @@ class BucketedStep:
                 "call step() after each backward pass, and accumulate gradients in model.no_sync()"
             )
         running = self.running
-        # Thin factors travel fast: a further exchange would cost more than the overlap with compression saves.
-        parts = [gradients] if self._mean_of(self.state).low_rank else _cut(gradients)
+        parts = [gradients] if self._low_rank else _cut(gradients)
         record = Bucket(tuple(map(self._part_of, parts)), bucket.buffer(), self._stream.future())
         running.add(record)
         end = partial(self._end, running)
@@ -234,7 +233,8 @@ class BucketedStep:
         for bucket in buckets:
             for part in bucket.parts:
                 over = partial(self._part_is_over, running, bucket, part)
-                jobs.append(Job(self._stages(part, scale), done=over, failed=over, context=context))
+                stages = self._stages(part, scale)
+                jobs.append(Job(stages, done=over, failed=over, context=context, joins=self._low_rank))
         self._conveyor.put(jobs, last=running.is_complete)
 
     def _put_clipped(self) -> None:
@@ -413,6 +413,11 @@ class BucketedStep:
 
     def _exchanged(self, tensors: Sequence[int]) -> list[int]:
         return [i for i in tensors if not self.state.exact[i]]
+
+    @property
+    def _low_rank(self) -> bool:
+        """Whether ranks exchange thin factors: these travel fast, so a further exchange costs more than it hides."""
+        return self._mean_of(self.state).low_rank
 
     def _mean_of(self, state: OptimizerState) -> TensorwiseMean:
         mean = self.optimizer.mean_of(state)

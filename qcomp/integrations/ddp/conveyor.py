@@ -12,9 +12,12 @@ from typing import Any
 
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
-from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse
 
 __all__ = ["Conveyor", "Job"]
+
+_JOINED_BYTES = 1 << 20
+"""Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
 
 
 @dataclass(eq=False)
@@ -26,6 +29,8 @@ class Job:
     failed: Callable[[BaseException], None]
     context: Callable[[], AbstractContextManager[Any]]
     """Entered whenever the job runs."""
+    joins: bool = False
+    """Whether its exchanges are made together with those of later jobs, because its messages are short."""
     pending: Pending | None = field(default=None, init=False)
 
 
@@ -36,6 +41,9 @@ class Conveyor:
     first. After the last jobs it continues in the same order until all are done. So some jobs encode while the bytes of
     others travel, and early data is decoded while the last bytes travel. The order of exchanges depends on the order of
     the jobs alone, not on when bytes arrive, so it is the same on all ranks.
+
+    Jobs that join compute up to their first exchange when they arrive. Then they wait until their messages are long
+    enough, or the last jobs have arrived, and continue as one job.
 
     A non-finite value fails its job, on all ranks in the same stage. Any other error belongs to this rank alone or to
     the communicator. It fails every job, now and later, because the order is lost.
@@ -50,6 +58,7 @@ class Conveyor:
         self._comm = comm
         self._queue: SimpleQueue[tuple[Sequence[Job], bool] | None] = SimpleQueue()
         self._under_way: deque[Job] = deque()
+        self._waiting: list[tuple[Job, Exchange]] = []
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -66,7 +75,14 @@ class Conveyor:
 
     def _run(self) -> None:
         while (found := self._queue.get()) is not None:
-            jobs, last = found
+            arrived, last = found
+            jobs = [job for job in arrived if not job.joins]
+            for job in arrived:
+                if job.joins:
+                    self._begin(job)
+            if self._waiting and (last or sum(_size(x) for _, x in self._waiting) >= _JOINED_BYTES):
+                jobs.append(_joined(self._waiting))
+                self._waiting = []
             turn = (*jobs, *self._under_way)
             self._under_way.extend(jobs)
             for job in turn:
@@ -76,20 +92,65 @@ class Conveyor:
                     if job in self._under_way:
                         self._advance(job)
 
+    def _begin(self, job: Job) -> None:
+        """Let a job compute up to its first exchange, and wait."""
+        self._run_job(job, lambda: self._waiting.append((job, next(job.stages))))
+
     def _advance(self, job: Job) -> None:
         """Move a job to its next exchange, or to its end."""
+
+        def advance() -> None:
+            arrived: Any = None if job.pending is None else job.pending.wait()
+            job.pending = self._comm.start(job.stages.send(arrived))
+
+        if not self._run_job(job, advance):
+            self._under_way.remove(job)
+
+    def _run_job(self, job: Job, work: Callable[[], None]) -> bool:
+        """Do some work of a job; return whether it goes on, and tell its outcome otherwise."""
         with job.context():
             try:
                 if self._broken is not None:
                     raise CommunicatorError(f"an earlier exchange failed: {self._broken}") from self._broken
-                arrived: Any = None if job.pending is None else job.pending.wait()
-                job.pending = self._comm.start(job.stages.send(arrived))
-                return
+                work()
+                return True
             except StopIteration as stop:
                 outcome, result = job.done, stop.value
             except BaseException as error:
                 if not isinstance(error, NonFiniteError):
                     self._broken = self._broken or error
                 outcome, result = job.failed, error
-            self._under_way.remove(job)
             outcome(result)
+            return False
+
+
+def _joined(waiting: Sequence[tuple[Job, Exchange]]) -> Job:
+    """Return one job in place of several that wait before their first exchanges."""
+    jobs = [job for job, _ in waiting]
+
+    def done(results: Sequence[Any]) -> None:
+        for job, result in zip(jobs, results, strict=True):
+            job.done(result)
+
+    def failed(error: BaseException) -> None:
+        for job in jobs:
+            job.failed(error)
+
+    return Job(fuse([_resumed(job.stages, first) for job, first in waiting]), done, failed, jobs[-1].context)
+
+
+def _resumed(stages: Stages[Any], request: Exchange) -> Stages[Any]:
+    """Continue a computation that waits before an exchange."""
+    while True:
+        arrived = yield request
+        try:
+            request = stages.send(arrived)
+        except StopIteration as stop:
+            return stop.value
+
+
+def _size(request: Exchange) -> int:
+    """Return the bytes of an exchange, the same on all ranks."""
+    if isinstance(request, AllToAll):
+        return sum(message.shape[0] for message in request.send)
+    return sum(request.receive)
