@@ -334,6 +334,14 @@ class KernelSet(Protocol):
         """Return the product of two factors, in ``out`` if that is given, and a matrix minus the product, in place."""
         ...
 
+    def orthonormal(self, rows: Array) -> Array | None:
+        """Return what `qcomp.core.numeric.low_rank.orthonormal` returns for a factor."""
+        ...
+
+    def next_factor(self, new: Array, old: Array) -> Array | None:
+        """Return what `qcomp.core.numeric.low_rank.next_factor` returns for a factor."""
+        ...
+
 
 class Partial:
     """Base of sets that leave these methods to the pure version, which calls the other kernels one after the other."""
@@ -478,6 +486,14 @@ class Partial:
         *,
         out: Array | None,  # noqa: ARG002
     ) -> tuple[Array, Array] | None:
+        """Return None."""
+        return None
+
+    def orthonormal(self, rows: Array) -> Array | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def next_factor(self, new: Array, old: Array) -> Array | None:  # noqa: ARG002
         """Return None."""
         return None
 

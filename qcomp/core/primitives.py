@@ -4,7 +4,7 @@
 - `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;
 - `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, and `frozen_steps` of the frozen-variance
   optimizers;
-- `compensate` and `take_low_rank` of PowerSGD, and `in_range` of a rank that is alone.
+- `compensate`, `take_low_rank`, `orthonormal` and `next_factors` of PowerSGD, and `in_range` of a rank that is alone.
 
 All else in the core is made of these, or runs once a step on small arrays.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers, chosen
+from qcomp.core.numeric import low_rank
 from qcomp.core.numeric.arrays import (
     LIMIT,
     Array,
@@ -36,7 +37,7 @@ from qcomp.core.numeric.arrays import (
     write_into,
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
-from qcomp.core.numeric.low_rank import outer_product
+from qcomp.core.numeric.low_rank import outer_product, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +64,8 @@ __all__ = [
     "in_range",
     "momentum",
     "nesterov",
+    "next_factors",
+    "orthonormal",
     "refusal",
     "require_accepted",
     "scale",
@@ -619,3 +622,29 @@ def take_low_rank(
         product[part] = block
         matrix[part] = flush(matrix[part] - block)
     return xp.reshape(product, (-1,)), matrix
+
+
+def orthonormal(factors: Sequence[Array]) -> list[Array]:
+    """Return an orthonormal basis of the rows of each factor; see `qcomp.core.numeric.low_rank.orthonormal`.
+
+    Parameters
+    ----------
+    factors : sequence of arrays, shape (rank, length)
+    """
+    kernels = chosen(factors[0]) if factors else None
+    found = [] if kernels is None else [kernels.orthonormal(rows) for rows in factors]
+    bases = [basis for basis in found if basis is not None]
+    return bases if len(bases) == len(factors) else together(low_rank.orthonormal, factors)
+
+
+def next_factors(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
+    """Return the factors of the next step; see `qcomp.core.numeric.low_rank.next_factor`.
+
+    Parameters
+    ----------
+    new, old : sequence of arrays, shape (rank, length)
+    """
+    kernels = chosen(new[0]) if new else None
+    found = [] if kernels is None else [kernels.next_factor(*pair) for pair in zip(new, old, strict=True)]
+    factors = [factor for factor in found if factor is not None]
+    return factors if len(factors) == len(new) else together(low_rank.next_factor, new, old)

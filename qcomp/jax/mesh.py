@@ -70,7 +70,7 @@ class MeshMean:
     - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of the
     longest in its exchange. The program has a branch for each device, with the code for that device's chunk, so its
     size grows with the number of tensors and not with N times that number. With PowerSGD it sends as `PowerSGDMean`
-    does.
+    does with owners, also between two devices.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
     tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. That holds for all devices of

@@ -265,6 +265,10 @@ class SpmdPowerSGDMean(PowerSGDMean):
             begun.append(jnp.ravel(jnp.where(jnp.any(rows != 0, axis=-1, keepdims=True), rows, first)))
         return super().begin(x, state._replace(server=tuple(begun)), terms)
 
+    def _has_owners(self, size: int) -> bool:
+        """Return whether factors have owners. JAX does not know that devices which finish a mean each hold the same."""
+        return size > 1
+
     def _number(self, state: MeanState) -> Any:  # noqa: ARG002 - known when the program runs
         return jax.lax.axis_index(self.axis_name)
 

@@ -72,10 +72,12 @@ class PowerSGDMethod(Method):
         matrices = [shape for shape in shapes if not self._mean.keeps_exact(shape)]
         elements = sum(map(math.prod, matrices))
         exact = _EXACT_BYTES * (job.params - elements)
-        wire, sent = _by_owners(self._mean.message_sizes(shapes, cluster.ranks), exact, cluster, exchanges=2)
+        messages = self._mean.message_sizes(shapes, cluster.ranks)
+        exchanges = 2 if len(messages[0]) > 1 else 1  # no factor has an owner between two ranks
+        wire, sent = _by_owners(messages, exact, cluster, exchanges=exchanges)
         speed = machine.low_rank
         codec = elements * (speed.fixed + self.averaging.rank * speed.column)
-        codec += len(matrices) * machine.tensor + 4 * machine.call
+        codec += len(matrices) * machine.tensor + 2 * exchanges * machine.call
         return StepTime(self, job.compute + codec + wire, job.compute, codec, wire, sent)
 
 
@@ -243,7 +245,8 @@ def _by_owners(
     Parameters
     ----------
     messages : two sequences of int
-        For messages of the first and of the second kind, the bytes of each owner's message.
+        For messages of the first and of the second kind, the bytes of each owner's message; of one to all ranks if
+        there are no owners.
     exact : int
         Bytes of exact tensors, which travel in the first two exchanges.
     exchanges : int
@@ -254,11 +257,12 @@ def _by_owners(
     wire, sent = 0.0, 2 * beside
     for number, sizes in enumerate(messages):
         total, largest, least = sum(sizes), max(sizes), min(sizes)
+        own = (ranks - 1) / len(sizes) * total
         # The link of the largest owner carries its part from or to all other ranks; that of the smallest owner carries
         # all other parts.
         worst = max((ranks - 1) * largest, total - least)
         for exchange in range(exchanges):
             more = beside if number * exchanges + exchange < 2 else 0.0
             wire += to_all((worst + more) / (ranks - 1), cluster)
-            sent += (ranks - 1) / ranks * total
+            sent += own
     return wire, sent

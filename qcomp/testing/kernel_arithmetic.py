@@ -279,7 +279,7 @@ _MATRICES = ((1, 1, 1), (1, 3, 5), (2, 7, 64), (3, 33, 129), (4, 5, 5000), (2, 5
 
 
 def check_low_rank(kernels: KernelSet, xp: Namespace) -> None:
-    """Check the two primitives of PowerSGD, in new arrays and in given buffers."""
+    """Check the primitives of PowerSGD: for whole matrices, in new arrays and in given buffers, and for factors."""
     writes = is_mutable(to_library(xp, np.zeros(1, np.float32)))
     matrices = _MATRICES if writes else _MATRICES[:3]  # immutable libraries compile for every shape: slow
     for (rank, rows, columns), layout in product(matrices, ("dense", "offset", "strided")):
@@ -296,6 +296,11 @@ def check_low_rank(kernels: KernelSet, xp: Namespace) -> None:
             )
             assert got[:2] == expected[:2], f"product or rest {what}, in a given buffer: {given}"
             assert got[2:] == expected[2:], f"compensated values {what}, in a given buffer: {given}"
+        factors = left.reshape(rank, rows), vector("wide", rank * rows, 5).reshape(rank, rows)
+        for name, factor in zip(("gaussian", "wide"), factors, strict=True):
+            expected_rows, got_rows = (_factors(chosen, xp, factor, layout) for chosen in (None, kernels))
+            assert got_rows[0] == expected_rows[0], f"orthonormal rows {what}, {name}"
+            assert got_rows[1] == expected_rows[1], f"the next factor {what}, {name}"
     for bad in (np.nan, -np.inf, 2.0**100):
         x = vector("gaussian", 5000, 4)
         x[4321] = bad
@@ -308,6 +313,26 @@ def check_low_rank(kernels: KernelSet, xp: Namespace) -> None:
             continue
         assert refused is not None, f"{bad} is not refused"
         assert int(refused[0]), f"{bad} is not refused"
+
+
+def _factors(
+    kernels: KernelSet | None, xp: Namespace, rows: np.ndarray[Any, Any], layout: str
+) -> tuple[bytes, bytes]:
+    """Return orthonormal rows of a factor and its successor, then of one with dependent rows, and rows of zeros."""
+    untouched = Untouched()
+    bases, successors = [], []
+    for number, change in enumerate((rows, np.ones_like(rows) * rows[:1], rows * 0)):
+        x, memory = laid_out(xp, change.reshape(-1), layout)
+        old, others = laid_out(xp, vector("gaussian", rows.size, number), layout)
+        untouched.keep("the rows", memory)
+        untouched.keep("the old rows", others)
+        x, old = x.reshape(rows.shape), old.reshape(rows.shape)
+        with use_kernels(kernels):
+            bases += primitives.orthonormal([x])
+            successors += primitives.next_factors([x], [old])
+    untouched.check()
+    basis, successor = (b"".join(to_numpy(x).tobytes() for x in found) for found in (bases, successors))
+    return basis, successor
 
 
 def _low_rank(

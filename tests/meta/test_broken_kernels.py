@@ -150,6 +150,14 @@ class Whole:
         with use_kernels(None):
             return primitives.take_low_rank(left, right, matrix, out=out)
 
+    def orthonormal(self, rows):
+        with use_kernels(None):
+            return primitives.orthonormal([rows])[0]
+
+    def next_factor(self, new, old):
+        with use_kernels(None):
+            return primitives.next_factors([new], [old])[0]
+
 
 BROKEN = []
 
@@ -465,6 +473,21 @@ broken(
     "leaves the whole matrix",
     take_low_rank=lambda self, whole, left, right, matrix: (whole(left, right, matrix.copy())[0], matrix),
 )
+broken("rows as they are", orthonormal=lambda self, whole, rows: rows * np.float32(1))
+broken(
+    "orthogonal to the first row alone",
+    orthonormal=lambda self, whole, rows: np.concatenate(
+        [whole(rows[:1]), *[whole(np.stack([rows[0], row]))[1:] for row in rows[1:]]]
+    ),
+)
+broken(
+    "a direction of rounding errors",
+    orthonormal=lambda self, whole, rows: np.where(
+        whole(rows) == 0, np.float32(1 / rows.shape[1] ** 0.5), whole(rows)
+    ),
+)
+broken("the factor unscaled", next_factor=lambda self, whole, new, old: new * np.float32(1))
+broken("zeros for ever", next_factor=lambda self, whole, new, old: whole(new, new))
 
 # Optimizers.
 broken("always beta of .9", momentum=lambda self, whole, m, g, beta1, scale: whole(m, g, 0.9, scale))

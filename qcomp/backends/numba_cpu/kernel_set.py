@@ -24,7 +24,7 @@ from qcomp.backends.numba_cpu.codec import (
 )
 from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
-from qcomp.backends.numba_cpu.low_rank import NO_VALUES, compensate, take_low_rank
+from qcomp.backends.numba_cpu.low_rank import NO_VALUES, compensate, next_factor, orthonormal, take_low_rank
 from qcomp.backends.numba_cpu.means import average, compress_mean
 from qcomp.backends.numba_cpu.memory import empty, message
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
@@ -411,6 +411,24 @@ class NumbaKernels:
         take_low_rank(factors[0], factors[1], whole, product, left.shape[1])
         _tell_torch([target, matrix])
         return target, matrix
+
+    def orthonormal(self, rows: Array) -> Array | None:
+        """Return an orthonormal basis of the rows of a factor."""
+        values, room = _values(rows), _room(rows, None)
+        if values is None or room is None:
+            return None
+        target, basis = room
+        orthonormal(values, rows.shape[0], basis)
+        return target
+
+    def next_factor(self, new: Array, old: Array) -> Array | None:
+        """Return each row divided by a power of two, or the old row instead of zeros."""
+        values, kept, room = _values(new), _values(old), _room(new, None)
+        if values is None or kept is None or room is None:
+            return None
+        target, scaled = room
+        next_factor(values, kept, new.shape[0], scaled)
+        return target
 
 
 KERNELS = NumbaKernels()

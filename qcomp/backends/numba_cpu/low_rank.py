@@ -1,4 +1,4 @@
-"""PowerSGD's passes over whole matrices: a gradient plus its residual, and the product of two factors.
+"""PowerSGD's passes over whole matrices, a gradient plus its residual and the product of two factors, and over factors.
 
 Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8. Memory bandwidth is the limit for
 low ranks.
@@ -10,9 +10,19 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
-from qcomp.backends.numba_cpu.primitives import U, as_bits, as_float, flush, largest_bits
+from qcomp.backends.numba_cpu.primitives import (
+    ZERO,
+    F,
+    U,
+    as_bits,
+    as_float,
+    flush,
+    largest_bits,
+    power_of_two_below,
+    tree_sum,
+)
 
-__all__ = ["NO_VALUES", "compensate", "take_low_rank"]
+__all__ = ["NO_VALUES", "compensate", "next_factor", "orthonormal", "take_low_rank"]
 
 _RUN = 1 << 12
 """Elements per pass, few enough to stay in the first-level cache between loops over them."""
@@ -49,6 +59,33 @@ def take_low_rank(left: Floats, right: Floats, matrix: Floats, out: Floats, rows
     """
     columns = matrix.size // rows
     threads.run(lambda a, b: _take_low_rank(left, right, matrix, out, rows, columns, a, b), rows, columns)
+
+
+def orthonormal(rows: Floats, count: int, out: Floats) -> None:
+    """Let out = an orthonormal basis of the rows; see `qcomp.core.numeric.low_rank.orthonormal`.
+
+    Parameters
+    ----------
+    rows, out : array of float32, shape (count * length,)
+    count : int
+        At least 1.
+    """
+    length = rows.size // count
+    padded = 1 << max(0, length - 1).bit_length()
+    row, shares, sums = (np.empty(size, dtype=np.float32) for size in (length, count, padded))
+    _orthonormal(rows, out, row, shares, sums)
+
+
+def next_factor(new: Floats, old: Floats, count: int, out: Floats) -> None:
+    """Let out = each new row divided by a power of two, or the old row; see `qcomp.core.numeric.low_rank.next_factor`.
+
+    Parameters
+    ----------
+    new, old, out : array of float32, shape (count * length,)
+    count : int
+        At least 1.
+    """
+    _next_factor(new, old, out, count)
 
 
 @inline
@@ -117,3 +154,97 @@ def _take_low_rank(
             for k in range(1, rank):
                 _increase(left[k * rows + row], right[k * columns + start : k * columns + stop], part)
             _subtract(matrix[row * columns + start : row * columns + stop], part)
+
+
+_LEAST = F(2.0**-51)
+"""As in `qcomp.core.numeric.low_rank`."""
+_INDEPENDENT = F(0.5)
+
+
+@inline
+def _without_small(x: np.float32) -> np.float32:
+    return ZERO if abs(x) < _LEAST else x
+
+
+@inline
+def _divide(x: Floats, divisor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = _without_small(x[i] / divisor)
+
+
+@inline
+def _product(x: np.float32, y: np.float32) -> np.float32:
+    """Return a product without its last bit."""
+    return as_float(as_bits(x * y) & U(0xFFFFFFFE))
+
+
+@inline
+def _multiply(x: Floats, y: Floats, out: Floats) -> None:
+    for i in range(x.size):
+        out[i] = _product(x[i], y[i])
+    for i in range(x.size, out.size):
+        out[i] = ZERO
+
+
+@inline
+def _subtract_share(row: Floats, share: np.float32, other: Floats) -> None:
+    for i in range(row.size):
+        row[i] -= _product(share, other[i])
+
+
+@inline
+def _project(row: Floats, basis: Floats, shares: Floats, sums: Floats) -> None:
+    """Subtract from a row what lies in the span of a basis."""
+    length = row.size
+    count = basis.size // length
+    for k in range(count):
+        _multiply(basis[k * length : (k + 1) * length], row, sums)
+        shares[k] = _without_small(tree_sum(sums))
+    for k in range(count):
+        _subtract_share(row, shares[k], basis[k * length : (k + 1) * length])
+    _divide(row, F(1), row)
+
+
+@inline
+def _normalise(row: Floats, sums: Floats) -> np.float32:
+    """Divide a row by its norm, unless that is 0, and return the norm."""
+    _multiply(row, row, sums)
+    norm: np.float32 = np.sqrt(tree_sum(sums))
+    _divide(row, norm if norm > ZERO else F(1), row)
+    return norm
+
+
+@kernel("void(f32_in, f32, f32, f32, f32)")
+def _orthonormal(rows: Floats, out: Floats, row: Floats, shares: Floats, sums: Floats) -> None:
+    length = row.size
+    for start in range(0, rows.size, length):
+        given = rows[start : start + length]
+        _divide(given, power_of_two_below(largest_bits(given)), row)
+        norm = ZERO
+        for _ in range(2):
+            if start > 0:
+                _project(row, out[:start], shares, sums)
+            norm = _normalise(row, sums)
+        if norm < _INDEPENDENT:
+            out[start : start + length] = ZERO
+        else:
+            out[start : start + length] = row
+
+
+@inline
+def _divide_flushed(x: Floats, divisor: np.float32, out: Floats) -> None:
+    for i in range(out.size):
+        out[i] = flush(x[i] / divisor)
+
+
+@kernel("void(f32_in, f32_in, f32, int64)")
+def _next_factor(new: Floats, old: Floats, out: Floats, count: int) -> None:
+    length = out.size // count
+    for start in range(0, out.size, length):
+        largest = largest_bits(new[start : start + length])
+        if largest > 0:
+            _divide_flushed(
+                new[start : start + length], power_of_two_below(largest), out[start : start + length]
+            )
+        else:
+            out[start : start + length] = old[start : start + length]

@@ -34,6 +34,7 @@ __all__ = [
     "load",
     "load_scale",
     "mix",
+    "power_of_two_below",
     "scaled_squares",
     "store_scale",
     "too_large",
@@ -244,7 +245,7 @@ def tree_sum(sums: Floats) -> np.float32:
 
 
 @inline
-def _power_of_two_below(bits: np.uint32) -> np.float32:
+def power_of_two_below(bits: np.uint32) -> np.float32:
     """Return the largest power of two up to the finite value with these bits; 1 for zero."""
     exponent = np.int64(bits) & INFINITE
     return as_float(U(exponent)) if exponent > 0 else F(1)
@@ -274,7 +275,7 @@ def scaled_squares(p: Floats, largest: np.uint32, sums: Floats) -> tuple[np.floa
     ``largest`` has the bits of the largest magnitude, and ``sums`` is scratch of half the length of p. Multiplying by
     the reciprocal of a power of two rounds exactly as dividing by the power does.
     """
-    power = _power_of_two_below(largest)
+    power = power_of_two_below(largest)
     _fold_squares(p, F(1) / power, sums)
     return tree_sum(sums), power
 

@@ -14,6 +14,7 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import MeanState
+from qcomp.core.mean.framing import Frame
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
@@ -26,15 +27,16 @@ __all__ = [
     "Finish",
     "Matrix",
     "Plan",
-    "by_owners",
+    "average",
     "make_plan",
     "matrices_of",
     "serve",
-    "together",
 ]
 
 Finish = Callable[[Sequence[Array]], Sequence[Array]]
-"""A function that an owner applies to the means of its factors."""
+"""A function of the means of factors, with the same bits on every rank."""
+Server = Callable[..., Compressed]
+"""`serve` for factors that arrive at their owner, with some ``finish``."""
 
 
 class Matrix(NamedTuple):
@@ -50,7 +52,7 @@ class Factors(NamedTuple):
     """How the left or the right factors of all matrices get to all ranks."""
 
     layout: Layout
-    """The layout of the packs, each of which is a vector."""
+    """The layout of the packs, each of which is a vector: a chunk for each owner, and one for all without owners."""
     packs: tuple[tuple[int, ...], ...]
     """The factors in each pack. They have one owner; several only share a pack if compressed element by element."""
     shapes: tuple[tuple[int, int], ...]
@@ -104,6 +106,8 @@ def make_plan(
     dtypes: Sequence[str],
     numbers: Sequence[int],
     state: MeanState,
+    *,
+    owners: int,
 ) -> Plan:
     """Return the plan of a mean.
 
@@ -116,6 +120,8 @@ def make_plan(
         The number of each tensor's first bucket, for draws.
     state : MeanState
         The state of this rank.
+    owners : int
+        How many ranks own factors: all, or 1 if no factor needs an owner.
     """
     low_rank = {m.tensor for m in matrices}
     rest = tuple(i for i in range(len(dtypes)) if i not in low_rank)
@@ -124,14 +130,14 @@ def make_plan(
         """Return how one factor of each matrix, with rows of these lengths, gets to all ranks."""
         shapes = tuple((m.rank, length) for m, length in zip(matrices, lengths, strict=True))
         chosen = [compressors[m.tensor].for_shape(s) for m, s in zip(matrices, shapes, strict=True)]
-        owners = _owners([math.prod(shape) for shape in shapes], state.size, shift)
+        owner_of = _owners([math.prod(shape) for shape in shapes], owners, shift)
         packs: dict[Any, list[int]] = {}
         for index, (m, compressor) in enumerate(zip(matrices, chosen, strict=True)):
             traits = compressor.traits
             alone = traits.random or traits.bucket_size > 1 or compressor.variable_length
-            packs.setdefault((owners[index], index if alone else (compressor, dtypes[m.tensor])), []).append(
-                index
-            )
+            packs.setdefault(
+                (owner_of[index], index if alone else (compressor, dtypes[m.tensor])), []
+            ).append(index)
         firsts = [pack[0] for pack in packs.values()]
         sizes = tuple(sum(math.prod(shapes[i]) for i in pack) for pack in packs.values())
         operands = Operands(
@@ -145,15 +151,15 @@ def make_plan(
             tuple(
                 Segment(number, 0, sizes[number], numbers[matrices[first].tensor])
                 for number, first in enumerate(firsts)
-                if owners[first] == owner
+                if owner_of[first] == owner
             )
-            for owner in range(state.size)
+            for owner in range(owners)
         )
         return Factors(Layout(operands, chunks, Residuals((), ())), tuple(map(tuple, packs.values())), shapes)
 
     # The shift by bucket numbers spreads owners over the ranks, even for means of single tensors of a model.
     first = zlib.crc32(repr(numbers[:1]).encode())
-    right = first + (state.size + 1) // 2
+    right = first + (owners + 1) // 2
     return Plan(
         matrices,
         rest,
@@ -175,7 +181,7 @@ def _owners(sizes: Sequence[int], ranks: int, shift: int) -> list[int]:
     return owners
 
 
-def by_owners(
+def average(
     factors: Factors,
     values: Sequence[Array],
     verdicts: Verdicts,
@@ -183,12 +189,29 @@ def by_owners(
     key: Key,
     *,
     least: float,
-    served: Callable[..., Compressed],
+    finish: Finish,
+    server: Callable[[Finish], Server],
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
-    """Return the mean of each factor as all ranks decode it, after its owner has served it.
+    """Return the finished mean of each factor, the same on all ranks.
 
-    Magnitudes below ``least`` are replaced by zero. ``error`` is the error that kept this rank from computing the
-    values; the first error so far is also returned. ``served`` is `serve`, with its ``finish``.
+    The owner of a factor averages it, applies ``finish``, and sends it to all. Two ranks tell each other all factors,
+    and each does so itself.
+
+    Parameters
+    ----------
+    factors : Factors
+    values : sequence of arrays
+        This rank's factors.
+    verdicts : Verdicts
+    error : NonFiniteError or None
+        The error that kept this rank from computing the values; the first error so far is also returned.
+    key : Key
+    least : float
+        Magnitudes below are replaced by zero.
+    finish : callable
+        Applied to means.
+    server : callable
+        Takes ``finish``, and returns `serve` with it.
     """
     layout, packs = factors.layout, factors.joined(values)
     codec = Codec(packs)
@@ -197,15 +220,21 @@ def by_owners(
     else:
         sent = codec.refusals(layout.frames, error)
     error = error or sent.error
-    arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
-    answer = served(factors, packs, arrived, verdicts, error=error, key=key.at(hop=key.hop + 1))
-    error = error or answer.error
-    arrived = yield AllGather(answer.messages[0], layout.message_sizes)
-    opened = codec.open(arrived, layout.frames, verdicts, error)
     found: dict[int, Array] = {}
-    for one in opened:
-        for segment, pack in zip(one.frame.chunk, codec.decode(one), strict=True):
-            found |= factors.split(segment.tensor, without_small(pack, least))
+    if len(layout.frames) == 1:
+        (whole,) = layout.frames
+        arrived = yield AllGather(sent.messages[0], (whole.nbytes,) * layout.world)
+        opened = codec.open(arrived, (whole,) * layout.world, verdicts, error)
+        means = _finished(factors, whole, codec.average(opened), finish)
+        found = {index: without_small(mean, least) for index, mean in means.items()}
+    else:
+        arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
+        answer = server(finish)(factors, packs, arrived, verdicts, error=error, key=key.at(hop=key.hop + 1))
+        error = error or answer.error
+        arrived = yield AllGather(answer.messages[0], layout.message_sizes)
+        for one in codec.open(arrived, layout.frames, verdicts, error):
+            for segment, pack in zip(one.frame.chunk, codec.decode(one), strict=True):
+                found |= factors.split(segment.tensor, without_small(pack, least))
     return [found[i] for i in range(len(values))], error
 
 
@@ -222,23 +251,15 @@ def serve(
     """Average the arrived factors that this rank owns, finish the means, and compress them for all."""
     own, codec, packs = factors.layout.own, Codec(packs), list(packs)
     opened = codec.open(arrived, (own,) * factors.layout.world, verdicts, error)
-    means: dict[int, Array] = {}
-    for segment, mean in zip(own.chunk, codec.average(opened), strict=True):
-        means |= factors.split(segment.tensor, mean)
-    finished = dict(zip(means, finish(list(means.values())), strict=True))
+    finished = _finished(factors, own, codec.average(opened), finish)
     for segment in own.chunk:
         packs[segment.tensor] = concat([flat(finished[i]) for i in factors.packs[segment.tensor]])
     return codec.encode([own], packs, (), key, donate=False)
 
 
-def together(function: Callable[..., Array], *lists: Sequence[Array]) -> list[Array]:
-    """Apply a function of stacked arrays to the arrays of the lists, with one call for all arrays of one shape."""
-    alike: dict[Any, list[int]] = {}
-    for index, x in enumerate(lists[0]):
-        alike.setdefault((tuple(x.shape), x.dtype), []).append(index)
-    found: dict[int, Array] = {}
-    for indexes in alike.values():
-        xp = array_namespace(lists[0][indexes[0]])
-        stack = function(*(xp.stack([arrays[i] for i in indexes]) for arrays in lists))
-        found.update((i, stack[number, ...]) for number, i in enumerate(indexes))
-    return [found[i] for i in range(len(lists[0]))]
+def _finished(factors: Factors, frame: Frame, packs: Sequence[Array], finish: Finish) -> dict[int, Array]:
+    """Return the factors in the means of some packs, finished, by their numbers."""
+    means: dict[int, Array] = {}
+    for segment, mean in zip(frame.chunk, packs, strict=True):
+        means |= factors.split(segment.tensor, mean)
+    return dict(zip(means, finish(list(means.values())), strict=True))

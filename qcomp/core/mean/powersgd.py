@@ -1,7 +1,7 @@
 """PowerSGD: ranks average two thin factors of each matrix, and keep what the factors lose."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import Compressed, Verdicts
+from qcomp.core.mean.codec import Verdicts
 from qcomp.core.mean.compressed_mean import (
     Computation,
     MeanState,
@@ -23,7 +23,16 @@ from qcomp.core.mean.compressed_mean import (
     zeros_for,
 )
 from qcomp.core.mean.costs import Link
-from qcomp.core.mean.factors import Finish, Matrix, Plan, by_owners, make_plan, matrices_of, serve, together
+from qcomp.core.mean.factors import (
+    Finish,
+    Matrix,
+    Plan,
+    Server,
+    average,
+    make_plan,
+    matrices_of,
+    serve,
+)
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages, announce_lengths, fuse
@@ -45,8 +54,6 @@ from qcomp.core.numeric.low_rank import (
     LEAST_LEFT,
     LEAST_RIGHT,
     first_factor,
-    next_factor,
-    orthonormal,
 )
 from qcomp.core.numeric.random import Key
 
@@ -93,11 +100,12 @@ class PowerSGDMean(TensorwiseMean):
     after the first axis of a convolution kernel of torch, before the last of one of Flax. With N ranks, a rank
     sends on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges, and 2 (N - 1) /
     N * 4 bytes per element of the exact tensors, in the first two of them. Each factor has an owner among the ranks,
-    which averages it, makes P orthonormal, and sends it to all: so ranks may have different hardware and libraries,
-    and hold the same mean bit for bit. Factors are dealt to owners by size. Each rank computes its contributions M_i Q
-    and M_i^T P by the matrix product of its library. A column of Q that would be zero, as for a gradient of zero,
-    stays as it was. Elements of Q' below 2^-72 count as zero and stay in the residuals, so gradients should be
-    larger.
+    which averages it, makes P orthonormal, and sends it to all. Factors are dealt to owners by size. Two ranks need no
+    owners: they send each other all factors, as many bytes in two exchanges. Means and orthonormal factors have the
+    same bits in every library, so ranks may have different hardware and libraries, and hold the same mean bit for bit.
+    Each rank computes its contributions M_i Q and M_i^T P by the matrix product of its library. A column of Q that
+    would be zero, as for a gradient of zero, stays as it was. Elements of Q' below 2^-72 count as zero and stay in the
+    residuals, so gradients should be larger.
 
     Sum identity: the means of T steps add up to the sum of the exact means minus mean_i e_i after the last step,
     whatever was lost on the way, also by compressed factors. Feedback is stable because P P^T is a projection, and with
@@ -190,6 +198,8 @@ class PowerSGDMean(TensorwiseMean):
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes of the message to and from each owner, with left and with right factors; float32.
 
+        Between two ranks there are no owners, and one message with all left factors, and one with all right ones.
+
         Parameters
         ----------
         shapes : sequence of shapes
@@ -278,26 +288,28 @@ class PowerSGDMean(TensorwiseMean):
             _unless(flag, _transposed(_product(_rows(x, m.rows), _transposed(q))))  # faster than q x^T
             for q, x, m, flag in zip(old, matrices, plan.matrices, refused, strict=True)
         ]
-        lefts, error = yield from by_owners(
+        lefts, error = yield from average(
             plan.left,
             left,
             verdicts,
             error,
             key.at(hop=_LEFT),
             least=LEAST_LEFT,
-            served=self._server(_orthonormal),
+            finish=primitives.orthonormal,
+            server=self._server,
         )
         right = [
             _product(p, _rows(x, m.rows)) for p, x, m in zip(lefts, matrices, plan.matrices, strict=True)
         ]
-        rights, error = yield from by_owners(
+        rights, error = yield from average(
             plan.right,
             right,
             verdicts,
             error,
             key.at(hop=_RIGHT),
             least=LEAST_RIGHT,
-            served=self._server(_as_they_are),
+            finish=_as_they_are,
+            server=self._server,
         )
         unread = verdicts.require_accepted(error)
 
@@ -309,14 +321,18 @@ class PowerSGDMean(TensorwiseMean):
             )
             products.append(product)
             residuals.append(rest)
-        factors = tuple(map(flat, together(next_factor, rights, old)))
+        factors = tuple(map(flat, primitives.next_factors(rights, old)))
         return Averaged(products, tuple(residuals), factors, unread)
+
+    def _has_owners(self, size: int) -> bool:
+        """Return whether factors have owners. Two ranks tell each other all, which is as many bytes in one exchange."""
+        return size > 2
 
     def _number(self, state: MeanState) -> Any:
         """Return the number of this rank, on which draws depend."""
         return state.rank
 
-    def _server(self, finish: Finish) -> Callable[..., Compressed]:
+    def _server(self, finish: Finish) -> Server:
         """Return the function that an owner applies to arriving factors; see `qcomp.core.mean.factors.serve`."""
         return partial(serve, finish=finish)
 
@@ -349,7 +365,15 @@ class PowerSGDMean(TensorwiseMean):
             if len(known) >= _MOST_PLANS:
                 known.clear()
             numbers = self.numbers or self.bucket_numbers(shapes)
-            found = make_plan(self._matrices(shapes), self._chosen(shapes), dtypes, numbers, state)
+            matrices, chosen = self._matrices(shapes), self._chosen(shapes)
+            found = make_plan(
+                matrices,
+                chosen,
+                dtypes,
+                numbers,
+                state,
+                owners=state.size if self._has_owners(state.size) else 1,
+            )
             known[asked] = found
         return found
 
@@ -427,11 +451,6 @@ def _require_faithful(compressor: Compressor, rank: int) -> None:
         f"{_LARGEST_ERROR / rank:.3g}, or feedback could diverge: pass compressor=qcomp.Identity(), "
         "qcomp.Cast('bfloat16') or qcomp.QSGD(levels=127)"
     )
-
-
-def _orthonormal(means: Sequence[Array]) -> Sequence[Array]:
-    """Return means of left factors with orthonormal rows."""
-    return together(orthonormal, means)
 
 
 def _as_they_are(means: Sequence[Array]) -> Sequence[Array]:

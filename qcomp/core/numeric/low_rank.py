@@ -1,5 +1,8 @@
 """Factors of low-rank matrices: the first ones, orthonormal ones, and products with the same bits in every library."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush, sqrt, truncate_last_bit
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import SHARED_RANK, Key, draws16
@@ -12,6 +15,7 @@ __all__ = [
     "next_factor",
     "orthonormal",
     "outer_product",
+    "together",
     "without_small",
 ]
 
@@ -21,6 +25,8 @@ LEAST_LEFT, LEAST_RIGHT = 2.0**-30, 2.0**-72
 A product of two nonzero elements is then at least 2^-102, so in float32 sums of products are multiples of 2^-126. They
 are never subnormal: some devices flush subnormals and others do not.
 """
+_LEAST = 2.0**-51
+"""The least magnitude while rows are made orthonormal; for the same reason."""
 _INDEPENDENT = 0.5
 """The least norm that a row of norm 1 keeps in the second projection, if it is more than rounding errors."""
 
@@ -55,6 +61,19 @@ def outer_product(left: Array, right: Array) -> Array:
     return array_namespace(left).reshape(total, (-1,))
 
 
+def together(function: Callable[..., Array], *lists: Sequence[Array]) -> list[Array]:
+    """Apply a function of stacked arrays to the arrays of the lists, with one call for all arrays of one shape."""
+    alike: dict[Any, list[int]] = {}
+    for index, x in enumerate(lists[0]):
+        alike.setdefault((tuple(x.shape), x.dtype), []).append(index)
+    found: dict[int, Array] = {}
+    for indexes in alike.values():
+        xp = array_namespace(lists[0][indexes[0]])
+        stack = function(*(xp.stack([arrays[i] for i in indexes]) for arrays in lists))
+        found.update((i, stack[number, ...]) for number, i in enumerate(indexes))
+    return [found[i] for i in range(len(lists[0]))]
+
+
 def without_small(x: Array, least: float) -> Array:
     """Return x with magnitudes below ``least`` replaced by zero."""
     xp = array_namespace(x)
@@ -63,6 +82,8 @@ def without_small(x: Array, least: float) -> Array:
 
 def orthonormal(rows: Array) -> Array:
     """Return an orthonormal basis of the span of rows, with zeros for each row that depends on those before it.
+
+    With the same bits in every library: each product loses its last bit before it is added.
 
     Gram-Schmidt, in which every row is projected twice: then the rows are orthogonal to working precision, however
     close to dependent they were. A row that is nothing but rounding errors may become any direction orthogonal to the
@@ -75,7 +96,7 @@ def orthonormal(rows: Array) -> Array:
     """
     xp = array_namespace(rows)
     largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)
-    scaled = divide(rows, power_of_two_below(largest))  # no square overflows
+    scaled = without_small(divide(rows, power_of_two_below(largest)), _LEAST)  # no square overflows
     basis = scaled[..., :0, :]
     for index in range(rows.shape[-2]):
         first, _ = _unit(_projected(scaled[..., index : index + 1, :], basis))
@@ -89,17 +110,19 @@ def _projected(row: Array, basis: Array) -> Array:
     """Return the part of a row that is orthogonal to a basis."""
     if not basis.shape[-2]:
         return row
-    shares = _sums(basis * row)  # not by `matmul`, which some devices compute with few bits
+    # Not by `matmul`, whose sums have other orders elsewhere.
+    shares = without_small(_sums(truncate_last_bit(basis * row)), _LEAST)
     for index in range(basis.shape[-2]):
-        row = row - shares[..., index : index + 1, :] * basis[..., index : index + 1, :]
-    return row
+        row = row - truncate_last_bit(shares[..., index : index + 1, :] * basis[..., index : index + 1, :])
+    return without_small(row, _LEAST)
 
 
 def _unit(row: Array) -> tuple[Array, Array]:
     """Return a row divided by its norm, or zeros, and the norm."""
     xp = array_namespace(row)
-    norm = sqrt(_sums(row * row))
-    return divide(row, xp.where(norm > 0, norm, xp.ones_like(norm))), norm
+    norm = sqrt(_sums(truncate_last_bit(row * row)))
+    unit = divide(row, xp.where(norm > 0, norm, xp.ones_like(norm)))
+    return without_small(unit, _LEAST), norm
 
 
 def _sums(x: Array) -> Array:
