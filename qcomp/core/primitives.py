@@ -37,7 +37,6 @@ from qcomp.core.numeric.arrays import (
     write_into,
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
-from qcomp.core.numeric.low_rank import outer_product, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -613,12 +612,12 @@ def take_low_rank(
     product = empty_like(matrix) if out is None else out
     rows, columns = left.shape[1], right.shape[1]
     if product is None or not is_mutable(matrix):
-        whole = outer_product(left, right)
+        whole = low_rank.outer_product(left, right)
         return whole, flush(matrix - whole)
     step = max(1, _BLOCK // max(1, columns)) if is_on_host(matrix) else max(1, rows)
     for first in range(0, rows, step):
         part = slice(first * columns, min(rows, first + step) * columns)
-        block = outer_product(left[:, first : first + step], right)
+        block = low_rank.outer_product(left[:, first : first + step], right)
         product[part] = block
         matrix[part] = flush(matrix[part] - block)
     return xp.reshape(product, (-1,)), matrix
@@ -634,7 +633,7 @@ def orthonormal(factors: Sequence[Array]) -> list[Array]:
     kernels = chosen(factors[0]) if factors else None
     found = [] if kernels is None else [kernels.orthonormal(rows) for rows in factors]
     bases = [basis for basis in found if basis is not None]
-    return bases if len(bases) == len(factors) else together(low_rank.orthonormal, factors)
+    return bases if len(bases) == len(factors) else low_rank.together(low_rank.orthonormal, factors)
 
 
 def next_factors(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
@@ -647,4 +646,4 @@ def next_factors(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
     kernels = chosen(new[0]) if new else None
     found = [] if kernels is None else [kernels.next_factor(*pair) for pair in zip(new, old, strict=True)]
     factors = [factor for factor in found if factor is not None]
-    return factors if len(factors) == len(new) else together(low_rank.next_factor, new, old)
+    return factors if len(factors) == len(new) else low_rank.together(low_rank.next_factor, new, old)
