@@ -123,13 +123,16 @@ class TestTheSameAsTheCore:
         "compressor", [qcomp.Identity(), qcomp.QSGD(127, BUCKET)], ids=["exact", "drawing"]
     )
     def test_messages_of_factors(self, compressor, monkeypatch):
-        """Only in the first step: XLA's matrix products differ in some bits, so that later a few codes differ."""
+        """Those of three devices, whose factors have owners in the core, too.
+
+        Only in the first step: XLA's matrix products differ in some bits, so that later a few codes differ.
+        """
         matrices = {"w": (40, 30), "x": (24, 16)}
         settings = {"compressor": compressor, "exact": None, "averaging": qcomp.PowerSGD(rank=1), "seed": 5}
         opt = qcomp.CompressedSGD(learning_rate=0.125, momentum=0, **settings)
-        by_core = train_by_the_core(2, opt, matrices)
+        by_core = train_by_the_core(3, opt, matrices)
         tx = optax.chain(qcomp.jax.optax.compressed(axis_name="data", **settings), optax.sgd(0.125))
-        params, of_steps = train_on_mesh(2, tx, monkeypatch, matrices)
+        params, of_steps = train_on_mesh(3, tx, monkeypatch, matrices)
         assert_same_on_all_devices(params)
         for rank, (_, messages) in enumerate(by_core):
             assert len(of_steps[0]) == len(messages[0]) == 4
