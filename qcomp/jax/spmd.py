@@ -266,7 +266,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
         return super().begin(x, state._replace(server=tuple(begun)), terms)
 
     def _has_owners(self, size: int) -> bool:
-        """Return whether factors have owners. JAX does not know that devices which finish a mean each hold the same."""
+        """Return whether factors have owners: JAX only knows that all devices hold the same if one has sent it."""
         return size > 1
 
     def _number(self, state: MeanState) -> Any:  # noqa: ARG002 - known when the program runs

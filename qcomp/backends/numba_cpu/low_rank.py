@@ -1,4 +1,4 @@
-"""PowerSGD's passes over whole matrices, a gradient plus its residual and the product of two factors, and over factors.
+"""PowerSGD's passes: two over whole matrices, which add a residual or subtract a product, and two over thin factors.
 
 Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8. Memory bandwidth is the limit for
 low ranks.
