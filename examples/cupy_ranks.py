@@ -1,5 +1,6 @@
 """Shared by the two CuPy examples: assigns a GPU to every rank, or reports what is missing, and trains."""
 
+import importlib
 import sys
 from typing import Any
 
@@ -49,7 +50,7 @@ def take_gpu(number: int, *, nccl: bool) -> int:
         return NO_GPU
     if nccl and number >= count:
         return TOO_FEW_GPUS
-    if nccl and not cupy.cuda.nccl.available:
+    if nccl and not importlib.import_module("cupy.cuda.nccl").available:
         return NO_NCCL
     cupy.cuda.Device(number % count).use()
     return 0
@@ -65,9 +66,9 @@ def local_rank(comm: qcomp.comm.Communicator) -> int:
 
 
 def run(comm: qcomp.comm.Communicator) -> None:
-    """Train with the functions of mpi_numpy.py, which accept CuPy arrays too."""
+    """Train with the functions of mpi_numpy.py, but with CuPy in place of NumPy."""
     import cupy  # noqa: PLC0415  (it may be missing)
 
-    rows, labels = map(cupy.asarray, mpi_numpy.generate_data())
-    weights: Any = mpi_numpy.train(rows, labels, comm)
+    mpi_numpy.xp = cupy  # type: ignore[attr-defined]  # as if it imported cupy in place of numpy
+    weights: Any = mpi_numpy.train(*mpi_numpy.generate_data(), comm)
     mpi_numpy.check_identical(cupy.asnumpy(weights), comm)

@@ -130,19 +130,23 @@ class Library:
     """An array library: how to make its arrays from NumPy's and back."""
 
     name: str
+    device: str | None = None
+    """Where its arrays are, if not where it puts them."""
 
     @property
     def xp(self) -> Any:
         """The library's namespace, imported when it is first used."""
-        return importlib.import_module(LIBRARIES[self.name])
+        return importlib.import_module(LIBRARIES.get(self.name, f"array_api_compat.{self.name}"))
 
     def array(self, values: Any, dtype: Any = None) -> Any:
         """Return an array of this library that shares no memory with the values."""
-        return self.seal(self.xp.asarray(np.array(values, dtype=dtype, copy=True)))
+        there = {} if self.device is None else {"device": self.device}
+        return self.seal(self.xp.asarray(np.array(values, dtype=dtype, copy=True), **there))
 
     def numpy(self, x: Any) -> np.ndarray:
         """Return the values of an array as a NumPy array."""
-        return np.asarray(x).copy()
+        to_host = getattr(x, "cpu", None) or getattr(x, "get", None)  # torch, CuPy
+        return np.asarray(x if to_host is None else to_host()).copy()
 
     def seal(self, value: Any) -> Any:
         """Make every array within a value read-only if this is the read-only detector; return the value."""
@@ -170,16 +174,28 @@ LIBRARIES = {
 """The array libraries; "readonly" is NumPy with read-only arrays, a detector of in-place writes."""
 
 
-@pytest.fixture(params=LIBRARIES)
+ON_A_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cupy", "torch.cuda")]
+"""The array libraries on a GPU; JAX's default device is one if it finds any."""
+
+
+def library_named(name: str) -> Library:
+    if name == "torch.cuda":
+        return Library("torch", "cuda")
+    if name == "cupy":
+        pytest.importorskip("cupy")
+    return Library(name)
+
+
+@pytest.fixture(params=[*LIBRARIES, *ON_A_GPU])
 def library(request: pytest.FixtureRequest) -> Library:
     """Every library. JAX compiles for every new shape, so use few shapes."""
-    return Library(request.param)
+    return library_named(request.param)
 
 
-@pytest.fixture(params=[name for name in LIBRARIES if name != "jax"])
+@pytest.fixture(params=[name for name in LIBRARIES if name != "jax"] + ON_A_GPU)
 def float64_library(request: pytest.FixtureRequest) -> Library:
     """The libraries that support float64 by default: all but JAX."""
-    return Library(request.param)
+    return library_named(request.param)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -106,7 +107,12 @@ _choices: dict[tuple[type, object, object], KernelSet | None] = {}
 
 def automatic(x: Array) -> KernelSet | None:
     """Return the best available kernel set for an array; the choice is cached by library, device and dtype."""
-    kind = (type(x), getattr(x, "device", None), x.dtype)
+    where = getattr(x, "device", None)
+    kind = (
+        type(x),
+        where if isinstance(where, Hashable) else str(where),
+        x.dtype,
+    )  # CuPy's devices have no hash
     try:
         return _choices[kind]
     except KeyError:

@@ -49,7 +49,7 @@ class NCCLCommunicator(Verbs):
     Raises
     ------
     ImportError
-        If CuPy is missing, or has no NCCL.
+        If CuPy is missing or older than 14, or has no NCCL.
     CommunicatorError
         If NCCL fails.
 
@@ -69,14 +69,12 @@ class NCCLCommunicator(Verbs):
         self._comm = comm
         self._closed: str | None = None
         self._cupy, self._nccl = _import()
-        numbers = self._nccl.get_unique_id() if self.rank == 0 else ()
-        # CuPy returns the identity as C's signed characters.
-        own = np.asarray(numbers, dtype=np.int8).view(np.uint8)
+        own = np.frombuffer(self._nccl.get_unique_id() if self.rank == 0 else b"", dtype=np.uint8)
         size = np.asarray([own.size], dtype=np.uint8)
         sizes = [int(x[0]) for x in comm.all_gather(size, [1] * self.size)]
-        identity = comm.all_gather(own, sizes)[0].view(np.int8)
+        identity = comm.all_gather(own, sizes)[0].tobytes()
         try:
-            self._ranks = self._nccl.NcclCommunicator(self.size, tuple(identity.tolist()), self.rank)
+            self._ranks = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         except self._nccl.NcclError as error:
             raise CommunicatorError(f"NCCLCommunicator: NCCL failed: {error}") from error
 
@@ -152,8 +150,10 @@ def _import() -> tuple[Any, Any]:
 
         if not nccl.available:  # CuPy puts an empty module in its place
             raise ImportError("CuPy found no NCCL library")
+        if int(cupy.__version__.partition(".")[0]) < 14:  # whose identity of a world is no bytes
+            raise ImportError(f"this is CuPy {cupy.__version__}")
     except ImportError as error:
         raise ImportError(
-            "an NCCL communicator needs CuPy with NCCL: pip install 'qcomp[cuda]', and NVIDIA's NCCL"
+            "an NCCL communicator needs CuPy 14 with NCCL: pip install 'qcomp[cuda]', and NVIDIA's NCCL"
         ) from error
     return cupy, nccl

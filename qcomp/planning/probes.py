@@ -12,7 +12,7 @@ from qcomp.core.mean.costs import Cluster, Load
 from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import Transport
 from qcomp.core.mean.topologies.two_phase import TwoPhase
-from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.arrays import Array, array_namespace, matmul
 from qcomp.core.numeric.random import Key
 from qcomp.planning.machine import LowRankSpeed, Machine, Speed
 from qcomp.planning.measurement import Measured
@@ -167,7 +167,7 @@ def _measure_product(like: Array, rounds: int, clock: Clock) -> float:
     times: list[float] = []
     for _ in range(rounds + 1):
         start = clock()
-        result = array_namespace(square).matmul(square, square)
+        result = matmul(square, square)
         _wait_for(result[0, ...])
         times.append((clock() - start) / square.shape[0] ** 3)
     return statistics.median(times[1:])

@@ -49,7 +49,7 @@ class FakeNccl(types.ModuleType):
 
         class NcclCommunicator:
             def __init__(self, size, identity, rank):
-                assert isinstance(identity, tuple)
+                assert isinstance(identity, bytes)
                 assert identity in fake.ids
                 world = fake.worlds.setdefault(identity, (threading.Barrier(size, timeout=LONG), {}))
                 (self.barrier, self.mail), self.rank = world, rank
@@ -66,7 +66,7 @@ class FakeNccl(types.ModuleType):
         self.NcclCommunicator = NcclCommunicator
 
     def get_unique_id(self):
-        self.ids.append(tuple((7 * i + len(self.ids)) % 256 - 128 for i in range(128)))
+        self.ids.append(bytes((7 * i + len(self.ids)) % 256 for i in range(128)))
         return self.ids[-1]
 
     def groupStart(self):  # noqa: N802
@@ -98,6 +98,7 @@ def nccl(monkeypatch):
     fake = FakeNccl()
     cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
     cupy.ndarray, cupy.uint8, cupy.cuda, cuda.nccl = DeviceArray, np.uint8, cuda, fake
+    cupy.__version__ = "14.2.0"
     cupy.asarray = lambda x: np.array(x).view(DeviceArray)
     cupy.ascontiguousarray = lambda x: np.array(x, order="C").view(DeviceArray)
     cupy.asnumpy = lambda x: x.get()
@@ -198,15 +199,22 @@ def test_wrong_arguments_are_the_callers_error_and_close_nothing(nccl):
 def test_without_cupy_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(
-        ImportError, match=r"an NCCL communicator needs CuPy with NCCL: pip install 'qcomp\[cuda\]'"
+        ImportError, match=r"an NCCL communicator needs CuPy 14 with NCCL: pip install 'qcomp\[cuda\]'"
     ):
         NCCLCommunicator(LocalCommunicator.alone())
 
 
 def test_cupy_without_nccl_says_what_is_missing(nccl):
     nccl.available = False
-    with pytest.raises(ImportError, match="an NCCL communicator needs CuPy with NCCL"):
+    with pytest.raises(ImportError, match="an NCCL communicator needs CuPy 14 with NCCL"):
         nccl.make(LocalCommunicator.alone())
+
+
+def test_an_older_cupy_is_refused_by_name(nccl, monkeypatch):
+    monkeypatch.setattr(sys.modules["cupy"], "__version__", "13.6.0")
+    with pytest.raises(ImportError, match="an NCCL communicator needs CuPy 14") as caught:
+        nccl.make(LocalCommunicator.alone())
+    assert str(caught.value.__cause__) == "this is CuPy 13.6.0"
 
 
 @pytest.mark.gpu

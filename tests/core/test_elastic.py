@@ -8,6 +8,7 @@ import pytest
 
 import qcomp
 from qcomp.core.elastic.meeting import meet
+from qcomp.core.numeric.arrays import host_bytes
 from qcomp.elastic import Elastic, ElasticState
 from qcomp.testing import Death, lockstep, until_death
 from tests.core.elastic_jobs import (
@@ -52,7 +53,7 @@ def moments(job: World) -> list[int]:
 def fingerprint(run: Any) -> list[Any]:
     """Return everything that ranks hold in a run."""
     return [
-        [np.asarray(x).tobytes() for x in (*held.params, *held.state.momentum, *held.state.exchange.worker)]
+        [host_bytes(x) for x in (*held.params, *held.state.momentum, *held.state.exchange.worker)]
         for helds in run
         for held in helds
     ]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from qcomp.core.numeric import random
 from qcomp.core.numeric.buckets import Block, blocks
 from qcomp.core.numeric.random import SHARED_RANK, Key, draws16, fold_key, philox4x32, replace_draws
+from qcomp.testing.libraries import to_numpy
 
 KNOWN_ANSWERS = [
     ("00000000" * 4, "00000000" * 2, "6627e8d5e169c58dbc57ac4c9b00dbd8"),
@@ -59,7 +60,7 @@ def reference_draws(key: Key, size: int, bucket_size: int) -> list[int]:
 def draws(key: Key, size: int, bucket_size: int, like: object) -> np.ndarray:
     """Return the draws of all elements of a vector, without those of the padding."""
     parts = [
-        np.asarray(block.flat(draws16(key, block, bucket_size=bucket_size, like=like)))
+        to_numpy(block.flat(draws16(key, block, bucket_size=bucket_size, like=like)))
         for block in blocks(size, bucket_size)
     ]
     assert all(part.dtype == np.float32 for part in parts)

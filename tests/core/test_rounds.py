@@ -13,6 +13,7 @@ from qcomp.core.mean.compressed_mean import CompressedMean, Terms
 from qcomp.core.mean.rounds import count_rounds, cut_rounds
 from qcomp.core.mean.stages import AllGather, drive, pipeline
 from qcomp.core.mean.topologies.registry import names, topology
+from qcomp.core.numeric.arrays import host_bytes
 from tests.optimizers.every import COMPRESSING, EVERY
 
 SHAPES = [(11, 3), (8, 8), (0, 4), (13, 10), (5, 5), (1, 3), (257, 1), (8, 5), (8, 9)]
@@ -142,8 +143,8 @@ def means_of(mean, n, runner, *, steps=2, shapes=SHAPES, library=None):
         found = []
         for step, x in enumerate(xs):
             means, state = runner(mean, x, state, qcomp.Key(seed=5, step=step), comm)
-            found += [np.asarray(m).tobytes() for m in means]
-        return found + [np.asarray(r).tobytes() for r in (*state.worker, *state.server)]
+            found += [host_bytes(m) for m in means]
+        return found + [host_bytes(r) for r in (*state.worker, *state.server)]
 
     return qcomp.comm.run_local(n, rank_main)
 

@@ -5,7 +5,9 @@ import pytest
 
 import qcomp
 from qcomp.core.mean.shards import Shards
+from qcomp.core.numeric.arrays import host_bytes
 from qcomp.testing import replace_draws
+from qcomp.testing.libraries import to_numpy
 
 SIZES = (37, 0, 5, 128)
 KEY = qcomp.Key(seed=1, step=2, tensor=3)
@@ -36,7 +38,7 @@ def test_exact_tensors_give_the_mean_of_the_own_shard(lockstep, library, world):
         total = total + x
     expected = np.reshape(total / np.float32(world), (world, -1))
     for (mean, residual), own in zip(results, expected, strict=True):
-        np.testing.assert_array_max_ulp(np.asarray(mean), own, 1)
+        np.testing.assert_array_max_ulp(to_numpy(mean), own, 1)
         assert residual is None
 
 
@@ -98,8 +100,8 @@ def test_all_ranks_gather_the_same(lockstep, library, kernels, world):
     shards = of_all(world, (qcomp.MinMaxUInt8(16), EXACT, EXACT, qcomp.MinMaxUInt8(16)))
     own = drawn(world, sum(SIZES))
     results = run(lockstep, (s.gather(library.array(x), KEY) for s, x in zip(shards, own, strict=True)))
-    assert len({np.asarray(found).tobytes() for found in results}) == 1
-    found = np.reshape(np.asarray(results[0]), (world, -1))
+    assert len({host_bytes(found) for found in results}) == 1
+    found = np.reshape(to_numpy(results[0]), (world, -1))
     np.testing.assert_array_equal(found[:, 37:42], np.stack(own)[:, 37:42])
     steps = [np.ptp(x[start : start + 16]) / 255 for x in own for start in (0, 16)]
     assert 0 < np.abs(found - np.stack(own)).max() < 8 / 255

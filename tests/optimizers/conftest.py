@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qcomp.core.numeric.arrays import host_bytes
+
 Grads = Callable[[int, int], list[np.ndarray]]
 
 
 def held(arrays: Sequence[Any]) -> bytes:
-    # NumPy has no bfloat16; float32 represents the same values.
-    wide = [a.float() if "bfloat16" in str(a.dtype) else a for a in arrays]
-    return b"".join(np.asarray(a).tobytes() for a in wide)
+    return b"".join(host_bytes(a) for a in arrays)
 
 
 @dataclass

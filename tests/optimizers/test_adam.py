@@ -9,6 +9,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.numeric.arrays import host_bytes
 
 SHAPES = [(3, 5), (), (17,)]
 
@@ -45,7 +46,7 @@ def start_params(grads, dtype: type = np.float32) -> list[np.ndarray]:
 
 
 def same_bits(a: list, b: list) -> bool:
-    return [np.asarray(x).tobytes() for x in a] == [np.asarray(x).tobytes() for x in b]
+    return [host_bytes(x) for x in a] == [host_bytes(x) for x in b]
 
 
 def everything(run) -> list:

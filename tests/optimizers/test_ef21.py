@@ -10,6 +10,8 @@ import pytest
 import qcomp
 from qcomp import EF21Mean, TopK
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.numeric.arrays import host_bytes
+from qcomp.testing.libraries import to_numpy
 
 SHAPES = [(40,), (3, 11), ()]
 
@@ -22,7 +24,7 @@ def track(lockstep, mean, vectors, states, *, step: int = 0) -> tuple[list, list
     """Take one step on all ranks, which then hold the same mean, bit for bit."""
     key = qcomp.Key(seed=1, step=step)
     results = lockstep([mean.stages(x, s, key=key) for x, s in zip(vectors, states, strict=True)])
-    answers = [b"".join(np.asarray(g).tobytes() for g in answer) for answer, _ in results]
+    answers = [b"".join(host_bytes(g) for g in answer) for answer, _ in results]
     assert len(set(answers)) == 1
     return results[0][0], [state for _, state in results]
 
@@ -32,7 +34,7 @@ def zeros(mean, vectors, size: int) -> list:
 
 
 def estimates(states, tensor: int = 0) -> np.ndarray:
-    return np.stack([np.asarray(s.worker[tensor]) for s in states])
+    return np.stack([to_numpy(s.worker[tensor]) for s in states])
 
 
 class TestEstimates:

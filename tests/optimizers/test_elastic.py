@@ -335,7 +335,7 @@ def test_every_library(library, grads):
         states = load(
             opt, spread(saved, 3, how), params, convert=lambda arrays: [library.array(a) for a in arrays]
         )
-        as_numpy = [{k: np.asarray(v) for k, v in opt.state_dict(state).items()} for state in states]
+        as_numpy = [{k: library.numpy(v) for k, v in opt.state_dict(state).items()} for state in states]
         owed, expected, magnitude = total(as_numpy), total(saved), total(saved, np.abs)
         for name in expected:
             assert (np.abs(owed[name] - expected[name]) <= 10 * 2.0**-24 * magnitude[name]).all()

@@ -7,6 +7,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers.compression import Means
 from qcomp.testing import replace_draws
 
@@ -26,7 +27,7 @@ def qsvrg(**changes) -> qcomp.QSVRG:
 
 
 def held(arrays) -> bytes:
-    return b"".join(np.asarray(a).tobytes() for a in arrays)
+    return b"".join(host_bytes(a) for a in arrays)
 
 
 def begin(lockstep, opt, params, full_grads, size: int) -> list:

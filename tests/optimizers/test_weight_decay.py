@@ -9,6 +9,7 @@ import pytest
 import qcomp
 from qcomp.comm import run_local
 from qcomp.core.optimizers.adam import Adam
+from qcomp.testing.libraries import to_numpy
 
 SHAPES = [(3, 5), (), (17,)]
 DECAY, RATE, BETAS = 0.3, 0.01, (0.8, 0.9)
@@ -171,7 +172,7 @@ def test_in_every_library(library, lockstep, grads):
         state = opt.initial_state(params, ("0",), rank=0, size=1)
         for g in steps:
             ((params, state),) = lockstep([opt.stages(params, [convert(x) for x in g], state)])
-        return [np.asarray(a) for a in (*params, *state.momentum)]
+        return [to_numpy(a) for a in (*params, *state.momentum)]
 
     assert bits(train(library.array)) == bits(train(np.array))
 

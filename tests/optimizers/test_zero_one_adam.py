@@ -9,6 +9,7 @@ import pytest
 import qcomp
 from qcomp import DoublingIntervals, LocalSteps, MismatchError, NonFiniteError
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers import timetable
 
 SHAPES = [(40,), (3, 11), (7,)]
@@ -65,7 +66,7 @@ OPTIMIZERS = {
 
 
 def bits(arrays) -> tuple[bytes, ...]:
-    return tuple(np.asarray(a).tobytes() for a in arrays)
+    return tuple(host_bytes(a) for a in arrays)
 
 
 def of_ranks(grads, size, step, dtype=np.float32):

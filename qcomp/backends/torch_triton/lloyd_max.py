@@ -24,6 +24,7 @@ from qcomp.backends.torch_triton.primitives import (
     as_float,
     flush,
     magnitude_bits,
+    negated,
     scaled_squares,
     tree_sum,
 )
@@ -180,7 +181,9 @@ def _encode_tile(
     if out is not None:
         magnitude = level * step[:, None, None]
         tl.store(
-            out + first * LENGTH + offsets, flush(p - tl.where(negative, -magnitude, magnitude)), mask=inside
+            out + first * LENGTH + offsets,
+            flush(p - tl.where(negative, negated(magnitude), magnitude)),
+            mask=inside,
         )
 
 
@@ -277,7 +280,7 @@ def _decode_tile(
         out + first * LENGTH,
         offsets,
         elements_inside(offsets, count, filled, width, BUCKETS, LENGTH, TAIL),
-        tl.where(code >= sign, -magnitude, magnitude),
+        tl.where(code >= sign, negated(magnitude), magnitude),
         ADD,
     )
 

@@ -12,6 +12,7 @@ __all__ = [
     "as_float",
     "flush",
     "magnitude_bits",
+    "negated",
     "ordered",
     "rint",
     "round_up_step",
@@ -27,6 +28,7 @@ TINY = tl.constexpr(2.0**-126)
 NEGLIGIBLE = tl.constexpr(2.0**-63)
 """Values below this fraction of a bucket's maximum have subnormal squares, and count as zero in a norm."""
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-0x80000000)
 EXPONENT = tl.constexpr(0x7F800000)
 TOO_LARGE = tl.constexpr(0x71800000)
 """The bits of 2**100, the smallest magnitude that is refused; larger values and NaN have larger bits."""
@@ -52,6 +54,12 @@ def as_float(bits: tl.tensor) -> tl.tensor:
 def magnitude_bits(x: tl.tensor) -> tl.tensor:
     """Return the bits of |x|: integers ordered as the magnitudes, with NaN above infinity."""
     return as_bits(x) & MAGNITUDE
+
+
+@triton.jit
+def negated(x: tl.tensor) -> tl.tensor:
+    """Return -x; older versions of Triton compute ``-x`` as 0 - x, which makes +0 of +0."""
+    return as_float(as_bits(x) ^ SIGN)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from qcomp.backends.torch_triton.primitives import (
     as_float,
     flush,
     magnitude_bits,
+    negated,
     rint,
     round_up_step,
     scaled_squares,
@@ -188,7 +189,9 @@ def _encode_tile(
         if SCALED:
             magnitude = times_factor(magnitude, factor)
         tl.store(
-            out + first * LENGTH + offsets, flush(p - tl.where(negative, -magnitude, magnitude)), mask=inside
+            out + first * LENGTH + offsets,
+            flush(p - tl.where(negative, negated(magnitude), magnitude)),
+            mask=inside,
         )
 
 
@@ -299,7 +302,7 @@ def _decode_tile(
     code = unpack(codes, first, count, width, BITS, BUCKETS, LENGTH, TAIL)
     sign = 1 << (BITS - 1)
     magnitude = (code & (sign - 1)).to(tl.float32) * step[:, None, None]
-    values = tl.where(code > sign, -magnitude, magnitude)
+    values = tl.where(code > sign, negated(magnitude), magnitude)
     if SCALED:
         values = times_factor(values, factor)
     offsets = offsets_in_tile(width, BUCKETS, LENGTH)

@@ -23,6 +23,7 @@ from qcomp.backends.torch_triton.primitives import (
     TOO_LARGE,
     flush,
     magnitude_bits,
+    negated,
     scaled_squares,
     tree_sum,
 )
@@ -160,7 +161,7 @@ def _encode_tile(
     pack(codes, negative.to(tl.int32), first, count, width, 1, BUCKETS, LENGTH, TAIL)
     tl.store(scales + first + tl.arange(0, BUCKETS), scale, mask=buckets_inside(count, BUCKETS))
     if out is not None:
-        decoded = tl.where(negative, -scale[:, None, None], scale[:, None, None])
+        decoded = tl.where(negative, negated(scale)[:, None, None], scale[:, None, None])
         tl.store(out + first * LENGTH + offsets, flush(p - decoded), mask=inside)
 
 
@@ -243,7 +244,7 @@ def _decode_tile(
 ) -> None:
     scale = tl.load(scales + first + tl.arange(0, BUCKETS), mask=buckets_inside(count, BUCKETS), other=0.0)
     negative = unpack(codes, first, count, width, 1, BUCKETS, LENGTH, TAIL)
-    values = tl.where(negative == 1, -scale[:, None, None], scale[:, None, None])
+    values = tl.where(negative == 1, negated(scale)[:, None, None], scale[:, None, None])
     offsets = offsets_in_tile(width, BUCKETS, LENGTH)
     write(
         out + first * LENGTH,

@@ -48,6 +48,7 @@ from qcomp.core.numeric.arrays import (
     dtype_name,
     flat,
     is_mutable,
+    matmul,
     to_compute_dtype,
 )
 from qcomp.core.numeric.low_rank import (
@@ -465,7 +466,7 @@ def _rows(x: Array, count: int) -> Array:
 def _product(first: Array, second: Array) -> Array:
     """Return a matrix product in the dtype of its factors, even in a context such as ``torch.autocast``."""
     xp = array_namespace(first)
-    return xp.astype(xp.matmul(first, second), first.dtype, copy=False)
+    return xp.astype(matmul(first, second), first.dtype, copy=False)
 
 
 def _transposed(matrix: Array) -> Array:

@@ -7,6 +7,7 @@ torch, CuPy, JAX and any other library of the standard.
 import hashlib
 import importlib
 import math
+import operator
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ __all__ = [
     "itemsize",
     "kind_of_array",
     "loop",
+    "matmul",
     "one_of_each_kind",
     "out_of_range",
     "require_below",
@@ -292,9 +294,11 @@ def divide(x: Array, divisor: float | Array) -> Array:
     xp = array_namespace(x)
     if isinstance(divisor, int | float):
         divisor = xp.asarray(float(divisor), dtype=x.dtype, device=device(x))
-    if is_on_host(x) and xp.__name__ != "jax.numpy":
+    is_of_jax = xp.__name__ == "jax.numpy"
+    if is_on_host(x) and not is_of_jax:
         return x / divisor
-    return x / xp.where(x == x, divisor, xp.ones_like(x))  # noqa: PLR0124
+    divisor = xp.where(x == x, divisor, xp.ones_like(x))  # noqa: PLR0124
+    return _rounded_once(operator.truediv, x, divisor) if is_of_jax else x / divisor
 
 
 def sqrt(x: Array) -> Array:
@@ -310,10 +314,39 @@ def sqrt(x: Array) -> Array:
     if is_torch_array(x) and x.device.type == "cpu":
         host = x.detach().numpy()
         return xp.asarray(array_namespace(host).sqrt(host))
+    if xp.__name__ == "jax.numpy":
+        return _rounded_once(xp.sqrt, x)
     info = xp.__array_namespace_info__()
     if "float64" not in info.dtypes(kind="real floating"):
         return xp.sqrt(x)
     return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), x.dtype)
+
+
+def _rounded_once(function: Callable[..., Array], *arrays: Array) -> Array:
+    """Return the quotient or root of JAX arrays, correctly rounded.
+
+    XLA's own are off by an ulp in float32 on GPUs, but not in float64: rounding these gives the same, since quotients
+    and roots differ from every rounding boundary of float32 by at least 2^-51 of themselves. XLA must be told to round:
+    it drops a conversion to float32 that is followed by one to float64. Subnormal results become zero.
+    """
+    if arrays[0].dtype != "float32" or _compiles_for_host(arrays[0]):
+        return function(*arrays)
+    jax = sys.modules["jax"]
+    with jax.enable_x64(True):
+        wide = function(*(x.astype("float64") for x in arrays))
+        return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23).astype("float32")
+
+
+def _compiles_for_host(x: Array) -> bool:
+    """Return whether XLA computes with a JAX array on a CPU; a traced array may be anywhere where there is a device."""
+    platforms = {sys.modules["jax"].default_backend()} if is_traced(x) else {d.platform for d in x.devices()}
+    return platforms == {"cpu"}
+
+
+def matmul(a: Array, b: Array) -> Array:
+    """Return the product of matrices, of which every bit counts: JAX drops some of float32 on GPUs and TPUs."""
+    xp = array_namespace(a)
+    return xp.matmul(a, b, precision="highest") if xp.__name__ == "jax.numpy" else xp.matmul(a, b)
 
 
 def truncate_last_bit(x: Array) -> Array:

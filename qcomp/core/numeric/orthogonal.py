@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qcomp.core.numeric.arrays import Array, array_namespace, device, is_on_host, is_traced
+from qcomp.core.numeric.arrays import Array, array_namespace, device, is_on_host, is_traced, matmul
 from qcomp.core.numeric.sums import power_of_two_below
 
 __all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_dtype"]
@@ -100,7 +100,7 @@ def orthogonalize(
 def _squared(y: Array, dtype: Any) -> tuple[Array, Array]:
     """Return Gram matrices, and the squares of the norms in a dtype, of shape (..., 1, 1)."""
     xp = array_namespace(y)
-    gram = xp.matmul(y, xp.matrix_transpose(y))
+    gram = matmul(y, xp.matrix_transpose(y))
     diagonal = xp.astype(xp.linalg.diagonal(gram), dtype, copy=False)
     return gram, xp.sum(diagonal, axis=-1)[..., None, None]
 
@@ -112,8 +112,8 @@ def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float)
     y = y / norm
     for number in range(iterations):
         if number:
-            gram = xp.matmul(y, xp.matrix_transpose(y))
-        y = a * y + xp.matmul(b * gram + c * xp.matmul(gram, gram), y)
+            gram = matmul(y, xp.matrix_transpose(y))
+        y = a * y + matmul(b * gram + c * matmul(gram, gram), y)
     return y * factor
 
 
@@ -124,27 +124,26 @@ def _iterate_on_gram(y: Array, norm: Array, gram: Array, iterations: int, factor
     parts = _parts(iterations)
     for number, part in enumerate(parts):
         if number:
-            gram = xp.matmul(y, xp.matrix_transpose(y))
+            gram = matmul(y, xp.matrix_transpose(y))
         product = _product(identity, gram, part)
         if number == 0:
             product = product / norm
         if number == len(parts) - 1:
             product = product * factor
-        y = xp.matmul(product, y)
+        y = matmul(product, y)
     return y
 
 
 def _product(identity: Array, gram: Array, iterations: int) -> Array:
     """Return the product of the matrices P of some iterations."""
-    xp = array_namespace(gram)
     a, b, c = COEFFICIENTS
     first, second = a * identity, b * identity
     product = identity
     for number in range(iterations):
-        step = first + xp.matmul(gram, second + c * gram)
-        product = xp.matmul(step, product) if number else step
+        step = first + matmul(gram, second + c * gram)
+        product = matmul(step, product) if number else step
         if number < iterations - 1:
-            gram = xp.matmul(step, xp.matmul(gram, step))
+            gram = matmul(step, matmul(gram, step))
     return product
 
 

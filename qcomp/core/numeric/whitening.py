@@ -11,6 +11,7 @@ from qcomp.core.numeric.arrays import (
     flat,
     is_on_host,
     is_traced,
+    matmul,
 )
 
 __all__ = ["half_of", "unwhitened", "whitened", "whitener", "whole_of"]
@@ -44,12 +45,12 @@ def whitener(x: Array, before: Array) -> Array:
     # Scaled so that squares neither overflow nor vanish.
     y = y / xp.maximum(xp.max(xp.abs(y)), xp.asarray(2.0**-100, dtype=y.dtype))
     root = xp.linalg.inv(before)
-    average = (1 - NEW) * _of_trace_1(xp.matmul(root, xp.matrix_transpose(root)))
-    average = average + NEW * _of_trace_1(xp.matmul(y, xp.matrix_transpose(y)))
+    average = (1 - NEW) * _of_trace_1(matmul(root, xp.matrix_transpose(root)))
+    average = average + NEW * _of_trace_1(matmul(y, xp.matrix_transpose(y)))
     values, vectors = xp.linalg.eigh((average + xp.matrix_transpose(average)) / 2)
     mean = xp.mean(values)
     scales = xp.sqrt(xp.maximum(values / mean, xp.asarray(LEAST**2, dtype=values.dtype)))
-    return xp.matmul(vectors / scales, xp.matrix_transpose(vectors))
+    return matmul(vectors / scales, xp.matrix_transpose(vectors))
 
 
 def _of_trace_1(gram: Array) -> Array:
@@ -81,7 +82,7 @@ def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
     """Return the product of a square matrix and a flat one of this shape, on its shorter side, flat."""
     xp = array_namespace(x)
     matrix = xp.reshape(x, shape)
-    product = xp.matmul(by, matrix) if shape[0] <= shape[1] else xp.matmul(matrix, by)
+    product = matmul(by, matrix) if shape[0] <= shape[1] else matmul(matrix, by)
     if product.dtype != x.dtype:
         raise TypeError(
             f"a matrix product of {dtype_name(x.dtype)} gave {dtype_name(product.dtype)}, too coarse to whiten "

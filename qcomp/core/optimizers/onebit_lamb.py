@@ -187,7 +187,7 @@ class OneBitLamb(FrozenVarianceAdam):
         m = xp.where(
             v > 0, m, xp.zeros_like(m)
         )  # elements that never had a gradient do not move, as in `frozen_step`
-        gradient = (m - beta1 * old) / (1 - beta1)
+        gradient = divide(m - beta1 * old, 1 - beta1)
         f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
         # An element whose variance is infinite rests, so it has no part in how much the steps of the tensor grow.
         finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
