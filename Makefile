@@ -16,6 +16,7 @@ demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers 
 # Hundreds of ranks and workers start from the same bytecode, which is kept even if the environment says otherwise.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 HERE = not gpu and not nvrtc and not peers
+IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tests/optimizers tests/outer
 # Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
 QUICK = MALLOC_ARENA_MAX=2 $(PYTEST) --max-memory 2048 -m "$(HERE) and not slow"
 
@@ -27,8 +28,9 @@ test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(PYTEST) -m "$(HERE)"
 
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device; they are skipped without one.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
-	$(BIN)/python -m pytest -m "gpu or nvrtc" tests/backends tests/comm tests/examples tests/integrations
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]' 'jax[cuda12]'
+	$(BIN)/python -m pytest -m "gpu or nvrtc" tests
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m "$(HERE)" -k jax $(IN_JAX)
 
 test-peers:  ## Compare the compatibility mode with DeepSpeed itself, in a separate environment.
 	$(PYTHON) -m venv $(PEERS)

@@ -86,6 +86,22 @@ def test_the_ranks_of_a_local_world_inherit_the_context():
     assert qcomp.comm.run_local(2, lambda comm: name(X)) == ["numba", "numba"]
 
 
+def test_devices_need_no_hash():
+    """CuPy's have none."""
+
+    class Place:
+        __hash__ = None
+
+        def __str__(self):
+            return "somewhere"
+
+    class Array(np.ndarray):
+        device = Place()
+
+    x = np.zeros(3, np.float32).view(Array)
+    assert choice.automatic(x) is choice.automatic(x) is None
+
+
 def test_the_choice_is_made_once(monkeypatch):
     loads = []
     monkeypatch.setattr(choice, "load", lambda name: loads.append(name) or registry.load(name))

@@ -380,6 +380,7 @@ assert not KERNELS.takes(jax.device_put(np.zeros(4, np.float32), both))
 def test_second_device_and_float64():
     """Run in a process of its own: JAX reads both settings when it starts."""
     environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import qcomp
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.numeric import arrays
 from qcomp.core.numeric.arrays import (
     LIMIT,
     bitcast,
@@ -16,10 +17,12 @@ from qcomp.core.numeric.arrays import (
     detached,
     divide,
     dtype_name,
+    flat,
     flush,
     from_bytes_of,
     host_bytes,
     is_traced,
+    matmul,
     out_of_range,
     require_below,
     sqrt,
@@ -27,7 +30,9 @@ from qcomp.core.numeric.arrays import (
     truncate_last_bit,
     write_into,
 )
+from qcomp.core.numeric.orthogonal import orthogonalize
 from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.numeric.whitening import unwhitened, whitened, whitener
 
 VALUES = np.random.default_rng(3).standard_normal(64).astype(np.float32).reshape(2, 32)
 DIVISORS = [3.0, 7.0, 61.0, 0.1]
@@ -100,6 +105,56 @@ class TestSqrt:
     def test_keeps_float64(self, float64_library):
         x = np.abs(VALUES).astype(np.float64)
         assert (float64_library.numpy(sqrt(float64_library.array(x))) == np.sqrt(x)).all()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Let JAX divide and take roots as on a GPU, where its own results in float32 are off by an ulp."""
+    monkeypatch.setattr(arrays, "_compiles_for_host", lambda _: False)
+    return pytest.importorskip("jax")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+class TestInFloat64:
+    def test_quotients_and_roots_are_correctly_rounded(self, elsewhere, compiled):
+        def both(x, y):
+            return divide(x, y), sqrt(x)
+
+        x, y = np.abs(VALUES), np.roll(VALUES, 1)
+        quotient, root = (elsewhere.jit(both) if compiled else both)(*map(elsewhere.numpy.asarray, (x, y)))
+        assert quotient.dtype == root.dtype == np.float32
+        assert bits(np.asarray(quotient)) == bits((x.astype(np.float64) / y).astype(np.float32))
+        assert bits(np.asarray(root)) == bits(rounded_root(x))
+
+    def test_the_root_of_a_quotient_is_rounded_twice(self, elsewhere, compiled):
+        """XLA drops the conversion of the quotient to float32, and the one back, unless it is told to round."""
+        x = np.random.default_rng(0).uniform(1, 2, 4096).astype(np.float32)
+
+        def root(x):
+            return sqrt(divide(x, 37))
+
+        found = (elsewhere.jit(root) if compiled else root)(elsewhere.numpy.asarray(x))
+        expected = bits(rounded_root(rounded_quotient(x, 37)))
+        assert bits(np.asarray(found)) == expected
+        assert bits(np.sqrt(x.astype(np.float64) / 37).astype(np.float32)) != expected
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        matmul,
+        lambda a, b: orthogonalize(a),
+        whitener,
+        lambda a, b: whitened(flat(a), b, (4, 4)),
+        lambda a, b: unwhitened(flat(a), b, (4, 4)),
+    ],
+)
+def test_products_of_matrices_keep_all_bits(product):
+    """JAX drops bits of float32 factors on GPUs and TPUs, unless it is told to keep them."""
+    jax = pytest.importorskip("jax")
+    x = np.eye(4, dtype=np.float32)
+    program = str(jax.make_jaxpr(product)(x, x))
+    assert program.count("dot_general[") == program.count("(Precision.HIGHEST, Precision.HIGHEST)") > 0
 
 
 class TestBits:

@@ -10,6 +10,7 @@ import pytest
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.numeric.arrays import host_bytes
+from qcomp.testing.libraries import to_numpy
 
 SHAPES = [(3, 5), (), (17,)]
 
@@ -158,7 +159,7 @@ class TestLibraries:
                 params, states = zip(*results, strict=True)
             assert same_bits(params[0], params[1])
             assert all(type(p) is type(array(np.zeros(1))) for p in params[0])
-            return [np.asarray(p) for p in params[0]]
+            return [to_numpy(p) for p in params[0]]
 
         got = train(library.array, library.seal)
         expected = train(np.asarray, lambda value: value)

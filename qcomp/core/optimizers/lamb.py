@@ -111,7 +111,7 @@ class Lamb(Adam):
         """Return the moments after a step, and its direction."""
         (g, p, m, v), (beta1, beta2) = arrays, self.betas
         m, v = primitives.momentum(m, g, beta1, 1.0), primitives.momentum(v, g * g, beta2, 1.0)
-        return m, v, direction(p, m, v / correction, numbers)
+        return m, v, direction(p, m, divide(v, correction), numbers)
 
     def _trust(self, param: Array, step: Array) -> float:
         """Return the trust ratio of a tensor."""
