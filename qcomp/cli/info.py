@@ -163,14 +163,14 @@ def _kinds() -> Iterator[tuple[str, str, Callable[[str], Array | None]]]:
     yield "jax", _JAX_DEVICE, _of_jax
 
 
-def _of_numpy(name: str) -> Array | None:
-    numpy = import_module("numpy")
+def _of_numpy(name: str, library: str = "numpy") -> Array | None:
+    dtype = name
     if name == "bfloat16":
         try:
-            return numpy.zeros(1, dtype=import_module("ml_dtypes").bfloat16)
+            dtype = import_module("ml_dtypes").bfloat16
         except ImportError:
             return None
-    return numpy.zeros(1, dtype=name)
+    return import_module(library).empty(1, dtype=dtype)
 
 
 def _of_torch(name: str, device: str) -> Array:
@@ -184,7 +184,7 @@ def _of_cupy(name: str) -> Array | None:
     cupy = import_module("cupy")
     if not cupy.cuda.is_available():
         raise RuntimeError("cupy sees no CUDA device")
-    return None if name == "bfloat16" else cupy.zeros(1, dtype=name)
+    return _of_numpy(name, "cupy")
 
 
 def _of_jax(name: str) -> Array | None:

@@ -90,12 +90,11 @@ def world(
 
 
 def _started_by_torchrun(environment: Mapping[str, str]) -> bool:
-    if int(environment.get("WORLD_SIZE", "1")) == 1:
-        return False
+    if "TORCHELASTIC_RUN_ID" in environment:  # also for one rank: the script may need torch.distributed
+        return True
     # torchrun may run under srun, while users also set MASTER_ADDR and the like for mpirun.
-    return "TORCHELASTIC_RUN_ID" in environment or (
-        {"RANK", "MASTER_ADDR"} <= environment.keys() and _mpi_size(environment) == 1
-    )
+    several = int(environment.get("WORLD_SIZE", "1")) > 1
+    return several and {"RANK", "MASTER_ADDR"} <= environment.keys() and _mpi_size(environment) == 1
 
 
 def _warn_if_alone_among_others(environment: Mapping[str, str]) -> None:

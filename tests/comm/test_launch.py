@@ -41,7 +41,7 @@ def run_python(code, *, warnings="error", **environment):
         {},
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
         {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
     ],
     ids=str,
@@ -79,6 +79,8 @@ def test_a_lone_process_warns_if_the_environment_announces_several(monkeypatch, 
     [
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"},
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"},
+        # One rank may use DistributedDataParallel, too.
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"},
         # torchrun under srun: srun starts one torchrun per node, and its variables remain set.
         {
             "PMIX_RANK": "0",

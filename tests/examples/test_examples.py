@@ -343,6 +343,12 @@ def test_examples_with_frameworks_that_wrap_the_model(framework, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("script", ["torch_ddp_hook.py", "torch_fsdp.py", "outer_loop.py"])
+def test_one_rank_of_torchrun_trains_too(script):
+    assert "all 1 ranks hold identical parameters" in torchrun(script, ranks=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
 def test_ranks_of_torchrun_end_with_identical_parameters(method):
     stdout = torchrun("torch_ddp_hook.py", "--method", method)
