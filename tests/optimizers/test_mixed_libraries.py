@@ -38,7 +38,7 @@ def test_a_rank_of_numpy_and_one_of_another_library(grads, library, name):
         for step in range(4):
             given = [put(g) for g in grads(SHAPES, comm.rank, step)]
             params, state = opt.step(params, given, state, comm)
-        return [host_bytes(x) for x in params]
+        return [host_bytes(x) for x in (*params, *state.arrays.get("fresh", ()))]
 
     own, other = run_local(2, rank_main, timeout=100)
     assert own == other
