@@ -108,11 +108,9 @@ _choices: dict[tuple[type, object, object], KernelSet | None] = {}
 def automatic(x: Array) -> KernelSet | None:
     """Return the best available kernel set for an array; the choice is cached by library, device and dtype."""
     where = getattr(x, "device", None)
-    kind = (
-        type(x),
-        where if isinstance(where, Hashable) else str(where),
-        x.dtype,
-    )  # CuPy's devices have no hash
+    if not isinstance(where, Hashable):  # CuPy's devices
+        where = str(where)
+    kind = (type(x), where, x.dtype)
     try:
         return _choices[kind]
     except KeyError:

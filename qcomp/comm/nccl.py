@@ -150,7 +150,7 @@ def _import() -> tuple[Any, Any]:
 
         if not nccl.available:  # CuPy puts an empty module in its place
             raise ImportError("CuPy found no NCCL library")
-        if int(cupy.__version__.partition(".")[0]) < 14:  # whose identity of a world is no bytes
+        if int(cupy.__version__.partition(".")[0]) < 14:  # older ones identify a world by a tuple
             raise ImportError(f"this is CuPy {cupy.__version__}")
     except ImportError as error:
         raise ImportError(
