@@ -1,6 +1,8 @@
 """The order in which a conveyor makes exchanges: the same on all ranks, however long each takes."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -180,3 +182,36 @@ def test_any_other_error_fails_waiting_jobs_too(join):
     _, results = join(("a", (8,)), ("b", (8,)), ("c", (8,)), spoiled="b0", error=error)
     assert results["b"] is error
     assert all(isinstance(results[name], CommunicatorError) for name in "ac")
+
+
+AT_EXIT = """
+import threading, time
+from types import SimpleNamespace
+from contextlib import nullcontext
+import torch
+from qcomp.integrations.ddp.conveyor import Conveyor, Job
+
+torch.set_num_threads(1)
+arrived = threading.Event()
+
+def stages():
+    return 7
+    yield
+
+def done(result):
+    arrived.set()
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        torch.futures.Future().set_result(torch.ones(9))
+
+Conveyor(SimpleNamespace(start=None)).put([Job(stages(), done, print, nullcontext)], last=True)
+assert arrived.wait(30)
+"""
+
+
+def test_the_process_ends_after_the_thread():
+    """A thread that returns from torch's code while Python shuts down aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

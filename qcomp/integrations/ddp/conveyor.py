@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,10 @@ __all__ = ["Conveyor", "Job"]
 
 _JOINED_BYTES = 1 << 20
 """Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
+
+
+_END_SECONDS = 1.0
+"""How long the end of the process waits for jobs that are still running."""
 
 
 @dataclass(eq=False)
@@ -67,6 +72,7 @@ class Conveyor:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qcomp-ddp", daemon=True)
             self._thread.start()
+            weakref.finalize(self, _end, self._queue, self._thread)
         self._queue.put((jobs, last))
 
     def close(self) -> None:
@@ -122,6 +128,13 @@ class Conveyor:
                 outcome, result = job.failed, error
             outcome(result)
             return False
+
+
+def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
+    """End the thread: one that returns from torch's code while Python shuts down aborts the process."""
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_SECONDS)
 
 
 def _joined(waiting: Sequence[tuple[Job, Exchange]]) -> Job:
