@@ -69,6 +69,6 @@ def run(comm: qcomp.comm.Communicator) -> None:
     """Train with the functions of mpi_numpy.py, but with CuPy in place of NumPy."""
     import cupy  # noqa: PLC0415  (it may be missing)
 
-    mpi_numpy.xp = cupy  # type: ignore[attr-defined]  # as if it imported cupy in place of numpy
+    mpi_numpy.xp = cupy
     weights: Any = mpi_numpy.train(*mpi_numpy.generate_data(), comm)
     mpi_numpy.check_identical(cupy.asnumpy(weights), comm)

@@ -7,10 +7,10 @@ import hashlib
 from typing import Any
 
 import numpy as np
-import numpy as xp
 
 import qcomp
 
+xp: Any = np  # or cupy
 FEATURES, SAMPLES, BATCH, STEPS, WARMUP = 1_000, 8_000, 200, 300, 100
 
 

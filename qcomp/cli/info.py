@@ -163,7 +163,12 @@ def _kinds() -> Iterator[tuple[str, str, Callable[[str], Array | None]]]:
     yield "jax", _JAX_DEVICE, _of_jax
 
 
-def _of_numpy(name: str, library: str = "numpy") -> Array | None:
+def _of_numpy(name: str) -> Array | None:
+    return _empty("numpy", name)
+
+
+def _empty(library: str, name: str) -> Array | None:
+    """Return an array of NumPy, or of CuPy, which takes the same dtypes."""
     dtype = name
     if name == "bfloat16":
         try:
@@ -184,7 +189,7 @@ def _of_cupy(name: str) -> Array | None:
     cupy = import_module("cupy")
     if not cupy.cuda.is_available():
         raise RuntimeError("cupy sees no CUDA device")
-    return _of_numpy(name, "cupy")
+    return _empty("cupy", name)
 
 
 def _of_jax(name: str) -> Array | None:

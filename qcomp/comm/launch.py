@@ -34,8 +34,8 @@ def world(
     torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls with the
     same arguments return the same communicator.
 
-    Under torchrun it initialises torch.distributed if necessary. Arrays on GPUs use nccl if every rank of this machine
-    can have its own GPU, which becomes the rank's current device. All other arrays use gloo.
+    Under torchrun it initialises torch.distributed if necessary, for one rank too. Arrays on GPUs use nccl if every
+    rank of this machine can have its own GPU, which becomes the rank's current device. All other arrays use gloo.
 
     Parameters
     ----------

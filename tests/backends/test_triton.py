@@ -319,6 +319,24 @@ def check_what_is_left_to_the_pure_version(device):
     assert KERNELS.momentum(x, x[::2], 0.9, 1.0) is None
 
 
+def check_signs_of_zeros(device):
+    """A negative code times a step of zero is -0, also in versions of Triton that compute -x as 0 - x."""
+    from triton.language.semantic import TritonSemantic
+
+    def minus(self, x):
+        zero = self.make_tensor(self.builder.get_null_value(x.type.scalar.to_ir(self.builder)), x.type.scalar)
+        return self.sub(zero, x, True)
+
+    TritonSemantic.minus = minus
+    for c in (qcomp.ScaledSign(64), qcomp.QSGD(7, 64), qcomp.LloydMax(1, 64), qcomp.LloydMax(4, 64)):
+        layout, like = c.payload_spec(100), torch.zeros(100, device=device)
+        data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        data[: layout.fields[0].size] = 255  # all codes are negative, and the steps of both buckets are zero
+        expected = c.decode(layout.split(data), 100, torch.float32)
+        assert torch.signbit(expected).all()
+        assert raw(KERNELS.decode(c, data.to(device), like, out=None, accumulate=False)) == raw(expected), c
+
+
 class _NoDevice:
     """A driver that lets Triton compile for a device that is absent."""
 
@@ -429,6 +447,10 @@ CHECKS = {
 }
 
 
+ALONE = {check.__name__: check for check in (check_compiled_code, check_signs_of_zeros)}
+"""Checks that change Triton, for a process of their own."""
+
+
 CONTRACTS = {
     f"contract of {c}": lambda device, c=c: check_contract(c)
     for c in (
@@ -484,6 +506,10 @@ def test_compiled_code(tmp_path):
     run_this_file("check_compiled_code", cache=tmp_path)
 
 
+def test_signs_of_zeros(tmp_path):
+    run_this_file("check_signs_of_zeros", cache=tmp_path, TRITON_INTERPRET="1")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_device(check):
@@ -494,4 +520,4 @@ if __name__ == "__main__":
     # Values out of range are intended here; a device does not warn about them either.
     np.seterr(all="ignore")
     for name in sys.argv[1:]:
-        {**CHECKS, **CONTRACTS, "check_compiled_code": check_compiled_code}[name]("cpu")
+        {**CHECKS, **CONTRACTS, **ALONE}[name]("cpu")

@@ -1,5 +1,9 @@
 """What the core adds to the array API standard: bit-casts, correctly rounded division and roots, flushing."""
 
+import ast
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -157,6 +161,21 @@ def test_products_of_matrices_keep_all_bits(product):
     x = np.eye(4, dtype=np.float32)
     program = str(jax.make_jaxpr(product)(x, x))
     assert program.count("dot_general[") == program.count("(Precision.HIGHEST, Precision.HIGHEST)") > 0
+
+
+def test_the_core_multiplies_matrices_in_one_place():
+    core = Path(arrays.__file__).parents[1]
+    found = [path.name for path in core.rglob("*.py") if re.search(r"\.matmul\(|\w @ \w", code_of(path))]
+    assert found == ["arrays.py"]
+
+
+def code_of(path: Path) -> str:
+    """Return the source of a module without its texts."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.unparse(tree)
 
 
 class TestBits:

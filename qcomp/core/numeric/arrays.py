@@ -325,9 +325,10 @@ def sqrt(x: Array) -> Array:
 def _rounded_once(function: Callable[..., Array], *arrays: Array) -> Array:
     """Return the quotient or root of JAX arrays, correctly rounded.
 
-    XLA's own are off by an ulp in float32 on GPUs, but not in float64: rounding these gives the same, since quotients
-    and roots differ from every rounding boundary of float32 by at least 2^-51 of themselves. XLA must be told to round:
-    it drops a conversion to float32 that is followed by one to float64. Subnormal results become zero.
+    On GPUs, XLA's quotients and roots of float32 are off by an ulp. Those of float64 are not, and rounded to float32
+    they are correct: the exact ones differ from every rounding boundary of float32 by at least 2^-51 of themselves. XLA
+    must be told to round, since it drops a conversion to float32 that is followed by one to float64. Subnormal results
+    become zero.
     """
     if arrays[0].dtype != "float32" or _compiles_for_host(arrays[0]):
         return function(*arrays)
@@ -338,13 +339,13 @@ def _rounded_once(function: Callable[..., Array], *arrays: Array) -> Array:
 
 
 def _compiles_for_host(x: Array) -> bool:
-    """Return whether XLA computes with a JAX array on a CPU; a traced array may be anywhere where there is a device."""
+    """Return whether XLA computes with a JAX array on a CPU. Where a GPU is present, a traced array may be on it."""
     platforms = {sys.modules["jax"].default_backend()} if is_traced(x) else {d.platform for d in x.devices()}
     return platforms == {"cpu"}
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """Return the product of matrices, of which every bit counts: JAX drops some of float32 on GPUs and TPUs."""
+    """Return the product of matrices, computed with all bits of float32: on GPUs and TPUs JAX drops some by default."""
     xp = array_namespace(a)
     return xp.matmul(a, b, precision="highest") if xp.__name__ == "jax.numpy" else xp.matmul(a, b)
 
