@@ -12,7 +12,9 @@ import functools
 import os
 import stat
 import sys
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -60,6 +62,7 @@ def guard() -> None:
                 _abort(1)
 
     sys.excepthook = print_and_abort
+    sys.unraisablehook = functools.partial(_abort_if_interrupted, sys.unraisablehook)
     atexit.register(_take_leave)  # mpi4py finalizes MPI after all of Python's exit functions
 
 
@@ -103,6 +106,17 @@ def _take_leave() -> None:
             time.sleep(_PAUSE_SECONDS)
     except KeyboardInterrupt:
         _abort(_INTERRUPTED)
+
+
+def _abort_if_interrupted(
+    previous: Callable[[sys.UnraisableHookArgs], Any], ignored: sys.UnraisableHookArgs
+) -> None:
+    """Let Ctrl-C abort the job after the script's last line, too, where Python prints it and goes on."""
+    ended = ignored.object is threading or not threading.main_thread().is_alive()
+    if ended and issubclass(ignored.exc_type, KeyboardInterrupt):
+        _abort(_INTERRUPTED)
+    else:
+        previous(ignored)
 
 
 def _await_farewell(comm: MPI.Intracomm, peer: int, lines: Lifelines) -> None:

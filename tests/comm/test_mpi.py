@@ -478,6 +478,27 @@ def test_control_c_ends_all_ranks_quietly(launcher, body):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("slot", ["threads", "exit functions"])
+def test_control_c_between_the_last_line_and_the_farewell_ends_all_ranks_quietly(mpirun, slot):
+    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
+    bodies = {
+        "threads": f"""
+def interrupt():
+    threading.main_thread().join()
+    {interrupt}
+threading.Thread(target=interrupt).start()
+""",
+        "exit functions": f"""
+import atexit
+atexit.register(lambda: {interrupt})
+""",
+    }
+    body = "if me == 1:\n    be_absent()\n" + bodies[slot]
+    result = mpirun(2, script(body), timeout=SECONDS, check=False)
+    assert result.returncode == 130
+    assert "Traceback" not in result.stderr
+
+
 def test_a_mismatched_handshake_ends_on_every_rank_with_the_message(mpirun):
     body = """
 import functools
