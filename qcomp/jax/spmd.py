@@ -277,7 +277,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
         plan = super()._plan(shapes, dtypes, state)
         return plan._replace(left=_on_axis(plan.left), right=_on_axis(plan.right))
 
-    def _server(self, finish: Finish) -> Callable[..., Compressed]:
+    def _server(self, finish: Finish | None) -> Callable[..., Compressed]:
         """Return the function that serves the factors that arrive, with a branch for each device."""
         _require_no_axis_of_the_compiler(self.axis_name)
 

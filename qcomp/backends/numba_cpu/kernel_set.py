@@ -43,7 +43,6 @@ from qcomp.backends.numba_cpu.tables import (
 from qcomp.backends.numba_cpu.vectors import descend, finish_mean, in_range, momentum, nesterov, scale
 from qcomp.core.kernels import AdamNumbers, AnyFrame, Blend, Encoded, EncodedFrame, StepNumbers
 from qcomp.core.numeric.arrays import (
-    array_namespace,
     dtype_name,
     is_mutable,
     to_compute_dtype,
@@ -443,7 +442,7 @@ def _is_tensor(x: Array) -> bool:
 
 def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
     """Return a NumPy array as an array of the library of x that shares its memory."""
-    return array_namespace(x).asarray(values) if _is_tensor(x) else values
+    return import_module("torch").from_numpy(values) if _is_tensor(x) else values
 
 
 def _empty(like: Array) -> Array:
@@ -495,15 +494,17 @@ def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
     """Return an array for a result, and a flat NumPy view of it; None if the kernels cannot write to it."""
     if dtype_name(like.dtype) != "float32":
         return None
-    target = _empty(like) if out is None else out
-    values = _values(target)
-    return None if values is None or not values.flags.writeable else (target, values)
+    if out is None:
+        made = empty(tuple(like.shape))
+        return _as_array_of(like, made), made.reshape(-1)
+    values = _values(out)
+    return None if values is None or not values.flags.writeable else (out, values)
 
 
 def _values(x: Array) -> Floats | None:
     """Return a flat NumPy view of an array, or None if that is not possible."""
     if _is_tensor(x):
-        if x.device.type != "cpu" or x.requires_grad or not x.is_contiguous():
+        if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
             return None
         x = x.numpy()
     if not isinstance(x, np.ndarray) or x.dtype != _FLOAT32 or not x.flags.c_contiguous:

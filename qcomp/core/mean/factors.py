@@ -189,8 +189,8 @@ def average(
     key: Key,
     *,
     least: float,
-    finish: Finish,
-    server: Callable[[Finish], Server],
+    finish: Finish | None,
+    server: Callable[[Finish | None], Server],
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
     """Return the finished mean of each factor, the same on all ranks.
 
@@ -208,8 +208,8 @@ def average(
     key : Key
     least : float
         Magnitudes below are replaced by zero.
-    finish : callable
-        Applied to means.
+    finish : callable or None
+        Applied to means; None leaves them as they are.
     server : callable
         Takes ``finish``, and returns `serve` with it.
     """
@@ -220,21 +220,22 @@ def average(
     else:
         sent = codec.refusals(layout.frames, error)
     error = error or sent.error
-    found: dict[int, Array] = {}
+    means: list[tuple[int, Array]] = []
     if len(layout.frames) == 1:
         (whole,) = layout.frames
         arrived = yield AllGather(sent.messages[0], (whole.nbytes,) * layout.world)
         opened = codec.open(arrived, (whole,) * layout.world, verdicts, error)
         means = _finished(factors, whole, codec.average(opened), finish)
-        found = {index: without_small(mean, least) for index, mean in means.items()}
     else:
         arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
         answer = server(finish)(factors, packs, arrived, verdicts, error=error, key=key.at(hop=key.hop + 1))
         error = error or answer.error
         arrived = yield AllGather(answer.messages[0], layout.message_sizes)
         for one in codec.open(arrived, layout.frames, verdicts, error):
-            for segment, pack in zip(one.frame.chunk, codec.decode(one), strict=True):
-                found |= factors.split(segment.tensor, without_small(pack, least))
+            means += zip([segment.tensor for segment in one.frame.chunk], codec.decode(one), strict=True)
+    found: dict[int, Array] = {}
+    for number, pack in means:
+        found |= factors.split(number, without_small(pack, least))
     return [found[i] for i in range(len(values))], error
 
 
@@ -246,20 +247,23 @@ def serve(
     *,
     error: NonFiniteError | None,
     key: Key,
-    finish: Finish,
+    finish: Finish | None,
 ) -> Compressed:
     """Average the arrived factors that this rank owns, finish the means, and compress them for all."""
     own, codec, packs = factors.layout.own, Codec(packs), list(packs)
     opened = codec.open(arrived, (own,) * factors.layout.world, verdicts, error)
-    finished = _finished(factors, own, codec.average(opened), finish)
-    for segment in own.chunk:
-        packs[segment.tensor] = concat([flat(finished[i]) for i in factors.packs[segment.tensor]])
+    for number, pack in _finished(factors, own, codec.average(opened), finish):
+        packs[number] = pack
     return codec.encode([own], packs, (), key, donate=False)
 
 
-def _finished(factors: Factors, frame: Frame, packs: Sequence[Array], finish: Finish) -> dict[int, Array]:
-    """Return the factors in the means of some packs, finished, by their numbers."""
-    means: dict[int, Array] = {}
-    for segment, mean in zip(frame.chunk, packs, strict=True):
-        means |= factors.split(segment.tensor, mean)
-    return dict(zip(means, finish(list(means.values())), strict=True))
+def _finished(
+    factors: Factors, frame: Frame, means: Sequence[Array], finish: Finish | None
+) -> list[tuple[int, Array]]:
+    """Return the mean of each pack of a frame, with its factors finished, and the number of the pack."""
+    numbers = [segment.tensor for segment in frame.chunk]
+    if finish is not None:
+        split = [factors.split(number, pack) for number, pack in zip(numbers, means, strict=True)]
+        finished = iter(finish([factor for parts in split for factor in parts.values()]))
+        means = [concat([flat(next(finished)) for _ in parts]) for parts in split]
+    return list(zip(numbers, means, strict=True))

@@ -281,14 +281,10 @@ class PowerSGDMean(TensorwiseMean):
     ) -> Stages[Averaged]:
         """Average the two factors of each matrix, one after the other."""
         verdicts = Verdicts(at_once=plan.left.layout.operands.variable_length)
-        matrices, refused, error = self._compensated(plan, vectors, used_up, state.worker)
         old = [_rows(q, m.rank) for q, m in zip(state.server, plan.matrices, strict=True)]
         key = (terms.key or Key())._replace(rank=self._number(state))
 
-        left = [
-            _unless(flag, _transposed(_product(_rows(x, m.rows), _transposed(q))))  # faster than q x^T
-            for q, x, m, flag in zip(old, matrices, plan.matrices, refused, strict=True)
-        ]
+        matrices, left, error = self._compensated(plan, vectors, used_up, state.worker, old)
         lefts, error = yield from average(
             plan.left,
             left,
@@ -309,7 +305,7 @@ class PowerSGDMean(TensorwiseMean):
             error,
             key.at(hop=_RIGHT),
             least=LEAST_RIGHT,
-            finish=_as_they_are,
+            finish=None,
             server=self._server,
         )
         unread = verdicts.require_accepted(error)
@@ -333,29 +329,37 @@ class PowerSGDMean(TensorwiseMean):
         """Return the number of this rank, on which draws depend."""
         return state.rank
 
-    def _server(self, finish: Finish) -> Server:
+    def _server(self, finish: Finish | None) -> Server:
         """Return the function that an owner applies to arriving factors; see `qcomp.core.mean.factors.serve`."""
         return partial(serve, finish=finish)
 
     def _compensated(
-        self, plan: Plan, vectors: Sequence[Array], used_up: Sequence[bool], residuals: Sequence[Array]
-    ) -> tuple[list[Array], list[Array | None], NonFiniteError | None]:
-        """Return each matrix plus its residual, flat, its refusal flag if a device has one, and the error if any.
+        self,
+        plan: Plan,
+        vectors: Sequence[Array],
+        used_up: Sequence[bool],
+        residuals: Sequence[Array],
+        rights: Sequence[Array],
+    ) -> tuple[list[Array], list[Array], NonFiniteError | None]:
+        """Return each matrix plus its residual, flat, its product with its right factor, and the error if any.
 
-        With an error, the matrices are zeros.
+        With an error, the matrices are zeros. A product is NaN if a device has refused the values of the matrix.
         """
-        found = []
+        matrices, products = [], []
         try:
-            for matrix, residual in zip(plan.matrices, residuals, strict=True):
+            for matrix, residual, right in zip(plan.matrices, residuals, rights, strict=True):
                 x = vectors[matrix.tensor]
                 buffer = x if used_up[matrix.tensor] and is_mutable(x) else primitives.empty_like(x)
-                found.append(
-                    primitives.compensate(x, residual, what=f"PowerSGD of rank {self.rank}", out=buffer)
+                values, refused = primitives.compensate(
+                    x, residual, what=f"PowerSGD of rank {self.rank}", out=buffer
                 )
+                matrices.append(values)
+                # Now, while the matrix is in a cache.
+                products.append(_unless(refused, _left_product(values, matrix, right)))
         except NonFiniteError as error:
             nothing = [array_namespace(e).zeros_like(e) for e in residuals]
-            return nothing, [None] * len(nothing), error
-        return [values for values, _ in found], [flag for _, flag in found], None
+            return nothing, list(map(_left_product, nothing, plan.matrices, rights)), error
+        return matrices, products, None
 
     def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
         """Return the plan for tensors of these shapes; resolved once, and kept."""
@@ -454,10 +458,6 @@ def _require_faithful(compressor: Compressor, rank: int) -> None:
     )
 
 
-def _as_they_are(means: Sequence[Array]) -> Sequence[Array]:
-    return means
-
-
 def _rows(x: Array, count: int) -> Array:
     """Return a vector as a matrix with this number of rows."""
     return array_namespace(x).reshape(x, (count, -1))
@@ -467,6 +467,11 @@ def _product(first: Array, second: Array) -> Array:
     """Return a matrix product in the dtype of its factors, even in a context such as ``torch.autocast``."""
     xp = array_namespace(first)
     return xp.astype(matmul(first, second), first.dtype, copy=False)
+
+
+def _left_product(values: Array, matrix: Matrix, right: Array) -> Array:
+    """Return the product of a matrix and a right factor, as a left factor."""
+    return _transposed(_product(_rows(values, matrix.rows), _transposed(right)))  # faster than q x^T
 
 
 def _transposed(matrix: Array) -> Array:
