@@ -60,8 +60,8 @@ class OuterLoop:
     ValueError
         If a parameter has no values yet; if an optimizer has parameters that ``model`` does not have, or has a loop
         already; or on every rank, if the model or an optimizer of qcomp averages over all these ranks in every step. A
-        step raises it, before it moves anything, if an optimizer has received other parameters since, or a parameter
-        requires a gradient now that did not then.
+        step raises it, before it moves anything, if an optimizer has received other parameters since, the model has
+        other tensors, or a parameter requires a gradient now that did not then.
     MismatchError
         On every rank, if the ranks differ in settings or parameters.
 
@@ -278,7 +278,14 @@ class Trained:
         return [] if self._model is None else list(self._model.buffers())
 
     def require_all(self) -> None:
-        """Raise ValueError if an optimizer moves a parameter that the loop would let differ between ranks."""
+        """Raise ValueError unless the loop knows all parameters that the optimizers move, and the model has them."""
+        of_model = None if self._model is None else {id(p) for p in self._model.parameters()}
+        for name, p in zip(self.names, self.tensors, strict=True):
+            if of_model is not None and id(p) not in of_model:
+                raise ValueError(
+                    f"the model has another tensor now in place of its parameter {name!r}, as after "
+                    "load_state_dict(assign=True), so steps would not train it: make optimizer and loop again"
+                )
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
                 for p in group["params"]:

@@ -88,7 +88,8 @@ def test_a_rank_alone_leaves_unused_parameters_as_they_are(opt):
     assert (moved[0] != params[0]).all()
     assert [new.tolist() for new in moved[1:]] == [old.tolist() for old in params[1:]]
     assert [m.tolist() for m in after.momentum[1:]] == [m.tolist() for m in state.momentum[1:]]
-    nothing, same = drive(stages_of_used(opt, moved, [None] * 3, after), comm)
+    with pytest.warns(UserWarning, match="no parameter has a gradient on any rank"):
+        nothing, same = drive(stages_of_used(opt, moved, [None] * 3, after), comm)
     assert same.step == after.step
     assert [new.tolist() for new in nothing] == [old.tolist() for old in moved]
 

@@ -317,6 +317,16 @@ def test_a_parameter_unknown_to_the_loop_is_refused_before_a_step(how):
     assert outer.core_state.step == 2
 
 
+def test_a_model_with_other_tensors_is_refused_before_a_step():
+    """Otherwise the optimizer would move the tensors that the model had before, and nothing would say so."""
+    comm = qcomp.comm.LocalCommunicator.alone()
+    model, optimizer, outer = train(comm, LOOP, 2)
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match=r"another tensor now in place of its parameter '0\.weight'"):
+        optimizer.step()
+    assert outer.core_state.step == 2
+
+
 def test_it_cannot_be_copied():
     comm = qcomp.comm.LocalCommunicator.alone()
     with pytest.raises(TypeError, match="cannot be copied or pickled"):

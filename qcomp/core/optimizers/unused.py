@@ -9,13 +9,18 @@ from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Exchange, Stages, pipeline
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.reporting import name_ranks
+from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
 __all__ = ["same_settings", "stages_of_used", "used_anywhere"]
 
 _DIGEST = 8
 """Bytes of a digest of settings."""
+_NO_GRADIENT = (
+    "no parameter has a gradient on any rank, so this step has changed nothing: call backward before step, and "
+    "zero_grad after it. If you do, the optimizer's parameters are no longer those of the model, as after "
+    "model.load_state_dict(assign=True): make another optimizer"
+)
 
 
 def stages_of_used(
@@ -31,7 +36,7 @@ def stages_of_used(
 
     So do its moments and residuals. A rank without a gradient of a parameter that others use contributes zeros, as the
     mean over all ranks requires. While the ranks are apart (see `Optimizer.apart`), zeros stand for every missing
-    gradient.
+    gradient. If no rank has any gradient, nothing changes, and a warning says so.
 
     Parameters
     ----------
@@ -75,7 +80,8 @@ def stages_of_used(
     left_out = {number for number, found in enumerate(anywhere) if not found}
     if not left_out or optimizer.apart(state.stage):
         return new_params, new_state
-    if len(left_out) == len(params):  # no rank has a gradient, so there was no step
+    if len(left_out) == len(params):  # so there was no step
+        warn_caller(_NO_GRADIENT)
         return list(params), state
     kept = [p if i in left_out else new for i, (p, new) in enumerate(zip(params, new_params, strict=True))]
     return kept, _without(optimizer, left_out, state, new_state)
