@@ -16,7 +16,7 @@ from qcomp.comm.base import Communicator
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.compression import EXACT
-from qcomp.core.optimizers.unused import used_anywhere
+from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
@@ -69,7 +69,7 @@ class OuterLoop:
     -----
     UserWarning
         On every rank, if all ranks have the same outer gradients in the first round, or gradients in the first step of
-        a warm-up; see `qcomp.OuterLoop.step`.
+        a warm-up; see `qcomp.OuterLoop.step`. On a rank where no parameter has a gradient in an inner step.
 
     Notes
     -----
@@ -229,6 +229,7 @@ class OuterLoop:
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
         """Count an inner step, exchange where it is due, and write the result into the model."""
+        self._trained.warn_if_unused()
         before, values = self._state, self._trained.values()
         with plain_products(values[0]):
             if self._running is None:
@@ -295,6 +296,11 @@ class Trained:
                             "when the loop was made, or that required no gradient then; expected no others, since they "
                             "would differ between the ranks: make the loop again"
                         )
+
+    def warn_if_unused(self) -> None:
+        """Warn after an inner step in which no parameter had a gradient."""
+        if all(p.grad is None for p in self.tensors):
+            warn_of_no_gradient("on this rank")
 
     def values(self) -> list[Any]:
         """Return the parameters of this rank, in the model's memory."""

@@ -327,6 +327,16 @@ def test_a_model_with_other_tensors_is_refused_before_a_step():
     assert outer.core_state.step == 2
 
 
+def test_an_inner_step_without_any_gradient_gives_a_warning():
+    comm = qcomp.comm.LocalCommunicator.alone()
+    _, optimizer, _ = train(comm, LOOP, 1)
+    optimizer.zero_grad()
+    with pytest.warns(
+        UserWarning, match="no parameter has a gradient on this rank, so this step has changed"
+    ):
+        optimizer.step()
+
+
 def test_it_cannot_be_copied():
     comm = qcomp.comm.LocalCommunicator.alone()
     with pytest.raises(TypeError, match="cannot be copied or pickled"):

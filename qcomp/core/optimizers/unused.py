@@ -12,15 +12,10 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["same_settings", "stages_of_used", "used_anywhere"]
+__all__ = ["same_settings", "stages_of_used", "used_anywhere", "warn_of_no_gradient"]
 
 _DIGEST = 8
 """Bytes of a digest of settings."""
-_NO_GRADIENT = (
-    "no parameter has a gradient on any rank, so this step has changed nothing: call backward before step, and "
-    "zero_grad after it. If you do, the optimizer's parameters are no longer those of the model, as after "
-    "model.load_state_dict(assign=True): make another optimizer"
-)
 
 
 def stages_of_used(
@@ -81,10 +76,19 @@ def stages_of_used(
     if not left_out or optimizer.apart(state.stage):
         return new_params, new_state
     if len(left_out) == len(params):  # so there was no step
-        warn_caller(_NO_GRADIENT)
+        warn_of_no_gradient("on any rank")
         return list(params), state
     kept = [p if i in left_out else new for i, (p, new) in enumerate(zip(params, new_params, strict=True))]
     return kept, _without(optimizer, left_out, state, new_state)
+
+
+def warn_of_no_gradient(where: str) -> None:
+    """Warn that a step has changed nothing, since no parameter had a gradient ``where``."""
+    warn_caller(
+        f"no parameter has a gradient {where}, so this step has changed nothing: call backward before step, and "
+        "zero_grad after it. If you do, the optimizer's parameters are no longer those of the model, as after "
+        "model.load_state_dict(assign=True): make another optimizer"
+    )
 
 
 def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:

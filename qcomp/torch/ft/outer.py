@@ -220,6 +220,7 @@ class ElasticOuterLoop(Replica):
                 one.step()
         finally:
             self._is_stepping = False
+        self._trained.warn_if_unused()
 
     def _elastic(self) -> elastic.Elastic:
         return elastic.Elastic(self._loop, every=self._every)
