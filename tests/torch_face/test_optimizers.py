@@ -713,7 +713,9 @@ def test_a_step_without_any_gradient_changes_nothing(steps):
         optimizer.step()
         assert content(optimizer) == before
 
-    with pytest.warns(UserWarning, match="no parameter has a gradient on any rank, so this step has changed"):
+    with pytest.warns(
+        UserWarning, match="no parameter has a gradient on any rank, so this optimizer step has changed"
+    ):
         run_local(2, main)
 
 

@@ -332,7 +332,7 @@ def test_an_inner_step_without_any_gradient_gives_a_warning():
     _, optimizer, _ = train(comm, LOOP, 1)
     optimizer.zero_grad()
     with pytest.warns(
-        UserWarning, match="no parameter has a gradient on this rank, so this step has changed"
+        UserWarning, match="no parameter has a gradient on this rank, so this optimizer step has changed"
     ):
         optimizer.step()
 

@@ -85,9 +85,9 @@ def stages_of_used(
 def warn_of_no_gradient(where: str) -> None:
     """Warn that a step has changed nothing, since no parameter had a gradient ``where``."""
     warn_caller(
-        f"no parameter has a gradient {where}, so this step has changed nothing: call backward before step, and "
-        "zero_grad after it. If you do, the optimizer's parameters are no longer those of the model, as after "
-        "model.load_state_dict(assign=True): make another optimizer"
+        f"no parameter has a gradient {where}, so this optimizer step has changed nothing: call backward before "
+        "step, and zero_grad after it. If you do, the optimizer's parameters are no longer those of the model, as "
+        "after model.load_state_dict(assign=True): make another optimizer"
     )
 
 
