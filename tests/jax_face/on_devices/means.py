@@ -247,12 +247,13 @@ class TestPowerSGD:
         assert all(len({row.tobytes() for row in np.asarray(rows)}) == 1 for rows in factors)
 
     @pytest.mark.slow
-    def test_a_value_that_is_not_finite_is_refused_on_all_devices(self):
+    @pytest.mark.parametrize("value", [np.nan, 2.0**100], ids=["NaN", "too large"])
+    def test_a_value_that_is_out_of_range_is_refused_on_all_devices(self, value):
         average = Averager(2, of_low_rank(), MATRICES)
         average(stacked(2, 1, MATRICES))
         before = average.state
         values = stacked(2, 2, MATRICES)
-        values["layers"][0][1, 3, 5] = np.nan
+        values["layers"][0][1, [3, 4], [5, 6]] = value  # with factors that are not too large
         means = average(values)
         assert all(np.isnan(np.asarray(leaf)).all() for leaf in jax.tree.leaves(means))
         assert bits(average.state.residuals) == bits(before.residuals)
