@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import qcomp
+from qcomp.core.mean.stages import AllToAll
 from qcomp.core.outer.fragments import assign, due
 from qcomp.testing import lockstep
 from qcomp.testing.means import owed
@@ -46,6 +47,19 @@ def test_rounds_of_one_step_equal_the_outer_optimizer():
         grads = [(a + b) / 2 for a, b in zip(moves(0, step), moves(1, step), strict=True)]
         params, state = sgd.step(params, grads, state, alone)
         assert [x.tobytes() for x in job.anchor()] == [p.tobytes() for p in params]
+
+
+def test_schedules_of_the_outer_optimizer_count_outer_rounds():
+    loop = qcomp.OuterLoop(every=3, outer=qcomp.SGD(learning_rate=lambda rounds: 2.0**-rounds))
+    job, params = Job(loop, 2), [p.astype(np.float64) for p in begun()]
+    for step in range(9):
+        job.inner()
+        job.outer()
+        rate = 2.0 ** -(step // 3)
+        params = [
+            p - rate * (a + b) / 2 for p, a, b in zip(params, moves(0, step), moves(1, step), strict=True)
+        ]
+    assert [x.tobytes() for x in job.anchor()] == [p.astype(np.float32).tobytes() for p in params]
 
 
 @pytest.mark.parametrize(
@@ -341,3 +355,43 @@ def test_a_matrix_moves_again_after_a_long_rest():
         params, state = loop.step(params, state, alone)
     moved, state = loop.step([p - 1 for p in params], state, alone)
     assert all(np.allclose(p - m, 1) for p, m in zip(params, moved, strict=True))
+
+
+def test_ranks_rounds_models_and_seeds_draw_different_numbers():
+    """All have the same outer gradients here, so only draws can make their messages differ."""
+    moved = np.arange(-32, 32, dtype=np.float32) / 32  # no difference is rounded
+    found = {}
+
+    def watched(stages, *what):
+        arrived, sent = None, []
+        while True:
+            try:
+                request = stages.send(arrived)
+            except StopIteration as stop:
+                (found[what],) = [
+                    b"".join(m.tobytes() for m in x.send) for x in sent if isinstance(x, AllToAll)
+                ]
+                return stop.value
+            sent.append(request)
+            arrived = yield request
+
+    for seed, name in ((0, "w"), (1, "w"), (0, "v")):
+        loop = qcomp.OuterLoop(
+            every=1,
+            compressor=qcomp.QSGD(levels=1, bucket_size=16),
+            averaging=qcomp.Averaging(feedback=False),
+            exact=None,
+            seed=seed,
+        )
+        start = np.zeros_like(moved)
+        states = lockstep([loop.init_stages(start, rank=rank, size=2, names=[name]) for rank in range(2)])
+        for number in range(2):
+            ranks = lockstep(
+                [
+                    watched(loop.stages(start - moved, state), seed, name, rank, number)
+                    for rank, state in enumerate(states)
+                ]
+            )
+            states = [state for _, state in ranks]
+            start = ranks[0][0]
+    assert len(found) == len(set(found.values())) == 12
