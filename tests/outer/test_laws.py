@@ -357,6 +357,16 @@ def test_a_matrix_moves_again_after_a_long_rest():
     assert all(np.allclose(p - m, 1) for p, m in zip(params, moved, strict=True))
 
 
+@pytest.mark.parametrize("steps", [2, 6])
+def test_shared_parameters_are_copies(steps):
+    """Whoever writes to them, as an evaluation may, must not change what the ranks share; also in the warm-up."""
+    job = Job(loop_of(warmup=3), 1).run(steps)
+    (params,), (state,) = job.params, job.states
+    held = [*params, *state.arrays["anchor"]]
+    found = job.loop.shared(params, state)
+    assert not any(np.shares_memory(x, y) for x in found for y in held)
+
+
 def test_ranks_rounds_models_and_seeds_draw_different_numbers():
     """All have the same outer gradients here, so only draws can make their messages differ."""
     moved = np.arange(-32, 32, dtype=np.float32) / 32  # no difference is rounded
