@@ -1,6 +1,7 @@
 """The promises of the outer loop: exact data-parallel SGD, the sum identities, and equal shared parameters."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -357,14 +358,13 @@ def test_a_matrix_moves_again_after_a_long_rest():
     assert all(np.allclose(p - m, 1) for p, m in zip(params, moved, strict=True))
 
 
-@pytest.mark.parametrize("steps", [2, 6])
+@pytest.mark.parametrize("steps", [0, 2, 3, 6])
 def test_shared_parameters_are_copies(steps):
-    """Whoever writes to them, as an evaluation may, must not change what the ranks share; also in the warm-up."""
+    """Inner steps and evaluations may write to theirs, in the warm-up, at its end and after it."""
     job = Job(loop_of(warmup=3), 1).run(steps)
     (params,), (state,) = job.params, job.states
-    held = [*params, *state.arrays["anchor"]]
-    found = job.loop.shared(params, state)
-    assert not any(np.shares_memory(x, y) for x in found for y in held)
+    of_all = [*params, *state.arrays["anchor"], *job.loop.shared(params, state)]
+    assert not any(np.shares_memory(x, y) for x, y in combinations(of_all, 2))
 
 
 def test_ranks_rounds_models_and_seeds_draw_different_numbers():
