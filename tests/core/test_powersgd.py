@@ -12,12 +12,14 @@ from qcomp import PowerSGDMean
 from qcomp.comm import run_local
 from qcomp.core import primitives
 from qcomp.core.mean import powersgd
+from qcomp.core.mean.codec import Codec
 from qcomp.core.mean.stages import AllToAll
 from qcomp.core.numeric import low_rank
 
 SHAPES = [(12, 20), (7,), (16, 5, 5), (3, 2), ()]
 """Two matrices, and three tensors that stay exact."""
 CAST = qcomp.Cast("bfloat16")
+CODED = qcomp.QSGD(127, 64, coding="range")
 
 
 def begin(mean, x, size: int) -> list:
@@ -78,7 +80,7 @@ def lost_in_total(lockstep, mean, size: int = 3, steps: int = 6, dtype=np.float3
 
 class TestSum:
     @pytest.mark.parametrize("size", [1, 2, 3])
-    @pytest.mark.parametrize("compressor", [qcomp.Identity(), CAST, qcomp.QSGD(127, 64)], ids=str)
+    @pytest.mark.parametrize("compressor", [qcomp.Identity(), CAST, qcomp.QSGD(127, 64), CODED], ids=str)
     def test_means_and_residuals_add_up_to_the_exact_means(self, lockstep, compressor, size):
         """Each step rounds M_i, e_i' and the exact means once: values are below 16, so at most 2^-20 each."""
         mean = PowerSGDMean(compressor, rank=2)
@@ -295,6 +297,17 @@ class TestSameBits:
         for x in (means[0], states[0].worker[0], states[0].server[0]):
             assert not ((np.abs(x) > 0) & (np.abs(x) < 2.0**-126)).any()
 
+    @pytest.mark.parametrize(("small", "is_kept"), [(2.0**-29, True), (2.0**-31, False)])
+    def test_small_elements_of_left_factors_stay_in_the_residual(self, lockstep, small, is_kept):
+        """Else sums of products could be subnormal."""
+        mean = PowerSGDMean(rank=1, min_compression=0)
+        x = [np.asarray([[1, 1], [small, small]], np.float32)]
+        (found,), states = average(lockstep, mean, [x, x], begin(mean, x, 2))
+        assert found[1].tolist() == pytest.approx([is_kept * small] * 2)
+        assert states[0].worker[0][2:].tolist() == pytest.approx(
+            [(not is_kept) * small] * 2, abs=1e-6 * small
+        )
+
 
 class TestOrthonormal:
     def test_rows_are_orthonormal_and_span_the_same(self, library):
@@ -391,14 +404,54 @@ class TestDegenerate:
         means, states = average(lockstep, mean, half, begin(mean, half[0], 2))
         assert (means[0].dtype, states[0].worker[0].dtype) == (np.float16, np.float32)
 
-    def test_donation_changes_no_result(self, lockstep):
-        mean, x = PowerSGDMean(rank=2), draw(17, 2)
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
+    def test_donation_changes_no_result(self, lockstep, dtype):
+        mean, x = PowerSGDMean(rank=2), draw(17, 2, dtype=dtype)
         expected, kept = average(lockstep, mean, x, begin(mean, x[0], 2))
         for options in ({"donate": True}, {"overwrite": True}):
             own = [[a.copy() for a in of_rank] for of_rank in x]
             means, states = average(lockstep, mean, own, begin(mean, x[0], 2), **options)
             assert all(a.tobytes() == b.tobytes() for a, b in zip(means, expected, strict=True))
             assert states[1].worker[0].tobytes() == kept[1].worker[0].tobytes()
+
+    def test_under_autocast_nothing_is_lost(self, lockstep):
+        """It rounds matrix products to bfloat16, and the residuals keep what that loses."""
+        torch = pytest.importorskip("torch")
+
+        mean, x = PowerSGDMean(rank=2), draw(25, 2, [(12, 20)])
+        given = [[torch.from_numpy(a) for a in of_rank] for of_rank in x]
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,), states = average(lockstep, mean, given, begin(mean, given[0], 2))
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found + owed(states, 0, (12, 20)), mean_of(x, 0), atol=1e-6)
+
+
+class TestState:
+    @pytest.mark.parametrize("factor", [0.0, 0.5])
+    def test_rescaled_residuals_leave_the_factors(self, lockstep, factor):
+        """A factor of zero would stay zero for ever."""
+        mean = PowerSGDMean(rank=2)
+        _, (state,) = average(lockstep, mean, draw(24, 1), begin(mean, draw(24, 1)[0], 1))
+        rescaled = mean.rescaled(state, factor)
+        for old, new in zip(state.worker, rescaled.worker, strict=True):
+            assert (np.asarray(new) == factor * np.asarray(old)).all()
+        for old, new in zip(state.server, rescaled.server, strict=True):
+            assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+
+    def test_no_two_encodings_of_a_step_share_draws(self, lockstep, monkeypatch):
+        """A rank compresses its left factors, the finished ones that it owns, and the same of the right ones."""
+        keys = []
+
+        def encode(codec, frames, packs, residuals, key, *, donate, plain=Codec.encode):
+            keys.append(key)
+            return plain(codec, frames, packs, residuals, key, donate=donate)
+
+        monkeypatch.setattr(Codec, "encode", encode)
+        mean = PowerSGDMean(qcomp.QSGD(127))
+        x = [np.ones((12, 20), np.float32)]
+        average(lockstep, mean, [x] * 3, begin(mean, x, 3), key=qcomp.Key(seed=3, step=7))
+        assert len(keys) == len(set(keys)) == 3 * 4
+        assert {(key.seed, key.step) for key in keys} == {(3, 7)}
 
 
 class TestRefusals:
