@@ -426,7 +426,38 @@ class TestDegenerate:
         np.testing.assert_allclose(found + owed(states, 0, (12, 20)), mean_of(x, 0), atol=1e-6)
 
 
+class TestOthers:
+    """What a tensor's mean must not depend on: the other tensors in the same messages."""
+
+    @pytest.mark.parametrize(
+        "compressor", [qcomp.Identity(), CAST, qcomp.QSGD(127, 64), CODED, qcomp.MinMaxUInt8(64)], ids=str
+    )
+    def test_a_tensor_alone_has_the_same_mean(self, lockstep, compressor):
+        vectors, key = draw(26, 2, [(12, 20), (9, 31)]), qcomp.Key(seed=3)
+        both = PowerSGDMean(compressor, numbers=(3, 11))
+        means, _ = average(lockstep, both, vectors, begin(both, vectors[0], 2), key=key)
+        for number in range(2):
+            one = PowerSGDMean(compressor, numbers=(both.numbers[number],))
+            own = [[x[number]] for x in vectors]
+            (alone,), _ = average(lockstep, one, own, begin(one, own[0], 2), key=key)
+            assert alone.tobytes() == means[number].tobytes()
+
+    def test_each_has_its_own_precision(self, lockstep):
+        mean = PowerSGDMean()
+        single, double = draw(27, 2, [(12, 20)]), draw(28, 2, [(12, 20)], np.float64)
+        vectors = [[a, b] for (a,), (b,) in zip(single, double, strict=True)]
+        means, states = average(lockstep, mean, vectors, begin(mean, vectors[0], 2))
+        assert [m.dtype for m in means] == [np.float32, np.float64]
+        lost = mean_of(vectors, 1) - means[1] - owed(states, 1, (12, 20))
+        assert np.abs(lost).max() < 1e-14
+
+
 class TestState:
+    def test_a_matrix_has_no_more_columns_of_factors_than_rows_or_columns(self):
+        mean = PowerSGDMean(rank=5, min_compression=0)
+        state = mean.zeros([np.zeros((3, 20), np.float32), np.zeros((20, 2), np.float32)], rank=0, size=1)
+        assert [q.shape for q in state.server] == [(3 * 20,), (2 * 2,)]
+
     @pytest.mark.parametrize("factor", [0.0, 0.5])
     def test_rescaled_residuals_leave_the_factors(self, lockstep, factor):
         """A factor of zero would stay zero for ever."""
