@@ -452,12 +452,26 @@ class TestOthers:
         assert np.abs(lost).max() < 1e-14
 
 
-class TestState:
+class TestLayout:
+    def test_a_matrix_stays_exact_unless_its_factors_are_shorter_by_more_than_asked(self):
+        mean = PowerSGDMean(rank=2, min_compression=2)
+        assert mean.keeps_exact((8, 8))  # 2 * 16 * 2 elements
+        assert not mean.keeps_exact((8, 9))
+
+    def test_factors_of_single_tensors_have_owners_on_all_ranks(self):
+        for side in (0, 1):
+            sizes = [
+                PowerSGDMean(numbers=(number,)).message_sizes([(12, 20)], 4)[side] for number in range(24)
+            ]
+            assert {max(range(4), key=of_ranks.__getitem__) for of_ranks in sizes} == {0, 1, 2, 3}
+
     def test_a_matrix_has_no_more_columns_of_factors_than_rows_or_columns(self):
         mean = PowerSGDMean(rank=5, min_compression=0)
         state = mean.zeros([np.zeros((3, 20), np.float32), np.zeros((20, 2), np.float32)], rank=0, size=1)
         assert [q.shape for q in state.server] == [(3 * 20,), (2 * 2,)]
 
+
+class TestState:
     @pytest.mark.parametrize("factor", [0.0, 0.5])
     def test_rescaled_residuals_leave_the_factors(self, lockstep, factor):
         """A factor of zero would stay zero for ever."""
