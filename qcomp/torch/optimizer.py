@@ -263,6 +263,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
             If a parameter requires a gradient now but did not when the optimizer was made, or has been replaced.
         ValueError
             If a setting of a group is out of range, or ``exact`` or ``compressor`` has changed.
+
+        Warns
+        -----
+        UserWarning
+            On every rank, if no parameter has a gradient on any rank: nothing changes then.
         """
         loss = None
         if closure is not None:

@@ -229,6 +229,25 @@ class TestMistakes:
 
         assert self.alone(use) is True
 
+    def test_a_step_without_any_gradient(self):
+        def use(outer: Any, *_: Any) -> bool:
+            outer.zero_grad()
+            with pytest.warns(UserWarning, match="no parameter has a gradient on this rank"):
+                return outer.step()
+
+        assert self.alone(use) is True
+
+    def test_a_model_with_other_tensors(self):
+        def use(outer: Any, model: Any, _: Any) -> bool:
+            outer.zero_grad()
+            model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+            backward(model, 0)
+            with pytest.raises(ValueError, match="another tensor now in place of its parameter"):
+                outer.step()
+            return outer.state.step == 0
+
+        assert self.alone(use) is True
+
     def test_a_gradient_that_is_not_finite(self):
         def use(outer: Any, model: Any, _: Any) -> bool:
             before = digest(model.parameters())

@@ -86,8 +86,8 @@ def warn_of_no_gradient(where: str) -> None:
     """Warn that a step has changed nothing, since no parameter had a gradient ``where``."""
     warn_caller(
         f"no parameter has a gradient {where}, so this optimizer step has changed nothing: call backward before "
-        "step, and zero_grad after it. If you do, the optimizer's parameters are no longer those of the model, as "
-        "after model.load_state_dict(assign=True): make another optimizer"
+        "step, and zero_grad after it. Or the model has other parameters now than the optimizer, as after "
+        "model.load_state_dict(assign=True): make another optimizer"
     )
 
 

@@ -170,6 +170,11 @@ class ElasticOuterLoop(Replica):
         NonFiniteError, MismatchError, ValueError
             As for `qcomp.OuterLoop.step`, on every replica. In the warm-up, nothing has changed then; after it, the
             parameters are those after the inner step.
+
+        Warns
+        -----
+        UserWarning
+            If no parameter has a gradient on this replica.
         """
         held, before = self._require_ready(), self._state
         self._trained.require_all()
