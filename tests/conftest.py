@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -40,9 +41,9 @@ QUICK_IN_JAX = (
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow the JAX cases of tests for all libraries, since JAX compiles for every shape; and JAX's doctests."""
+    """Mark as slow the JAX cases of tests for all libraries, since JAX compiles for every shape; and long doctests."""
     for item in items:
-        if isinstance(item, pytest.DoctestItem) and item.path.parent.name == "jax":
+        if isinstance(item, pytest.DoctestItem) and item.path.parent.name in {"jax", "planning", "testing"}:
             item.add_marker("slow")
         own = item.path.parent.name in {"backends", "jax_face"}
         parameters = item.name.partition("[")[2]
@@ -51,6 +52,20 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             and not own
             and (not item.name.startswith(QUICK_IN_JAX) or "coding=" in parameters)
         ):
+            item.add_marker("slow")
+    _thin_out(items)
+
+
+def _thin_out(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow all but n cases of a test that is marked ``quick_cases(n)``: the same ones in every run."""
+    cases: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, of_test in cases.items():
+        marker = of_test[0].get_closest_marker("quick_cases")
+        assert marker is not None
+        for item in random.Random(name).sample(of_test, max(0, len(of_test) - marker.args[0])):
             item.add_marker("slow")
 
 

@@ -160,6 +160,7 @@ def spec(compressor):
 
 
 # The widths in between differ only in how codes are packed, and SMALL_AND_LARGE has them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [
@@ -171,6 +172,7 @@ def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
     check_kernels(Emulated(emulated_library).kernels, compressors=[compressor], max_examples=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [
@@ -186,6 +188,7 @@ def test_the_laws_hold_under_the_emulated_kernels(emulated_library, compressor):
         check_compressor(compressor, max_examples=5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("order", [0, 1, 99])
 def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
     # The norms rms and l2 have the most barriers.
@@ -211,6 +214,7 @@ def test_the_emulation_finds_a_missing_barrier(compiler, tmp_path):
     assert found[1] != expected
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compressor", SMALL_AND_LARGE, ids=spec)
 def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dtype):
@@ -222,6 +226,7 @@ def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dt
             assert all_of(machine, compressor, x, old, total, shift=shift) == expected, (size, shift)
 
 
+@pytest.mark.quick_cases(31)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "compressor",

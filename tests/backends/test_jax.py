@@ -77,17 +77,20 @@ def traced(monkeypatch):
 
 
 class TestBytes:
+    @pytest.mark.slow
     @by_compressor
     def test_every_family_of_vectors(self, compressor):
         for family in FAMILIES:
             x = vector(family, SIZE, 0)
             check(compressor, x, flushed(np.roll(x, 1) * np.float32(0.5)))
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("size", [0, 1, 64])
     @pytest.mark.parametrize("compressor", COMPRESSORS[2::2], ids=str)
     def test_sizes(self, compressor, size):
         check(compressor, vector("gaussian", size, 1), vector("gaussian", size, 2))
 
+    @pytest.mark.slow
     def test_shapes(self):
         x, residual = (vector("gaussian", 165, seed).reshape(3, 5, 11) for seed in (3, 4))
         check(qcomp.MinMaxUInt8(bucket_size=64), x, residual)
@@ -95,10 +98,12 @@ class TestBytes:
             _, new = qcomp.feedback.compress(COMPRESSORS[0], jnp.asarray(x), jnp.asarray(residual))
         assert new.shape == x.shape
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("levels", [1, 15, 127])
     def test_widths_of_codes(self, levels):
         check(qcomp.QSGD(levels=levels, bucket_size=64), vector("wide", SIZE, 5), vector("ties", SIZE, 6))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "dtype",
         [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16],
@@ -154,6 +159,7 @@ class TestTakes:
             assert host_bytes(compressed(x)) == c.compress(x).data.tobytes()
         assert seen == [False]
 
+    @pytest.mark.slow
     def test_a_buffer_to_write_to_is_an_error(self):
         c, x = qcomp.ScaledSign(bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
         with use_kernels(KERNELS), pytest.raises(TypeError, match="out is an immutable"):
@@ -161,6 +167,7 @@ class TestTakes:
 
 
 class TestRefusal:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, LIMIT, -LIMIT])
     @pytest.mark.parametrize("compressor", COMPRESSORS[::2], ids=str)
     def test_one_value_out_of_range_is_refused(self, compressor, bad):
@@ -186,6 +193,7 @@ class TestRefusal:
 
 
 class TestKeys:
+    @pytest.mark.slow
     def test_another_key_needs_no_other_program(self, traced):
         c, x = qcomp.QSGD(levels=7, bucket_size=32), jnp.asarray(vector("gaussian", 77, 0))
         payloads = set()
@@ -204,6 +212,7 @@ class TestKeys:
         assert len(payloads) == 8
         assert traced == ["encode"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "key",
         [
@@ -221,6 +230,7 @@ class TestKeys:
             key,
         )
 
+    @pytest.mark.slow
     def test_errors_name_what_is_wrong_with_a_key(self):
         c, x = qcomp.QSGD(levels=7, bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
         with use_kernels(KERNELS):
@@ -263,6 +273,7 @@ def pure(call):
 
 
 class TestArithmetic:
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("count", [1, 2, 3, 7, 61])
     def test_finish_mean(self, count):
         total = wide(0)
@@ -276,6 +287,7 @@ class TestArithmetic:
         expected = pure(lambda: primitives.momentum(m, g, beta1, scale))
         assert host_bytes(KERNELS.momentum(m, g, beta1, scale)) == host_bytes(expected)
 
+    @pytest.mark.slow
     def test_a_momentum_is_blended_and_compressed(self):
         m, g, residual = (flushed(vector("wide", SIZE, seed)) for seed in (1, 2, 3))
         c = COMPRESSORS[0]
@@ -285,6 +297,7 @@ class TestArithmetic:
             got = primitives.encode(c, g, residual, None, blend=Blend(m, 0.9, 0.3))
         assert [host_bytes(each) for each in got[:2]] == [host_bytes(each) for each in expected[:2]]
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.01])
     @pytest.mark.parametrize(("rate", "correction"), [(1e-3, 0.1), (0.7, 1 - 0.9**7), (1 / 3, 1.0)])
     def test_frozen_step(self, rate, correction, weight_decay):
@@ -321,6 +334,7 @@ def test_compressed_mean_is_that_of_numpy():
         assert qcomp.comm.run_local(2, lambda comm: rank_main(comm, jnp.asarray)) == expected
 
 
+@pytest.mark.slow
 def test_a_value_out_of_range_on_one_rank_is_an_error_on_all():
     mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=32))
 
@@ -415,6 +429,7 @@ assert np.asarray(found).tobytes() == expected.tobytes()
 """
 
 
+@pytest.mark.slow
 def test_few_draws_compile_in_seconds():
     """In a process of its own, since a compiler cannot be interrupted. It took minutes."""
     environment = os.environ | {

@@ -34,6 +34,7 @@ QUICK = (
 """Compressors for each kernel; `make test-all` covers every width of a code."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "compressor",
     [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow], id=str(c)) for c in COMPRESSORS],
@@ -42,6 +43,7 @@ def test_same_bytes(compressor):
     check_kernels(KERNELS, compressors=[compressor])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "xp", [torch, pytest.param(read_only_numpy, marks=pytest.mark.slow)], ids=lambda xp: xp.__name__
 )
@@ -64,6 +66,7 @@ def test_arrays_of_other_libraries_use_the_pure_version():
         assert found.to_bytes() == FEEDBACK[0].compress(x).to_bytes()
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("offset", range(0, 9, 3))
 @pytest.mark.parametrize(
     "compressor",
@@ -105,6 +108,7 @@ def test_a_value_out_of_range_is_refused_even_if_it_is_overwritten(compressor):
             compress(x.copy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [
@@ -132,6 +136,7 @@ def test_compressors_of_other_packages_use_the_pure_version():
         assert np.array_equal(c.decompress(c.compress(x), like=x), expected)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("as_array", [np.asarray, torch.asarray], ids=["numpy", "torch"])
 @pytest.mark.parametrize("compressor", FEEDBACK, ids=str)
 def test_a_mean_and_its_residuals_are_the_same_with_kernels(compressor, as_array):

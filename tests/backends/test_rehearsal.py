@@ -90,6 +90,7 @@ def compiled_late():
     return kernels_compiled_late()[0]
 
 
+@pytest.mark.slow
 def test_no_step_compiles_anything(compiled_late):
     late = compiled_late
     assert late
@@ -102,6 +103,7 @@ def test_a_step_that_compiles_is_detected(how):
     assert "_encode" in late["sign"]
 
 
+@pytest.mark.slow
 def test_a_full_cache_needs_no_message(compiled_late):
     _, said = kernels_compiled_late()
     assert "compiling" not in said

@@ -480,6 +480,7 @@ QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", *LONGER
 """Checks so short that running several together takes less time than one start."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checks",
     [
@@ -506,6 +507,7 @@ def test_compiled_code(tmp_path):
     run_this_file("check_compiled_code", cache=tmp_path)
 
 
+@pytest.mark.slow
 def test_signs_of_zeros(tmp_path):
     run_this_file("check_signs_of_zeros", cache=tmp_path, TRITON_INTERPRET="1")
 

@@ -201,6 +201,7 @@ def tiny(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interface's counter is read from /proc")
 class TestMatrix:
+    @pytest.mark.slow
     def test_a_method_that_raises_is_left_out_and_the_others_go_on(self, alone, tiny):
         field = Field("mlp", [COMPUTE, "none", "sign"], "lo")
 
@@ -215,6 +216,7 @@ class TestMatrix:
         assert found[COMPUTE]["bytes"] == 0
         assert found["sign"]["seconds"]["median"] > 0
 
+    @pytest.mark.slow
     def test_ranks_also_train_alone(self, alone, tiny, monkeypatch):
         groups, of_ranks = [], matrix._group
         monkeypatch.setattr(matrix, "_group", lambda *, solo: groups.append(solo) or of_ranks(solo=solo))
@@ -230,6 +232,7 @@ class TestMatrix:
         field.step = lambda method: (done.append(method), (float(len(done)), 0.0))[1]
         assert field.rounds(3, "test") == {COMPUTE: [(2.0, 0.0), (4.0, 0.0), (6.0, 0.0)]}
 
+    @pytest.mark.slow
     def test_every_method_trains(self, alone, tiny):
         before = [p.detach() for p in tiny.make().parameters()]
         with warnings.catch_warnings():
@@ -510,6 +513,7 @@ class TestNetwork:
         with pytest.raises(subprocess.CalledProcessError):
             self.on(network, 0, "ip", "route", "get", "192.0.2.1")
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
     def test_nothing_is_left_of_a_network(self, allowed, number):
         """SIGKILL leaves some, until the next network comes up."""

@@ -72,6 +72,7 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["Fine", "instance", "make", "Holder.inner"])
 def test_a_target_may_be_a_class_an_instance_or_a_function(capsys, module, name):
     assert main(["check", f"{module}:{name}", "--law", "lossless"]) == 0
@@ -82,6 +83,7 @@ def test_a_target_may_be_a_class_an_instance_or_a_function(capsys, module, name)
     ]
 
 
+@pytest.mark.slow
 def test_a_target_that_holds_ends_with_status_0(capsys):
     assert main(["check", "identity"]) == 0
     out = capsys.readouterr().out
@@ -97,6 +99,7 @@ def test_a_broken_target_ends_with_status_1_and_a_description(capsys, module):
     assert re.search(r"\d+ of \d+ laws broken; \d+ that rely on them were skipped\n$", out)
 
 
+@pytest.mark.slow
 def test_json_has_the_results_of_the_text(capsys, module):
     assert main(["check", f"{module}:Negates", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
@@ -200,6 +203,7 @@ def test_it_runs_as_a_command(module, tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_ranks_of_a_communicator_check_it_together(mpirun, module, tmp_path):
     (tmp_path / "ranks_of_test.py").write_text(

@@ -159,6 +159,7 @@ def test_an_imported_package_does_not_clash_with_its_own_entry_points(python, tm
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
+@pytest.mark.slow
 def test_info_lists_it(python, tmp_path):
     install(tmp_path)
     done = python("-m", "qcomp", "info", "--json")
@@ -183,6 +184,7 @@ def test_info_names_entry_points_that_cannot_be_loaded(python, tmp_path):
     assert "numpy on cpu" in done.stdout
 
 
+@pytest.mark.slow
 def test_check_accepts_names_from_a_plugin(python, tmp_path):
     install(tmp_path)
     commands = [

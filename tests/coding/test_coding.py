@@ -99,12 +99,14 @@ def refused(name, data, size, largest):
 
 @pytest.mark.parametrize("name", coding.CODINGS)
 class TestBothCodes:
+    @pytest.mark.quick_cases(4)
     @pytest.mark.parametrize("largest", [1, 7, 32767])
     def test_families_come_back(self, name, name_of_kernels, largest):
         with qcomp.backends.use(name_of_kernels):
             for family, size in itertools.product(FAMILIES, (0, 1, 8, 100, 1001)):
                 check(name, *drawn(family, size, largest), largest)
 
+    @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(vector=vectors())
     def test_vectors_come_back(self, name, vector):
@@ -122,11 +124,13 @@ class TestBothCodes:
             found[encode(name, levels, negative, 2)] = signed
         assert len(found) == 125
 
+    @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(data=st.binary(max_size=40), size=st.integers(0, 60), largest=st.sampled_from(LARGEST))
     def test_random_bytes_decode_to_a_vector_or_are_an_error(self, name, data, size, largest):
         self.compare_decoders(name, data, size, largest)
 
+    @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(vector=vectors(), data=st.data())
     def test_damaged_bytes_decode_to_a_vector_or_are_an_error(self, name, vector, data):
@@ -137,6 +141,7 @@ class TestBothCodes:
             damaged[at] ^= 1 << data.draw(st.integers(0, 7))
         self.compare_decoders(name, bytes(damaged), len(negative), largest)
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("size", [1000, (1 << 14) + 3])
     def test_flipped_bits_of_longer_vectors(self, name, size):
         compiled()
@@ -157,6 +162,7 @@ class TestBothCodes:
                 found.append(decode(name, data, size, largest) if ok else None)
         assert found[0] == found[1]
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("largest", LARGEST)
     def test_compiled_loops_make_the_same_bytes(self, name, largest):
         compare_loops(compiled(), name, largest, SIZES)

@@ -29,6 +29,7 @@ def test_all_ranks_get_the_arrays_of_the_root(library, root):
     assert run_local(3, rank_main, timeout=30) == [expected] * 3
 
 
+@pytest.mark.slow
 def test_ranks_of_different_libraries(libraries):
     names = list(libraries)
     given = [[libraries[name].array(x) for x in of_rank(rank)] for rank, name in enumerate(names)]

@@ -105,6 +105,7 @@ def test_torchrun_is_recognised(monkeypatch, environment):
     assert asked == [{"timeout": 7, "silence": 3}]
 
 
+@pytest.mark.slow
 def test_torchruns_environment_gives_the_ranks_of_torch(torch_ranks):
     code = """
 import numpy as np
@@ -119,6 +120,7 @@ print(comm.rank, comm.size, dist.get_backend(), *[int(x[0]) for x in received])
     assert [rank.out for rank in torch_ranks(2, code)] == ["0 2 gloo 0 1\n", "1 2 gloo 0 1\n"]
 
 
+@pytest.mark.slow
 def test_missing_ranks_of_torchrun_are_noticed(torch_ranks):
     code = """
 import os, sys
@@ -191,6 +193,7 @@ def test_ranks_started_by_torchrun_exchange(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "environment",
     [
@@ -236,6 +239,7 @@ os.write(1, f"rank {comm.rank}\\n".encode())
     assert result.stderr == ""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "use", ["", "comm.world().size; comm.LocalCommunicator.alone(); comm.run_local(2, lambda c: c.rank)"]
 )
@@ -247,6 +251,7 @@ def test_importing_loads_no_array_library(use):
     assert (result.stdout.strip(), result.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_public_names():
     from qcomp import comm
 

@@ -32,6 +32,7 @@ def zeros(n):
     return np.zeros(n, dtype=np.uint8)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_it_keeps_the_laws_of_communicators(n, name):

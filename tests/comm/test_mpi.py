@@ -75,6 +75,7 @@ def in_one_job(mpirun):
     return said_in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, slow(2), 3])
 def test_it_keeps_the_laws_of_communicators(mpirun, n):
     """Also with sizes beyond what MPI sends eagerly, and with many small messages, where ranks run ahead of others."""
@@ -93,6 +94,7 @@ say("ok")
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [("numpy", "array_api_strict"), slow("torch", "jax.numpy")],
@@ -125,10 +127,12 @@ say("ok")
 """
 
 
+@pytest.mark.slow
 def test_a_buffer_may_be_overwritten_once_the_exchange_is_over(in_one_job):
     assert in_one_job("a_buffer_may_be_overwritten_once_the_exchange_is_over") == ["0 ok", "1 ok"]
 
 
+@pytest.mark.slow
 def test_an_error_of_mpi_is_a_communicator_error(mpirun):
     body = """
 comm._comm.Free()
@@ -156,6 +160,7 @@ say(own.Get_errhandler() == MPI.ERRORS_RETURN, strict.Get_errhandler() == MPI.ER
 """
 
 
+@pytest.mark.slow
 def test_errors_of_mpi_are_never_fatal_whatever_the_user_chose(in_one_job):
     assert in_one_job("errors_of_mpi_are_never_fatal_whatever_the_user_chose") == [
         "0 True True",
@@ -197,6 +202,7 @@ except ValueError as error:
     assert said(mpirun(1, script(body))) == ["0 timeout must be a positive number of seconds, got 0"]
 
 
+@pytest.mark.slow
 @small_and_large
 def test_an_absent_peer_is_named_and_the_job_ends(mpirun, size):
     body = f"""
@@ -211,6 +217,7 @@ comm.all_gather(zeros({size}), [{size}] * n)
     assert "Traceback" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_take_part_in_the_creation_is_noticed(mpirun):
     code = """
 from mpi4py import MPI
@@ -228,6 +235,7 @@ except RuntimeError as error:
     assert "MPICommunicator: waited 0.5 s for the other 1 ranks to create theirs" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_closed_communicator_stays_closed_and_the_job_ends_though_the_error_was_caught(mpirun):
     body = """
 if me == 1:
@@ -257,6 +265,7 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "sent", "announced"),
     [
@@ -289,6 +298,7 @@ def work():
     assert "rank 2 failed" in lines[1]
 
 
+@pytest.mark.slow
 def test_another_verb_is_named_on_every_rank(mpirun):
     body = """
 def work():
@@ -307,6 +317,7 @@ def work():
         )
 
 
+@pytest.mark.slow
 def test_an_interrupted_exchange_closes_the_communicator(mpirun):
     body = """
 def interrupt(*_):
@@ -360,6 +371,7 @@ be_absent()
     assert "z" * 60_000 + "raised" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_excepthook_before_is_still_called_and_may_itself_fail(mpirun):
     code = (
         "import sys\n"
@@ -375,6 +387,7 @@ def test_the_excepthook_before_is_still_called_and_may_itself_fail(mpirun):
     assert "my own hook" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["sys.exit(3)", slow("raise SystemExit('no more')"), slow("sys.exit(0)")])
 def test_a_rank_that_leaves_early_is_reported_to_those_who_wait(mpirun, leave):
     body = f"""
@@ -388,6 +401,7 @@ comm.all_gather(zeros(1), [1] * 3)
     assert "CommunicatorError: all_gather: rank 1 has finished without calling it" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_may_finish_while_the_others_complete_the_last_exchange(mpirun):
     body = """
 for _ in range(20):
@@ -402,6 +416,7 @@ say("ok")
     assert (said(result), result.stderr) == (["0 ok", "1 ok", "2 ok"], "")
 
 
+@pytest.mark.slow
 def test_a_finished_rank_stays_until_the_others_have_finished(mpirun, tmp_path):
     # Exit functions run in reverse order: this one runs after rank 0 has said farewell.
     before = f"""
@@ -431,6 +446,7 @@ comm.all_gather(zeros(1), [1] * 3)
     assert result.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, slow(4_000_000)])
 def test_a_stopped_rank_is_named_long_before_the_timeout(mpirun, size):
     body = f"""
@@ -446,6 +462,7 @@ while True:
     assert "nothing was heard of rank 1 for 1 s: it was stopped or cut off" in result.stderr
 
 
+@pytest.mark.slow
 def test_exit_codes_without_trouble(mpirun):
     assert mpirun(2, script("say('ok')"), timeout=SECONDS).returncode == 0
     assert mpirun(2, script("sys.exit(5 * me)"), timeout=SECONDS, check=False).returncode == 5
@@ -478,6 +495,7 @@ def test_control_c_ends_all_ranks_quietly(launcher, body):
     assert "Traceback" not in err
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("slot", ["threads", "exit functions"])
 def test_control_c_between_the_last_line_and_the_farewell_ends_all_ranks_quietly(mpirun, slot):
     interrupt = "os.kill(os.getpid(), signal.SIGINT)"
@@ -499,6 +517,7 @@ atexit.register(lambda: {interrupt})
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_mismatched_handshake_ends_on_every_rank_with_the_message(mpirun):
     body = """
 import functools
@@ -519,6 +538,7 @@ except MismatchError as error:
     assert f"MismatchError: {message}" in raised.stderr
 
 
+@pytest.mark.slow
 def test_memory_stays_while_a_failed_exchange_is_under_way(mpirun):
     body = """
 import gc, weakref
@@ -544,6 +564,7 @@ say("kept" if memory() is not None else "freed")
 START = "from qcomp.core.mean.stages import AllGather, AllToAll\n"
 
 
+@pytest.mark.slow
 def test_several_exchanges_are_under_way_at_once_and_waited_for_in_any_order(mpirun):
     body = """
 sizes = (5, 3_000_001, 0, 5)
@@ -578,6 +599,7 @@ say("ok")
 """
 
 
+@pytest.mark.slow
 def test_starting_an_exchange_does_not_block_and_a_blocking_start_is_noticed(mpirun):
     assert said(mpirun(2, script(START + NOT_BEFORE))) == ["0 ok", "1 ok"]
     blocking = """
@@ -615,6 +637,7 @@ def test_starting_an_exchange_advances_earlier_ones(in_one_job):
     ]
 
 
+@pytest.mark.slow
 def test_a_wrong_size_closes_the_communicator_for_all_exchanges_under_way(mpirun):
     body = """
 def tell(call):
@@ -650,6 +673,7 @@ MPI.COMM_WORLD.Barrier()
         assert "all_gather: this communicator is closed: all_gather:" in own[-1]
 
 
+@pytest.mark.slow
 def test_another_verb_under_way_is_named_on_every_rank(mpirun):
     body = """
 def work():
@@ -667,6 +691,7 @@ def work():
         assert re.search("called all_(to_all|gather) where rank [012] called all_(to_all|gather)", line)
 
 
+@pytest.mark.slow
 @small_and_large
 def test_an_absent_peer_is_named_by_the_wait(mpirun, size):
     body = f"""
@@ -681,6 +706,7 @@ pending[1].wait()
     assert "CommunicatorError: all_gather: waited 1 s: nothing came from rank 1" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_during_exchanges_under_way_is_reported(mpirun):
     body = """
 first = comm.start(AllGather(zeros(1), (1,) * n))
@@ -760,6 +786,7 @@ def on_device(size, value):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aware", ["1", "0"])
 def test_device_buffers_are_handed_over_or_staged(mpirun, monkeypatch, aware):
     monkeypatch.setenv("QCOMP_CUDA_AWARE_MPI", aware)

@@ -74,6 +74,7 @@ print(line, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n", [pytest.param(n, marks=[] if n == 3 else [pytest.mark.slow]) for n in (1, 2, 3, 4)]
 )
@@ -111,6 +112,7 @@ print(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest(), flush=T
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.slow), "gloo"])
 def test_a_refusal_in_any_round_reaches_all_ranks_and_the_next_step_works(transport, mpirun, torch_ranks):
     code = TRAINING + {"mpi": MPI, "gloo": GLOO}[transport] + REFUSED
@@ -138,12 +140,14 @@ opt.step(params, gradient(comm.rank, 0), state, comm)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_between_two_groups_ends_the_job(mpirun):
     job = mpirun(3, ["-c", TRAINING + MPI + LEFT], timeout=20, check=False)
     assert job.returncode == 1
     assert "MemoryError: no more" in job.stderr
 
 
+@pytest.mark.slow
 def test_over_gloo_the_others_learn_of_a_rank_that_fails_between_two_groups(torch_ranks):
     ranks = torch_ranks(3, TRAINING + GLOO + LEFT, check=False)
     assert all(rank.status == 1 for rank in ranks)

@@ -50,6 +50,7 @@ def said(torch_ranks):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_it_keeps_the_laws_of_communicators(said, n):
     body = """
@@ -72,6 +73,7 @@ say(isinstance(comm, Communicator), comm, comm.host == platform.node(), TorchCom
     assert said(1, body) == [["True TorchCommunicator(rank=0, size=1) True given 60"]]
 
 
+@pytest.mark.slow
 def test_each_rank_gets_arrays_of_its_own_library(said):
     pytest.importorskip("jax")
     body = """
@@ -316,6 +318,7 @@ for r in range(n):
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "scale", [pytest.param(1, id="small", marks=pytest.mark.slow), pytest.param(300_000, id="large")]
 )
@@ -382,6 +385,7 @@ work = lambda: None
     assert said(2, body + CATCH) == [["2", wrong, closed, closed, closed, "2"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", [pytest.param(4, id="small"), pytest.param(2_000_000, id="large", marks=pytest.mark.slow)]
 )
@@ -432,6 +436,7 @@ else:
     ), ranks
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("end", "status"),
     [
@@ -489,6 +494,7 @@ except CommunicatorError as error:
     assert [ranks[0].out, ranks[2].out] == ["True True\n"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, pytest.param(30_000_000, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named_long_before_the_timeout(torch_ranks, size):
     body = f"""
@@ -515,6 +521,7 @@ else:
         assert rank.out.strip().endswith(silent)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_noticed_in_the_middle_of_a_transfer_and_keeps_nobody_from_ending(torch_ranks):
     body = """
 size = 30_000_000  # beyond what the system holds for a process that does not read
@@ -626,6 +633,7 @@ say(running())
     assert said(2, body) == [["[]"]] * 2
 
 
+@pytest.mark.slow
 def test_an_ended_rank_is_no_problem_for_exchanges_that_it_completed(torch_ranks):
     body = """
 pending = comm.start(AllGather(zeros(4), (4, 4)))
@@ -725,6 +733,7 @@ def train(comm):
 """
 
 
+@pytest.mark.slow
 def test_training_gives_the_same_bytes_as_over_threads_and_over_mpi(said, mpirun):
     scope = {}
     exec(TRAINING, scope)
@@ -745,6 +754,7 @@ def work():
     assert said(3, body + CATCH) == [[message]] * 3
 
 
+@pytest.mark.slow
 def test_ranks_can_meet_in_a_store(said):
     body = """
 from qcomp.testing import check_communicator
@@ -762,6 +772,7 @@ say(mine.rank, mine.size)
     assert said(2, body) == [["0 2"], ["1 2"]]
 
 
+@pytest.mark.slow
 def test_close_frees_the_memory_of_a_failed_exchange(said):
     body = """
 import gc

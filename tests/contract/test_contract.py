@@ -37,6 +37,7 @@ def quick_or_slow(compressor):
     return pytest.param(compressor, marks=marks, id=str(compressor))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", [quick_or_slow(c) for c in COMPRESSORS])
 def test_contract(compressor):
     check_compressor(compressor)
@@ -49,6 +50,7 @@ def test_contract_in_torch(compressor):
     check_but_averages(compressor, torch)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize(
     ("law", "xp"),

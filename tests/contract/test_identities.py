@@ -53,6 +53,7 @@ def test_sign_of_zero_is_plus():
     assert decoded(qcomp.ScaledSign(bucket_size=8), x).tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("norm", ["max", "l2"])
 @pytest.mark.parametrize(("levels", "n"), [(1, 9), (3, 64), (7, 513), (127, 40)])
 def test_qsgd_variance_is_exactly_step_squared_times_p_one_minus_p(norm, levels, n):

@@ -55,14 +55,17 @@ def train(opt, size: int, *, steps: int = 5, data: Callable = values) -> list[li
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestEveryOptimizer:
+    @pytest.mark.quick_cases(4)
     def test_all_ranks_hold_the_same_after_every_step(self, name):
         first, *others = train(OPTIMIZERS[name], 3)
         assert len(set(first)) == len(first)
         assert all(digests == first for digests in others)
 
+    @pytest.mark.quick_cases(3)
     def test_a_replay_is_the_same(self, name):
         assert train(OPTIMIZERS[name], 2) == train(OPTIMIZERS[name], 2)
 
+    @pytest.mark.quick_cases(5)
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_two_ranks_with_the_same_data_train_like_one(self, name):
         """(x + x) / 2 is x, and both ranks send the same, except that each rank has draws of its own."""
@@ -97,6 +100,7 @@ class TestReferences:
             digests.append(hashlib.sha256(held(params)).hexdigest())
         assert train(opt, size) == [digests] * size
 
+    @pytest.mark.quick_cases(7)
     @pytest.mark.parametrize("c", [qcomp.ScaledSign(16), qcomp.MinMaxUInt8(16), qcomp.TopK(3, 16)], ids=str)
     @pytest.mark.parametrize("size", [2, 3, 5])
     def test_results_do_not_depend_on_the_assignment_of_servers(self, lockstep, c, size):

@@ -44,6 +44,7 @@ class TestIsotropic:
         factor = 1 - 2 * rate + rate**2 * (1 + OMEGA)
         assert np.mean(squares) / np.sum(x0**2) == pytest.approx(factor**2, rel=1e-5)
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(("rate", "value"), [(0.1, 0.1234), (0.25, 0.0317), (0.4, 0.1234)])
     def test_twelve_steps_of_many_runs(self, rate, value):
         assert (1 - 2 * rate + rate**2 * (1 + OMEGA)) ** 12 == pytest.approx(value, rel=2e-3)
@@ -94,6 +95,7 @@ class TestConsistentLeastSquares:
                 return float(needed.mean())
         raise AssertionError(f"did not converge in 1000 steps: {f / goal}")
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(
         ("levels", "workers", "factor"),
         [(1, 1, 9), (2, 1, 5), (4, 1, 2), (8, 1, 1.25), (16, 1, 1.0625), (1, 8, 2)],

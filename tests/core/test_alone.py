@@ -33,6 +33,7 @@ def computed(pure):
     return use_kernels(None) if pure else nullcontext()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("pure", [False, True], ids=["kernels", "pure"])
 def test_equals_the_mean_of_two_ranks_with_the_same_values(library, lockstep, pure):
     xp = library.xp

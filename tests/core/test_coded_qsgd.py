@@ -35,6 +35,7 @@ def steps(c, x, key=KEY) -> np.ndarray:
 class TestSameValues:
     """A coder loses nothing: the contract checks this for compressing vectors; these tests cover everything else."""
 
+    @pytest.mark.quick_cases(12)
     @pytest.mark.parametrize("make", [lambda c: c, qcomp.Scaled], ids=["plain", "scaled"])
     @pytest.mark.parametrize("coding", CODINGS)
     @pytest.mark.parametrize("levels", [1, 127, 700])
@@ -138,6 +139,7 @@ class TestSameValues:
 
 
 class TestLength:
+    @pytest.mark.quick_cases(23)
     @pytest.mark.parametrize("coding", CODINGS)
     @pytest.mark.parametrize("levels", LEVELS)
     @pytest.mark.parametrize("family", ["gaussian", "constant", "one_hot", "wide"])
@@ -205,6 +207,7 @@ class TestManyLevels:
         step = np.asarray([1 + 2.0**-16], dtype=np.float32)
         assert float(step[0] * np.float32(1001)) != float(step[0]) * 1001
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("norm", ["max", "l2"])
     @pytest.mark.parametrize("levels", [128, 1000, 32767])
     def test_moments_over_all_draws(self, levels, norm):

@@ -254,6 +254,7 @@ def keep_twice(comm: Any, root: Path) -> None:
 class TestAnyRankMayDie:
     """At any moment; at most the steps since the last copy are repeated, with the same bits."""
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("moment", ["before", "during", "after"])
     @pytest.mark.parametrize("hosts", ["abc", "aab", "aa"])
     @pytest.mark.parametrize("lose", [False, True], ids=["", "with its node"])
@@ -330,6 +331,7 @@ class TestAnyRankMayDie:
         assert set(counts) == {None, 1, 2}
         assert counts == sorted(counts, key=lambda step: step or 0)
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
     )
@@ -503,6 +505,7 @@ class TestDamage:
 
 
 class TestAnotherWorld:
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize(
         ("before", "now"), [("abc", "ab"), ("ab", "abc"), ("aab", "a"), ("a", "ab"), ("ab", "cd")]
     )

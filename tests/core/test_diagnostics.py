@@ -125,6 +125,7 @@ def assert_reported(found: dict[str, float], expected: dict[str, float]) -> None
         assert measured[key] == pytest.approx(value, rel=1e-5), key
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 @pytest.mark.parametrize("make", [sgd, one_bit])
@@ -232,6 +233,7 @@ def test_broken_measures_would_differ():
             assert_reported(reported, each)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     "opt", [sgd(compressor=qcomp.QSGD(7, 16)), one_bit(clip_norm=1.0), qcomp.Adam(learning_rate=0.1)]

@@ -63,6 +63,7 @@ def snapshot(held: ElasticState, label: int) -> Any:
     return next(s for s in held.history if s.label == label)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", jobs())
 def test_a_rank_dies_in_any_exchange_of_a_step(name):
     job = world(name)
@@ -71,12 +72,14 @@ def test_a_rank_dies_in_any_exchange_of_a_step(name):
     assert fingerprint(whole_run(job, STEPS)) == before  # nothing that anybody held has changed
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", jobs())
 def test_a_rank_leaves(name):
     job = world(name)
     assert leave(job, STEPS, moments(job)[::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", jobs(("1-bit",)))
 def test_a_rank_joins_and_any_dies_meanwhile(name):
     job = world(name)
@@ -89,6 +92,7 @@ def test_a_rank_dies_while_the_others_resume(name):
     assert die_in_resumes(job, STEPS, moments(job)[1::2])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", jobs(("1-bit", "Muon"), every=STEPPING))
 @pytest.mark.parametrize("every", [1, 3])
 def test_restored_from_a_neighbour_as_if_nobody_had_died(name, every):
@@ -191,6 +195,7 @@ class TestAnOuterLoop:
                     # A sum of three, a scaling and a division, each rounded once.
                     assert np.abs(x - np.mean(parts, axis=0)).max(initial=0) <= 5 * 2.0**-24 * most
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", LOOPS)
     def test_restored_from_a_neighbour_as_if_nobody_had_died(self, name):
         """With a new rank in its place, from the exchange of the last round on, bit for bit."""
@@ -428,6 +433,7 @@ class TestLessUsualDeaths:
         assert report["repeated_steps"] >= 1
         job.go_on(again)
 
+    @pytest.mark.slow
     def test_some_ranks_may_be_several_silent_steps_ahead(self):
         """0/1 Adam: a rank that completed a synchronisation makes silent steps, and then goes back before them."""
         job = world("0/1")
@@ -629,6 +635,7 @@ def test_every_optimizer_has_a_job_and_bad_settings_are_refused():
         Elastic(qcomp.Adam(learning_rate=0.1), every=0)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("lost", ["drop", "restore"])
 def test_every_library(float64_library, lost):
     """Inputs are not written to, and arrays stay in their library."""

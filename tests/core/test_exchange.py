@@ -32,6 +32,7 @@ class TestSameOnAllRanks:
         assert alone.shape == (5, 7)
         assert alone.tobytes() == in_list[0].tobytes() == in_tuple[0].tobytes()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "c",
         [
@@ -150,6 +151,7 @@ class TestState:
 
 
 class TestBytes:
+    @pytest.mark.quick_cases(12)
     @pytest.mark.parametrize("topology", TOPOLOGIES)
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
     @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ EACH = [
 
 @pytest.mark.parametrize(("half", "compressor"), EACH, indirect=["half"])
 class TestCompressors:
+    @pytest.mark.quick_cases(2)
     def test_payload_residual_and_result_are_those_of_the_values_in_float32(self, half, compressor):
         for family in FAMILIES:
             self.check(half, compressor, halves_of(family, 131, 0, half.dtype))
@@ -268,6 +269,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("half", "optimizer"), STEPS, indirect=["half"])
 class TestOptimizers:
+    @pytest.mark.quick_cases(5)
     def test_a_step_equals_the_float32_step_with_parameters_rounded_once(self, half, optimizer):
         """Moments and residuals are float32, and equal those of the same values in float32."""
         start = halves_of("gaussian", 96, 0, half.dtype).reshape(4, 24)

@@ -96,6 +96,7 @@ class TestMean:
         assert bits(means) == bits(expected)
         assert after == states
 
+    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("spec", SPECS)
     @pytest.mark.parametrize("feedback", [True, False])
     @pytest.mark.parametrize("size", [2, 4])
@@ -246,6 +247,7 @@ class TestDamage:
 
 
 class TestBytes:
+    @pytest.mark.quick_cases(5)
     @pytest.mark.parametrize("nodes", SEVERAL)
     @pytest.mark.parametrize("spec", SPECS[:4])
     def test_bytes_sent_are_those_that_the_layout_predicts(self, nodes, spec):
@@ -516,6 +518,7 @@ os.write(1, f"{{rank}} {{state.nodes}} {{zlib.crc32(held)}}\\n".encode())
 class TestMPI:
     """In processes with hosts from the environment variable: the same bytes as from ranks that are threads."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("hosts", ["a b a", pytest.param("", marks=pytest.mark.slow)])
     def test_processes_agree_with_threads(self, mpirun, hosts):
         import zlib

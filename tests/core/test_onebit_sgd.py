@@ -34,6 +34,7 @@ def two_means(x: np.ndarray, column_size: int) -> np.ndarray:
 
 
 class TestContract:
+    @pytest.mark.slow
     @pytest.mark.parametrize("column_size", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_of_columns_of_any_size(self, column_size):
         check_compressor(OneBitSGD(column_size=column_size), max_examples=10)
@@ -318,6 +319,7 @@ class TestOptimizer:
             params, state = opt.step(params, grads, state, comm)
         return params, state
 
+    @pytest.mark.slow
     def test_it_trains_and_resumes_bit_for_bit(self):
         opt = qcomp.CompressedSGD(learning_rate=0.05, momentum=0.5, exact=None, compressor=OneBitSGD())
 

@@ -87,6 +87,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("size", "repaid"),
     [(1, 1.0), (3, 0.5), (7, 1.0), *(pytest.param(n, 0.3, marks=pytest.mark.slow) for n in (1, 7))],
@@ -106,6 +107,7 @@ def test_feedback_loses_nothing_on_either_way(lockstep, size, pair, repaid):
     assert all(bool(s.worker) == lossy for s in states)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
 def test_feedback_loses_nothing_of_whitened_gradients(lockstep, size, pair):
@@ -206,6 +208,7 @@ class Momentum(Tripled):
         return (ahead if self.nesterov else new), new
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("nesterov", "ratio"), [(True, (0.6, 0.8)), (False, (1.2, 2.0))])
 def test_nesterov_updates_have_less_noise_if_half_is_repaid(lockstep, nesterov, ratio):
     """Nesterov weighs the last mean 1.95 times, so repaying in two halves adds less noise than repaying at once."""

@@ -79,6 +79,7 @@ def lost_in_total(lockstep, mean, size: int = 3, steps: int = 6, dtype=np.float3
 
 
 class TestSum:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("compressor", [qcomp.Identity(), CAST, qcomp.QSGD(127, 64), CODED], ids=str)
     def test_means_and_residuals_add_up_to_the_exact_means(self, lockstep, compressor, size):
@@ -216,6 +217,7 @@ class TestSameBits:
         assert library.numpy(product).tobytes() == exact.tobytes()
         assert library.numpy(rest).tobytes() == (matrix - exact.reshape(-1)).tobytes()
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("names", [("numpy", "torch", "strict"), ("numpy", "torch"), ("torch", "strict")])
     def test_ranks_with_different_libraries_hold_the_same(self, libraries, names):
         """Each rank computes its own products, and finishes some of the factors, or all, with its own library."""
@@ -500,6 +502,7 @@ class TestState:
 
 
 class TestRefusals:
+    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("name", ["numpy", "torch", "strict"])
     @pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**100])
     @pytest.mark.parametrize("tensor", [0, 1, 2])
@@ -610,6 +613,7 @@ def _orthonormal_product(rows, matrix, plain=powersgd._product):
     return low_rank.orthonormal(found.T).T if left else found
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("broken", [None, *BROKEN])
 def test_broken_parts_are_noticed(lockstep, broken, monkeypatch):
     """Constant matrices: over the steps, the mean of the means must come close to the exact mean and its span."""

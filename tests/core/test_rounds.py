@@ -125,6 +125,7 @@ def train(opt, n, steps=4):
     return qcomp.comm.run_local(n, rank_main)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -161,6 +162,7 @@ def at_once(mean, x, state, key, comm, **how):
     return running.finish(drive(pipeline(running.rounds), comm))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("n", "shapes"),
     [pytest.param(2, [(100, 15)], id="2", marks=pytest.mark.slow), pytest.param(3, SHAPES, id="3")],
@@ -175,6 +177,7 @@ def test_every_compressor_has_the_same_draws_and_residuals_in_rounds(name, topol
         assert means_of(mean, n, in_rounds, shapes=shapes) == means_of(mean, n, at_once, shapes=shapes)
 
 
+@pytest.mark.quick_cases(3)
 def test_every_library_gives_the_same(library, small_rounds):
     shapes = [(256,), (0,)]  # the rounds have the same length, because JAX compiles for each length
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
@@ -260,6 +263,7 @@ def test_momenta_are_blended_in_the_rounds(small_rounds):
     assert blended(in_rounds) == blended(at_once)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("fault", ["numbers", "residuals", "order"])
 def test_faults_in_rounds_are_noticed(fault, small_rounds, monkeypatch):
     compressor = COMPRESSORS["qsgd" if fault == "numbers" else "sign"]
@@ -363,6 +367,7 @@ def test_the_first_rounds_also_carry_the_exact_tensors(small_rounds):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("tensor", [i for i, shape in enumerate(SHAPES) if np.prod(shape)])
 def test_a_value_out_of_range_in_any_round_is_an_error_on_all_ranks_and_touches_nothing(tensor, small_rounds):
     opt = SGD

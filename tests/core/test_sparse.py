@@ -104,6 +104,7 @@ class TestRandK:
                 assert np.all(np.abs(y[part] - exact[part]) < 8 * step[bucket])
                 assert not np.any((y[part] / (8 * step[bucket])) % 1)
 
+    @pytest.mark.slow
     def test_the_draws_of_values_do_not_depend_on_those_of_positions(self):
         """Values halfway between levels are rounded up half of the time, wherever in their stratum they were drawn."""
         x = np.full(64, 0.5, dtype=np.float32)

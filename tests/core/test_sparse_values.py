@@ -123,6 +123,7 @@ class TestLevels:
 
 
 class TestContraction:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         "c", [TopK(5, 64, 2, "fixed"), TopK(32, 64, 1, "fixed"), TopK(40, 64, 3, "fixed")], ids=str
     )
@@ -149,6 +150,7 @@ class TestContraction:
 
 
 class TestCode:
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize("k", [1, 2, 3, 8])
     def test_every_choice_of_positions_and_signs(self, coders, k, bits):
@@ -207,6 +209,7 @@ class TestLength:
             total, count = total + 8 * len(writer._bytes) + writer._count, count + 1
         assert math.log2(count) < total / count < 1.15 * math.log2(count)
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         ("n", "c", "most"), [(4096, 64, 7.44), (1024, 32, 6.44), (4096, 1024, 3.5), (65536, 1, 16.7)]
     )
@@ -219,6 +222,7 @@ class TestLength:
             total += math.comb(n - g - 1, c - 1) * (8 * len(bits._bytes) + bits._count)
         assert math.log2(math.comb(n, c)) / c < total / math.comb(n, c) < most
 
+    @pytest.mark.quick_cases(4)
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize("draw", ["normal", "laplace"])
     def test_the_length_for_64_of_4096_elements(self, draw, bits):

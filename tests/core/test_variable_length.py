@@ -97,6 +97,7 @@ class TestLayout:
         ):
             qcomp.Payload.from_bytes(longer, like=x)
 
+    @pytest.mark.slow
     def test_a_third_party_compressor_keeps_the_contract(self):
         check_compressor(Nonzeros(), max_examples=10)
 
@@ -196,6 +197,7 @@ class TestMean:
         for got, a, b in zip(results[0][0], *values, strict=True):
             assert np.array_equal(got, (a + b) / np.float32(2))
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_sends_no_more_than_the_payloads_need(self, topology):
         """Plus 16 bytes per rank and stage to each other rank, for table, padding and verdict."""
@@ -315,6 +317,7 @@ def train(opt, comm, *, steps: int = 3, poison: int | None = None, array: Callab
 class TestOptimizer:
     """Exact tensors travel beside coded ones, in stages of different kinds and numbers."""
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     @pytest.mark.parametrize("clip_norm", [None, 0.5])

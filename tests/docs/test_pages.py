@@ -37,6 +37,7 @@ def once(page):
     return pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("page", [once(page) for page in WITH_PYTHON])
 def test_python_runs(page, reader, monkeypatch):
     scope = pages.run(page, monkeypatch)
@@ -135,6 +136,7 @@ def commands(page):
 PLANS = [(page, command) for page in PAGES for command in commands(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), PLANS, ids=[pages.name_of(page) for page, _ in PLANS])
 def test_commands_of_pages_make_plans(page, command, reader, capsys):
     assert main(shlex.split(command)[1:]) == 0

@@ -48,6 +48,7 @@ def test_the_compressor_has_at_most_40_lines():
     assert cls.end_lineno - first + 1 <= 40
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("law", ["sound_traits", "same_bytes", "unbiased_to_the_last_draw", "cut_at_buckets"])
 def test_the_compressor_keeps_the_quickly_checked_laws(example, law):
     contract_of(example("custom_compressor").TernGrad(bucket_size=64)).require(only=law)
@@ -103,6 +104,7 @@ def loop_of_three(example):
     return run_ranks
 
 
+@pytest.mark.slow
 def test_the_transport_gives_the_results_of_a_communicator(loop_of_three):
     """Also for large messages, which fill the buffers of the streams, and for a mean that blocks nothing."""
     import numpy as np

@@ -18,6 +18,7 @@ SOON = ("-W", "ignore:the variance is frozen after")  # because the runs are so 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "ranks"), [("mpi_numpy.py", 3), pytest.param("mpi_jax.py", 2, marks=pytest.mark.slow)]
 )
@@ -96,6 +97,7 @@ def refusal(job):
     return lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [pytest.param("cupy_mpi.py", marks=pytest.mark.slow), "cupy_nccl.py"])
 def test_without_cupy_the_gpu_examples_end_on_every_rank_with_a_message(
     mpirun, script, tmp_path, monkeypatch
@@ -106,6 +108,7 @@ def test_without_cupy_the_gpu_examples_end_on_every_rank_with_a_message(
     assert refusal(job) == "3 of 3 ranks cannot start: rank 0 lacks CuPy: pip install 'qcomp[cuda]'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "gpus", "what"),
     [
@@ -129,6 +132,7 @@ def test_the_gpu_examples_name_what_is_missing(mpirun, stand_in, script, gpus, w
     assert refusal(mpirun(2, ["-m", "mpi4py", EXAMPLES / script], timeout=60, check=False)) == what
 
 
+@pytest.mark.slow
 def test_one_rank_without_a_gpu_ends_all_ranks(mpirun, stand_in, tmp_path):
     stand_in(1)
     (tmp_path / "cupy.py").write_text(CUPY.replace("available = False", "available = True"))

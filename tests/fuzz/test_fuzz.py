@@ -16,6 +16,7 @@ def quick_or_slow(number, target):
     return pytest.param(target, id=target.name, marks=marks)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [quick_or_slow(*each) for each in enumerate(TARGETS)])
 def test_readers_raise_only_refusals(target):
     report = fuzz(target, range(INPUTS))

@@ -69,6 +69,7 @@ assert refused > INPUTS // 2, refused
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_both_ranks_refuse_or_load(ddp_ranks, between, count):

@@ -29,6 +29,7 @@ def nothing(model):
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("change", ["clip", "clamp", "replace_by_half", "nothing"])
 @pytest.mark.parametrize("view", [True, False])
 def test_averaged_gradients_can_be_changed_as_under_stock_hooks(said, view, change):
@@ -95,6 +96,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [True, False])
 def test_gradients_of_averaged_momenta_must_not_be_changed(said, view):
     body = f"""
@@ -164,6 +166,7 @@ except qcomp.NonFiniteError as error:
     assert said(2, body) == [[expected]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0.05, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_clip_norm_is_that_of_the_optimizer_bit_for_bit(said, limit):
     made = ", ".join(f"{name!r}: lambda: {text}" for name, text in OPTIMIZERS.items())

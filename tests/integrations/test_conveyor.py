@@ -209,6 +209,7 @@ assert arrived.wait(30)
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_after_the_thread():
     """A thread that returns from torch's code while Python shuts down aborts the process."""
     done = subprocess.run(

@@ -35,6 +35,7 @@ def own_gradients(model, step):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_no_iteration_loses_anything(said, n):
     """Delivered means plus what the ranks still owe are the exact means; the parameters do not change."""
@@ -103,6 +104,7 @@ say(state.chosen, state.seconds)
     assert said(2, body) == [["exact {'exact': 2.0, 'sign': 4.0}"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("after", ["sign", "exact"])
 def test_discarded_gradients_do_not_lose_what_is_owed(said, after):
     """The iteration after a change has a value that is not finite: what is owed is added to the next one."""
@@ -138,6 +140,7 @@ except qcomp.MismatchError as error:
     assert said(2, body) == [["True"] * 4] * 2
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -165,6 +168,7 @@ except Exception as error:
     assert message in first
 
 
+@pytest.mark.slow
 def test_no_thread_is_left_by_methods_that_were_not_chosen(said):
     body = f"""{TUNER}
 import threading

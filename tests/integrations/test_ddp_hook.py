@@ -24,6 +24,7 @@ def begin(mean, model):
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("compressor", "mean", "topology", "feedback"),
     [
@@ -61,6 +62,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("broken", ["draws by bucket", "chunks by bucket", "residuals by position"])
 def test_a_hook_that_depends_on_the_buckets_is_noticed(said, broken):
     body = f"""
@@ -167,6 +169,7 @@ say(again.iterations, woken.iterations)
     assert said(2, body) == [[message, "6 6"]] * 2
 
 
+@pytest.mark.slow
 def test_a_restart_with_fewer_ranks_keeps_what_is_owed(said, tmp_path):
     make = """
 model = wrapped()
@@ -203,6 +206,7 @@ say(state.iterations)
     assert said(2, load) == [["3"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 def test_a_value_that_is_not_finite_reaches_all_ranks_but_no_residual(said, bad):
     body = f"""
@@ -340,6 +344,7 @@ except RuntimeError as error:
     assert second.startswith("step was called without a whole backward pass")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -437,6 +442,7 @@ say(resumed.state.step, resumed.state.stage)
     assert said(2, body) == [["7 compressed"]] * 2
 
 
+@pytest.mark.slow
 def test_a_large_bucket_is_exchanged_in_parts(said):
     """All parts are under way before the first is waited for; a value that is not finite spoils the whole bucket."""
     body = """

@@ -14,6 +14,7 @@ def hooked(*args, compressor=qcomp.Identity(), **how):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1 << 20, 300])
 def test_means_do_not_depend_on_the_buckets(said, limit):
     """Nor on how many of them make their exchanges together."""
@@ -41,6 +42,7 @@ say("ok")
     assert said(3, body) == [["ok"]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "exchanges"), [(2, 2), (3, 4)])
 def test_all_buckets_make_their_exchanges_together(said, ranks, exchanges):
     body = f"""{HOOK}
@@ -59,6 +61,7 @@ say(len(started))
     assert said(ranks, body) == [[str(exchanges)]] * ranks
 
 
+@pytest.mark.slow
 def test_a_bucket_is_not_exchanged_in_parts(said):
     body = f"""{HOOK}
 from qcomp.integrations.ddp.conveyor import Conveyor
@@ -117,6 +120,7 @@ say("ok" if off < 0.01 else off)
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.slow
 def test_a_state_loads_with_another_number_of_ranks_and_can_be_pickled(said, tmp_path):
     body = f"""{HOOK}
 model, state = hooked(4000, exact_iterations=0)
@@ -172,6 +176,7 @@ except qcomp.NonFiniteError as error:
     assert said(2, body) == [["2 1"]] * 2
 
 
+@pytest.mark.slow
 def test_optimizers_for_torch_and_the_core_make_the_same_steps(said):
     body = """
 import qcomp.torch
@@ -270,6 +275,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.slow
 def test_outer_rounds_begin_after_a_warm_up_under_the_hook(said):
     """Of the inner model: its gradients are then a rank's own, and an outer loop takes its steps."""
     body = f"""{HOOK}

@@ -11,6 +11,7 @@ REPEATED = {"onebit_adam", "qadam", "draws", "all_gather"}
 """The quick run tests these with harder settings, or `test_ddp_hook` tests what they average."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in OPTIMIZERS]
 )
@@ -66,6 +67,7 @@ except ValueError as error:
     assert said(1, body) == [["refused"]]
 
 
+@pytest.mark.slow
 def test_steps_do_not_change_saved_or_loaded_states(said):
     """Steps overwrite only the optimizer's own state."""
     said(

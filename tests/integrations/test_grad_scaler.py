@@ -43,6 +43,7 @@ def plain_steps(topology):
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 def test_training_equals_training_without_a_scaler_bit_for_bit(said, topology):
     """Scales are powers of two, so nothing is rounded; a step with an infinity on one rank is skipped on all."""

@@ -62,6 +62,7 @@ def compare(model, optimizer, plain, steps):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_equal_those_on_contiguous_copies_bit_for_bit(said, view):
     made = ", ".join(f"{name!r}: lambda: {text}" for name, text in OPTIMIZERS.items())
@@ -80,6 +81,7 @@ for name, make in {{{made}}}.items():
     assert not [line for line in first if line.endswith("warmup")]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "compressor",
     ["qcomp.ScaledSign(bucket_size=64)", "qcomp.OneBitSGD()", "qcomp.QSGD(levels=7, bucket_size=64)"],
@@ -110,6 +112,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_checkpoint_moves_between_memory_formats(said, hook):
     """A contiguous model resumes, bit for bit, from a checkpoint of a model in other memory formats."""

@@ -33,6 +33,7 @@ def told(begin, seed, bucket_bytes=4000, steps=2):
 """
 
 
+@pytest.mark.slow
 def test_every_rank_warns_once_whatever_the_buckets(said):
     body = f"""{RUN}
 for name, begin in optimizers():
@@ -73,6 +74,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.slow
 def test_means_that_arrive_early_are_not_compared(said):
     """Before the last bucket arrives, early ones already hold means, equal on all ranks; here of unused layers."""
     body = f"""{RUN}

@@ -44,6 +44,7 @@ USES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("use", USES)
 def test_results_plus_owed_values_are_the_inputs(said, use, overlapped):
@@ -83,6 +84,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_gradients_from_no_sync_alone_are_averaged(said, overlapped):
     body = f"""
@@ -110,6 +112,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_static_graph_may_have_unused_parameters_and_mixed_dtypes(said, overlapped):
     """Its first backward pass hands over all buckets, one for each dtype, all with the number 0."""
@@ -143,6 +146,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_rank_without_inputs_takes_part(said, overlapped, find_unused):

@@ -16,14 +16,14 @@ import qcomp
 pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 
-CASES = ("steps", "means", "in_optax", "misuse")
+CASES = ["steps", *(pytest.param(case, marks=pytest.mark.slow) for case in ("means", "in_optax", "misuse"))]
 
 
-def run_on_devices(marked: str, *cases: str) -> None:
+def run_on_devices(marked: str, case: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    paths = [str(Path(__file__).parent / "on_devices" / f"{case}.py") for case in cases]
+    path = str(Path(__file__).parent / "on_devices" / f"{case}.py")
     job = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marked, *paths],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marked, path],
         env=os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -35,8 +35,9 @@ def run_on_devices(marked: str, *cases: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_on_devices():
-    run_on_devices("not slow", *CASES)
+@pytest.mark.parametrize("case", CASES)
+def test_on_devices(case):
+    run_on_devices("not slow", case)
 
 
 @pytest.mark.slow

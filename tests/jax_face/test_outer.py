@@ -45,6 +45,7 @@ def test_it_agrees_with_the_loop_of_the_core():
     assert run_local(2, of_trees, timeout=20) == run_local(2, of_lists, timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -54,6 +54,7 @@ def test_a_library_without_in_place_writes_computes_whole_arrays(libraries):
     assert [float(y[0, 0]) for y in found] == [-0.5, 1.5]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_do_not_depend_on_the_block_size(monkeypatch, libraries, lockstep, name, donate):

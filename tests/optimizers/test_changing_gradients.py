@@ -97,6 +97,7 @@ def check_warned(job: Any, make: Any, name: str, **changes: Any) -> None:
 
 
 class TestWarned:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb])
     @pytest.mark.parametrize("name", CASES)
     def test_before_the_loss_is_lost(self, job, make, name):
@@ -108,6 +109,7 @@ class TestWarned:
         assert end.warned is None
         assert end.lost is not None
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("name", CASES)
     def test_a_watch_that_sees_nothing_is_caught(self, job, monkeypatch, name):
         monkeypatch.setattr(VarianceWatch, "observe", lambda self, state, *_: (state, []))
@@ -126,6 +128,7 @@ class TestWarned:
         assert steps[0] < CHANGE + 8
         assert steps[0] < steps[1]
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
     @pytest.mark.parametrize(
         "compressor",
@@ -146,6 +149,7 @@ class TestWarned:
 
 
 class TestCured:
+    @pytest.mark.slow
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", CASES)
     def test_ends_within_twice_the_error_of_adam(self, job, make, name):
@@ -157,6 +161,7 @@ class TestCured:
         assert end.moved == LATE.sum()
         assert end.exact <= FREEZE + 2 * AGAIN.rewarm_steps
 
+    @pytest.mark.slow
     def test_a_warning_without_a_re_warm_does_not_help(self, job):
         adam = train(job, qcomp.Adam(learning_rate=constant, betas=BETAS), late)
         end = train(job, qcomp.OneBitAdam(**settings("late first gradients")), late)

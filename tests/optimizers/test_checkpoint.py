@@ -76,6 +76,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 @pytest.mark.parametrize(
     ("kind", "name"),

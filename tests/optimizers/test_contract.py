@@ -40,6 +40,7 @@ def test_optimizers_for_migration_keep_every_law(kind):
     check_optimizer(getattr(deepspeed, kind)(learning_rate=0.01))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 @pytest.mark.parametrize("name", ONE_GRADIENT)
 def test_the_laws_reach_its_stages(name):

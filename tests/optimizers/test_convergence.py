@@ -136,6 +136,7 @@ class TestSmoothAndStochastic:
         assert self.f(np.ones(2)) == pytest.approx(2.0)
         assert self.f(self.run(0, gamma, feedback=False)) >= 2 - 1e-9
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("seed", "gamma"),
         [

@@ -186,6 +186,7 @@ class TestEstimates:
 
 
 class TestConvergence:
+    @pytest.mark.slow
     def test_three_workers_and_top_one(self, job):
         """CE4: without feedback x grows by 1 + 11 rate / 6 a step, exactly; EF21 converges at a smaller rate."""
         a = np.asarray([[-3.0, 2.0, 2.0], [2.0, -3.0, 2.0], [2.0, 2.0, -3.0]])
@@ -210,6 +211,7 @@ class TestConvergence:
         assert late < 0.01
         assert late < 0.05 * early
 
+    @pytest.mark.slow
     def test_no_floor_where_the_ranks_differ(self, job):
         """C3: f_i = |x - b_i|^2 / 2. Feedback ends at about eta^2 of this, EF21 at machine precision."""
         b = np.random.default_rng(0).standard_normal((4, 16))

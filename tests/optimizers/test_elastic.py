@@ -106,6 +106,7 @@ def assert_total_is_kept(opt: Any, saved: list[dict], states: list, unit: float)
         assert np.abs(old[name]).max() > 1e3 * bound.max()  # the loss of a total would be detected
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("old", "new"), WORLDS)
@@ -140,6 +141,7 @@ def test_in_a_world_of_the_same_size_nothing_changes(grads, how):
             assert np.asarray(again[key]).tobytes() == np.asarray(value).tobytes(), key
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (1, 4)])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_sum_identity_holds_across_the_change(grads, old, new, topology):
@@ -219,6 +221,7 @@ def test_broken_rules_would_be_detected(grads):
             assert_total_is_kept(opt, saved, states, 2.0**-24)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("old", "new"),
     [("two_phase", "all_gather"), ("all_gather", "two_phase"), ("ring", "two_phase"), ("all_gather", "ring")],
@@ -268,6 +271,7 @@ def hierarchical(hosts: list[str], work: Callable) -> list:
     return run_local(len(hosts), work, hosts=hosts, timeout=20)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("before", "after"), [("aab", "ab"), ("aabb", "abab"), ("abbcc", "aabb"), ("ab", "aaabb")]
 )

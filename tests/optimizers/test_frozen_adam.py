@@ -85,6 +85,7 @@ def bits(arrays) -> list[bytes]:
 
 
 class TestWarmup:
+    @pytest.mark.quick_cases(12)
     @optimizers
     @pytest.mark.parametrize("size", SIZES)
     def test_is_adam_bit_for_bit_and_the_next_step_is_compressed(self, job, grads, opt, size):
@@ -128,6 +129,7 @@ class TestWarmup:
 
 
 class TestCompressedStage:
+    @pytest.mark.quick_cases(3)
     @optimizers
     @pytest.mark.parametrize("size", SIZES)
     def test_the_corrected_variance_is_constant_for_ever(self, job, grads, opt, size):
@@ -180,6 +182,7 @@ class TestCompressedStage:
                 scale = max(np.abs(new_m).max(), np.abs(new_e).max(), np.abs(expected).max())
                 assert np.abs(new_m + new_e - expected).max() <= 1e-12 * scale
 
+    @pytest.mark.quick_cases(5)
     @pytest.mark.parametrize(
         "opt",
         [o for o in OPTIMIZERS if o.mean.feedback and o.clip_norm is None],
@@ -380,6 +383,7 @@ class TestFreeze:
         "zero at first": lambda w: float(w >= 2),
     }
 
+    @pytest.mark.quick_cases(4)
     @pytest.mark.parametrize("name", COURSES)
     @pytest.mark.filterwarnings("ignore:nothing is compressed yet")
     def test_not_while_the_variance_changes(self, job, name):

@@ -71,6 +71,7 @@ def check_side_by_side(job, grads, opt, size):
             assert together.params[0][i].tobytes() == run.params[0][0].tobytes()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_are_optimizers_side_by_side(job, grads, name, size):

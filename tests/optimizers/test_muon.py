@@ -57,6 +57,7 @@ def owned(opt, states, kind):
 
 
 class TestReference:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
     @pytest.mark.parametrize(("nesterov", "momentum", "decay"), [(True, 0.95, 0.1), (False, 0.8, 0.0)])
     def test_without_compression_it_equals_muon_and_adamw_of_torch(
@@ -135,6 +136,7 @@ class TestReference:
                 [np.ones(shape, np.float32) for shape in SHAPES], LocalCommunicator.alone(), NAMES
             )
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(("size", "block_rows"), [(2, None), (3, 7), (5, None)])
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_without_compression_ranks_step_like_one_with_the_mean_gradient(
@@ -328,6 +330,7 @@ class TestWhitening:
         for w in (first[0], first[1], first[2], first[4]):
             assert np.linalg.norm(w / np.linalg.norm(w) - np.eye(len(w)) / len(w) ** 0.5) > 0.05
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("output_axis", [0, -1])
     def test_nothing_is_lost_when_whiteners_change(self, grads, lockstep, output_axis):
         """Without momentum, an owner's momentum is the mean; the means add up to exact ones minus what is owed."""
@@ -358,6 +361,7 @@ class TestWhitening:
             assert np.linalg.norm(owed) > 0.01 * np.linalg.norm(exact[i])
             np.testing.assert_allclose(found[i], exact[i] - owed, rtol=0, atol=1e-5 * np.abs(exact[i]).max())
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
     def test_updates_come_closer_to_the_exact_ones(self, lockstep, shape):
         """If singular values differ by a factor of a hundred, the distance is less than half."""
@@ -420,6 +424,7 @@ class TestWhitening:
         assert least <= sent(**WHITENED) - sent() <= least + (size - 1) * 8 * (len(rows) + size)
         assert sent(whiten_steps=lambda step: False) == sent()
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("library", ["torch", "strict"])
     def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
         own, other = libraries[library], libraries["numpy"]
@@ -520,6 +525,7 @@ class TestOwners:
             # At most 8 bytes of padding for each payload, and 16 for each message.
             assert least <= sum(sent) / size <= least + 8 * (2 * len(sizes) + 2) + 64 * size
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("library", ["torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
     def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
         """Ranks may round matrix products differently: all take the update from its owner."""
@@ -541,6 +547,7 @@ class TestOwners:
 
 
 class TestCheckpoints:
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (3, 1), (1, 4), (2, 2)])
     @pytest.mark.parametrize("how", ["all on all", "dealt", "all on the last"])
     def test_the_state_of_an_owner_goes_to_the_new_owner(self, grads, lockstep, old, new, how):

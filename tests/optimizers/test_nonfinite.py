@@ -47,6 +47,7 @@ def trained(job, grads, opt, size: int, steps: int):
     ],
 )
 class TestEveryStage:
+    @pytest.mark.quick_cases(11)
     def test_raises_on_every_rank(self, job, grads, *, name, steps, spot):
         run = trained(job, grads, OPTIMIZERS[name], 3, steps)
         before = run.fingerprint()
@@ -57,6 +58,7 @@ class TestEveryStage:
         assert all("rank 1 is not finite" in str(error) for error in errors)
         assert run.fingerprint() == before
 
+    @pytest.mark.quick_cases(1)
     def test_skips_on_every_rank(self, job, grads, *, name, steps, spot):
         opt = replace(OPTIMIZERS[name], nonfinite="skip")
         run, other = (trained(job, grads, opt, 3, steps) for _ in range(2))

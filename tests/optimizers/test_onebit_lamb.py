@@ -188,6 +188,7 @@ def greatest_difference(opt, reference, job, *, size=3, steps=24) -> float:
 
 @pytest.mark.parametrize("compressor", [NOTHING_LOST, SIGN], ids=["identity", "sign"])
 class TestReference:
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("reference", [Reference, Unscaled])
     @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
     def test_step_by_step(self, job, compressor, weight_decay, reference):
@@ -195,6 +196,7 @@ class TestReference:
         tolerance = 1e-12 if compressor is NOTHING_LOST else 1e-5
         assert greatest_difference(opt, reference, job) < tolerance
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("broken", [NoFactor, Unlimited])
     def test_broken_references_differ(self, job, compressor, broken):
         assert greatest_difference(one_bit(compressor=compressor), broken, job) > 1e-3
@@ -245,6 +247,7 @@ class TestLamb:
 
 
 class TestStages:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.filterwarnings("ignore:the variance of OneBitLamb")
@@ -359,6 +362,7 @@ class TestStages:
 
 
 class TestCheckpoint:
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("stop", [0, 2, 4, 6])
     @pytest.mark.filterwarnings("ignore:the variance of OneBitLamb")
@@ -420,6 +424,7 @@ class TestVolume:
 
 
 class TestConvergence:
+    @pytest.mark.slow
     def test_ends_where_lamb_does(self, job):
         """The same problem for both: f = .5 sum h (x - 1)^2 with noise, two ranks."""
         curvature = np.random.default_rng(0).permutation(np.logspace(-2, 0, 64))

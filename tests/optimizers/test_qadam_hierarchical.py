@@ -117,6 +117,7 @@ class TestName:
 
 
 class TestStages:
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(
         "hosts", [pytest.param(w, marks=[] if w == "abab" else [pytest.mark.slow]) for w in WORLDS]
     )
@@ -160,6 +161,7 @@ class TestStages:
         assert min(distance(lost=step) for step in range(1, FREEZE + 4)) > 1e-4
         assert (distance(stops=True) > 1e-3) == (decay > 0)
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("hosts", WORLDS)
     @pytest.mark.parametrize("name", ["qadam", "1-bit"])
     def test_identity_of_every_step(self, job, grads, name, hosts):
@@ -211,6 +213,7 @@ class TestStages:
         assert len({b"".join(bits(run.params[0])) for run in runs}) == 1
         assert runs[0].state.exchange.worker == ()
 
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("hosts", ["ab", "abc"])
     @pytest.mark.parametrize("name", OTHERS)
     def test_on_nodes_of_one_rank_it_is_two_phases(self, job, grads, name, hosts):
@@ -258,6 +261,7 @@ class TestStages:
 
 
 class TestCheckpoint:
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("hosts", ["aab", "abab", "aaa"])
     @pytest.mark.parametrize("name", OTHERS)
     @pytest.mark.parametrize("stop", [2, FREEZE, FREEZE + 2])
@@ -387,6 +391,7 @@ class TestConvergence:
         assert self.final(job) == pytest.approx(exact, rel=1e-3)
         assert self.final(job, averaging=qcomp.Averaging()) == pytest.approx(exact, rel=1e-3)
 
+    @pytest.mark.slow
     def test_feedback_is_what_makes_one_bit_converge(self, job):
         """So the residuals between nodes matter: 0.24 with them, 0.25 in two phases, 0.44 without."""
         sign = qcomp.ScaledSign(8)

@@ -139,6 +139,7 @@ class TestSteps:
         for clipped, free in zip(moves[0.5], moves[None], strict=True):
             np.testing.assert_allclose(clipped, free * 0.5 / np.sqrt(squares / 2), rtol=1e-9)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("topology", ["two_phase", "hierarchical"])
     def test_other_topologies_are_unbiased_too(self, topology):
         """In every element, the mean of 120 independent steps is within five standard errors of the exact mean."""
@@ -305,6 +306,7 @@ class TestConvergence:
         assert ratios == pytest.approx(predicted, rel=0.08)
         assert ((predicted > 0.28) & (predicted < 0.33)).all()
 
+    @pytest.mark.slow
     def test_plain_sgd_does_not(self, ridge):
         """Close to the solution, the samples' noise moves the same steps without the correction away from it."""
         assert self.gaps(ridge, 8, 1, start=1e-3)[0] < 0.9
@@ -318,6 +320,7 @@ def through_numpy(saved: dict) -> dict:
     return dict(np.load(file, allow_pickle=False))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("topology", ["all_gather", "two_phase"])
 def test_goes_on_bit_for_bit(grads, stop, topology):

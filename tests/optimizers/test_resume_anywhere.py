@@ -75,6 +75,7 @@ def content(data: bytes) -> dict[str, bytes]:
     return {key: archive[key].tobytes() + str(archive[key].dtype).encode() for key in archive}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
@@ -95,12 +96,14 @@ def test_every_optimizer_is_in_the_table():
     assert {type(entry.opt) for entry in EVERY.values()} == optimizers
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_stage_is_reached(whole_runs, name):
     """Otherwise the test above would not stop in it."""
     assert set(whole_run(whole_runs, name)[0].stages) == EVERY[name].stages
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3")
 def test_resumes_with_other_ranks_in_every_stage(whole_runs, name):
@@ -132,6 +135,7 @@ def test_resumes_with_other_ranks_in_every_stage(whole_runs, name):
                 assert [p.tobytes() for p in params] == [p.tobytes() for p in results[0][1]]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("what", "name", "stage"),
     [
@@ -182,6 +186,7 @@ class TestKilled:
         assert [line.partition(":")[0] for line in lines] == [f"rank {rank} from {start}" for rank in (0, 1)]
         return {line.partition(": ")[2] for line in lines}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("how", "kill_at", "start"),
         [

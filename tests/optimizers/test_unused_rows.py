@@ -60,6 +60,7 @@ def owed(run) -> np.ndarray:
     return (run.error() or [np.zeros(ROWS * WIDTH)])[0].reshape(ROWS, WIDTH)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("name", "size"), [(name, 2) for name in OPTIMIZERS] + [("1-bit", 1), ("1-bit", 3), ("qadam", 1)]
 )
@@ -82,6 +83,7 @@ def test_a_row_without_the_mask_is_caught(embedding, monkeypatch):
         test_never_used_by_any_rank(embedding, "1-bit", 2)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_used_by_one_rank_only(embedding, name, size):
@@ -110,6 +112,7 @@ def check_no_longer_used(embedding, opt, size):
     return furthest[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -36,6 +36,7 @@ def test_an_overflow_of_the_variance_is_no_floor_for_other_elements(library, lar
     np.testing.assert_allclose(to_numpy(found), np.asarray([large, floor, 0.0, large]), rtol=1e-6)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
 @pytest.mark.parametrize("kind", ["Adam", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_one_huge_gradient_stops_its_own_element_alone(kernels, kind):

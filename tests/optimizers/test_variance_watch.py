@@ -63,6 +63,7 @@ def bits(arrays: Any) -> list[bytes]:
 
 
 class TestMeasures:
+    @pytest.mark.quick_cases(5)
     @kinds
     @sizes
     @pytest.mark.parametrize("every", [1, 3])
@@ -102,6 +103,7 @@ class TestMeasures:
             expected = np.minimum(now, frozen).sum() / np.maximum(now, frozen).sum()
             assert run.state.numbers["variance_overlap"] == pytest.approx(expected, rel=1e-12)
 
+    @pytest.mark.quick_cases(1)
     @sizes
     def test_steady_gradients_keep_the_ratio_at_one(self, job, size):
         """Gradients twice as large bring it to four; the window of the average decides how soon."""
@@ -163,6 +165,7 @@ class TestMeasures:
         state = opt.enter(opt.initial_state(tensors, ("a", "b"), 0, 1), "compressed")
         assert [x.tolist() for x in opt.watch.take(tensors, state, [2.0, 3.0])] == [[2.0, 2.0], [3.0]]
 
+    @pytest.mark.quick_cases(3)
     @kinds
     def test_a_watch_changes_nothing_else(self, job, grads, name):
         runs = [job(replace(KINDS[name], watch=w), grads(SHAPES, 99, 0), 2) for w in (None, QUIET)]
@@ -177,6 +180,7 @@ class TestMeasures:
         for kind in (qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb):
             assert kind(learning_rate=0.1).watch == VarianceWatch()
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("every", [1, 4])
     @pytest.mark.parametrize("size", [2, 4])
     def test_bytes(self, size, every):
@@ -461,6 +465,7 @@ class TestRewarm:
         )
         assert 0.2 < ratio(run) < 5
 
+    @pytest.mark.quick_cases(4)
     @sizes
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_identity_of_every_step(self, job, grads, size, topology):
@@ -493,6 +498,7 @@ class TestRewarm:
         assert "makes 2 exact steps and freezes it again" in str(found[0].message)
         assert run.state.variance[0].tolist() == [16.0] * 8
 
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("stop", [FREEZE + 2, CHANGE + 2, CHANGE + 3, CHANGE + 8])
     def test_checkpoints_around_a_re_warm(self, grads, stop):
         """While the watch averages, in the re-warm and after it: the job continues as if it had not stopped."""
@@ -541,6 +547,7 @@ class TestRewarm:
         assert run.fingerprint() == other.fingerprint()
         assert repr(run.state.numbers) == repr(other.state.numbers)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("hosts", ["aab", "abab"])
     def test_a_re_warm_over_nodes(self, grads, hosts):
         """The same measurements, and a re-warm after which every node still owes what it owed."""
@@ -674,6 +681,7 @@ class TestOtherCheckpoints:
             **{f"watched_variance.{i}": np.ones(3) for i in range(3)},
         }
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
     @pytest.mark.parametrize("stop", [pytest.param(FREEZE, marks=pytest.mark.slow), FREEZE + 3])
     @pytest.mark.parametrize(("first", "second"), PAIRS)

@@ -202,6 +202,7 @@ class TestVolume:
         assert local == (32, 476, 492)
         assert 1 / share_of_float32(local, 1000, with_scales) > 19
 
+    @pytest.mark.slow
     def test_of_150_000_steps(self):
         """The length of BERT-Large's pre-training, with the defaults."""
         opt = qcomp.ZeroOneAdam(learning_rate=0.1)
@@ -260,6 +261,7 @@ class TestVolume:
 
 
 class TestRanks:
+    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_are_alike_after_every_synchronisation_and_differ_between(self, world, grads, name, size):
@@ -444,12 +446,14 @@ def greatest_difference(opt, reference, lockstep, *, size=3, steps=24) -> float:
     ids=["frozen", "never frozen", "decay", "every step"],
 )
 class TestReference:
+    @pytest.mark.quick_cases(6)
     def test_step_by_step(self, lockstep, compressor, changes):
         opt = zero_one(compressor=compressor, **changes)
         # Scales are float32 in both, from means that differ in a float64's last bits: sometimes by an ulp.
         tolerance = 1e-12 if compressor is NOTHING_LOST else 2e-6
         assert greatest_difference(opt, Reference, lockstep) < tolerance
 
+    @pytest.mark.quick_cases(5)
     @pytest.mark.parametrize("broken", [Unreset, LastRate])
     def test_broken_references_differ(self, lockstep, compressor, changes, broken):
         if changes.get("sync_steps") is every and broken is LastRate:
@@ -619,6 +623,7 @@ class TestNonFinite:
 
         run_local(2, rank_main, timeout=20)
 
+    @pytest.mark.quick_cases(5)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("step", range(12))
     def test_skipping_never_blocks_or_spreads_nan(self, world, grads, name, step):
@@ -665,6 +670,7 @@ class TestNonFinite:
 
 
 class TestCheckpoint:
+    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize(
         "stop", [0, 2, 5, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 8, 10))]
@@ -758,6 +764,7 @@ class TestConvergence:
         )
         return final_value(opt, steps, lockstep)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("sync_steps", "factor"),
         [pytest.param(every, 1.5, marks=pytest.mark.slow), (LocalSteps(250, 4), 3)],

@@ -85,6 +85,7 @@ def test_results_share_memory_with_the_state_only_with_permission(changes):
     assert bool(shared) == (not loop.mixing)
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
     "how",
     [*({"averaging": qcomp.Averaging(topology=name)} for name in TOPOLOGIES), LOW_RANK],
@@ -121,6 +122,7 @@ def test_sent_and_owed_values_add_up(how, decay, fragments):
         assert max(np.abs(s + d).max() for s, d in zip(sums, debt, strict=False)) < 1e-12
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -65,6 +65,7 @@ def run(loop, comm, steps, make=None, reload=None):
     return trail
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("slow", [False, True])

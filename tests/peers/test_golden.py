@@ -26,6 +26,7 @@ def apart(original: ModuleType, ours: Callable, distance: Callable, golden: Call
     return measure
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_trajectory(apart, name, world):
@@ -33,6 +34,7 @@ def test_same_trajectory(apart, name, world):
     assert apart(name, world) < TOLERANCE
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_same_trajectory_in_torch(apart, name):
     torch = pytest.importorskip("torch")
@@ -77,6 +79,7 @@ def of_kind(kind: type, opt: Any) -> Any:
     return kind(**{field: getattr(opt, field) for field in opt.__dataclass_fields__})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -108,6 +111,7 @@ def test_a_different_optimizer_is_detected(cases, apart, make, name, changes):
     assert apart(name, 2, opt) > 1e-4
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_different_scale_is_detected(apart, monkeypatch, name):
     """It uses the mean magnitude instead of the root mean square."""

@@ -51,6 +51,7 @@ METHODS = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("hosts", [list("ab"), list("abc"), list("aabb"), list("aab")], ids="".join)
 def test_no_step_loses_anything(hosts):
     """The means so far plus what the ranks still owe are the exact means, also in the step after each change."""

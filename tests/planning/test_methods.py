@@ -260,6 +260,7 @@ def test_shapes_of_another_number_of_elements_are_an_error():
         Job(65, 0.0, shapes=((8, 8),))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "machine", [CPU, gpu(), Machine("little", copy=1e-9, speeds=CPU.speeds)], ids=["cpu", "gpu", "old"]
 )
@@ -286,6 +287,7 @@ class TestLinks:
     def at(self, bits, **options):
         return advise(self.JOB, Cluster(8, Link(bits / 8, 5e-6)), gpu(), **options)
 
+    @pytest.mark.slow
     def test_the_slowest_and_the_fastest(self):
         slow, fast = self.at(1e6), self.at(400e9)
         assert isinstance(slow.best.time.method, OuterMethod)
@@ -293,6 +295,7 @@ class TestLinks:
         assert "not measured" in slow.reason
         assert not fast.compress
 
+    @pytest.mark.slow
     def test_a_faster_link_never_needs_rarer_exchanges(self):
         def kind(advice):
             method = advice.best.time.method

@@ -199,6 +199,7 @@ class TestBreakEven:
     CLUSTER = Cluster(8, Link(1e9, latency=0.0))
     JOB = Job(25_000_000, 0.2)
 
+    @pytest.mark.quick_cases(7)
     @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
     @pytest.mark.parametrize("job", [JOB, replace(JOB, overlap=0.6, buckets=5)], ids=["serial", "overlap"])
     @pytest.mark.parametrize("lanes", [1, 4])

@@ -97,6 +97,7 @@ every_face = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @every_face
 def test_a_restart_goes_on_bit_for_bit(said, tmp_path, name):
     """In the warm-up, in the compressed stage, and between 0/1 Adam's synchronisations, where ranks differ."""
@@ -122,6 +123,7 @@ for stop in (2, FREEZE + 3):
     )
 
 
+@pytest.mark.slow
 def test_one_key_for_all_ranks_would_be_detected(said, tmp_path):
     """torch would then keep the state of only one rank."""
     first, second = said(
@@ -138,6 +140,7 @@ print(refusal(lambda: dcp.load(plain(model, optimizer), checkpoint_id={str(tmp_p
     assert "its residuals belong to that rank alone" in first[0] + second[0]
 
 
+@pytest.mark.slow
 @every_face
 def test_another_number_of_ranks_resumes_with_what_is_owed(said, tmp_path, name):
     """As from a list with the states of all ranks; only with the planner for it."""

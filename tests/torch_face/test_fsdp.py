@@ -108,6 +108,7 @@ PLACES = {
 QUICK = ("blocks", "columns", "float16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "places"),
     [(2, QUICK), *(pytest.param(n, tuple(PLACES), marks=pytest.mark.slow) for n in (2, 3))],
@@ -171,6 +172,7 @@ assert [id(p.sharded_param) for p in group.fsdp_params] == [id(p) for p in units
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_part_that_is_not_sent_is_owed(said, n):
     """The compressed gradients of all steps plus the mean of what the ranks owe equal the exact gradients."""
@@ -273,6 +275,7 @@ close(after, before, rtol=0, atol=0)
     )
 
 
+@pytest.mark.slow
 def test_changes_of_weights_lose_less_each_time(said):
     """With EF21's contraction: the first gather is exact, and the loss of one call is part of the next change."""
     said(
@@ -306,6 +309,7 @@ mesh = dist.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicas", "sh
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("replicated", marks=pytest.mark.slow)])
 def test_between_replicas_without_loss_it_gives_the_mean_over_all(said, kind):
     n = 4 if kind == "sharded" else 2
@@ -363,6 +367,7 @@ say(refusal(lambda: compress(ours, SIGN, replicas=mesh["replicas"])))
     )
 
 
+@pytest.mark.slow
 def test_between_replicas_frozen_parameters_take_no_part(said):
     """As in LoRA: some parameters of a unit are frozen, or all; what is frozen changes, and a state is loaded."""
     said(
@@ -511,6 +516,7 @@ def of_all(saved):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "compressors"),
     [
@@ -548,6 +554,7 @@ for states in (saved, of_all(saved)):
     )
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_owes_the_same(said, tmp_path):
     """Residuals are whole tensors, whatever the mesh; each new rank continues with the mean of the old residuals."""
     path = str(tmp_path / "saved")
@@ -634,6 +641,7 @@ assert moved == [True, False, True, True], moved
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [False, True], ids=["of shards", "of replicas"])
 def test_residuals_follow_the_scale_of_the_gradients(said, between):
     """Scales are powers of two, so nothing is rounded differently."""

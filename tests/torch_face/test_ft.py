@@ -262,6 +262,7 @@ def quorums(diaries):
     return [found[quorum] for quorum in sorted(found)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "in_exchange"),
     [
@@ -511,6 +512,7 @@ class TestArguments:
             qcomp.torch.ft.ProcessGroup().configure("127.0.0.1:1/x", "a", 0, 1, 0, 0, 2, [0])
 
 
+@pytest.mark.slow
 def test_only_this_module_needs_torchft():
     code = """
 import sys

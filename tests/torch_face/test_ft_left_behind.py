@@ -49,6 +49,7 @@ def main(replica: int, manager: Any, group: Any) -> dict[str, Any]:
     return found | {"end": p.detach().numpy().tobytes()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [5, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_returning_replica_never_supplies_the_restored_state(stride):
     """A failed quorum does not make the returning replica count as up to date."""

@@ -126,6 +126,7 @@ def require_alike(name: str, found: dict[int, Diary]) -> None:
     assert all(diary.end_step == steps_of(LOOPS[name]) for diary in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "follows", "stride"),
     [
@@ -168,6 +169,7 @@ def test_a_replica_dies_in_any_exchange(name, follows, stride):
         assert gone_back
 
 
+@pytest.mark.slow
 def test_a_replica_that_keeps_a_later_inner_state_is_found(monkeypatch):
     """The test above detects a replica that does not restore its inner state."""
     monkeypatch.setattr(qcomp.torch.ft.ElasticOuterLoop, "_restore", lambda *_: None)
@@ -176,6 +178,7 @@ def test_a_replica_that_keeps_a_later_inner_state_is_found(monkeypatch):
     assert any(isinstance(result, AssertionError) for results in found for result in results.values())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_lone_replica_equals_the_loop_without_torchft(name):
     model = model_of(0)

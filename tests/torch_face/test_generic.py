@@ -43,6 +43,7 @@ def steps(name, params, count=6, gradient=torch.ones_like, **changes):
 # --- as in torch's tests of all optimizers ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(1)
 @every_face
 def test_steps_go_in_the_right_direction(name):
     draws = torch.Generator().manual_seed(0)
@@ -63,6 +64,7 @@ def test_steps_go_in_the_right_direction(name):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.quick_cases(4)
 @every_face
 def test_a_rate_may_be_a_tensor(name):
     for rate in (torch.tensor(0.02), torch.tensor([0.02])):
@@ -223,6 +225,7 @@ def test_the_same_parameter_twice_is_refused():
             made("OneBitAdam", [p, p])
 
 
+@pytest.mark.quick_cases(2)
 @every_face
 def test_parameters_that_share_a_storage_do_not_affect_each_other(name):
     x = torch.ones(300)
@@ -233,6 +236,7 @@ def test_parameters_that_share_a_storage_do_not_affect_each_other(name):
     assert all(bool((c < 1).all()) for c in columns)
 
 
+@pytest.mark.quick_cases(2)
 @every_face
 def test_strides_of_a_gradient_do_not_matter(name):
     values = torch.arange(1200.0).reshape(30, 40) - 500

@@ -65,6 +65,7 @@ def test_prefixes_of_wrappers_are_no_part_of_a_name(names, expected):
     assert _inside_wrappers([name and f"module._orig_mod.{name}" for name in names]) == expected
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("steps", [1, 4], ids=["warm-up", "compressed"])
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
 def test_parameters_in_another_order_continue_as_before(name, steps):
@@ -216,6 +217,7 @@ def train(model, optimizer, steps):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_states_survive_wrapping_and_unwrapping(ddp_ranks):
     """By torch.compile, by DistributedDataParallel or by both, in either order."""
@@ -259,6 +261,7 @@ for one, other in zip([*WAYS] + ["plain", "wrapped"], [*WAYS][1:] + ["plain", "w
     )
 
 
+@pytest.mark.slow
 def test_residuals_stay_with_their_ranks_when_other_ranks_serve(ddp_ranks):
     """With ``model=`` each tensor is cut on its own, so a restart with or without it changes who serves what."""
     ddp_ranks(

@@ -99,6 +99,7 @@ def quiet():
 # --- the steps -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(1)
 @every_face
 def test_steps_equal_those_of_the_core_bit_for_bit(name):
     def main(comm):
@@ -242,6 +243,7 @@ QUICK = ("LambdaLR", "CyclicLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlatea
 """A scheduler of each kind: of the rate, of betas too, chained, and driven by the loss."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "scheduler",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SCHEDULERS],
@@ -324,6 +326,7 @@ def one_step(param, optimizer):
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("QAdam", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheduler", RISING)
 @pytest.mark.filterwarnings(
@@ -586,6 +589,7 @@ def test_errors_say_what_is_wrong(make, error, text):
         make(list(model_of(0).parameters()), LocalCommunicator.alone())
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "key", ["lr", *(pytest.param(k, marks=pytest.mark.slow) for k in ("weight_decay", "betas"))]
 )
@@ -672,6 +676,7 @@ def test_groups_choose_what_is_compressed_and_how():
 # --- parameters without gradients ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", [n for n in FACES if n != "ZeroOneAdam"])
 @pytest.mark.parametrize(
     ("kernels", "steps"),
@@ -719,6 +724,7 @@ def test_a_step_without_any_gradient_changes_nothing(steps):
         run_local(2, main)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("topology", ["all_gather", "ring", "hierarchical"])
 def test_residuals_of_unused_parameters_stay_in_every_topology(topology):
     def main(comm):
@@ -847,6 +853,7 @@ def through_a_file(saved):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.quick_cases(1)
 @every_face
 @pytest.mark.parametrize(
     ("kernels", "stop"),
@@ -970,6 +977,7 @@ def test_ranks_without_files_get_the_groups_of_those_with_them():
     assert run_local(3, second) == [(0.25, (0.5, 0.999))] * 3
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -1022,6 +1030,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_every_rank():
     run_local(2, main)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_scaler_skips_on_all_ranks_alike(unscales):
     """A scale changes no step, except for the skipped one; torch finds infinities on only one rank.

@@ -194,6 +194,7 @@ def test_steps_of_several_optimizers_count_as_one_inner_step():
     assert one == other
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("stop", [1, 3, 5])
 @pytest.mark.parametrize("loop", [LOOP, STREAMING], ids=["plain", "streaming"])
 def test_a_checkpoint_resumes_bit_for_bit(loop, stop):
@@ -366,6 +367,7 @@ def test_parameters_without_names_are_numbered():
 class TestSameData:
     """A common mistake in scripts made for one rank: every rank draws the same batches."""
 
+    @pytest.mark.quick_cases(4)
     @pytest.mark.parametrize(
         ("loop", "what"),
         [

@@ -179,6 +179,7 @@ def run(ranks, code):
     assert job.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line) + out[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("framework", "name", "ranks"),

@@ -67,6 +67,7 @@ def said(ddp_ranks):
     return run
 
 
+@pytest.mark.slow
 def test_steps_equal_those_of_an_overlapped_optimizer(said):
     """With a schedule, accumulation, groups, a restart, and a restart without DistributedDataParallel's buckets."""
     said(
@@ -153,6 +154,7 @@ assert optimizer.core_state.step == 1
     )
 
 
+@pytest.mark.slow
 def test_a_norm_may_be_computed_by_clipping_to_infinity(said):
     """This multiplies all gradients by 1: training loops do it to log the norm."""
     said(

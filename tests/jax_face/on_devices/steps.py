@@ -201,6 +201,7 @@ class TestTheSameAsTheCore:
                 for of_exchange, wanted in zip(of_step, wanted_of_step, strict=True):
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
+    @pytest.mark.slow
     def test_one_bit_adam_averages_half_precision_gradients_in_float32(self):
         """A mean that is rounded to bfloat16 would cost the moments bits that the core keeps."""
         gradients = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)), jnp.bfloat16)
