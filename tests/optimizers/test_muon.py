@@ -57,7 +57,6 @@ def owned(opt, states, kind):
 
 
 class TestReference:
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
     @pytest.mark.parametrize(("nesterov", "momentum", "decay"), [(True, 0.95, 0.1), (False, 0.8, 0.0)])
     def test_without_compression_it_equals_muon_and_adamw_of_torch(
@@ -136,7 +135,6 @@ class TestReference:
                 [np.ones(shape, np.float32) for shape in SHAPES], LocalCommunicator.alone(), NAMES
             )
 
-    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(("size", "block_rows"), [(2, None), (3, 7), (5, None)])
     @pytest.mark.filterwarnings("ignore:all . ranks have the same gradients")
     def test_without_compression_ranks_step_like_one_with_the_mean_gradient(

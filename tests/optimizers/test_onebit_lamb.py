@@ -188,7 +188,6 @@ def greatest_difference(opt, reference, job, *, size=3, steps=24) -> float:
 
 @pytest.mark.parametrize("compressor", [NOTHING_LOST, SIGN], ids=["identity", "sign"])
 class TestReference:
-    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("reference", [Reference, Unscaled])
     @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
     def test_step_by_step(self, job, compressor, weight_decay, reference):
@@ -196,7 +195,6 @@ class TestReference:
         tolerance = 1e-12 if compressor is NOTHING_LOST else 1e-5
         assert greatest_difference(opt, reference, job) < tolerance
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("broken", [NoFactor, Unlimited])
     def test_broken_references_differ(self, job, compressor, broken):
         assert greatest_difference(one_bit(compressor=compressor), broken, job) > 1e-3

@@ -11,6 +11,7 @@ from qcomp import DoublingIntervals, LocalSteps, MismatchError, NonFiniteError
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers import timetable
+from qcomp.core.optimizers.freeze import Observation
 
 SHAPES = [(40,), (3, 11), (7,)]
 SIGN, NOTHING_LOST = qcomp.ScaledSign(bucket_size=16), qcomp.Identity()
@@ -442,18 +443,26 @@ def greatest_difference(opt, reference, lockstep, *, size=3, steps=24) -> float:
 @pytest.mark.parametrize("compressor", [NOTHING_LOST, SIGN], ids=["identity", "sign"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"freeze": None, "variance_steps": sparse}, {"weight_decay": 0.1}, {"sync_steps": every}],
-    ids=["frozen", "never frozen", "decay", "every step"],
+    [
+        {},
+        {"freeze": None, "variance_steps": sparse},
+        {"weight_decay": 0.1},
+        {"sync_steps": every},
+        {
+            "freeze": None,
+            "variance_steps": sparse,
+            "sync_steps": every,
+        },  # exact steps alone, after the warm-up
+    ],
+    ids=["frozen", "never frozen", "decay", "every step", "never frozen, every step"],
 )
 class TestReference:
-    @pytest.mark.quick_cases(6)
     def test_step_by_step(self, lockstep, compressor, changes):
         opt = zero_one(compressor=compressor, **changes)
         # Scales are float32 in both, from means that differ in a float64's last bits: sometimes by an ulp.
         tolerance = 1e-12 if compressor is NOTHING_LOST else 2e-6
         assert greatest_difference(opt, Reference, lockstep) < tolerance
 
-    @pytest.mark.quick_cases(5)
     @pytest.mark.parametrize("broken", [Unreset, LastRate])
     def test_broken_references_differ(self, lockstep, compressor, changes, broken):
         if changes.get("sync_steps") is every and broken is LastRate:
@@ -472,6 +481,22 @@ class TestIdentities:
             other.step(of_ranks(grads, 3, step))
             assert [bits(p) for p in one.params] == [bits(p) for p in other.params]
         assert one.state.stage == "warmup"
+
+    def test_the_freeze_rule_gets_the_corrected_norm(self, world, grads):
+        """Of constant gradients it is the same after every step: the sum of their squares."""
+        norms = []
+
+        class Rule:
+            def observe(self, step, norm, history, beta2):
+                norms.append(norm())
+                return Observation(False, history)
+
+        run = world(zero_one(freeze=Rule(), variance_steps=every), size=1)
+        gradients = of_ranks(grads, 1, 0)
+        for _ in range(5):
+            run.step(gradients)
+        total = sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients[0])
+        assert norms == pytest.approx([total] * 5, rel=1e-5)
 
     def test_without_momentum_it_equals_preconditioned_sgd(self, world, grads):
         """b1 = 0, v fixed, nothing lost: whatever the synchronisations, the mean moves by the mean gradient."""
@@ -655,15 +680,18 @@ class TestNonFinite:
             assert got == pytest.approx(want, rel=1e-6)
         assert bits(one.states[2].momentum) == bits(momentum)
 
-    def test_clipping_in_local_steps_uses_the_norm_of_the_rank(self, world, grads):
-        clipped, plain = world(zero_one(clip_norm=1.0)), world(zero_one())
+    @pytest.mark.parametrize(("limit", "size"), [(1.0, 1.0), (1e-3, 1e-2)])
+    def test_clipping_in_local_steps_uses_the_norm_of_the_rank(self, world, grads, limit, size):
+        """Also if the norm is below 1."""
+        clipped, plain = world(zero_one(clip_norm=limit)), world(zero_one())
         for step in range(7):
             clipped.step(of_ranks(grads, 3, step))
         plain.params, plain.states = clipped.params, clipped.states
-        gradients = of_ranks(grads, 3, 7)
+        gradients = [[np.float32(size) * g for g in of] for of in of_ranks(grads, 3, 7)]
         clipped.step(gradients)
         norms = [math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in of)) for of in gradients]
-        plain.step([[g / norm for g in of] for of, norm in zip(gradients, norms, strict=True)])
+        assert all(limit < norm for norm in norms)
+        plain.step([[g * (limit / norm) for g in of] for of, norm in zip(gradients, norms, strict=True)])
         for got, want in zip(clipped.params, plain.params, strict=True):
             for a, b in zip(got, want, strict=True):
                 assert a == pytest.approx(b, rel=1e-5, abs=1e-6)

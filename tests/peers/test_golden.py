@@ -26,7 +26,6 @@ def apart(original: ModuleType, ours: Callable, distance: Callable, golden: Call
     return measure
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_trajectory(apart, name, world):
@@ -34,7 +33,6 @@ def test_same_trajectory(apart, name, world):
     assert apart(name, world) < TOLERANCE
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_same_trajectory_in_torch(apart, name):
     torch = pytest.importorskip("torch")
