@@ -72,6 +72,20 @@ def test_a_rank_dies_in_any_exchange_of_a_step(name):
     assert fingerprint(whole_run(job, STEPS)) == before  # nothing that anybody held has changed
 
 
+@pytest.mark.parametrize("lost", ["drop", "restore"])
+@pytest.mark.parametrize("name", ["1-bit", "0/1", "streaming"])
+def test_few_snapshots_are_kept_and_copies_until_the_next_ones(name, lost):
+    """Also in steps that exchange nothing, of which there may be thousands."""
+    run = whole_run(world(name, lost=lost, every=2), 2 * STEPS)
+    copied = False
+    for helds in run:
+        for held in helds:
+            assert len(held.history) <= (3 if lost == "restore" else 2)
+        copied = copied or any(s.left is not None for s in helds[0].history)
+        assert all(any(s.left is not None for s in held.history) == copied for held in helds)
+    assert copied == (lost == "restore")
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", jobs())
 def test_a_rank_leaves(name):
