@@ -154,6 +154,90 @@ assert optimizer.core_state.step == 1
     )
 
 
+ATTACH = """
+OF["ZeroOneAdam"] = COMMON | {"sync_steps": lambda step: step % 3 == 0}
+
+def alone(name, model, steps):
+    optimizer = getattr(qcomp.torch, name)(model.module.named_parameters(), lr=0.01, **OF[name])
+    for step in range(steps):
+        with model.no_sync():
+            backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ZeroOneAdam",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam")
+        ),
+    ],
+)
+def test_an_optimizer_may_attach_a_model_between_any_two_steps(said, name):
+    """It goes on as one that was made with the model and loads its state, also where ranks have their own parameters."""
+    said(
+        2,
+        f"name = {name!r}"
+        + ATTACH
+        + """
+for steps in (0, 2, FREEZE + 2):
+    model, twin = wrapped(), wrapped()
+    optimizer, other = alone(name, model, steps), face(name, twin)
+    assert other.core_state.step == 0
+    stage = optimizer.core_state.stage
+    assert (stage == "local") == (name == "ZeroOneAdam" and steps == FREEZE + 2), (name, steps, stage)
+    twin.module.load_state_dict(model.module.state_dict())
+    if steps:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.attach(model)
+    assert same(model, twin), (name, steps)
+    for step in range(steps, steps + 4):
+        for net, made in ((model, optimizer), (twin, other)):
+            backward(net, step)
+            made.step()
+            made.zero_grad()
+    assert same(model, twin), (name, steps)
+    assert optimizer.core_state.step == other.core_state.step == steps + 4
+    text = refusal(lambda: optimizer.attach(model))
+    assert text.startswith("RuntimeError: attach was called on an optimizer that has a model already"), text
+""",
+    )
+
+
+def test_a_model_that_cannot_be_attached_changes_nothing(said):
+    said(
+        2,
+        ATTACH
+        + """
+groups = [dist.new_group([rank]) for rank in range(n)]
+for steps in (2, FREEZE + 2):
+    model, twin = wrapped(), wrapped()
+    optimizer, other = alone("ZeroOneAdam", model, steps), alone("ZeroOneAdam", twin, steps)
+    of_one = DistributedDataParallel(model.module, process_group=groups[me])
+    for wrong, expected in (
+        (of_one, "ValueError: model averages over 1 ranks, of which this is rank 0; this optimizer has made"),
+        (wrapped(), "ValueError: param_groups[0] has a parameter of shape (65, 33) that model does not average"),
+        (model.module, "TypeError: model is a Sequential; expected a torch.nn.parallel.DistributedDataParallel"),
+    ):
+        text = refusal(lambda: optimizer.attach(wrong))
+        assert text.startswith(expected), text
+        assert same(model, twin) and optimizer.core_state.step == steps
+    for step in range(steps, steps + 2):
+        for net, made in ((model, optimizer), (twin, other)):
+            with net.no_sync():
+                backward(net, step)
+            made.step()
+            made.zero_grad()
+    assert same(model, twin)
+""",
+    )
+
+
 @pytest.mark.slow
 def test_a_norm_may_be_computed_by_clipping_to_infinity(said):
     """This multiplies all gradients by 1: training loops do it to log the norm."""
