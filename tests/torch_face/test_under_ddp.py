@@ -179,7 +179,7 @@ def alone(name, model, steps):
     ],
 )
 def test_an_optimizer_may_attach_a_model_between_any_two_steps(said, name):
-    """It goes on as one that was made with the model and loads its state, also where ranks have their own parameters."""
+    """It continues like one made with the model that loads its state, also where ranks have different parameters."""
     said(
         2,
         f"name = {name!r}"
