@@ -188,7 +188,6 @@ def test_the_laws_hold_under_the_emulated_kernels(emulated_library, compressor):
         check_compressor(compressor, max_examples=5)
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("order", [0, 1, 99])
 def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
     # The norms rms and l2 have the most barriers.
@@ -214,7 +213,7 @@ def test_the_emulation_finds_a_missing_barrier(compiler, tmp_path):
     assert found[1] != expected
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compressor", SMALL_AND_LARGE, ids=spec)
 def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dtype):
@@ -226,7 +225,7 @@ def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dt
             assert all_of(machine, compressor, x, old, total, shift=shift) == expected, (size, shift)
 
 
-@pytest.mark.quick_cases(31)
+@pytest.mark.quick_cases(23)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "compressor",

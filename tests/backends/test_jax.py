@@ -297,7 +297,6 @@ class TestArithmetic:
             got = primitives.encode(c, g, residual, None, blend=Blend(m, 0.9, 0.3))
         assert [host_bytes(each) for each in got[:2]] == [host_bytes(each) for each in expected[:2]]
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.01])
     @pytest.mark.parametrize(("rate", "correction"), [(1e-3, 0.1), (0.7, 1 - 0.9**7), (1 / 3, 1.0)])
     def test_frozen_step(self, rate, correction, weight_decay):

@@ -66,7 +66,7 @@ def test_arrays_of_other_libraries_use_the_pure_version():
         assert found.to_bytes() == FEEDBACK[0].compress(x).to_bytes()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("offset", range(0, 9, 3))
 @pytest.mark.parametrize(
     "compressor",

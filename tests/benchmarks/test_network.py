@@ -513,7 +513,6 @@ class TestNetwork:
         with pytest.raises(subprocess.CalledProcessError):
             self.on(network, 0, "ip", "route", "get", "192.0.2.1")
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
     def test_nothing_is_left_of_a_network(self, allowed, number):
         """SIGKILL leaves some, until the next network comes up."""

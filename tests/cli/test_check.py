@@ -72,7 +72,6 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["Fine", "instance", "make", "Holder.inner"])
 def test_a_target_may_be_a_class_an_instance_or_a_function(capsys, module, name):
     assert main(["check", f"{module}:{name}", "--law", "lossless"]) == 0

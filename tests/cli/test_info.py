@@ -74,7 +74,6 @@ def test_json_has_the_facts_of_the_text(capsys, monkeypatch):
         assert text[name] == f"{name}: {kernels['reason']}"
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "command",
     [

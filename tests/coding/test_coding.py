@@ -99,7 +99,7 @@ def refused(name, data, size, largest):
 
 @pytest.mark.parametrize("name", coding.CODINGS)
 class TestBothCodes:
-    @pytest.mark.quick_cases(4)
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("largest", [1, 7, 32767])
     def test_families_come_back(self, name, name_of_kernels, largest):
         with qcomp.backends.use(name_of_kernels):
@@ -124,7 +124,6 @@ class TestBothCodes:
             found[encode(name, levels, negative, 2)] = signed
         assert len(found) == 125
 
-    @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(data=st.binary(max_size=40), size=st.integers(0, 60), largest=st.sampled_from(LARGEST))
     def test_random_bytes_decode_to_a_vector_or_are_an_error(self, name, data, size, largest):

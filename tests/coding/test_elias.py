@@ -76,7 +76,6 @@ class TestCodes:
         assert elias.decode(code, data, len(EDGES)) == EDGES
         assert len(data) == -(-sum(elias.length(code, number) for number in EDGES) // 8)
 
-    @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=100)
     @given(numbers=st.lists(NUMBERS, max_size=30))
     def test_round_trip(self, code, numbers):

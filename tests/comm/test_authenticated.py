@@ -80,7 +80,6 @@ def attacked(arriving, *, victim=1, talk=converse, size=3, log=None, kind=Authen
 
 
 class TestLaws:
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("n", [1, 2, 3])
     def test_it_keeps_the_laws_of_communicators(self, n):
         run_local(
@@ -89,7 +88,6 @@ class TestLaws:
             timeout=LONG,
         )
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("name", ["array_api_compat.torch", "array_api_strict", "jax.numpy"])
     def test_it_carries_arrays_of_any_library(self, name):
         xp = pytest.importorskip(name)
@@ -146,7 +144,6 @@ class TestKeys:
         with pytest.raises(ValueError, match=f"^key must have 16 to 64 bytes, got {n}$"):
             AuthenticatedCommunicator(LocalCommunicator.alone(), bytes(n))
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("n", [16, 64])
     def test_the_shortest_and_the_longest_serve(self, n):
         run_local(2, lambda comm: check_communicator(AuthenticatedCommunicator(comm, bytes(n))), timeout=LONG)
@@ -220,7 +217,6 @@ def call_another_verb(comm):
 
 
 class TestAttacks:
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("exchange", [FIRST, FIRST + 2], ids=["all_to_all", "all_gather"])
     def test_every_flipped_bit_is_noticed(self, exchange):
         for bit in range(8 * (3 + 16)):

@@ -193,7 +193,6 @@ def test_ranks_started_by_torchrun_exchange(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "environment",
     [
@@ -239,7 +238,6 @@ os.write(1, f"rank {comm.rank}\\n".encode())
     assert result.stderr == ""
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "use", ["", "comm.world().size; comm.LocalCommunicator.alone(); comm.run_local(2, lambda c: c.rank)"]
 )

@@ -495,7 +495,6 @@ def test_control_c_ends_all_ranks_quietly(launcher, body):
     assert "Traceback" not in err
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("slot", ["threads", "exit functions"])
 def test_control_c_between_the_last_line_and_the_farewell_ends_all_ranks_quietly(mpirun, slot):
     interrupt = "os.kill(os.getpid(), signal.SIGINT)"

@@ -318,7 +318,6 @@ for r in range(n):
 """
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "scale", [pytest.param(1, id="small", marks=pytest.mark.slow), pytest.param(300_000, id="large")]
 )

@@ -78,7 +78,6 @@ class TestExplodingResidual:
 class TestResidualBound:
     """With |g| <= G and a contraction: |e| <= sqrt(1 - delta) / (1 - sqrt(1 - delta)) G, in the worst case."""
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         "c", [TopK(4, 16), TopK(1, 16), qcomp.ScaledSign(16), qcomp.OneBitSGD(column_size=16)], ids=str
     )

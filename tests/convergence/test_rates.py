@@ -44,7 +44,6 @@ class TestIsotropic:
         factor = 1 - 2 * rate + rate**2 * (1 + OMEGA)
         assert np.mean(squares) / np.sum(x0**2) == pytest.approx(factor**2, rel=1e-5)
 
-    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(("rate", "value"), [(0.1, 0.1234), (0.25, 0.0317), (0.4, 0.1234)])
     def test_twelve_steps_of_many_runs(self, rate, value):
         assert (1 - 2 * rate + rate**2 * (1 + OMEGA)) ** 12 == pytest.approx(value, rel=2e-3)

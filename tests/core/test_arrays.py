@@ -130,7 +130,6 @@ class TestInFloat64:
         assert bits(np.asarray(quotient)) == bits((x.astype(np.float64) / y).astype(np.float32))
         assert bits(np.asarray(root)) == bits(rounded_root(x))
 
-    @pytest.mark.quick_cases(1)
     def test_the_root_of_a_quotient_is_rounded_twice(self, elsewhere, compiled):
         """XLA drops the conversion of the quotient to float32, and the one back, unless it is told to round."""
         x = np.random.default_rng(0).uniform(1, 2, 4096).astype(np.float32)

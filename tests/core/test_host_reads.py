@@ -74,7 +74,6 @@ def reads_of_steps(monkeypatch, lockstep, ranks, **options):
     return counts
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kernels", ["pure", "auto"])
 @pytest.mark.parametrize("ranks", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_step_reads_twice_at_any_number_of_ranks(monkeypatch, lockstep, ranks, kernels):

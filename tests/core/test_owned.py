@@ -107,7 +107,7 @@ def test_feedback_loses_nothing_on_either_way(lockstep, size, pair, repaid):
     assert all(bool(s.worker) == lossy for s in states)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
 def test_feedback_loses_nothing_of_whitened_gradients(lockstep, size, pair):

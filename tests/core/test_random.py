@@ -75,7 +75,6 @@ class TestPhilox:
     def test_known_answers_of_integers(self, counter, key, expected):
         assert philox4x32(words(counter), words(key)) == words(expected)
 
-    @pytest.mark.quick_cases(1)
     def test_known_answers_of_int32_arrays(self, library):
         columns = (
             np.array([words(c) + words(k) for c, k, _ in KNOWN_ANSWERS], dtype=np.uint32).view(np.int32).T

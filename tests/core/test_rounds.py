@@ -177,7 +177,6 @@ def test_every_compressor_has_the_same_draws_and_residuals_in_rounds(name, topol
         assert means_of(mean, n, in_rounds, shapes=shapes) == means_of(mean, n, at_once, shapes=shapes)
 
 
-@pytest.mark.quick_cases(3)
 def test_every_library_gives_the_same(library, small_rounds):
     shapes = [(256,), (0,)]  # the rounds have the same length, because JAX compiles for each length
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
@@ -263,7 +262,6 @@ def test_momenta_are_blended_in_the_rounds(small_rounds):
     assert blended(in_rounds) == blended(at_once)
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("fault", ["numbers", "residuals", "order"])
 def test_faults_in_rounds_are_noticed(fault, small_rounds, monkeypatch):
     compressor = COMPRESSORS["qsgd" if fault == "numbers" else "sign"]

@@ -209,7 +209,6 @@ class TestLength:
             total, count = total + 8 * len(writer._bytes) + writer._count, count + 1
         assert math.log2(count) < total / count < 1.15 * math.log2(count)
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         ("n", "c", "most"), [(4096, 64, 7.44), (1024, 32, 6.44), (4096, 1024, 3.5), (65536, 1, 16.7)]
     )

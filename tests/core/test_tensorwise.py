@@ -30,7 +30,7 @@ def test_separate_means_equal_one_mean_of_all_tensors_in_every_library(library, 
     check_that_means_are_those_of_one_mean_of_all(library, lockstep, 2, "two_phase", SIGN, shapes=shapes)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("topology", [*names(), "auto"])
 @pytest.mark.parametrize("compressor", [SIGN, DRAWS, [SIGN, DRAWS, DRAWS, SIGN, DRAWS]])
@@ -75,7 +75,6 @@ def check_that_means_are_those_of_one_mean_of_all(
             assert equal([library.numpy(e) for e in one.worker], [library.numpy(e) for e in other.worker])
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", [SIGN, DRAWS])
 def test_groups_of_tensors_are_exchanged_as_one(lockstep, compressor):
     mean, size = TensorwiseMean(compressor), 3

@@ -197,7 +197,6 @@ class TestMean:
         for got, a, b in zip(results[0][0], *values, strict=True):
             assert np.array_equal(got, (a + b) / np.float32(2))
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_sends_no_more_than_the_payloads_need(self, topology):
         """Plus 16 bytes per rank and stage to each other rank, for table, padding and verdict."""

@@ -37,7 +37,7 @@ def once(page):
     return pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("page", [once(page) for page in WITH_PYTHON])
 def test_python_runs(page, reader, monkeypatch):
     scope = pages.run(page, monkeypatch)

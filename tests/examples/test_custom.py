@@ -48,7 +48,6 @@ def test_the_compressor_has_at_most_40_lines():
     assert cls.end_lineno - first + 1 <= 40
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("law", ["sound_traits", "same_bytes", "unbiased_to_the_last_draw", "cut_at_buckets"])
 def test_the_compressor_keeps_the_quickly_checked_laws(example, law):
     contract_of(example("custom_compressor").TernGrad(bucket_size=64)).require(only=law)

@@ -250,7 +250,7 @@ class TestDigests:
         assert ONE_BIT.state_dict(state)["digests"] == saved["digests"]
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("form", ["own", "list"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize(
@@ -289,7 +289,6 @@ def test_damage_on_one_rank_is_an_error_on_all(form, victim, change):
         assert [kind for kind, _ in found] == kinds
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_damage_to_an_optimizer_for_torch_on_one_rank_is_an_error_on_all(victim):
     """In the groups, which torch reads first, and in the state; both ranks then continue training as before."""

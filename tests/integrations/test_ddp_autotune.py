@@ -104,7 +104,6 @@ say(state.chosen, state.seconds)
     assert said(2, body) == [["exact {'exact': 2.0, 'sign': 4.0}"]] * 2
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("after", ["sign", "exact"])
 def test_discarded_gradients_do_not_lose_what_is_owed(said, after):
     """The iteration after a change has a value that is not finite: what is owed is added to the next one."""

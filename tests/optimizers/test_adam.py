@@ -62,7 +62,7 @@ OPTIMIZERS = [
 
 
 class TestReference:
-    @pytest.mark.quick_cases(11)
+    @pytest.mark.quick_cases(8)
     @pytest.mark.parametrize("opt", OPTIMIZERS)
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -134,7 +134,7 @@ class TestReference:
 
 
 class TestLibraries:
-    @pytest.mark.quick_cases(4)
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize(
         "opt",
         [

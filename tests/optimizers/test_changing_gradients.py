@@ -128,7 +128,6 @@ class TestWarned:
         assert steps[0] < CHANGE + 8
         assert steps[0] < steps[1]
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
     @pytest.mark.parametrize(
         "compressor",

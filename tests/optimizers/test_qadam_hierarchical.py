@@ -213,7 +213,7 @@ class TestStages:
         assert len({b"".join(bits(run.params[0])) for run in runs}) == 1
         assert runs[0].state.exchange.worker == ()
 
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("hosts", ["ab", "abc"])
     @pytest.mark.parametrize("name", OTHERS)
     def test_on_nodes_of_one_rank_it_is_two_phases(self, job, grads, name, hosts):

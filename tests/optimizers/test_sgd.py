@@ -18,7 +18,7 @@ def sgd(**changes) -> qcomp.CompressedSGD:
 
 
 class TestReference:
-    @pytest.mark.quick_cases(10)
+    @pytest.mark.quick_cases(7)
     @pytest.mark.parametrize("size", [1, 3])
     @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True), (0.5, True)])
     @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -98,7 +98,6 @@ class TestCompressed:
             target = sum(t[i] for t in targets) / size
             assert np.linalg.norm(p - target) < 0.5 * np.linalg.norm(target)
 
-    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("compressor", [qcomp.QSGD(7, 16), qcomp.ScaledSign(16)], ids=str)
     def test_the_missing_part_is_in_the_residuals(self, job, grads, compressor):
         """Without momentum x_T = x_0 - rate (sum of exact means - E), E = mean_i e_i + e_s."""

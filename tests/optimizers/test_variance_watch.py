@@ -63,7 +63,7 @@ def bits(arrays: Any) -> list[bytes]:
 
 
 class TestMeasures:
-    @pytest.mark.quick_cases(5)
+    @pytest.mark.quick_cases(3)
     @kinds
     @sizes
     @pytest.mark.parametrize("every", [1, 3])
@@ -103,7 +103,6 @@ class TestMeasures:
             expected = np.minimum(now, frozen).sum() / np.maximum(now, frozen).sum()
             assert run.state.numbers["variance_overlap"] == pytest.approx(expected, rel=1e-12)
 
-    @pytest.mark.quick_cases(1)
     @sizes
     def test_steady_gradients_keep_the_ratio_at_one(self, job, size):
         """Gradients twice as large bring it to four; the window of the average decides how soon."""
@@ -180,7 +179,6 @@ class TestMeasures:
         for kind in (qcomp.OneBitAdam, qcomp.QAdam, qcomp.OneBitLamb):
             assert kind(learning_rate=0.1).watch == VarianceWatch()
 
-    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("every", [1, 4])
     @pytest.mark.parametrize("size", [2, 4])
     def test_bytes(self, size, every):

@@ -109,7 +109,6 @@ def test_a_different_optimizer_is_detected(cases, apart, make, name, changes):
     assert apart(name, 2, opt) > 1e-4
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_different_scale_is_detected(apart, monkeypatch, name):
     """It uses the mean magnitude instead of the root mean square."""

@@ -178,7 +178,6 @@ def test_a_replica_that_keeps_a_later_inner_state_is_found(monkeypatch):
     assert any(isinstance(result, AssertionError) for results in found for result in results.values())
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_lone_replica_equals_the_loop_without_torchft(name):
     model = model_of(0)

@@ -589,7 +589,6 @@ def test_errors_say_what_is_wrong(make, error, text):
         make(list(model_of(0).parameters()), LocalCommunicator.alone())
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "key", ["lr", *(pytest.param(k, marks=pytest.mark.slow) for k in ("weight_decay", "betas"))]
 )
@@ -724,7 +723,6 @@ def test_a_step_without_any_gradient_changes_nothing(steps):
         run_local(2, main)
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("topology", ["all_gather", "ring", "hierarchical"])
 def test_residuals_of_unused_parameters_stay_in_every_topology(topology):
     def main(comm):
@@ -1030,7 +1028,6 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_every_rank():
     run_local(2, main)
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_scaler_skips_on_all_ranks_alike(unscales):
     """A scale changes no step, except for the skipped one; torch finds infinities on only one rank.
