@@ -167,7 +167,6 @@ except Exception as error:
     assert message in first
 
 
-@pytest.mark.slow
 def test_no_thread_is_left_by_methods_that_were_not_chosen(said):
     body = f"""{TUNER}
 import threading

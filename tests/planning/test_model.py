@@ -105,13 +105,25 @@ class TestIdentities:
         assert step_time(job, cluster, copying, Method("ring", SIGN)).codec == SIZE * (
             4 + 3 / 4 * (8 + 1) + 2
         )
+        of_nodes = Cluster(8, Link(math.inf, latency=0.0), ranks_per_node=2)
+        assert step_time(job, of_nodes, copying, Method("hierarchical", SIGN)).codec == SIZE * (
+            2 * 8 + (4 + 4 / 4 + 1) / 2 + 2
+        )
 
     @pytest.mark.parametrize(
-        ("topology", "exchanges"), [("two_phase", 2), ("all_gather", 1), ("ring", 14), ("hierarchical", 4)]
+        ("topology", "exchanges", "ranks_per_node"),
+        [
+            ("two_phase", 2, 2),
+            ("all_gather", 1, 2),
+            ("ring", 14, 2),
+            ("hierarchical", 4, 2),
+            ("hierarchical", 2, 8),
+            ("hierarchical", 2, 1),
+        ],
     )
-    def test_calls_are_counted_for_each_exchange_of_each_piece(self, topology, exchanges):
+    def test_calls_are_counted_for_each_exchange_of_each_piece(self, topology, exchanges, ranks_per_node):
         machine = Machine("made up", 0.0, {SIGN.spec: Speed(0.0, 0.0, 0.0)}, call=0.5, tensor=0.25)
-        cluster = Cluster(8, Link(math.inf, latency=0.0), ranks_per_node=2)
+        cluster = Cluster(8, Link(math.inf, latency=0.0), ranks_per_node=ranks_per_node)
         job = Job(SIZE, 0.0, overlap=0.5, buckets=3, overlap_compressed=True, tensors=7)
         found = step_time(job, cluster, machine, Method(topology, SIGN))
         assert found.codec == 3 * exchanges * 0.5 + 7 * 0.25
