@@ -75,7 +75,7 @@ def in_one_job(mpirun):
     return said_in
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("n", [1, slow(2), 3])
 def test_it_keeps_the_laws_of_communicators(mpirun, n):
     """Also with sizes beyond what MPI sends eagerly, and with many small messages, where ranks run ahead of others."""

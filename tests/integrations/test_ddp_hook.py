@@ -442,7 +442,6 @@ say(resumed.state.step, resumed.state.stage)
     assert said(2, body) == [["7 compressed"]] * 2
 
 
-@pytest.mark.slow
 def test_a_large_bucket_is_exchanged_in_parts(said):
     """All parts are under way before the first is waited for; a value that is not finite spoils the whole bucket."""
     body = """

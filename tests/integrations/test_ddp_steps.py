@@ -67,7 +67,6 @@ except ValueError as error:
     assert said(1, body) == [["refused"]]
 
 
-@pytest.mark.slow
 def test_steps_do_not_change_saved_or_loaded_states(said):
     """Steps overwrite only the optimizer's own state."""
     said(

@@ -172,7 +172,6 @@ assert [id(p.sharded_param) for p in group.fsdp_params] == [id(p) for p in units
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_part_that_is_not_sent_is_owed(said, n):
     """The compressed gradients of all steps plus the mean of what the ranks owe equal the exact gradients."""
