@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 def _thin_out(items: Sequence[pytest.Item]) -> None:
     """Mark as slow all but n cases of a test that is marked ``quick_cases(n)``: the same ones in every run."""
-    cases: dict[Any, list[pytest.Item]] = {}
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
