@@ -86,6 +86,7 @@ def test_other_packages_are_compared_where_they_are_installed(monkeypatch):
         candidate.time()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels_name", ["pure", "numba"])
 def test_repeated_calls_do_not_let_values_grow(kernels_name):
     vectors = cases.Vectors.draw(1000)

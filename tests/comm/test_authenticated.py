@@ -80,6 +80,7 @@ def attacked(arriving, *, victim=1, talk=converse, size=3, log=None, kind=Authen
 
 
 class TestLaws:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("n", [1, 2, 3])
     def test_it_keeps_the_laws_of_communicators(self, n):
         run_local(

@@ -193,6 +193,7 @@ def test_ranks_started_by_torchrun_exchange(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "environment",
     [

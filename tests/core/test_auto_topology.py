@@ -127,6 +127,7 @@ GIGABIT = Link(0.125e9)
 
 
 class TestMean:
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("topology", HOSTS)
     def test_is_that_of_the_chosen_topology_bit_for_bit(self, topology):
         values = np.random.default_rng(0).standard_normal((4, 1 << 20)).astype(np.float32)

@@ -112,6 +112,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_checkpoint_moves_between_memory_formats(said, hook):
     """A contiguous model resumes, bit for bit, from a checkpoint of a model in other memory formats."""

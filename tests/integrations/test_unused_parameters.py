@@ -112,6 +112,7 @@ say("ok")
     assert said(2, body) == [["ok"]] * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_static_graph_may_have_unused_parameters_and_mixed_dtypes(said, overlapped):
     """Its first backward pass hands over all buckets, one for each dtype, all with the number 0."""

@@ -250,6 +250,7 @@ def test_the_base_of_the_broken_optimizers_passes():
     check_optimizer(Whole())
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "name",
     [

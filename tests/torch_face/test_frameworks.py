@@ -107,6 +107,7 @@ def test_gradients_that_a_scaler_has_unscaled_may_be_clipped():
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), now, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["pure", "numba"])
 def test_a_compiled_function_may_make_the_step(kernels):
     """torch.compile broke in the kernels: it gave them arrays of its own."""
