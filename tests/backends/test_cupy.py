@@ -213,7 +213,7 @@ def test_the_emulation_finds_a_missing_barrier(compiler, tmp_path):
     assert found[1] != expected
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compressor", SMALL_AND_LARGE, ids=spec)
 def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dtype):
@@ -225,7 +225,7 @@ def test_buckets_of_all_sizes_and_elements_of_all_dtypes(machine, compressor, dt
             assert all_of(machine, compressor, x, old, total, shift=shift) == expected, (size, shift)
 
 
-@pytest.mark.quick_cases(23)
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "compressor",

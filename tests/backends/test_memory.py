@@ -56,7 +56,7 @@ def peak_of(stages, traffic):
     raise AssertionError("the stages did not end")
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("spec", COMPRESSORS)

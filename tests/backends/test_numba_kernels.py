@@ -198,7 +198,7 @@ def test_identity(drawn):
     case.check(x, residual)
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
 def test_every_size(case):
     for number, size in enumerate(sizes(case.bucket)):
@@ -224,7 +224,7 @@ def test_a_value_that_is_refused_leaves_a_donated_residual_alone(case):
             same(donated, old)
 
 
-@pytest.mark.quick_cases(20)
+@pytest.mark.quick_cases(15)
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.compressor.spec)
 def test_only_the_sum_is_refused(case):
     size = case.bucket + 3

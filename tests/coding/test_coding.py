@@ -99,7 +99,7 @@ def refused(name, data, size, largest):
 
 @pytest.mark.parametrize("name", coding.CODINGS)
 class TestBothCodes:
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("largest", [1, 7, 32767])
     def test_families_come_back(self, name, name_of_kernels, largest):
         with qcomp.backends.use(name_of_kernels):

@@ -50,7 +50,7 @@ def coded_bytes(signed, largest):
 
 
 class TestLength:
-    @pytest.mark.quick_cases(21)
+    @pytest.mark.quick_cases(15)
     @pytest.mark.parametrize("family", DRAWS)
     @pytest.mark.parametrize("levels", [1, 3, 7, 15, 127])
     @pytest.mark.parametrize(("size", "most"), [(4096, 1.02), (1 << 18, 1.003)])
@@ -95,7 +95,7 @@ class TestLength:
         assert 4 * signed.size / 8 > 1.2 * least
         assert len(coding.encode("elias", *as_bytes(signed), largest=7)) > 1.2 * least
 
-    @pytest.mark.quick_cases(18)
+    @pytest.mark.quick_cases(13)
     @pytest.mark.parametrize("largest", [1, 2, 7, 127, 128, 32767])
     @pytest.mark.parametrize("size", [0, 1, 2, 100, 4095, (1 << 14) - 1, 1 << 14, (1 << 14) + 3])
     def test_the_code_is_never_longer_than_fixed_width(self, numba_coders, size, largest):

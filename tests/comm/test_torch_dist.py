@@ -50,7 +50,7 @@ def said(torch_ranks):
     return run
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_it_keeps_the_laws_of_communicators(said, n):
     body = """

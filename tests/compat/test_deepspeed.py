@@ -73,7 +73,7 @@ def ranks(lockstep):
 
 
 class TestSignMean:
-    @pytest.mark.quick_cases(19)
+    @pytest.mark.quick_cases(14)
     @pytest.mark.parametrize("count", [1, 47, 48, 49, 144])
     @pytest.mark.parametrize("size", [1, 2, 3, 5])
     def test_compression_errors_are_kept(self, lockstep, float64_library, count, size):
@@ -314,7 +314,7 @@ class TestCheckpoint:
         file.seek(0)
         return dict(np.load(file, allow_pickle=False))
 
-    @pytest.mark.quick_cases(5)
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("stop", [0, 1, 3, 6, 13])
     @pytest.mark.parametrize("as_list", [False, True])

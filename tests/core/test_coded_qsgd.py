@@ -35,7 +35,7 @@ def steps(c, x, key=KEY) -> np.ndarray:
 class TestSameValues:
     """A coder loses nothing: the contract checks this for compressing vectors; these tests cover everything else."""
 
-    @pytest.mark.quick_cases(9)
+    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("make", [lambda c: c, qcomp.Scaled], ids=["plain", "scaled"])
     @pytest.mark.parametrize("coding", CODINGS)
     @pytest.mark.parametrize("levels", [1, 127, 700])
@@ -139,7 +139,7 @@ class TestSameValues:
 
 
 class TestLength:
-    @pytest.mark.quick_cases(17)
+    @pytest.mark.quick_cases(12)
     @pytest.mark.parametrize("coding", CODINGS)
     @pytest.mark.parametrize("levels", LEVELS)
     @pytest.mark.parametrize("family", ["gaussian", "constant", "one_hot", "wide"])

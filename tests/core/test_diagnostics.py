@@ -125,7 +125,7 @@ def assert_reported(found: dict[str, float], expected: dict[str, float]) -> None
         assert measured[key] == pytest.approx(value, rel=1e-5), key
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
 @pytest.mark.parametrize("make", [sgd, one_bit])

@@ -151,7 +151,7 @@ class TestState:
 
 
 class TestBytes:
-    @pytest.mark.quick_cases(9)
+    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("topology", TOPOLOGIES)
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
     @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class TestMean:
         assert bits(means) == bits(expected)
         assert after == states
 
-    @pytest.mark.quick_cases(4)
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("spec", SPECS)
     @pytest.mark.parametrize("feedback", [True, False])
     @pytest.mark.parametrize("size", [2, 4])
@@ -247,7 +247,7 @@ class TestDamage:
 
 
 class TestBytes:
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("nodes", SEVERAL)
     @pytest.mark.parametrize("spec", SPECS[:4])
     def test_bytes_sent_are_those_that_the_layout_predicts(self, nodes, spec):

@@ -74,7 +74,7 @@ def test_thresholds_lie_halfway_between_levels(bits):
     )
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("n", [8, 128, 4096])
 def test_the_bound_holds_and_no_bound_could_be_much_better(bits, n):

@@ -96,7 +96,7 @@ def test_mean_and_variance(levels, norm, family):
         assert found.error <= min(N / levels**2, np.sqrt(N) / levels) * two**2
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_second_moment_with_one_level(norm, family):
@@ -120,7 +120,7 @@ def test_the_bound_with_one_level_and_the_largest_magnitude_is_attained():
     assert abs(omega - (np.sqrt(N) - 1) / 2) <= 2.0**-12
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("levels", [1, 3, 7])
 def test_number_of_nonzeros(levels, family):

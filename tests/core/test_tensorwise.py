@@ -30,7 +30,7 @@ def test_separate_means_equal_one_mean_of_all_tensors_in_every_library(library, 
     check_that_means_are_those_of_one_mean_of_all(library, lockstep, 2, "two_phase", SIGN, shapes=shapes)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("topology", [*names(), "auto"])
 @pytest.mark.parametrize("compressor", [SIGN, DRAWS, [SIGN, DRAWS, DRAWS, SIGN, DRAWS]])

@@ -61,7 +61,7 @@ one_world = pytest.mark.parametrize("world", THREE, ids=str)
 """Three ranks in every topology."""
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @every_world
 @pytest.mark.parametrize(
     "law", [law for group in TOPOLOGY_LAWS for law in group], ids=lambda law: law.__name__
@@ -152,7 +152,7 @@ def names_ranks(error: Exception, ranks: list[int], name: str) -> bool:
     return found is not None and [int(rank) for rank in re.findall(r"\d+", found[1])] == ranks
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @every_world
 @pytest.mark.parametrize("spec", [*SPECS, CODED], ids=str)
 def test_a_refusal_names_its_rank(world, spec):
@@ -162,7 +162,7 @@ def test_a_refusal_names_its_rank(world, spec):
         assert [error.__cause__ is not None for error in errors] == [rank == bad for rank in world.ranks]
 
 
-@pytest.mark.quick_cases(16)
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("world", [world for world in WORLDS if world.size > 3], ids=str)
 @pytest.mark.parametrize("at", [(0, 5), (5, 5), (169, 169)])
 def test_all_ranks_to_blame_are_named(world, at):

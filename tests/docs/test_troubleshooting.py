@@ -64,7 +64,7 @@ def messages():
                 yield normal(text)
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("entry", LISTED)
 def test_every_entry_is_a_message(entry):
     assert any(text.startswith(normal(entry)) for text in texts())

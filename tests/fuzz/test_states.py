@@ -250,7 +250,7 @@ class TestDigests:
         assert ONE_BIT.state_dict(state)["digests"] == saved["digests"]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("form", ["own", "list"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ class TestReference:
 
 
 class TestLibraries:
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(
         "opt",
         [

@@ -50,7 +50,7 @@ def states(opt, as_array, *, donate):
     return found, in_place
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("kernels", "as_array"),
     [

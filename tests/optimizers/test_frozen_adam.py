@@ -85,7 +85,7 @@ def bits(arrays) -> list[bytes]:
 
 
 class TestWarmup:
-    @pytest.mark.quick_cases(9)
+    @pytest.mark.quick_cases(6)
     @optimizers
     @pytest.mark.parametrize("size", SIZES)
     def test_is_adam_bit_for_bit_and_the_next_step_is_compressed(self, job, grads, opt, size):
@@ -182,7 +182,7 @@ class TestCompressedStage:
                 scale = max(np.abs(new_m).max(), np.abs(new_e).max(), np.abs(expected).max())
                 assert np.abs(new_m + new_e - expected).max() <= 1e-12 * scale
 
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize(
         "opt",
         [o for o in OPTIMIZERS if o.mean.feedback and o.clip_norm is None],

@@ -26,7 +26,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick_cases(15)
+@pytest.mark.quick_cases(11)
 @pytest.mark.filterwarnings("ignore:the variance")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_rank_of_numpy_and_one_of_another_library(grads, library, name):

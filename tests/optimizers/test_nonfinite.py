@@ -47,7 +47,7 @@ def trained(job, grads, opt, size: int, steps: int):
     ],
 )
 class TestEveryStage:
-    @pytest.mark.quick_cases(8)
+    @pytest.mark.quick_cases(6)
     def test_raises_on_every_rank(self, job, grads, *, name, steps, spot):
         run = trained(job, grads, OPTIMIZERS[name], 3, steps)
         before = run.fingerprint()

@@ -29,7 +29,7 @@ def told(ranks, grads, opt=EVERY["Adam"].opt, steps=3):
     return len(mine)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "QSVRG"])
 def test_every_optimizer_warns_once_on_every_rank(name):
     assert told(2, lambda _, step: growing(0, step), EVERY[name].opt) == 2

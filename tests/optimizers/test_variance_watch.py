@@ -63,7 +63,7 @@ def bits(arrays: Any) -> list[bytes]:
 
 
 class TestMeasures:
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @kinds
     @sizes
     @pytest.mark.parametrize("every", [1, 3])

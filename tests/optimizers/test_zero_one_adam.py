@@ -262,7 +262,7 @@ class TestVolume:
 
 
 class TestRanks:
-    @pytest.mark.quick_cases(4)
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_are_alike_after_every_synchronisation_and_differ_between(self, world, grads, name, size):
@@ -649,7 +649,7 @@ class TestNonFinite:
 
         run_local(2, rank_main, timeout=20)
 
-    @pytest.mark.quick_cases(3)
+    @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize("step", range(12))
     def test_skipping_never_blocks_or_spreads_nan(self, world, grads, name, step):
@@ -699,7 +699,7 @@ class TestNonFinite:
 
 
 class TestCheckpoint:
-    @pytest.mark.quick_cases(4)
+    @pytest.mark.quick_cases(3)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     @pytest.mark.parametrize(
         "stop", [0, 2, 5, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 8, 10))]

@@ -85,7 +85,7 @@ def test_results_share_memory_with_the_state_only_with_permission(changes):
     assert bool(shared) == (not loop.mixing)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "how",
     [*({"averaging": qcomp.Averaging(topology=name)} for name in TOPOLOGIES), LOW_RANK],

@@ -125,7 +125,7 @@ class TestPredicting:
         )
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -126,6 +126,7 @@ def require_alike(name: str, found: dict[int, Diary]) -> None:
     assert all(diary.end_step == steps_of(LOOPS[name]) for diary in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "follows", "stride"),
     [
