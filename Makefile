@@ -20,9 +20,9 @@ IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tes
 # Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
 QUICK = MALLOC_ARENA_MAX=2 $(PYTEST) --max-memory 2048 -m "$(HERE) and not slow"
 
-test: $(INSTALLED)  ## Run the fast tests that need no GPU: those of kernels, then all others.
+test: $(INSTALLED)  ## Run the fast tests that need no GPU: those of kernels, then all others but those of benchmarks.
 	$(QUICK) tests/backends
-	$(QUICK) --ignore tests/backends
+	$(QUICK) --ignore tests/backends --ignore tests/benchmarks
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(PYTEST) -m "$(HERE)"

@@ -43,9 +43,10 @@ QUICK_IN_JAX = (
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Mark as slow the JAX cases of tests for all libraries, since JAX compiles for every shape; and long doctests."""
     for item in items:
-        if isinstance(item, pytest.DoctestItem) and item.path.parent.name in {"jax", "planning", "testing"}:
+        folder = item.path.parent.name
+        if isinstance(item, pytest.DoctestItem) and folder in {"jax", "planning", "testing"}:
             item.add_marker("slow")
-        own = item.path.parent.name in {"backends", "jax_face"}
+        own = folder in {"backends", "jax_face"}
         parameters = item.name.partition("[")[2]
         if (
             "jax" in parameters

@@ -15,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "benchmarks"
 pytestmark = pytest.mark.timeout(400)  # kernels may have to be compiled first
 
 
-@pytest.mark.slow
 def test_coding(run_program, tmp_path):
     (tmp_path / page.PAGE).write_text("<!-- coding -->\n<!-- end of coding -->\n")
     folder = run_program(coding, "--rounds", "2", "--largest", "10")

@@ -13,7 +13,6 @@ def table():
     return costs.table()
 
 
-@pytest.mark.slow
 def test_the_page_shows_the_counted_costs(table):
     assert f"<!-- costs -->\n{table}\n<!-- end of costs -->" in PAGE.read_text()
 
@@ -23,7 +22,6 @@ def row(table, label):
     return [float(cell) for cell in line.split("|")[2:-1]]
 
 
-@pytest.mark.slow
 def test_known_costs(table):
     # N = 4: 4 bytes for each moment and the worker's residual, 4 / N for the server's; and the watch's samples.
     assert row(table, "1-bit Adam")[0] == pytest.approx(4 + 4 + 4 + 1, abs=0.02)

@@ -201,7 +201,6 @@ def tiny(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interface's counter is read from /proc")
 class TestMatrix:
-    @pytest.mark.slow
     def test_a_method_that_raises_is_left_out_and_the_others_go_on(self, alone, tiny):
         field = Field("mlp", [COMPUTE, "none", "sign"], "lo")
 
@@ -216,7 +215,6 @@ class TestMatrix:
         assert found[COMPUTE]["bytes"] == 0
         assert found["sign"]["seconds"]["median"] > 0
 
-    @pytest.mark.slow
     def test_ranks_also_train_alone(self, alone, tiny, monkeypatch):
         groups, of_ranks = [], matrix._group
         monkeypatch.setattr(matrix, "_group", lambda *, solo: groups.append(solo) or of_ranks(solo=solo))
@@ -232,7 +230,6 @@ class TestMatrix:
         field.step = lambda method: (done.append(method), (float(len(done)), 0.0))[1]
         assert field.rounds(3, "test") == {COMPUTE: [(2.0, 0.0), (4.0, 0.0), (6.0, 0.0)]}
 
-    @pytest.mark.slow
     def test_every_method_trains(self, alone, tiny):
         before = [p.detach() for p in tiny.make().parameters()]
         with warnings.catch_warnings():

@@ -56,7 +56,6 @@ def test_the_page_shows_the_computed_tables():
         assert f"<!-- {name} -->\n{content}\n<!-- end of {name} -->" in text
 
 
-@pytest.mark.slow
 def test_the_example_is_the_output_of_the_command_on_the_page(capsys):
     command = next(
         line for line in PAGE.read_text().splitlines() if line.startswith("    qcomp plan --params")
@@ -65,7 +64,6 @@ def test_the_example_is_the_output_of_the_command_on_the_page(capsys):
     assert capsys.readouterr().out == planning.example().text + "\n"
 
 
-@pytest.mark.slow
 def test_the_program_writes_the_page(run_program):
     out = run_program(planning)
     assert (out / "plan.png").stat().st_size > 10_000

@@ -86,7 +86,6 @@ def test_other_packages_are_compared_where_they_are_installed(monkeypatch):
         candidate.time()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels_name", ["pure", "numba"])
 def test_repeated_calls_do_not_let_values_grow(kernels_name):
     vectors = cases.Vectors.draw(1000)
@@ -98,7 +97,6 @@ def test_repeated_calls_do_not_let_values_grow(kernels_name):
     assert max(np.max(np.abs(v)) for v in (vectors.residual, vectors.out)) < 5e5
 
 
-@pytest.mark.slow
 def test_overhead(run_program, monkeypatch):
     start = {"import numpy": {"median": 0.2, "quartiles": [0.1, 0.3]}}
     monkeypatch.setattr(startup, "measure", lambda _: start)
@@ -122,7 +120,6 @@ def test_the_overhead_is_the_time_that_does_not_depend_on_size():
     assert row["call_us"]["median"] == pytest.approx(3.1)
 
 
-@pytest.mark.slow
 def test_a_process_reports_the_times_of_its_start():
     assert set(startup.one_process()) == {
         "import numpy",
@@ -135,7 +132,6 @@ def test_a_process_reports_the_times_of_its_start():
     }
 
 
-@pytest.mark.slow
 def test_gpu_dry_run(run_program):
     folder = run_program(gpu, "--dry-run")
     document = json.loads((folder / "gpu.json").read_text())
@@ -152,7 +148,6 @@ def test_gpu_dry_run(run_program):
     assert is_picture(folder / "gpu.png")
 
 
-@pytest.mark.slow
 def test_planning_rates_times_lloyd_max_alone(run_program, monkeypatch, tmp_path):
     monkeypatch.setattr(planning_rates, "RATIO_ROUNDS", {"numba": 2, "pure": 2})
     (tmp_path / "rates.json").write_text('{"product": 1e-11}')

@@ -274,7 +274,6 @@ class TestStandings:
         assert {made[name] for name in ("steps", "seconds", "goals", "check")} == {"Not measured yet."}
         assert standings.picture([], [], "1gbit") is None
 
-    @pytest.mark.slow
     def test_each_measured_link_has_a_picture(self, tmp_path):
         (tmp_path / page.PAGE).write_text((PAGE / page.PAGE).read_text())
         for name, rows in {"curves": ROWS, "seconds": SECONDS}.items():
@@ -292,7 +291,6 @@ class TestStandings:
         made = standings.tables(*moved, [])
         assert "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 | 5 | DDP, float32, Muon | 4.00 | 1.3 |" in made["goals"]
 
-    @pytest.mark.slow
     def test_the_committed_page_shows_the_committed_files(self):
         text = (PAGE / page.PAGE).read_text()
         assert page.replaced(text, standings.tables(**standings.read(PAGE))) == text
@@ -393,7 +391,6 @@ class TestMethods:
             between, warmup = task.steps / rank.JUDGEMENTS, round(rank.WARMUP * task.steps)
             assert between % task.every == warmup % task.every == 0
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         "method",
         [
@@ -411,7 +408,6 @@ class TestMethods:
         assert found["apart"] == 0
         assert 0 < found["accuracy"] < 1
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("method", [REFERENCE, "sparse_muon"])
     def test_a_diverging_training_says_so(self, alone, method):
         found = rank.curve(TINY, method, 1e30, seed=0, steps=TINY.steps)

@@ -11,7 +11,6 @@ from qcomp.planning import evidence
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_the_table_agrees_with_the_studies():
     committed = json.loads(Path(evidence.__file__).with_name("steps_to_loss.json").read_text())
     found = steps_to_loss.records(ROOT / "docs" / "benchmarks")
