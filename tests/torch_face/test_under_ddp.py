@@ -214,15 +214,19 @@ def test_a_model_that_cannot_be_attached_changes_nothing(said):
         2,
         ATTACH
         + """
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 groups = [dist.new_group([rank]) for rank in range(n)]
 for steps in (2, FREEZE + 2):
     model, twin = wrapped(), wrapped()
     optimizer, other = alone("ZeroOneAdam", model, steps), alone("ZeroOneAdam", twin, steps)
     of_one = DistributedDataParallel(model.module, process_group=groups[me])
+    hooked = DistributedDataParallel(model.module, init_sync=False)  # else rank 0 gives all its parameters
+    hooked.register_comm_hook(None, stock.allreduce_hook)
     for wrong, expected in (
         (of_one, "ValueError: model averages over 1 ranks, of which this is rank 0; this optimizer has made"),
         (wrapped(), "ValueError: param_groups[0] has a parameter of shape (65, 33) that model does not average"),
         (model.module, "TypeError: model is a Sequential; expected a torch.nn.parallel.DistributedDataParallel"),
+        (hooked, "RuntimeError: model has a communication hook already"),  # noticed late: everything is put back
     ):
         text = refusal(lambda: optimizer.attach(wrong))
         assert text.startswith(expected), text
