@@ -238,6 +238,7 @@ for steps in (2, FREEZE + 2):
             made.step()
             made.zero_grad()
     assert same(model, twin)
+    assert refusal(lambda: optimizer.attach(model)) == "nothing"
 """,
     )
 
