@@ -612,7 +612,6 @@ def _orthonormal_product(rows, matrix, plain=powersgd._product):
     return low_rank.orthonormal(found.T).T if left else found
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("broken", [None, *BROKEN])
 def test_broken_parts_are_noticed(lockstep, broken, monkeypatch):
     """Constant matrices: over the steps, the mean of the means must come close to the exact mean and its span."""

@@ -101,7 +101,6 @@ def test_kernels_change_nothing(world, spec):
         assert numba == pure, f"tensors of shapes {shapes}"
 
 
-@pytest.mark.quick_cases(4)
 @one_world
 def test_residuals_that_are_dropped_anywhere_are_caught(monkeypatch, world):
     with monkeypatch.context() as patched:

@@ -463,7 +463,6 @@ class TestReference:
         tolerance = 1e-12 if compressor is NOTHING_LOST else 2e-6
         assert greatest_difference(opt, Reference, lockstep) < tolerance
 
-    @pytest.mark.quick_cases(6)
     @pytest.mark.parametrize("broken", [Unreset, LastRate])
     def test_broken_references_differ(self, lockstep, compressor, changes, broken):
         if changes.get("sync_steps") is every and broken is LastRate:

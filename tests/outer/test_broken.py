@@ -146,7 +146,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_loop_is_detected(name, monkeypatch):
     place, attribute, broken, law = BROKEN[name]
