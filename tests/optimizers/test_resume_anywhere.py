@@ -135,7 +135,6 @@ def test_resumes_with_other_ranks_in_every_stage(whole_runs, name):
                 assert [p.tobytes() for p in params] == [p.tobytes() for p in results[0][1]]
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("what", "name", "stage"),
     [
