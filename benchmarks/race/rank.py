@@ -12,7 +12,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn import functional
 
 import qcomp
 from race.methods import EXACT, EXCHANGE, METHODS, Method
+from race.products import InFloat32
 from race.settings import Settings
 from race.tasks import JUDGEMENTS, TASKS, Task
 
@@ -38,13 +39,16 @@ WARMUP = 0.15
 WARM = 2
 """Turns that are not counted: DDP rebuilds its buckets, and the first steps of some methods are exact."""
 NEVER = 10**9
+BFLOAT16 = {"avx512_bf16", "amx_bf16"}
+"""Extensions of processors that multiply matrices of bfloat16."""
 
 
 class Learner:
-    """A rank's model with a method, and the number of its steps."""
+    """A rank's model with a method, the number of its steps, and a context in which optimizers compute theirs."""
 
     def __init__(self, task: Task, method: Method, settings: Settings) -> None:
         self.task, self.method, self.settings, self.done = task, method, settings, 0
+        self.computing: AbstractContextManager[Any] = nullcontext()
         self.model = task.model(settings.seed)
         self.trainer = self.method.make(self.model, settings)
 
@@ -61,8 +65,9 @@ class Learner:
         logits = self.trainer.model(windows[:, :-1])
         error = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         torch.autograd.backward(error)
-        for optimizer in optimizers:
-            optimizer.step()
+        with self.computing:
+            for optimizer in optimizers:
+                optimizer.step()
         seconds = time.perf_counter() - start
         self.done += 1
         return self.method.phase(self.done - 1, self.settings), seconds
@@ -97,10 +102,14 @@ def over_ranks(values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[fl
     return found
 
 
-def curve(task: Task, method: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+def curve(
+    task: Task, method: str, rate: float, seed: int, steps: int, *, in_float32: bool = False
+) -> dict[str, Any]:
     """Train, and return the validation loss at some steps, and the final loss and accuracy on other files."""
     warmup = max(1, round(WARMUP * steps))
     learner = Learner(task, METHODS[method], Settings(Cosine(rate, steps), warmup, task.every, seed))
+    if in_float32:
+        learner.computing = InFloat32()  # type: ignore[no-untyped-call]  # torch's class has no types
     rank, size = dist.get_rank(), dist.get_world_size()
     judge_at = {round(steps * part / JUDGEMENTS) for part in range(JUDGEMENTS + 1)}
     losses: list[tuple[int, float | None]] = []
@@ -196,7 +205,10 @@ def main() -> None:
         if options.link and dist.get_rank() == 0:
             limit(os.environ[VARIABLE], dist.get_world_size(), options.link)
         dist.barrier()
-        rows = [curve(task, method, options.rate, options.seed, options.steps or task.steps)]
+        # Only the seconds on a link are compared; losses are those of any processor, up to rounding.
+        slow = not options.link and BFLOAT16.isdisjoint(machine()["extensions"])
+        steps = options.steps or task.steps
+        rows = [curve(task, method, options.rate, options.seed, steps, in_float32=slow)]
     else:
         about |= {"link": options.link}
         rows = timed(task, options.methods, options.link, options.rounds)

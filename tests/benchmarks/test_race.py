@@ -9,10 +9,12 @@ from pathlib import Path
 import loss_race
 import page
 import pytest
+import torch
 import torch.distributed as dist
 from network.tables import NAMES
 from race import plan, rank, standings
 from race.methods import EXACT, EXCHANGE, LOCAL, MAIN, METHODS, REFERENCE, STEP
+from race.products import InFloat32
 from race.settings import Settings
 from race.standings import Race
 from race.tasks import TASKS, Task
@@ -408,6 +410,16 @@ class TestMethods:
         assert found["apart"] == 0
         assert 0 < found["accuracy"] < 1
 
+    @pytest.mark.parametrize("method", ["ddp_muon", FAST])
+    def test_products_in_float32_lead_to_the_same_losses(self, alone, method):
+        def losses(**how):
+            found = rank.curve(TINY, method, 1e-2, seed=0, steps=TINY.steps, **how)
+            return [loss for _, loss in found["losses"]]
+
+        assert losses(in_float32=True) == pytest.approx(
+            losses(), abs=0.02
+        )  # one rounding of bfloat16 differs
+
     @pytest.mark.parametrize("method", [REFERENCE, "sparse_muon"])
     def test_a_diverging_training_says_so(self, alone, method):
         found = rank.curve(TINY, method, 1e30, seed=0, steps=TINY.steps)
@@ -427,3 +439,34 @@ class TestMethods:
         (row,) = plan.read(out)
         assert (row["ranks"], row["method"], row["losses"][-1][0]) == (2, method, steps)
         assert row["apart"] == 0
+
+
+class TestProducts:
+    """Products of bfloat16 in float32."""
+
+    @pytest.mark.parametrize(
+        "product",
+        [
+            lambda a, b, c: a @ b,
+            lambda a, b, c: torch.addmm(c, a, b, beta=3.4, alpha=-1.5),
+            lambda a, b, c: torch.matmul(a.expand(3, *a.shape), b.expand(3, *b.shape))[1],
+        ],
+        ids=["matmul", "addmm", "batch"],
+    )
+    def test_they_are_rounded_once(self, product):
+        draw = torch.Generator().manual_seed(0)
+        a, b, c = (torch.randn(shape, generator=draw).bfloat16() for shape in [(20, 30), (30, 10), (20, 10)])
+        with InFloat32():
+            found = product(a, b, c)
+        assert found.dtype == torch.bfloat16
+        exact = product(a.double(), b.double(), c.double())
+        error = (found.double() - exact).abs()
+        largest = product(a.double().abs(), b.double().abs(), c.double().abs()).abs().max()
+        assert (error <= exact.abs() * 2.0**-8 + 40 * largest * 2.0**-24).all()  # bfloat16 has 8 bits
+        assert (error > exact.abs() * 2.0**-12).any()
+
+    def test_other_dtypes_keep_their_bits(self):
+        a = torch.linspace(-1, 3, 12).reshape(3, 4)
+        with InFloat32():
+            found = a @ a.T
+        assert found.equal(a @ a.T)
