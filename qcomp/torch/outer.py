@@ -20,6 +20,7 @@ from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
 from qcomp.torch.parameters import require_values
 from qcomp.torch.products import plain_products
@@ -180,7 +181,7 @@ class OuterLoop:
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
         params, state = self._loop.load_state_dict(
-            state_dict, like, self._comm, self._trained.names, strict=strict
+            with_plain_names(state_dict), like, self._comm, self._trained.names, strict=strict
         )
         self._trained.write(params)
         self._state = state
@@ -353,7 +354,7 @@ def _named(model: Any) -> list[tuple[str, Any]]:
     given: Iterable[Any] = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     numbered = enumerate(given)
     pairs = [entry if isinstance(entry, tuple) else (str(number), entry) for number, entry in numbered]
-    found = [(name, p) for name, p in pairs if p.requires_grad]
+    found = [(plain_name(name), p) for name, p in pairs if p.requires_grad]
     if not found:
         raise ValueError("model has no parameter that requires a gradient; expected at least one")
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from qcomp.integrations.ddp.parameters import averaged_by
+from qcomp.integrations.ddp.parameters import averaged_by, plain_name
 
 __all__ = ["names_of", "require_dense", "require_memory_of_its_own", "require_values"]
 
@@ -22,7 +22,7 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     groups : sequence of mappings
         The ``param_groups``.
     model : torch.nn.parallel.DistributedDataParallel or None
-        The names are those within its module; without it they are as given, else their numbers.
+        The names are those within its module; without it the given ones, else numbers. Each is a `plain_name`.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
                         f"param_groups[{index}] has a parameter of shape {tuple(p.shape)} that model does not average; "
                         "expected parameters of model.module"
                     )
-                names.append((name or str(number)) if of_model is None else of_model.pop(id(p)))
+                names.append(plain_name(name or str(number)) if of_model is None else of_model.pop(id(p)))
                 number += 1
         found.append(names)
     if of_model:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from qcomp.core.checkpoint.format import renamed, some
 from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 from qcomp.core.optimizers.makers import without_groups
+from qcomp.integrations.ddp.parameters import plain_name
 
 __all__ = ["OfRank", "flattened", "nested", "of_rank", "rank_of"]
 
@@ -150,7 +151,7 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     now_of = _matched(then, names, sizes)
     return [
         OfRank(
-            _copied(without_groups(renamed({**shared, **one.state}, now_of))),
+            _copied(without_groups(renamed({**shared, **one.state}, now_of.get))),
             {now_of.get(name, name): p for name, p in one.parameters.items()},
             one.bucketed,
         )
@@ -220,7 +221,7 @@ def _inside_wrappers(names: Sequence[str | None]) -> list[str | None]:
     >>> _inside_wrappers(["module._orig_mod.0.weight", None, "module._orig_mod.module.weight"])
     ['0.weight', None, 'module.weight']
     """
-    found = [name and ".".join(part for part in name.split(".") if part != "_orig_mod") for name in names]
+    found = [name and plain_name(name) for name in names]
     while any(found) and all(name.startswith("module.") for name in found if name):
         found = [name and name.removeprefix("module.") for name in found]
     return found

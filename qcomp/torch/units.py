@@ -156,11 +156,14 @@ def units_of(model: Any) -> list[Unit]:
 
 
 def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tuple[Any, str, str, Any]]:
-    """Yield the sharded module of each parameter, its name, and the parameter with its name: children first."""
+    """Yield the sharded module of each parameter, its name, and the parameter with its name: children first.
+
+    Names are without the ``_orig_mod`` of torch.compile.
+    """
     if isinstance(module, FSDPModule):
         owner, owner_name = module, prefix.removesuffix(".")
     for name, child in module.named_children():
-        yield from _owned(child, f"{prefix}{name}.", owner, owner_name)
+        yield from _owned(child, prefix if name == "_orig_mod" else f"{prefix}{name}.", owner, owner_name)
     if owner is not None:
         for name, p in module.named_parameters(recurse=False):
             yield owner, owner_name, prefix + name, p

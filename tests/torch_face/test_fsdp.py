@@ -554,6 +554,39 @@ for states in (saved, of_all(saved)):
 
 
 @pytest.mark.slow
+def test_a_restart_with_compiled_layers_goes_on_bit_for_bit(said):
+    """torch.compile changes the names of parameters: they have their plain ones in states, policies and draws."""
+    said(
+        2,
+        f"""{CHECKPOINT}
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+
+def compiled():
+    model = network()
+    model[1] = torch.compile(model[1], backend="eager")
+    return torch.compile(sharded(model=model), backend="eager")
+
+policy = qcomp.ExactBelow(100, names=("1.up.weight",))
+model = sharded()
+compression = compress(model, SIGN, exact=policy)
+train(model, range(2))
+weights, saved = {{k: v.clone() for k, v in model.state_dict().items()}}, compression.state_dict()
+train(model, range(2, 4))
+again = compiled()
+other = compress(again, SIGN, exact=policy)
+inside = again._orig_mod
+for key, p in inside.named_parameters():
+    p.data.copy_(weights[key.replace("_orig_mod.", "")])
+other.load_state_dict(saved)
+train(again, range(2, 4))
+for (key, p), q in zip(model.named_parameters(), inside.parameters(), strict=True):
+    assert torch.equal(p.to_local(), q.to_local()), key
+assert other.state_dict()["parts"].keys() == compression.state_dict()["parts"].keys()
+""",
+    )
+
+
+@pytest.mark.slow
 def test_another_number_of_ranks_owes_the_same(said, tmp_path):
     """Residuals are whole tensors, whatever the mesh; each new rank continues with the mean of the old residuals."""
     path = str(tmp_path / "saved")

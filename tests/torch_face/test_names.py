@@ -1,5 +1,6 @@
 """Saved states find their parameters by name: in wrapped models, in another order, and with and without ``model=``."""
 
+import copy
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import qcomp
 import qcomp.torch
+from qcomp.core.checkpoint.format import renamed
 from qcomp.torch.saved import _inside_wrappers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the variance is frozen after")
@@ -176,6 +178,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import qcomp, qcomp.torch
+from qcomp.integrations import ddp
 
 torch._logging.set_logs(all=logging.ERROR)  # torch.compile tells of DistributedDataParallel's profiling
 warnings.simplefilter("error", UserWarning)
@@ -313,4 +316,101 @@ except ValueError as error:
 else:
     raise AssertionError("the model averages")
 """,
+    )
+
+
+NET = [torch.nn.Linear(12, 12, bias=False), torch.nn.Tanh(), torch.nn.Linear(12, 12, bias=False)]
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def inner_compiled(model):
+    model[0] = compiled(model[0])
+    return model
+
+
+@pytest.mark.parametrize("wrap", [compiled, inner_compiled])
+class TestCompiledModels:
+    """torch.compile changes the names of parameters, but nothing that depends on names."""
+
+    def model(self, wrap=None):
+        model = torch.nn.Sequential(*copy.deepcopy(NET))
+        return model if wrap is None else wrap(model)
+
+    def test_draws_and_policies_are_the_same(self, wrap):
+        def trained(model):
+            exact = qcomp.ExactBelow(0, names=("0.weight",))
+            optimizer = qcomp.torch.CompressedSGD(
+                model.named_parameters(), lr=0.01, compressor=qcomp.QSGD(64), exact=exact
+            )
+            train(model, optimizer, range(3))
+            assert optimizer.core_state.exact == (True, False)
+            return [p.detach() for p in model.parameters()]
+
+        assert all(map(torch.equal, trained(self.model(wrap)), trained(self.model())))
+
+    @pytest.mark.parametrize("then", ["plain", "compiled", "earlier"])
+    def test_an_outer_loop_resumes(self, wrap, then):
+        """A state of the same names, of plain ones, or one of an earlier release, whose names were not plain."""
+
+        def begun(model):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            loop = qcomp.outer.sparse_loco(2, compressor=qcomp.ScaledSign(64), exact=None)
+            return optimizer, qcomp.torch.OuterLoop(model, optimizer, loop)
+
+        model = self.model(wrap if then == "compiled" else None)
+        optimizer, loop = begun(model)
+        train(model, optimizer, range(3))
+        saved = loop.state_dict()
+        train(model, optimizer, range(3, 6))
+        if then == "earlier":
+            names = {"0.weight": "_orig_mod.0.weight", "2.weight": "_orig_mod.2._orig_mod.weight"}
+            saved = renamed(saved, names.get)
+            assert "worker_residual._orig_mod.0.weight" in saved
+        other = self.model(wrap)
+        optimizer, loop = begun(other)
+        loop.load_state_dict(saved if then == "plain" else [saved])
+        train(other, optimizer, range(3, 6))
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
+@pytest.mark.timeout(200)
+def test_states_of_hooks_survive_compilation(ddp_ranks):
+    """Of a hook and of an optimizer under DistributedDataParallel, from a plain model to a compiled one and back."""
+    ddp_ranks(
+        2,
+        WRAPPED
+        + """
+def hooked(model):
+    state, hook = ddp.hook(qcomp.ScaledSign(64), model, exact=None, exact_iterations=1)
+    model.register_comm_hook(state, hook)
+    sgd = torch.optim.SGD(model.parameters(), 0.01)
+    return state, sgd
+
+def overlapped(model):
+    optimizer = ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=0.01, freeze=1, exact=None))
+    return optimizer, optimizer
+
+for make in (hooked, overlapped):
+    saved, results = {}, {}
+    for way in ("wrapped", "compiled, wrapped"):
+        model = WAYS[way][0]()
+        state, optimizer = make(model)
+        train(model, optimizer, range(3))
+        saved[way] = state.state_dict(), {k: x.clone() for k, x in inside(model).state_dict().items()}
+        assert any("worker_residual" in key for key in saved[way][0]) and "_orig_mod" not in str([*saved[way][0]])
+        train(model, optimizer, range(3, 6))
+        results[way] = [p.detach() for p in model.parameters()]
+    for one, other in [("wrapped", "compiled, wrapped"), ("compiled, wrapped", "wrapped")]:
+        model = WAYS[other][0]()
+        state, optimizer = make(model)
+        inside(model).load_state_dict(saved[one][1])
+        state.load_state_dict(saved[one][0])
+        train(model, optimizer, range(3, 6))
+        assert all(map(torch.equal, model.parameters(), results[one])), (make, one)
+    assert all(map(torch.equal, *results.values()))
+""",
+        timeout=150.0,
     )

@@ -186,22 +186,23 @@ def require_intact(entries: Mapping[str, Any]) -> None:
         )
 
 
-def renamed(saved: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> dict[str, Any]:
     """Return a dict with other names of the parameters, whose digests fit as well as before.
 
     Parameters
     ----------
     saved : mapping
         A dict with numbers and texts in their own types.
-    names : mapping of str to str
-        The new name of each parameter.
+    name_now : callable
+        Takes a name and returns the new one, or None if no parameter has that name.
     """
 
     def key_now(key: Any) -> Any:
         number = NUMBER if str(key).startswith(NUMBER) else ""
         kind, dot, name = str(key).removeprefix(number).partition(".")
-        name, at, start = (name, "", "") if name in names else name.rpartition("@")
-        return f"{number}{kind}{dot}{names[name]}{at}{start}" if dot and name in names else key
+        whole, (part, at, start) = name_now(name), name.rpartition("@")
+        now = f"{name_now(part)}{at}{start}" if whole is None and name_now(part) else whole
+        return f"{number}{kind}{dot}{now}" if dot and now else key
 
     found = {key_now(key): value for key, value in saved.items()}
     if DIGESTS in saved:

@@ -17,6 +17,7 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep
 from qcomp.integrations.ddp.gradient_mean import GradientMean
+from qcomp.integrations.ddp.parameters import with_plain_names
 
 __all__ = ["HookState", "compress_gradients", "hook"]
 
@@ -85,7 +86,7 @@ class HookState:
         """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._running
         step.state = step.optimizer.load_state_dict(
-            saved, step.values(), step.comm, step.params.names, strict=strict
+            with_plain_names(saved), step.values(), step.comm, step.params.names, strict=strict
         )
 
     def leave(self) -> dict[int, Any]:

@@ -15,6 +15,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep
+from qcomp.integrations.ddp.parameters import with_plain_names
 from qcomp.integrations.ddp.witness import Witness
 
 __all__ = ["OverlappedOptimizer"]
@@ -162,7 +163,7 @@ class OverlappedOptimizer(Joinable):
         """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._step
         loaded = step.optimizer.load_state_dict(
-            saved, step.values(), step.comm, step.params.names, strict=strict
+            with_plain_names(saved), step.values(), step.comm, step.params.names, strict=strict
         )
         step.discard()  # averages of another state
         step.state = _with_own_moments(loaded)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["AveragedParameters", "averaged_by", "is_dense"]
+from qcomp.core.checkpoint.format import renamed
+
+__all__ = ["AveragedParameters", "averaged_by", "is_dense", "plain_name", "with_plain_names"]
 
 
 class AveragedParameters:
@@ -20,7 +22,7 @@ class AveragedParameters:
     Attributes
     ----------
     names : tuple of str
-        Names as in ``model.module``, without the parameters that DistributedDataParallel ignores.
+        `plain_name` of those in ``model.module``, without the parameters that DistributedDataParallel ignores.
     tensors : list of torch.nn.Parameter
     some_may_be_unused : bool
         Whether a backward pass may skip parameters, so that `used` is tracked.
@@ -94,7 +96,7 @@ class AveragedParameters:
 
 
 def averaged_by(model: Any) -> list[tuple[str, Any]]:
-    """Return the parameters that a DistributedDataParallel averages, with their names within ``model.module``.
+    """Return the parameters that a DistributedDataParallel averages, with their `plain_name` within ``model.module``.
 
     Raises
     ------
@@ -107,10 +109,30 @@ def averaged_by(model: Any) -> list[tuple[str, Any]]:
             f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
         )
     return [
-        (name, p)
+        (plain_name(name), p)
         for name, p in model.module.named_parameters()
         if p.requires_grad and name not in model.parameters_to_ignore
     ]
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has without torch.compile, which puts ``_orig_mod`` into names.
+
+    Examples
+    --------
+    >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def with_plain_names(saved: Any) -> Any:
+    """Return saved states whose parameters have their `plain_name`; earlier releases saved ``_orig_mod``, too."""
+    if isinstance(saved, Mapping):
+        return renamed(saved, plain_name)
+    if not isinstance(saved, Sequence):
+        return saved  # which loading refuses
+    return [renamed(one, plain_name) if isinstance(one, Mapping) else one for one in saved]
 
 
 def is_dense(x: Any) -> bool:
