@@ -65,6 +65,7 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     ------
     ValueError
         If the mean is inside `optax.apply_if_finite` or `optax.MultiSteps`, which act on the gradients of one device.
+        If something has turned the state into dicts, such as `flax.nnx.state`.
 
     Examples
     --------
@@ -83,11 +84,26 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         ):
             raise ValueError(f"state has a compressed mean inside {type(part).__name__}: {why}")
 
+    _require_types(state)
+
     def specs_of(part: PyTree) -> PyTree:
         spec = PartitionSpec(axis_name) if isinstance(part, Residuals) else PartitionSpec()
         return jax.tree.map(lambda _: spec, part)
 
     return jax.tree.map(specs_of, state, is_leaf=_is_residuals)
+
+
+def _require_types(state: PyTree) -> None:
+    """Raise ValueError if a state has residuals, but not in the types of qcomp, by which they are found."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_residuals)
+    for path, leaf in leaves:
+        names = [str(getattr(key, "name", getattr(key, "key", None))) for key in path]
+        if "residuals" in names and not _is_residuals(leaf):
+            raise ValueError(
+                f"state has at {jax.tree_util.keystr(path)} residuals that are no longer in a qcomp.jax.MeshState, as "
+                "after flax.nnx.state or flax.serialization.to_state_dict; expected the state as init returned it, "
+                "such as optimizer.opt_state"
+            )
 
 
 def _is_residuals(part: PyTree) -> bool:

@@ -194,7 +194,8 @@ def _require_no_axis_of_the_compiler(axis_name: str) -> None:
     if mesh.manual_axes and left:
         raise ValueError(
             f"axis_name is {axis_name!r} on a mesh whose axes {', '.join(map(repr, left))} jax.shard_map leaves to the "
-            'compiler; expected all axes in its axis_names, or topology="all_gather"'
+            'compiler; expected all axes in its axis_names. A mean with topology="all_gather" works there, too, but not'
+            " onebit_adam, whose warm-up has two phases"
         )
 
 

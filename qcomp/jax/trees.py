@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ class PytreeOptimizer:
     -----
     A state is the `OptimizerState` of the core, with the paths of the arrays as names. It is a pytree: its arrays are
     leaves, all else is static. So `jax.tree.map`, `jax.device_put` and `jax.block_until_ready` apply to it. A
-    checkpoint also needs what is static, so save what `state_dict` returns, with any tool that saves a dict.
+    checkpoint also needs what is static, so save what `state_dict` returns: with `numpy.savez`, pickle or
+    ``flax.serialization.msgpack_serialize``, but not with Orbax, which takes no texts and no empty arrays.
 
     Examples
     --------
@@ -351,7 +353,11 @@ def _register(kind: Any, arrays: tuple[str, ...]) -> None:
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+    """Return a static field as a value that can be hashed, equal for equal states."""
+    if not isinstance(value, Mapping):
+        return value
+    # A NaN is equal only to itself: with one of a loaded state, jax.jit would compile again.
+    return tuple(sorted((name, math.nan if math.isnan(number) else number) for name, number in value.items()))
 
 
 _register(MeanState, _ARRAYS_OF_MEAN)

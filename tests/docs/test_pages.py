@@ -1,5 +1,7 @@
 """Pages keep their promises: their Python runs as written, and the files and targets that they name exist."""
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -10,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import qcomp
+import qcomp.outer
+import qcomp.torch
 from qcomp.cli import main
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, ROOT
@@ -44,6 +49,29 @@ def test_python_runs(page, reader, monkeypatch):
     check = CHECKS.get(pages.name_of(page))
     if check is not None:
         check(scope)
+
+
+OF_THE_READER = [
+    "qcomp.torch.Muon(block_rows=68)",
+    'qcomp.backends.set_default("packbits")',
+    'qcomp.compressor("terngrad")',
+]
+"""Calls in sentences that lack the reader's model, or name what the reader has registered."""
+
+
+def test_calls_in_sentences_run():
+    """Such as `qcomp.outer.diloco(100, compressor=...)`, with values for all arguments."""
+    importlib.import_module("qcomp.backends.numba_cpu")
+    found = []
+    for page in PAGES:
+        sentences = pages.FENCE.sub("", page.read_text())
+        calls = [" ".join(call.split()) for call in re.findall(r"`(qcomp\.[^`]*\))`", sentences)]
+        found += [call for call in calls if "..." not in call and call not in OF_THE_READER]
+    for call in found:
+        names = {node.id for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)}
+        if names == {"qcomp"}:
+            eval(call, {"qcomp": qcomp})  # raises if it does not
+    assert "qcomp.outer.sparse_loco(every=5)" in found
 
 
 def check_readme(scope):

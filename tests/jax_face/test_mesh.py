@@ -153,3 +153,16 @@ class TestInjectedSettings:
     def test_a_policy_that_must_be_static(self, policy):
         with pytest.raises(TypeError, match=r"tensors is .* Inject the learning rate alone: .*lambda"):
             self.injected((), **policy)
+
+
+def test_residuals_without_their_type_have_no_specs():
+    """As in nnx.state(optimizer): P() for all of them would keep those of one device, without an error."""
+    import jax.numpy as jnp
+
+    residuals = qcomp.jax.Residuals({"w": jnp.zeros((4, 9))}, ())
+    state = qcomp.jax.MeshState(jnp.zeros(()), jnp.zeros(()), residuals)
+    plain = {"step": state.step, "residuals": {"worker": residuals.worker, "server": {}}}
+    with pytest.raises(
+        ValueError, match=r"state has at \['0'\]\['residuals'\]\['worker'\]\['w'\] residuals that are no "
+    ):
+        qcomp.jax.partition_specs({"0": plain, "1": {"trace": jnp.zeros(9)}}, "data")
