@@ -12,6 +12,7 @@ import qcomp
 from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core.mean import stages as transport
+from qcomp.core.mean.compressed_mean import Terms
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse
 from qcomp.core.mean.topologies import two_phase
@@ -134,9 +135,44 @@ class TestState:
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         (state,) = start(mean, [np.zeros(10, before)], 1)
         comm = qcomp.comm.LocalCommunicator.alone()
-        said = f"x has dtype {after}; the residuals in state are {before}"
+        said = f"x is computed in {after}; its worker residual in state is {before}"
         with pytest.raises(ValueError, match=said):
             mean(np.zeros(10, after), state, comm)
+
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    def test_of_another_mean_is_an_error(self, topology):
+        """Its residuals were averaged, in other units or at other places."""
+        signs = CompressedMean(qcomp.ScaledSign(bucket_size=16), topology=topology)
+        x = [np.ones(100, np.float32), np.ones((4, 5))]
+        _, state = start(signs, x, 2)
+        for other in (
+            CompressedMean(qcomp.Identity(), topology=topology),
+            CompressedMean(qcomp.QSGD(levels=7), topology=topology, feedback=False),
+        ):
+            with pytest.raises(
+                ValueError, match="state has residuals, and this mean keeps none: make it with"
+            ):
+                other.begin(x, state, Terms(qcomp.Key()))
+        swapped = [np.ones(100), np.ones((4, 5), np.float32)]
+        with pytest.raises(
+            ValueError, match=r"x is computed in float64; its worker residual in state is float32"
+        ):
+            signs.begin(swapped, state, Terms())
+        longer = state._replace(worker=tuple(np.append(e, e[:1]) for e in state.worker))
+        with pytest.raises(
+            ValueError, match=r"worker residuals of \[101, 21\] elements; expected \[100, 20\]"
+        ):
+            signs.begin(x, longer, Terms())
+
+    def test_of_other_servers_is_an_error(self):
+        """Other buckets give other chunks."""
+        x = [np.ones(100, np.float32)]
+        *_, state = start(CompressedMean(qcomp.ScaledSign(bucket_size=8)), x, 3)
+        other = CompressedMean(qcomp.ScaledSign(bucket_size=32))
+        with pytest.raises(
+            ValueError, match=r"server residuals of \[20\] elements; expected \[\]: it is the state of"
+        ):
+            other.begin(x, state, Terms())
 
     def test_a_state_for_half_precision_serves_float32(self):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))

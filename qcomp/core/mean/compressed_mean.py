@@ -460,6 +460,8 @@ class CompressedMean:
             mean, terms = self._exact, terms._replace(overwrite=False)
         elif mean.keeps_residuals:
             mean._require_own(state, tensors)
+        if (state.worker or state.server) and not mean.keeps_residuals:
+            raise ValueError("state has residuals, and this mean keeps none: make it with this mean's init")
         computation = mean._computation(tensors, state, terms)
         return computation if isinstance(x, list | tuple) else of_one_tensor(computation)
 
@@ -490,6 +492,8 @@ class CompressedMean:
             dtypes = (dtype_name(vectors[0].dtype),)
             mean = self._of_one_vector
         layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
+        if self.keeps_residuals:
+            self._require_residuals(state, layout)
         call = Call(
             layout,
             vectors,
@@ -545,18 +549,26 @@ class CompressedMean:
         expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
         if found != expected:
             raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
-        if state.worker and state.worker[0].dtype != tensors[0].dtype:
-            _require_precision(tensors, state.worker)
 
-
-def _require_precision(tensors: Sequence[Array], residuals: Sequence[Array]) -> None:
-    """Raise ValueError unless the residuals have the compute dtypes of the tensors."""
-    given, kept = ({dtype_name(x.dtype) for x in arrays} for arrays in (tensors, residuals))
-    if not kept <= {compute_dtype_name(dtype) for dtype in given}:
-        raise ValueError(
-            f"x has dtype {', '.join(sorted(given))}; the residuals in state are {', '.join(sorted(kept))}: "
-            "convert before init, or make a new state"
-        )
+    def _require_residuals(self, state: MeanState, layout: Layout) -> None:
+        """Raise ValueError unless the residuals have the lengths and dtypes that `init` gives them."""
+        for name, ranges, kept in zip(
+            ("worker", "server"), layout.residuals, (state.worker, state.server), strict=True
+        ):
+            expected = [(segment.size, layout.operands.dtypes[segment.tensor]) for segment in ranges]
+            found = [(math.prod(e.shape), dtype_name(e.dtype)) for e in kept]
+            for (elements, dtype), (wanted, computed) in zip(found, expected, strict=False):
+                if elements == wanted and dtype != computed:
+                    raise ValueError(
+                        f"x is computed in {computed}; its {name} residual in state is {dtype}: convert before init, "
+                        "or make a new state"
+                    )
+            if found != expected:
+                lengths = [[elements for elements, _ in each] for each in (found, expected)]
+                raise ValueError(
+                    f"state has {name} residuals of {lengths[0]} elements; expected {lengths[1]}: it is the state of "
+                    "another mean, or of arrays of other shapes: make it with this mean's init"
+                )
 
 
 def _only(results: Sequence[Averaged]) -> Averaged:

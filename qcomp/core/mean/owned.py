@@ -141,16 +141,17 @@ class OwnedMean(CompressedMean):
         residuals = tuple(array_namespace(m).zeros_like(m) for m in state.server)
         return state._replace(server=(*state.server, *residuals))
 
-    def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
+    def _require_residuals(self, state: MeanState, layout: Layout) -> None:
         """Raise ValueError unless the state holds the arrays of the tensors that this rank owns."""
-        super()._require_own(state, tensors)
-        owned = self.layout(state.shapes, rank=state.rank, size=state.size).residuals.server
-        expected = [segment.size for segment in owned] * len(self.owned_kinds)
-        if [x.shape[0] for x in state.server] != expected:
+        owned, kinds = len(layout.residuals.server), len(self.owned_kinds)
+        if len(state.server) != kinds * owned:
             raise ValueError(
                 f"state has {len(state.server)} arrays of a server; expected the momentum and the residual of each of "
-                f"{len(owned)} tensors that rank {state.rank} owns: it is the state of another mean"
+                f"{owned} tensors that rank {state.rank} owns: it is the state of another mean"
             )
+        for start in range(0, kinds * owned or 1, owned or 1):
+            of_kind = state._replace(server=state.server[start : start + owned])
+            super()._require_residuals(of_kind, layout)
 
 
 @dataclass(frozen=True, eq=False)
