@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -17,12 +18,12 @@ from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.format import read_scalars, some
 from qcomp.core.checkpoint.gathering import gather_dicts
-from qcomp.core.checkpoint.schema import NumericArray, read
+from qcomp.core.checkpoint.schema import NumericArray, read, shown
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.unused import stages_of_used
+from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_rate
 from qcomp.torch.overlapped import LiveOverlapped
@@ -35,6 +36,10 @@ __all__ = ["AveragingOptimizer", "communicator"]
 
 _PARAMETER = "parameter."
 """Prefix of the names of a rank's own parameters, beside the entries of its state."""
+
+
+_OF_TORCH = ("amsgrad", "dampening", "maximize", "nesterov")
+"""Settings of torch's optimizers that change what a step does."""
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -94,6 +99,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._tensors = list(chain.from_iterable(of_groups))
         if not self._tensors:
             raise ValueError("params has no parameter that requires a gradient; expected at least one")
+        self._require_read(groups)
         self._fixed = [{key: group[key] for key in self.fixed} for group in groups]
         names = names_of(groups, self._model)
         self._names = tuple(chain.from_iterable(names))
@@ -104,6 +110,18 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
             self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    def _require_read(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if a group has a setting that would have no effect there."""
+        of_all = inspect.signature(type(self)).parameters.keys() - self.defaults.keys()
+        for number, group in enumerate(groups):
+            for key, value in group.items():
+                if key in of_all - {"params"} or (key in _OF_TORCH and value and key not in self.defaults):
+                    cure = "pass it to the optimizer" if key in of_all else "leave it out"
+                    raise ValueError(
+                        f"param_groups[{number}] has {key}={shown(value)}, which {type(self).__name__} does not read "
+                        f"from groups: {cure}"
+                    )
 
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
@@ -292,7 +310,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if scaled and optimizer.nonfinite != "skip":
             optimizer = self._settings.skipping()
         return stages_of_used(
-            optimizer, params, gradients, state, settings=self._settings.text, donate=donate
+            optimizer,
+            params,
+            gradients,
+            state,
+            settings=settings_since(self._settings.text, optimizer, state),
+            donate=donate,
         )
 
     def _core(self, step: int) -> Optimizer:

@@ -10,7 +10,7 @@ from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import Stages
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.unused import same_settings
+from qcomp.core.optimizers.unused import same_settings, settings_since
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 
 __all__ = ["LiveOverlapped"]
@@ -100,7 +100,8 @@ class LiveOverlapped(OverlappedOptimizer):
     def _compared(self) -> Stages[MismatchError | None]:
         """Return how the settings differ between ranks; an error would end all later exchanges."""
         try:
-            yield from same_settings(self._told, self.state, self._step.params.tensors[0])
+            settings = settings_since(self._told, self._step.optimizer, self.state)
+            yield from same_settings(settings, self.state, self._step.params.tensors[0])
         except MismatchError as error:
             return error
         return None

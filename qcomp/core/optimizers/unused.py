@@ -12,7 +12,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["same_settings", "stages_of_used", "used_anywhere", "warn_of_no_gradient"]
+__all__ = ["same_settings", "settings_since", "stages_of_used", "used_anywhere", "warn_of_no_gradient"]
 
 _DIGEST = 8
 """Bytes of a digest of settings."""
@@ -99,6 +99,16 @@ def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
             request = stages.send((yield request))
         except StopIteration as stop:
             return stop.value
+
+
+def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -> str:
+    """Return the settings of the next step as text, with what those of the steps since the last exchange have left.
+
+    While the ranks are apart nobody compares settings. The numbers of the state depend on them, and must be equal again
+    where the ranks meet.
+    """
+    numbers = sorted(state.numbers.items())
+    return f"{settings}, and in the state {dict(numbers)}" if optimizer.apart(state.stage) else settings
 
 
 def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[None]:
