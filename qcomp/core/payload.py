@@ -91,6 +91,8 @@ class PayloadSpec:
         parts : mapping of str to array
             The fields by name.
         """
+        if not self.fields:
+            raise ValueError("the layout has no fields; expected at least one, which may have size 0")
         pieces, end = [], 0
         for field, start in zip(self.fields, self._offsets, strict=False):
             part = parts[field.name]

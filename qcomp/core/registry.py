@@ -111,7 +111,10 @@ def find_class(name: str) -> type[Compressor]:
         return found
     point = _offered().get(name)
     if point is None:
-        raise ValueError(f"there is no compressor {name!r}; known: {', '.join(compressor_names())}")
+        raise ValueError(
+            f"there is no compressor {name!r}; known: {', '.join(compressor_names())}. A class of your own becomes "
+            "known by qcomp.register"
+        )
     cls: type[Compressor] = point.load()
     if not (isinstance(cls, type) and issubclass(cls, Compressor)):
         raise ValueError(

@@ -166,6 +166,10 @@ class TestLayout:
         assert spec.nbytes == 3
         assert PayloadSpec(()).nbytes == 0
 
+    def test_a_layout_without_fields_cannot_be_joined(self):
+        with pytest.raises(ValueError, match="no fields; expected at least one, which may have size 0"):
+            PayloadSpec(()).join({})
+
     def test_a_buffer_of_another_size_is_an_error(self):
         with pytest.raises(PayloadError, match=r"has shape \(5,\); expected \(4,\)"):
             PayloadSpec((Field("b", "float32", 1),)).split(np.zeros(5, dtype=np.uint8))

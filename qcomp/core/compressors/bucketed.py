@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.numeric import bitplanes
-from qcomp.core.numeric.arrays import Array, array_namespace, flush
+from qcomp.core.numeric.arrays import Array, array_namespace, flush, kind_of_array
 from qcomp.core.numeric.buckets import Block, blocks, bucket_count, join_blocks, padded_size, tail_length
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, PayloadSpec
@@ -81,6 +81,11 @@ class BucketedCompressor(Compressor):
         scales: dict[str, list[Array]] = {name: [] for name in self.scales}
         for block in blocks(x.shape[0], self.traits.bucket_size, self.length_of):
             block_codes, block_scales = self.encode_block(flush(block.read(x)), block, key)
+            if not isinstance(block_scales, tuple | list):
+                raise TypeError(
+                    f"{type(self).__name__}.encode_block returned {kind_of_array(block_scales)} for the scales; "
+                    "expected a tuple, such as (scale,)"
+                )
             codes.append(xp.reshape(bitplanes.pack(block_codes, self.bits), (-1,)))
             for name, values in zip(self.scales, block_scales, strict=True):
                 scales[name].append(flush(xp.astype(values, xp.float32, copy=False)))
