@@ -1,12 +1,14 @@
 """Laws about memory: only given buffers are written to, nothing is shared, and layouts do not matter."""
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from qcomp.core import feedback
-from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_mutable
+from qcomp.core.numeric.arrays import array_namespace, compute_dtype_name, dtype_name, is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
@@ -21,7 +23,7 @@ _KEY = Key(seed=1, step=4, rank=2)
 
 def _sizes(case: Case) -> tuple[int, ...]:
     bucket = min(case.compressor.traits.bucket_size, 3000)
-    return (1, bucket, 2 * bucket + 5, 20_000)
+    return (1, bucket, 2 * bucket, 2 * bucket + 5, 20_000)
 
 
 def _dtypes(case: Case) -> list[str]:
@@ -49,15 +51,23 @@ def _matrices(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]
     yield "a matrix in Fortran order", transposed.T, transposed
 
 
+def _tensors(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield a tensor of four axes in C order, and one with the channels last in memory, with the same elements."""
+    tensor = x[: min(x.size, 1500) // 30 * 30].reshape(-1, 5, 2, 3)
+    c_order, last = case.array(tensor.copy(), dtype), case.array(tensor.transpose(0, 2, 3, 1).copy(), dtype)
+    yield "a tensor of four axes", c_order, c_order
+    yield "a tensor with the channels last", array_namespace(last).permute_dims(last, (0, 3, 1, 2)), last
+
+
 def any_layout(case: Case) -> None:
-    """A view, a matrix in Fortran order or a reversed array compresses like a contiguous copy."""
+    """A view, a matrix in Fortran order, channels last or a reversed array compresses like a contiguous copy."""
     if case.jit:
         return  # JAX arrays are never views
     for dtype in _dtypes(case):
         for size in _sizes(case):
             x = vector("gaussian", size, 25)
-            for layouts in (_layouts(case, x, dtype), _matrices(case, x, dtype)):
-                _require_alike(case, layouts, f"{size} elements of {dtype}")
+            for layouts in (_layouts, _matrices, _tensors):
+                _require_alike(case, layouts(case, x, dtype), f"{size} elements of {dtype}")
 
 
 def _require_alike(case: Case, layouts: Iterator[tuple[str, Any, Any]], what: str) -> None:
@@ -78,7 +88,7 @@ def pure(case: Case) -> None:
     for dtype in _dtypes(case):
         for size in _sizes(case):
             x = vector("gaussian", size, 26)
-            for name, array, memory in (*_layouts(case, x, dtype), *_matrices(case, x, dtype)):
+            for name, array, memory in chain(*(f(case, x, dtype) for f in (_layouts, _matrices, _tensors))):
                 _require_untouched(case, array, memory, f"{name}, {size} elements of {dtype}")
         x = vector("subnormal", 300, 26)
         for name, array, memory in _layouts(case, x, dtype):
@@ -112,39 +122,34 @@ def nothing_is_shared(case: Case) -> None:
     if case.jit:
         return
     for dtype in _dtypes(case):
-        for size in _sizes(case):
-            x = case.array(vector("gaussian", size, 27), dtype)
-            if not is_mutable(x):
+        for shape in (*((size,) for size in _sizes(case)), (30, 50), (4, 5, 2, 3)):
+            if not is_mutable(case.array(np.zeros(1, dtype=np.float32))):
                 return
-            what = f"{size} elements of {dtype}"
-            payload = case.compressor.compress(x, key=_KEY)
-            data = to_numpy(payload.data).tobytes()
-            later = case.compressor.compress(case.array(vector("gaussian", size, 28), dtype), key=_KEY)
-            assert to_numpy(payload.data).tobytes() == data, (
-                f"the next payload is written over the last ({what})"
-            )
-            if size > 0:
-                like = case.array(vector("gaussian", size, 27), dtype)
-                _overwrite(x)
-                assert to_numpy(payload.data).tobytes() == data, (
-                    f"the payload shares memory with the vector ({what})"
-                )
-                first = case.compressor.decompress(payload, like=like)
-                values = to_numpy(first).tobytes()
-                second = case.compressor.decompress(payload, like=like)
-                case.compressor.decompress(later, like=like)
-                assert to_numpy(first).tobytes() == values, (
-                    f"the next result is written over the last ({what})"
-                )
-                _overwrite(first)
-                assert to_numpy(payload.data).tobytes() == data, (
-                    f"a result shares memory with the payload ({what})"
-                )
-                assert to_numpy(second).tobytes() == values, f"a result shares memory with the next ({what})"
-                _overwrite(payload.data)
-                assert to_numpy(second).tobytes() == values, (
-                    f"a result shares memory with the payload ({what})"
-                )
+            _require_own_memory(case, shape, dtype)
+
+
+def _require_own_memory(case: Case, shape: tuple[int, ...], dtype: str) -> None:
+    def array(seed: int) -> Any:
+        return case.array(vector("gaussian", math.prod(shape), seed).reshape(shape), dtype)
+
+    what = f"shape {shape}, {dtype}"
+    x, like = array(27), array(27)
+    payload = case.compressor.compress(x, key=_KEY)
+    data = to_numpy(payload.data).tobytes()
+    later = case.compressor.compress(array(28), key=_KEY)
+    assert to_numpy(payload.data).tobytes() == data, f"the next payload is written over the last ({what})"
+    _overwrite(x)
+    assert to_numpy(payload.data).tobytes() == data, f"the payload shares memory with the vector ({what})"
+    first = case.compressor.decompress(payload, like=like)
+    values = to_numpy(first).tobytes()
+    second = case.compressor.decompress(payload, like=like)
+    case.compressor.decompress(later, like=like)
+    assert to_numpy(first).tobytes() == values, f"the next result is written over the last ({what})"
+    _overwrite(first)
+    assert to_numpy(payload.data).tobytes() == data, f"a result shares memory with the payload ({what})"
+    assert to_numpy(second).tobytes() == values, f"a result shares memory with the next ({what})"
+    _overwrite(payload.data)
+    assert to_numpy(second).tobytes() == values, f"a result shares memory with the payload ({what})"
 
 
 def results_into_buffers(case: Case) -> None:
@@ -152,39 +157,63 @@ def results_into_buffers(case: Case) -> None:
     if case.jit:
         return
     for dtype in _dtypes(case):
-        for size in _sizes(case):
-            x = case.array(vector("gaussian", size, 29), dtype)
+        for shape in (*((size,) for size in _sizes(case)), (6, 10)):
+            x = case.array(vector("gaussian", math.prod(shape), 29).reshape(shape), dtype)
             payload = case.compressor.compress(x, key=_KEY)
             expected = case.compressor.decompress(payload, like=x)
-            what = f"{size} elements of {dtype}"
+            total = case.array(vector("uniform", math.prod(shape), 30).reshape(shape), dtype)
+            what = f"shape {shape}, {dtype}"
             _require_filled(case, payload, x, expected, what)
-            total = case.array(vector("uniform", size, 30), dtype)
-            wanted = to_numpy(total + expected).tobytes()
-            before = to_numpy(total).tobytes()
-            added = case.compressor.add(payload, total)
-            assert to_numpy(added).tobytes() == wanted, f"`add` is not total + decompress(payload) ({what})"
-            if is_mutable(total):
-                assert to_numpy(total).tobytes() == wanted, f"`add` did not use the buffer of total ({what})"
-            else:
-                assert to_numpy(total).tobytes() == before, f"`add` wrote to an immutable total ({what})"
+            _require_added(case, payload, total, expected, what)
     _require_refused(case)
+
+
+def _rooms(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]]:
+    """Return by name the shape of a larger array, and a function that returns the buffer in it."""
+    n = shape[0]
+    if len(shape) == 1:
+        return {
+            "a buffer": ((2 * n + 6,), lambda room: room[3 : 3 + n]),
+            "a strided buffer": ((2 * n + 6,), lambda room: room[3 : 3 + 2 * n : 2]),
+        }
+    return {
+        "a matrix in Fortran order": (shape[::-1], lambda room: room.T),
+        "a strided matrix": ((2 * n, 2 * shape[1]), lambda room: room[::2, ::2]),
+    }
 
 
 def _require_filled(case: Case, payload: Any, x: Any, expected: Any, what: str) -> None:
     values, like = to_numpy(expected).tobytes(), to_numpy(x).tobytes()
-    room = case.array(np.full(2 * x.shape[0] + 6, 7.0, dtype=np.float32), dtype_name(x.dtype))
-    if not is_mutable(room):
-        return
-    n = x.shape[0]
-    for name, out in (("a buffer", room[3 : 3 + n]), ("a strided buffer", room[3 : 3 + 2 * n : 2])):
-        room[...] = 7.0
+    for name, (shape, part) in _rooms(tuple(x.shape)).items():
+        room = case.array(np.full(shape, 7.0, dtype=np.float32), dtype_name(x.dtype))
+        if not is_mutable(room):
+            return
+        out = part(room)
         got = case.compressor.decompress(payload, like=x, out=out)
         assert got is out, f"decompress(out=...) does not return out ({name}, {what})"
         assert to_numpy(out).tobytes() == values, f"in {name}, the result differs ({what})"
-        around = to_numpy(room)
-        outside = np.concatenate([around[:3], around[3 + 2 * n :]])
-        assert np.all(outside == 7), f"around {name}, memory changed ({what})"
+        outside = np.full(shape, fill_value=True)
+        part(outside)[...] = False
+        assert np.all(to_numpy(room)[outside] == 7), f"around {name}, memory changed ({what})"
         assert to_numpy(x).tobytes() == like, f"with out=, `like` is written to ({what})"
+
+
+def _require_added(case: Case, payload: Any, total: Any, expected: Any, what: str) -> None:
+    before, wanted = to_numpy(total).tobytes(), to_numpy(total + expected).tobytes()
+    totals = {"an array": total}
+    if is_mutable(total):
+        for name, (shape, part) in _rooms(tuple(total.shape)).items():
+            totals[name] = part(case.array(np.zeros(shape, dtype=np.float32), dtype_name(total.dtype)))
+            totals[name][...] = total
+    for name, buffer in totals.items():
+        added = case.compressor.add(payload, buffer)
+        assert to_numpy(added).tobytes() == wanted, (
+            f"`add` is not total + decompress(payload) ({name}, {what})"
+        )
+        after = wanted if is_mutable(total) else before
+        assert to_numpy(buffer).tobytes() == after, (
+            f"`add` {'did not use' if is_mutable(total) else 'wrote to'} the buffer of total ({name}, {what})"
+        )
 
 
 def _require_refused(case: Case) -> None:

@@ -3,17 +3,25 @@
 import builtins
 import copy
 import os
+import platform
 import random
+import socket
 import sys
+import sysconfig
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from types import FrameType
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
+import qcomp
+from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.case import Case
@@ -24,6 +32,13 @@ __all__ = ["first_calls", "independent_of_calls", "independent_of_the_environmen
 
 Array = np.ndarray[Any, Any]
 Results = list[tuple[bytes, bytes]]
+
+_SIZE_OF_INTERRUPTED = 5000
+"""Elements of the vectors of concurrent calls: enough for code that treats larger vectors in another way."""
+_VISITS = 2
+"""Interruptions of a line."""
+_MOST_INTERRUPTIONS = 400
+"""Interruptions of a call, which bound the time for a package with many lines."""
 
 
 def _sizes(case: Case) -> tuple[int, ...]:
@@ -88,6 +103,29 @@ def independent_of_calls(case: Case) -> None:
         count = len(case.dtypes)
         expected = first[sizes.index(size) * count :][:count]
         _compare(expected, _results(case, (size,)), (size,), "in another order of calls")
+    for size in (9, 1000):
+        _require_no_memory(case, size)
+
+
+def _require_no_memory(case: Case, size: int) -> None:
+    """Check that nothing is kept outside the payload, and that an array is known by its values, not as an object."""
+    key = Key(seed=1, step=2, rank=1)
+    x = case.array(vector("gaussian", size, 17))
+    payload = case.compressor.compress(x, key=key)
+    decoded = to_numpy(case.compressor.decompress(payload, like=x)).tobytes()
+    other = case.array(vector("positive", size, 18))
+    data = to_numpy(case.compressor.compress(other, key=key).data).tobytes()
+    again = to_numpy(case.compressor.decompress(payload, like=x)).tobytes()
+    assert again == decoded, (
+        f"after another compress, a payload of {size} elements decompresses to something else"
+    )
+    if is_mutable(x):
+        case.compressor.compress(x, key=key)
+        x[...] = other
+        changed = to_numpy(case.compressor.compress(x, key=key).data).tobytes()
+        assert changed == data, (
+            f"an array of {size} elements with new values gives the payload of its old ones"
+        )
 
 
 def _poison() -> None:
@@ -99,24 +137,12 @@ def _poison() -> None:
 def independent_of_threads(case: Case) -> None:
     """Concurrent calls in two threads do not disturb each other: they share no scratch memory.
 
-    After each line of the compressor's own code, another thread makes a complete call.
+    After lines of the author's code, another thread makes a complete call.
     """
     if case.jit:
         return
-    files = {
-        code.co_filename
-        for cls in type(case.compressor).__mro__
-        for function in vars(cls).values()
-        if (
-            code := getattr(
-                getattr(function, "fget", None) or getattr(function, "func", None) or function,
-                "__code__",
-                None,
-            )
-        )
-    }
-    x, y = (case.array(vector("gaussian", size, 18)) for size in (300, 300))
-    y = case.array(-2 * vector("positive", 300, 19))
+    x = case.array(vector("gaussian", _SIZE_OF_INTERRUPTED, 18))
+    y = case.array(-2 * vector("positive", _SIZE_OF_INTERRUPTED, 19))
     key, other_key = Key(seed=1), Key(seed=77, step=5)
 
     def call(array: Any, chosen: Key) -> tuple[bytes, bytes]:
@@ -125,6 +151,7 @@ def independent_of_threads(case: Case) -> None:
         return to_numpy(payload.data).tobytes(), to_numpy(decoded).tobytes()
 
     expected, expected_other = call(x, key), call(y, other_key)
+    files = _Files(type(case.compressor))
     got, others = _interrupted(lambda: call(x, key), lambda: call(y, other_key), files)
     assert got == expected, "a call in another thread at the same time changes the result"
     assert all(other == expected_other for other in others), (
@@ -132,22 +159,48 @@ def independent_of_threads(case: Case) -> None:
     )
 
 
-def _interrupted(
-    call: Callable[[], Any], other: Callable[[], Any], files: set[str], most: int = 60
-) -> tuple[Any, list[Any]]:
-    """Return the results of a call and of others, which another thread makes after each of its lines in these files."""
+class _Files:
+    """The files of an author's code: those of a class and its bases, of its package, and all that no library has."""
+
+    def __init__(self, cls: type) -> None:
+        self._bases = {getattr(sys.modules[base.__module__], "__file__", None) for base in cls.__mro__}
+        self._package = cls.__module__.partition(".")[0]
+        paths = sysconfig.get_paths()
+        libraries = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+        self._libraries = ("<frozen", str(Path(qcomp.__file__).parent), *libraries)
+
+    def has(self, frame: FrameType) -> bool:
+        """Return whether the code of a frame is the author's."""
+        name = frame.f_code.co_filename
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name in self._bases or package == self._package != "qcomp":
+            return True
+        return not name.startswith(self._libraries)
+
+
+def _interrupted(call: Callable[[], Any], other: Callable[[], Any], files: _Files) -> tuple[Any, list[Any]]:
+    """Return the results of a call and of others, which another thread makes after its lines in these files.
+
+    Each line is interrupted a few times, so that a loop leaves interruptions for the lines behind it.
+    """
     others: list[Any] = []
     threads: list[threading.Thread] = []
+    visits: Counter[tuple[CodeType, int]] = Counter()
+    waits = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in files:
+        nonlocal waits
+        if not files.has(frame):
             return None
-        if event == "line" and len(threads) < most:
+        line = (frame.f_code, frame.f_lineno)
+        if event == "line" and visits[line] < _VISITS and len(threads) < _MOST_INTERRUPTIONS:
+            visits[line] += 1
             # A thread that waits for a lock of the interrupted call is correct, so wait only briefly.
             thread = threading.Thread(target=lambda: others.append(other()), daemon=True)
             threads.append(thread)
             thread.start()
-            thread.join(0.05 if not others and len(threads) > 3 else 0.5)
+            thread.join(0.5 if waits < 3 else 0.01)
+            waits += thread.is_alive()
         return trace
 
     before = sys.gettrace()
@@ -162,7 +215,7 @@ def _interrupted(
 
 
 def independent_of_the_environment(case: Case) -> None:
-    """Results do not depend on global generators, hash seeds, thread counts, process ids or environment variables.
+    """Results do not depend on global generators, hash seeds, threads, process ids, variables, the host or the date.
 
     Calls do not draw from global generators.
     """
@@ -288,10 +341,34 @@ def _thread(number: int) -> Iterator[None]:
         thread.name = before
 
 
+@contextmanager
+def _host(number: int) -> Iterator[None]:
+    """Give the host another name."""
+    name = f"host-{number}"
+    with (
+        mock.patch.object(socket, "gethostname", return_value=name),
+        mock.patch.object(platform, "node", return_value=name),
+    ):
+        yield
+
+
+@contextmanager
+def _day(number: int) -> Iterator[None]:
+    """Set the clock to another day; `datetime.date.today` reads it by `time.time`."""
+    seconds = 10**9 + 100_003 * number
+    with (
+        mock.patch.object(time, "time", return_value=float(seconds)),
+        mock.patch.object(time, "time_ns", return_value=seconds * 10**9),
+    ):
+        yield
+
+
 _ENVIRONMENTS: dict[str, Any] = {
     "another seed of the global generators": _generators,
     "another hash seed": _hash_seed,
     "another number of threads": _threads,
     "other environment variables": _variables,
     "another name of the thread": _thread,
+    "another name of the host": _host,
+    "another date": _day,
 }
