@@ -15,6 +15,9 @@ __all__ = ["AnyCompressor", "Coder", "Traits"]
 class Traits:
     """The promises of a compressor C for every finite input v.
 
+    The bounds ``omega`` and ``delta`` hold up to an error of 2^-119 in each element, since a scale below 2^-126 becomes
+    zero, and an element may be up to 128 times a scale.
+
     `qcomp.testing.check_compressor` tests each of them.
 
     Parameters

@@ -109,6 +109,14 @@ class Case:
         return Case(coder.plain, self.xp, jit=self.jit, thorough=self.thorough)
 
     @cached_property
+    def of_shapes(self) -> tuple["Case", ...]:
+        """The case, and that of the compressor for a narrow matrix, if the shape of a tensor determines buckets."""
+        shaped = self.compressor.for_shape((32, 9))
+        if shaped == self.compressor:
+            return (self,)
+        return (self, Case(shaped, self.xp, jit=self.jit, thorough=self.thorough))
+
+    @cached_property
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes that the library can compute in."""
         return ("float32", "float64") if has_dtype(self.xp, "float64") else ("float32",)

@@ -8,7 +8,7 @@ import numpy as np
 from qcomp.core.numeric.arrays import device
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
-from qcomp.testing.inputs import flushed, rounded, vector
+from qcomp.testing.inputs import doubles, flushed, rounded, vector
 from qcomp.testing.libraries import has_dtype, to_numpy
 
 _HALVES = (
@@ -42,7 +42,7 @@ def double_precision(case: Case) -> None:
     bucket = min(case.compressor.traits.bucket_size, 1 << 13)
     for size in (1, 7, 9, bucket + 9, 5001):
         for family in ("gaussian", "positive", "sparse", "tiny", "huge"):
-            x = vector(family, size, 1).astype(np.float64) * (1 + 2.0**-40)
+            x = doubles(vector(family, size, 1), 1)
             residual = np.roll(x, 1) * 0.5
             if not case.takes(2 * x):
                 continue

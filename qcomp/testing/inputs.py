@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from qcomp.core.numeric.arrays import TINY
 
-__all__ = ["FAMILIES", "adversarial", "flushed", "rounded", "sizes", "vector", "vectors"]
+__all__ = [
+    "FAMILIES",
+    "LONGEST_BUCKET",
+    "adversarial",
+    "at_every_scale",
+    "doubles",
+    "flushed",
+    "rounded",
+    "sizes",
+    "tested_bucket",
+    "vector",
+    "vectors",
+]
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -28,14 +40,23 @@ FAMILIES = (
     "small",
     "large",
     "heavy",
+    "signs",
 )
+
+LONGEST_BUCKET = 1 << 20
+"""The longest bucket for which vectors of several buckets are tested."""
 
 _SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0**-126, -(2.0**-126), 2.0**-149, 2.0**-130, 1.5, 1e-30, -1e29, 0.1)
 
 
+def tested_bucket(bucket_size: int) -> int:
+    """Return the bucket size from which sizes are derived: an ordinary one if a bucket holds any tensor whole."""
+    return bucket_size if bucket_size <= LONGEST_BUCKET else 5000
+
+
 def sizes(bucket_size: int) -> tuple[int, ...]:
     """Return sizes that cover padding, tails and empty vectors."""
-    b = max(bucket_size, 8)
+    b = max(tested_bucket(bucket_size), 8)
     return tuple(sorted({0, 1, 7, 8, 9, b - 1, b, b + 1, 2 * b + 5}))
 
 
@@ -71,6 +92,7 @@ _CHANGES: dict[str, Callable[[np.ndarray[Any, Any], np.random.Generator], np.nda
     "negative": lambda normal, _: -0.1 - np.abs(normal),
     "uniform": lambda normal, rng: rng.uniform(-1, 1, normal.size),
     "heavy": lambda normal, rng: rng.standard_t(1.5, normal.size),
+    "signs": lambda normal, _: np.where(normal < 0, -0.7, 0.7),
 }
 """The families that are functions of normal values and a generator."""
 
@@ -100,6 +122,24 @@ def adversarial(size: int) -> Vector:
     rows.append(rng.laplace(size=size))
     found = np.asarray(rows, dtype=np.float64).clip(-(2.0**96), 2.0**96).astype(np.float32)
     return found[np.any(flushed(found) != 0, axis=1)]
+
+
+def at_every_scale(size: int, most: int) -> Vector:
+    """Return normal values times powers of two up to the largest accepted magnitude, at most ``most`` elements.
+
+    The shape is (count, size).
+    """
+    row = vector("gaussian", size, 6).astype(np.float64)
+    row /= np.abs(row).max()
+    exponents = np.arange(-125, 101, max(1, -(-226 * size // most)))
+    rows = row * np.exp2(exponents)[:, None]
+    return flushed(rows.clip(-(2.0**99.9), 2.0**99.9).astype(np.float32))
+
+
+def doubles(x: Vector, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return x in float64 with random values in the bits that float32 lacks."""
+    rng = np.random.default_rng([seed, x.size, 78])
+    return x.astype(np.float64) * (1 + rng.random(x.size) * 2.0**-23)
 
 
 def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -69,7 +69,7 @@ def _keys(bucket_size: int) -> Iterator[Key]:
 
 
 def _all_keys(bucket_size: int) -> Iterator[Key]:
-    room = 32 - (bucket_size // 8).bit_length()  # lanes are counted in 32 bits
+    room = max(0, 32 - (bucket_size // 8).bit_length())  # lanes are counted in 32 bits
     for part in _PARTS:
         for bit in range(_BITS.get(part, min(room, 24))):
             yield _BASE._replace(**{part: 1 << bit})
@@ -110,11 +110,13 @@ def _check_buckets(case: Case) -> None:
 def draws_are_independent(case: Case) -> None:
     """Errors under different keys are uncorrelated: the variance of the mean of R ranks is 1/R of one rank's variance.
 
-    This is checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector.
+    This is checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector. Draws of neighbouring
+    keys are not shifted against each other, and neighbouring buckets are uncorrelated.
     """
     if not case.compressor.traits.random:
         return
     plain = case.plain
+    _check_neighbours(plain)
     size = max(8192, min(plain.compressor.traits.bucket_size, 16_384))
     rng = np.random.default_rng(16)
     x = rng.standard_normal(size).astype(np.float32)
@@ -132,9 +134,9 @@ def draws_are_independent(case: Case) -> None:
     mean, deviation = float(usual.mean()), float(usual.std())
     for part in _PARTS:
         values = [*range(12), 64, 128, 1000, 1001] if part != "bucket" else list(range(0, 16 * 4096, 4096))
-        found = _correlations(
-            np.asarray([plain.decoded(x, _BASE._replace(**{part: v})) for v in values]) - centre
-        )
+        errors = np.asarray([plain.decoded(x, _BASE._replace(**{part: v})) for v in values]) - centre
+        _check_shifts(errors, x, part)
+        found = _correlations(errors)
         pairs = found - mean
         pairs[np.tril_indices(len(values))] = 0.0
         a, b = np.unravel_index(int(np.argmax(np.abs(pairs))), pairs.shape)
@@ -147,6 +149,53 @@ def draws_are_independent(case: Case) -> None:
         assert abs(gain - 1) < 12 * deviation + 0.05, (
             f"the variance of the mean over {count} {part}s is {gain / count:.3g} of that of one; expected "
             f"{1 / count:.3g}"
+        )
+
+
+def _check_shifts(errors: Array, x: Array, part: str) -> None:
+    """Check that no row of errors is correlated with the next one after a shift by any number of elements.
+
+    The deviation by chance is that over all shifts. Vectors with few large errors correlate by chance, so they pass.
+    """
+    for signed in (
+        errors,
+        errors * np.sign(x),
+    ):  # an error may depend on the draw with the sign of its element
+        wide = np.sum(signed**2, axis=1) ** 2 >= 200 * np.sum(signed**4, axis=1)
+        spectra = np.fft.rfft(signed)
+        norms = np.sqrt(np.sum(signed**2, axis=1))
+        for row in np.flatnonzero(wide[:-1] & wide[1:]):
+            products = np.fft.irfft(spectra[row] * np.conj(spectra[row + 1]), x.size)
+            found = products / (norms[row] * norms[row + 1])
+            shift = int(np.argmax(np.abs(found)))
+            assert abs(found[shift]) < max(0.3, 8 * float(found.std())), (
+                f"the errors of {part}s that follow each other are alike after a shift by {shift} elements, with "
+                f"correlation {found[shift]:.2g}: they share draws"
+            )
+
+
+def _check_neighbours(case: Case) -> None:
+    """Check that the errors of equal buckets at small distances are uncorrelated.
+
+    The products of independent errors are uncorrelated too, so their spread gives the deviation of their mean by
+    chance.
+    """
+    bucket = case.compressor.traits.bucket_size
+    if bucket < 8 or bucket > 4096:
+        return
+    copies = max(128, (1 << 15) // bucket)
+    decoded = case.decoded(np.tile(vector("gaussian", bucket, 15), copies), Key(seed=3))
+    errors = decoded.reshape(copies, bucket)
+    errors = errors - errors.mean(axis=0)
+    energy = float(np.mean(np.sum(errors**2, axis=1)))
+    if energy == 0:
+        return
+    for distance in (1, 2, 3):
+        products = np.sum(errors[:-distance] * errors[distance:], axis=1) / energy
+        chance = float(products.std()) / np.sqrt(len(products))
+        assert abs(products.mean()) < 8 * chance + 0.02, (
+            f"the errors of equal buckets at distance {distance} are alike, with correlation {products.mean():.2g}: "
+            "they share draws"
         )
 
 

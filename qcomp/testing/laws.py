@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from qcomp.core import feedback
+from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.errors import NonFiniteError, PayloadError
+from qcomp.core.numeric.bitplanes import unpack
+from qcomp.core.numeric.buckets import blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.testing.case import Case
@@ -24,7 +27,7 @@ from qcomp.testing.form_laws import (
     siblings,
     sound_traits,
 )
-from qcomp.testing.inputs import sizes, vector
+from qcomp.testing.inputs import LONGEST_BUCKET, sizes, vector
 from qcomp.testing.key_laws import draws_are_independent, key_names_the_draws, no_key_repeats
 from qcomp.testing.libraries import has_dtype, to_numpy
 from qcomp.testing.memory_laws import any_layout, nothing_is_shared, pure, results_into_buffers
@@ -74,6 +77,8 @@ def same_when_flat(case: Case) -> None:
 def cut_at_buckets(case: Case) -> None:
     """Cutting a vector at a multiple of the bucket size, with the key's bucket continued, changes no value."""
     bucket = case.compressor.traits.bucket_size
+    if bucket > LONGEST_BUCKET:
+        return
     sizes_and_cuts = {(_sizes(case)[-1], 1)}
     if bucket <= 4096:
         many = max(3, -(-4500 // bucket))
@@ -86,14 +91,34 @@ def cut_at_buckets(case: Case) -> None:
     for size, cut in sorted(sizes_and_cuts):
         for dtype in case.dtypes:
             for first in (0, 5):
-                x = vector("gaussian", size, 5).astype(dtype)
-                key = Key(seed=1, step=1, rank=1, bucket=first)
-                whole = case.decoded(x, key)
-                head = case.decoded(x[: cut * bucket], key)
-                tail = case.decoded(x[cut * bucket :], key.at(bucket=first + cut))
-                assert np.concatenate([head, tail]).tobytes() == whole.tobytes(), (
-                    f"cut after {cut} bucket(s), {size} elements of {dtype} decompress to something else"
-                )
+                _require_same_when_cut(case, size, cut, dtype, first)
+    for size, cut in _more_cuts(bucket):
+        _require_same_when_cut(case.plain.on_numpy, size, cut)
+
+
+def _more_cuts(bucket: int) -> Iterator[tuple[int, int]]:
+    """Yield sizes and cuts of other tails, of as many buckets as code may treat at once, and of a large vector."""
+    if bucket <= 4096:
+        for tail in sorted({*range(1, 34), bucket // 4, bucket // 2 + 2}):
+            if tail < bucket:
+                yield bucket + tail, 1
+        for count in sorted({8, 16, 32, bucket}):
+            if count > 1 and count * bucket <= 1 << 18:
+                yield count * bucket, 1
+    large = 1 << 20
+    yield large + 7 * bucket + bucket // 2 + 3, large // (2 * bucket) + 1
+
+
+def _require_same_when_cut(case: Case, size: int, cut: int, dtype: str = "float32", first: int = 0) -> None:
+    bucket = case.compressor.traits.bucket_size
+    x = vector("gaussian", size, 5).astype(dtype)
+    key = Key(seed=1, step=1, rank=1, bucket=first)
+    whole = case.decoded(x, key)
+    head = case.decoded(x[: cut * bucket], key)
+    tail = case.decoded(x[cut * bucket :], key.at(bucket=first + cut))
+    assert np.concatenate([head, tail]).tobytes() == whole.tobytes(), (
+        f"cut after {cut} bucket(s), {size} elements of {dtype} decompress to something else"
+    )
 
 
 def padding_never_leaks(case: Case) -> None:
@@ -101,7 +126,15 @@ def padding_never_leaks(case: Case) -> None:
 
     This is checked with equal values, and with positive ones far from zero, which suffer if padding counts as elements.
     """
+    for each in case.of_shapes:
+        _require_padding_without_effect(each)
+
+
+def _require_padding_without_effect(case: Case) -> None:
     bucket = case.compressor.traits.bucket_size
+    if isinstance(case.plain.compressor, BucketedCompressor):
+        for size in (3, min(bucket, 4096) + 1):
+            _require_zero_codes(case.plain.compressor, size)
     if bucket < 2 or bucket > 4096:
         return
     case = case.plain
@@ -127,6 +160,18 @@ def padding_never_leaks(case: Case) -> None:
                     f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values "
                     f"{full:.3g}: padding affects the result"
                 )
+
+
+def _require_zero_codes(compressor: BucketedCompressor, size: int) -> None:
+    """Check that the codes behind the last element are zero."""
+    bucket = compressor.traits.bucket_size
+    codes = compressor.encode(np.ones(size, dtype=np.float32), Key(seed=1))["codes"]
+    *_, last = blocks(size, bucket, compressor.length_of)
+    packed = codes[-(last.rows * last.length * compressor.bits // 8) :].reshape(last.rows, -1)
+    padding = unpack(packed, compressor.bits)[-1, last.filled :]
+    assert not np.any(padding), (
+        f"behind {size} elements, padding has the codes {np.unique(padding)}; expected 0"
+    )
 
 
 def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None) -> float:
@@ -199,6 +244,7 @@ def non_finite_is_an_error(case: Case) -> None:
                 _require_refused(case, dtype, size, int(position), bad)
         for bad in (np.nan, np.inf, -np.inf):
             _require_refused(case, dtype, bucket + 9, bucket + 3, bad)
+        _require_refused(case, dtype, (1 << 17) + 11, (1 << 16) + 21, np.nan)  # no multiple of a stride
 
 
 def _require_refused(case: Case, dtype: str, size: int, position: int, bad: float) -> None:

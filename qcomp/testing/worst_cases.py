@@ -7,7 +7,7 @@ import numpy as np
 
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
-from qcomp.testing.inputs import adversarial, flushed
+from qcomp.testing.inputs import LONGEST_BUCKET, adversarial, at_every_scale, flushed
 
 __all__ = ["contraction", "variance_bound"]
 
@@ -23,6 +23,8 @@ _SIGMAS = 6.0
 """Deviation of a mean over draws that breaks the law, in standard errors."""
 _ROUNDING = 2.0**-22
 """Relative error that the rounding of scales and results to float32 can add."""
+_ABSOLUTE = 2.0**-119
+"""Error of an element that `Traits` allows besides: up to 128 times a scale that is too small and becomes zero."""
 
 
 class _Bound(NamedTuple):
@@ -42,17 +44,19 @@ class _Found(NamedTuple):
 
 
 def variance_bound(case: Case) -> None:
-    """E ||C(v) - v||^2 is at most omega ||v||^2, for vectors of every kind, full buckets and tails."""
-    traits = case.compressor.traits
-    if traits.omega is not None:
-        _check(case, _Bound("omega", traits.omega))
+    """E ||C(v) - v||^2 is at most omega ||v||^2, for vectors of every kind and magnitude, full buckets and tails."""
+    for each in case.of_shapes:
+        omega = each.compressor.traits.omega
+        if omega is not None:
+            _check(each, _Bound("omega", omega))
 
 
 def contraction(case: Case) -> None:
-    """E ||C(v) - v||^2 is at most (1 - delta) ||v||^2, for vectors of every kind, full buckets and tails."""
-    traits = case.compressor.traits
-    if traits.delta is not None:
-        _check(case, _Bound("1 - delta", 1 - traits.delta))
+    """E ||C(v) - v||^2 is at most (1 - delta) ||v||^2, for the same vectors."""
+    for each in case.of_shapes:
+        delta = each.compressor.traits.delta
+        if delta is not None:
+            _check(each, _Bound("1 - delta", 1 - delta))
 
 
 def _check(case: Case, bound: _Bound) -> None:
@@ -76,7 +80,15 @@ def row_length(bucket_size: int) -> int:
 
 def _full_buckets(case: Case) -> Iterator[_Found]:
     length = row_length(case.compressor.traits.bucket_size)
+    if length > LONGEST_BUCKET:
+        return
+    scaled = _in_range(case, at_every_scale(length, 1 << 17))
+    ratios = _expected(case, scaled, draws=12)
+    for index in np.argsort(ratios)[-2:]:
+        yield _measure(case, scaled[index], _describe(scaled[index]))
     if length > _WIDEST:
+        for row in (np.eye(1, length, length // 2)[0], np.full(length, -0.7)):
+            yield _measure(case, row.astype(np.float32), f"{_describe(row)} of {length} elements")
         return
     for dtype in case.dtypes:
         rows = _in_range(case, adversarial(length).astype(dtype))
@@ -110,10 +122,13 @@ def _expected(case: Case, rows: Array, *, draws: int) -> Array:
 
 
 def _ratios(decoded: Array, rows: Array) -> Array:
+    """Return the squared error of each row, less what `_ABSOLUTE` allows, relative to its squared norm."""
     v = flushed(rows).astype(np.float64)
     size = np.abs(v).max(axis=-1, keepdims=True)
     scale = np.where(size > 0, size, 1.0)
     lost = np.sum(((decoded - v) / scale) ** 2, axis=-1)
+    allowed = np.sqrt(v.shape[-1]) * _ABSOLUTE / scale[..., 0]
+    lost = np.maximum(np.sqrt(lost) - allowed, 0.0) ** 2
     energy = np.sum((v / scale) ** 2, axis=-1)
     ratios: Array = np.where(energy > 0, lost / np.where(energy > 0, energy, 1.0), lost)
     return ratios
