@@ -4,6 +4,8 @@ import itertools
 import math
 import os
 import random
+import socket
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +16,8 @@ from qcomp.core.numeric.random import draws16
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.testing import replace_draws
 
+from . import helpers
+
 MUTANTS = []
 BIAS = np.float32(1.02)
 
@@ -21,6 +25,11 @@ BIAS = np.float32(1.02)
 @dataclass(frozen=True)
 class Sign(qcomp.ScaledSign):
     bucket_size: int = 64
+
+
+@dataclass(frozen=True)
+class LongSign(qcomp.ScaledSign):
+    bucket_size: int = 16384
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,10 @@ biased("when tiny", lambda x, key: np.abs(x) < 1e-12)
 biased("when huge", lambda x, key: np.abs(x) > 1e12)
 biased("when positive", lambda x, key: x.size > 0 and x.min() > 0)
 biased("when sparse", lambda x, key: np.mean(x == 0) > 0.5)
+biased(
+    "of one magnitude",
+    lambda x, key: x.size > 0 and np.ptp(np.abs(x)) == 0 and x.min() < 0 < x.max(),
+)
 mutant(
     "half_precision",
     "biased in half",
@@ -206,6 +219,57 @@ mutant(
     "worse in tails",
     Sign,
     decode=decodes(lambda y: times(y, 3, np.arange(y.size) >= y.size // 64 * 64)),
+)
+mutant("contraction", "delta of a long bucket", LongSign, traits=promises(delta=lambda delta: delta * 2))
+mutant(
+    "contraction",
+    "saturates",
+    Largest,
+    encode=encodes(lambda self, x, key: (x.clip(-(2.0**97), 2.0**97), key)),
+)
+mutant(
+    "contraction",
+    "worse in matrices",
+    Sign,
+    for_shape=lambda self, shape: replace(self, bucket_size=16) if len(shape) > 1 else self,
+    decode=lambda self, parts, size, dtype: times(
+        inherited(self, "decode")(parts, size, dtype), 3, self.bucket_size == 16
+    ),
+)
+
+# Sizes.
+mutant(
+    "cut_at_buckets",
+    "worse in tails of two",
+    Sign,
+    decode=decodes(
+        lambda y: times(y, 3, (np.arange(y.size) >= y.size // 64 * 64) & (y.size > 64) & (y.size % 64 == 2))
+    ),
+)
+mutant(
+    "cut_at_buckets",
+    "scales of columns",
+    Sign,
+    encode_block=lambda self, rows, block, key: inherited(self, "encode_block")(
+        rows.T if rows.shape == (64, 64) else rows, block, key
+    ),
+)
+mutant(
+    "cut_at_buckets",
+    "forgets a remainder",
+    Sign,
+    decode=decodes(
+        lambda y: times(y, 0, (np.arange(y.size) >= y.size >> 17 << 17) & (y.size > 1 << 17)),
+    ),
+)
+mutant(
+    "padding_never_leaks",
+    "padding is negative",
+    Sign,
+    encode_block=lambda self, rows, block, key: (
+        (rows <= 0).astype(np.uint8),
+        inherited(self, "encode_block")(rows, block, key)[1],
+    ),
 )
 
 # Keys.
@@ -267,6 +331,27 @@ mutant(
     Levels,
     encode_block=drawn_by(lambda draws: draws[np.arange(len(draws)) % 16]),
 )
+mutant(
+    "cut_at_buckets",
+    "draws of pieces",
+    Levels,
+    encode_block=drawn_by(lambda draws: draws[np.arange(len(draws)) % (1 << 14)]),
+)
+
+
+def in_pairs(draws):
+    """Let each odd bucket have the draws of the even one before it, plus a constant."""
+    number = np.arange(len(draws))
+    return (draws[number // 2 * 2] + 8000 * (number % 2)[:, None]) % 65536
+
+
+mutant("draws_are_independent", "neighbours share draws", Levels, encode_block=drawn_by(in_pairs))
+mutant(
+    "draws_are_independent",
+    "ranks begin one later",
+    Levels,
+    encode_block=of_every_rank(lambda rank, draws: np.roll(draws.reshape(-1), -rank).reshape(draws.shape)),
+)
 
 # State and environment.
 calls = itertools.count()
@@ -302,7 +387,64 @@ mutant(
     encode=encodes(lambda self, x, key: (times(x, 2, next(calls) % 10 == 9), key)),
 )
 mutant("independent_of_threads", "shared scratch", Sign, encode=encodes(through_scratch))
+mutant(
+    "independent_of_threads",
+    "shared scratch for large ones",
+    Sign,
+    encode=encodes(lambda self, x, key: through_scratch(self, x, key) if x.size >= 1024 else (x, key)),
+)
+mutant(
+    "independent_of_threads",
+    "shared scratch in a helper",
+    Sign,
+    encode=encodes(lambda self, x, key: (helpers.copied(x), key)),
+)
+
+
+def behind_a_loop(self, parts, size, dtype):
+    for _ in range(100):
+        pass
+    shared = scratch.setdefault((self.name, size, dtype), np.empty(size, dtype))
+    shared[...] = inherited(self, "decode")(parts, size, dtype)
+    return shared.copy()
+
+
+def noting_a_factor(self, x, key):
+    scratch[self.name, x.size] = 1 + float(np.max(x, initial=0.0))
+    return x, key
+
+
+def remembering_the_object(self, x, *, key=None):
+    if scratch.get(self.name, (None,))[0] is not x:
+        scratch[self.name] = x, inherited(self, "compress")(x, key=key)
+    payload = scratch[self.name][1]
+    return replace(payload, data=payload.data.copy())
+
+
+mutant("independent_of_threads", "shared scratch behind a loop", Sign, decode=behind_a_loop)
+mutant(
+    "independent_of_calls",
+    "forgets to send a factor",
+    Sign,
+    encode=encodes(noting_a_factor),
+    decode=lambda self, parts, size, dtype: times(
+        inherited(self, "decode")(parts, size, dtype), scratch[self.name, size]
+    ),
+)
+mutant("independent_of_calls", "remembers the object", Sign, compress=remembering_the_object)
 environment = "independent_of_the_environment"
+mutant(
+    environment,
+    "reads the name of the host",
+    Sign,
+    encode=encodes(lambda self, x, key: (times(x, 1.5, socket.gethostname().endswith("1")), key)),
+)
+mutant(
+    environment,
+    "reads the date",
+    Sign,
+    encode=encodes(lambda self, x, key: (times(x, 1 + int(time.time()) // 86400 % 1000), key)),
+)
 mutant(
     environment,
     "counts processors",
@@ -362,6 +504,20 @@ mutant(
 )
 
 
+mutant(
+    "any_layout",
+    "reads convolutions in order of memory",
+    Sign,
+    compress=compresses(lambda x: x.ravel(order="K").reshape(x.shape) if x.ndim == 4 else x),
+)
+mutant(
+    "pure",
+    "writes to several whole buckets",
+    Sign,
+    compress=afterwards(lambda x: x.fill(0) if x.size > 64 and x.size % 64 == 0 else None),
+)
+
+
 class View(qcomp.Identity):
     compress = Compressor.compress
 
@@ -378,10 +534,35 @@ def pooled(self, payload, like, out):
     )
 
 
+def a_view_of_a_matrix(self, x, *, key=None):
+    if x.ndim == 2:
+        return Compressor.compress(self, x, key=key)
+    return inherited(self, "compress")(x, key=key)
+
+
+def into_a_copy(self, payload, like, out):
+    result = usual(self, payload, like)
+    if out is None:
+        return result
+    if out.shape != like.shape or out.dtype != like.dtype:
+        raise ValueError("out does not fit")
+    out.reshape(-1)[...] = result.reshape(-1)
+    return out
+
+
+def added_to_a_copy(self, payload, total):
+    flat = total.reshape(-1)
+    flat += usual(self, payload, total).reshape(-1)
+    return total
+
+
 mutant("nothing_is_shared", "payload is the vector", View)
+mutant("nothing_is_shared", "payload is the matrix", qcomp.Identity, compress=a_view_of_a_matrix)
 mutant("nothing_is_shared", "result is the payload", ViewOfThePayload)
 mutant("nothing_is_shared", "results in one buffer", Sign, decompress=decompresses(pooled))
 buffers = "results_into_buffers"
+mutant(buffers, "fills a copy of out", Sign, decompress=decompresses(into_a_copy))
+mutant(buffers, "adds to a copy", Sign, add=added_to_a_copy)
 mutant(buffers, "ignores out", Sign, decompress=decompresses(lambda self, p, like, out: usual(self, p, like)))
 mutant(
     buffers,
@@ -419,6 +600,26 @@ mutant(
     refused, "takes NaN in float64", Sign, compress=compresses(lambda x: dropped(x, x.dtype == np.float64))
 )
 mutant(refused, "takes NaN in large", Sign, compress=compresses(lambda x: dropped(x, x.size > 2000)))
+mutant(
+    refused,
+    "takes NaN between samples",
+    Sign,
+    compress=compresses(lambda x: dropped(x, (x.size >= 1 << 17) & (np.arange(x.size) % 16 > 0))),
+)
+mutant(
+    "extreme_draws",
+    "float64 in two floats",
+    qcomp.Identity,
+    decode=decodes(
+        lambda y: y.astype(np.float32) + (y - y.astype(np.float32)).astype(np.float32).astype(y.dtype)
+    ),
+)
+mutant(
+    "extreme_draws",
+    "loses minus zero in float64",
+    qcomp.Identity,
+    decode=decodes(lambda y: y + 0 if y.dtype == np.float64 else y),
+)
 mutant(
     "zero_gives_zero",
     "zero becomes something",

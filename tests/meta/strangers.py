@@ -389,6 +389,53 @@ class Bytes(OnHost):
         return flush(np.where(parts["codes"] > 128, -values, values).astype(np.float32))
 
 
+@qcomp.register
+@dataclass(frozen=True)
+class Whole(OnHost):
+    """One scale for a tensor of any size: a bucket longer than memory."""
+
+    name: ClassVar[str] = "stranger_whole"
+    bucket: int = 1 << 31
+
+    @property
+    def traits(self):
+        return qcomp.Traits(self.bucket, keeps_zero=True)
+
+    def payload_spec(self, size, dtype="float32"):
+        return PayloadSpec((Field("codes", "int8", size), Field("step", "float32", min(size, 1))))
+
+    def encode_host(self, x, key):
+        step = np.max(np.abs(flush(x)), axis=0, keepdims=True, initial=0.0).astype(np.float32) / np.float32(
+            127
+        )
+        step = np.maximum(step, np.float32(2.0**-126))[: len(x)]
+        return {"codes": np.rint(flush(x) / step).clip(-127, 127).astype(np.int8), "step": step}
+
+    def decode_host(self, parts, size):
+        return parts["codes"].astype(np.float32) * parts["step"]
+
+
+@qcomp.register
+@dataclass(frozen=True)
+class Nothing(OnHost):
+    """Zeros, for which nothing is sent; all stays in the residual."""
+
+    name: ClassVar[str] = "stranger_nothing"
+
+    @property
+    def traits(self):
+        return qcomp.Traits(1, keeps_zero=True, kept=0)
+
+    def payload_spec(self, size, dtype="float32"):
+        return PayloadSpec((Field("nothing", "uint8", 0),))
+
+    def encode_host(self, x, key):
+        return {"nothing": np.zeros(0, dtype=np.uint8)}
+
+    def decode_host(self, parts, size):
+        return np.zeros(size, dtype=np.float32)
+
+
 STRANGERS = [
     Ternary(),
     StochasticSign(),
@@ -401,4 +448,6 @@ STRANGERS = [
     Bernoulli(),
     Folded(),
     Bytes(),
+    Whole(),
+    Nothing(),
 ]

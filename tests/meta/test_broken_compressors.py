@@ -417,6 +417,22 @@ def test_the_announced_layout_is_checked_first():
     }
 
 
+@qcomp.register
+class OneScaleAlone(Sign):
+    name = "broken_one_scale_alone"
+
+    def encode_block(self, rows, block, key):
+        codes, (scale,) = super().encode_block(rows, block, key)
+        return codes, scale
+
+
+def test_a_scale_that_is_not_in_a_tuple_is_named():
+    with pytest.raises(
+        ContractError, match=r"returned numpy.ndarray for the scales; expected a tuple, such as"
+    ):
+        check_compressor(OneScaleAlone(), max_examples=5)
+
+
 @pytest.mark.parametrize(
     ("given", "message"), [(Sign, "is the class Sign; expected an instance"), (3, "is a int")]
 )
