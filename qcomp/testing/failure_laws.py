@@ -24,6 +24,11 @@ _SECONDS = 30.0
 
 def refusals_are_shared(world: World) -> None:
     """A non-finite value on any rank raises NonFiniteError on all ranks in the same stage, and changes nothing."""
+    mean = world.mean()
+    for bad in world.ranks:
+        values = world.values(0, shapes=[(20,)])  # two buckets: some ranks have empty chunks
+        values[bad][0][13] = np.nan
+        refused(mean, values, world.start(mean, values[bad]))
     for spec in (*SPECS, CODED):
         for _ in refusals(world, spec):
             pass

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -138,24 +139,28 @@ def nothing_owed_without_feedback(world: World) -> None:
 
 
 def sum_identity(world: World) -> None:
-    """The means add up to the exact means, minus what the residuals of all ranks hold."""
+    """The means add up to the exact means, minus what the residuals of all ranks hold, in float64 and float32."""
+    uneven = [*SHAPES, (10_007,)]  # leaves a rest in every division into blocks
+    for spec in SPECS[:3:2]:
+        require_sum_identity(world.mean(spec), world.nodes, shapes=uneven, dtype=np.float32)
     others = ("sign:bucket_size=16,scale=rms", "onebit_sgd", "scaled(qsgd:levels=1)")
     for spec in (*SPECS[:3], *others, "qsgd:levels=31,bucket_size=16,coding=elias"):
         require_sum_identity(world.mean(spec), world.nodes)
 
 
 def only_results_are_new(world: World) -> None:
-    """Values and old residuals are not written to, so the same call gives the same result again."""
+    """Values, old residuals and earlier means are not written to, so the same call gives the same result again."""
     for spec in SPECS[:2]:
         mean = world.mean(spec)
-        _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
-        values, before = world.values(1), [held_by(state) for state in states]
+        earlier, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
+        values, before, held = world.values(1), [held_by(state) for state in states], bits(earlier)
         first = average(mean, values, states, Key(step=1))
         assert [bits(x) for x in values] == [bits(x) for x in world.values(1)], "values were written to"
         assert [held_by(state) for state in states] == before, "old residuals were written to"
         again = average(mean, values, states, Key(step=1))
         same = bits(again.means) == bits(first.means) and _held(again.states) == _held(first.states)
         assert same, "the same call gives another result the second time"
+        assert bits(earlier) == held, "a later call writes to the means of an earlier one"
 
 
 def donation_changes_nothing(world: World) -> None:
@@ -291,18 +296,19 @@ def distance_of_an_unbiased_mean(world: World) -> float:
 def draws_have_keys_of_their_own(world: World) -> None:
     """No two buckets are rounded with the same draws, whatever their ranks and hops."""
     mean, values = world.mean(SPECS[1]), world.values(0)
-    seen = draws_of(mean, values, world.start(mean, values[0]))
-    if world.is_exact:
-        return
-    assert seen, "nothing draws"
-    twice = [key for key in seen if seen.count(key) > 1]
-    assert not twice, (
-        f"two buckets are rounded with the draws of {Key(*twice[0])}; give each hop its own: key.at(hop=...)"
-    )
-    expected = {(9, 4, 2)}
-    assert {(key.seed, key.step, key.tensor) for key in seen} == expected, "draws ignore the key of the call"
-    assert {key.bucket for key in seen} == set(range(15)), "draws ignore the numbers of the buckets"
-    assert {key.rank for key in seen} <= set(world.ranks), "draws have keys of ranks that do not exist"
+    for step in (4, 2**33 + 4):
+        seen = draws_of(mean, values, world.start(mean, values[0]), step)
+        if world.is_exact:
+            return
+        assert seen, "nothing draws"
+        twice = [key for key in seen if seen.count(key) > 1]
+        assert not twice, (
+            f"two buckets are rounded with the draws of {Key(*twice[0])}; give each hop its own: key.at(hop=...)"
+        )
+        keys = {(key.seed, key.step, key.tensor) for key in seen}
+        assert keys == {(9, step, 2)}, "draws ignore the key of the call"
+        assert {key.bucket for key in seen} == set(range(15)), "draws ignore the numbers of the buckets"
+        assert {key.rank for key in seen} <= set(world.ranks), "draws have keys of ranks that do not exist"
 
 
 def sends_what_fits(world: World) -> None:
@@ -310,25 +316,28 @@ def sends_what_fits(world: World) -> None:
     mean = world.mean()
     states = world.start(mean, inputs(0, 0))
 
-    def looked_at(stages: Any) -> Any:
-        arrived = None
-        while True:
-            try:
-                request = next(stages) if arrived is None else stages.send(arrived)
-            except StopIteration as stop:
-                return stop.value
-            assert isinstance(request, AllToAll | AllGather), f"the stages yield {request!r}"
-            buffers = request.send if isinstance(request, AllToAll) else (request.send,) * world.size
-            assert len(buffers) == len(request.receive) == world.size, (
-                f"an exchange has {len(buffers)} buffers and {len(request.receive)} sizes for {world.size} ranks"
-            )
-            found = {(str(b.dtype), b.ndim) for b in buffers}
-            assert found == {("uint8", 1)}, (
-                f"buffers have dtypes and axes {found}; expected uint8 and one axis"
-            )
-            arrived = yield request
+    def require_fitting(request: Any) -> None:
+        assert isinstance(request, AllToAll | AllGather), f"the stages yield {request!r}"
+        buffers = request.send if isinstance(request, AllToAll) else (request.send,) * world.size
+        assert len(buffers) == len(request.receive) == world.size, (
+            f"an exchange has {len(buffers)} buffers and {len(request.receive)} sizes for {world.size} ranks"
+        )
+        found = {(str(b.dtype), b.ndim) for b in buffers}
+        assert found == {("uint8", 1)}, f"buffers have dtypes and axes {found}; expected uint8 and one axis"
 
-    lockstep([looked_at(mean.stages(inputs(rank, 0), states[rank])) for rank in world.ranks])
+    lockstep([_watched(mean.stages(inputs(r, 0), states[r]), require_fitting) for r in world.ranks])
+
+
+def _watched(stages: Any, look: Callable[[Any], None]) -> Any:
+    """Run a computation in stages, and show each of its requests to a function."""
+    arrived = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            return stop.value
+        look(request)
+        arrived = yield request
 
 
 def costs_make_sense(world: World) -> None:
@@ -350,6 +359,31 @@ def costs_make_sense(world: World) -> None:
             assert all(a <= b for a, b in zip(less, more, strict=True)), (
                 f"{what} cost less: {less}, then {more}"
             )
+
+
+def costs_count_what_is_sent(world: World) -> None:
+    """The bytes of its cost lie between the average and the most that a rank sends, up to a tenth for rounding."""
+    of_nodes = {world.nodes.count(node) for node in world.nodes}
+    if world.size == 1 or len(of_nodes) > 1:
+        return  # a cluster has the same number of ranks on every node
+    c, size, sent = ScaledSign(bucket_size=64), 1 << 16, [0] * world.size
+    mean = world.mean(c, feedback=False)
+
+    def count(rank: int, request: Any) -> None:
+        gathers = isinstance(request, AllGather)
+        sent[rank] += sum(
+            (request.send if gathers else request.send[other]).shape[0]
+            for other in world.ranks
+            if other != rank
+        )
+
+    values = [np.ones(size, np.float32) for _ in world.ranks]
+    running = map(mean.stages, values, world.start(mean, values[:1]))
+    lockstep([_watched(stages, partial(count, rank)) for rank, stages in enumerate(running)])
+    load = Load(size, c.payload_spec(size).nbytes, False, encode=1e-9, decode=2e-10, add=2e-10, copy=4e-10)
+    found = topology(world.topology).cost(load, Cluster(world.size, Link(1e9), *of_nodes)).sent
+    least, most = 0.9 * sum(sent) / world.size, 1.1 * max(sent)
+    assert least <= found <= most, f"its cost counts {found:.0f} bytes for a rank; the ranks send {sent}"
 
 
 def residuals_are_used(world: World) -> None:
@@ -386,6 +420,7 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
         nothing_owed_without_feedback,
         sum_identity,
         residuals_are_used,
+        costs_count_what_is_sent,
         donation_changes_nothing,
         overwriting_changes_nothing,
         side_by_side,

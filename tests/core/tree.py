@@ -80,7 +80,8 @@ class Tree(extend.Topology):
         )
 
     def cost(self, load, cluster):
-        """Return a cost of twice the height of the tree."""
+        """Return a cost of twice the height of the tree; each rank but the root sends one message, and gets another."""
         height = math.ceil(math.log2(cluster.ranks))
+        sent = 2 * (cluster.ranks - 1) / cluster.ranks * load.payload  # the average of the ranks
         wire = 2 * height * cluster.link.seconds(load.payload, ranks=1, messages=1)
-        return extend.Cost(load.packed * (load.encode + height * load.add), wire, 2 * load.payload)
+        return extend.Cost(load.packed * (load.encode + height * load.add), wire, sent)

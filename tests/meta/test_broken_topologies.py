@@ -144,7 +144,91 @@ class ComputesInSingle(Broken):
         return found._replace(means=[m.astype(np.float32).astype(m.dtype) for m in found.means])
 
 
+class DecaysInSingle(Broken):
+    """In float32 half of what workers owe is forgotten."""
+
+    def stages(self, call):
+        found = yield from super().stages(call)
+        decayed = tuple(r * r.dtype.type(0.5 if r.dtype == np.float32 else 1) for r in found.worker)
+        return found._replace(worker=decayed)
+
+
+class ServersOweTheOppositeInSingle(Broken):
+    def stages(self, call):
+        found = yield from super().stages(call)
+        return found._replace(server=tuple(-r if r.dtype == np.float32 else r for r in found.server))
+
+
+class DoublesRankZeroOfFour(Broken):
+    """A path for powers of two weighs a rank wrongly."""
+
+    def change(self, call):
+        if call.layout.world != 4 or call.layout.rank:
+            return call
+        return call._replace(values=[x * 2 for x in call.values], donate=False, into=type(call.into)())
+
+
+class DropsTheRest(Broken):
+    """What is left of a long tensor after whole blocks of 4096 elements is never averaged."""
+
+    def stages(self, call):
+        found = yield from super().stages(call)
+        for m in found.means:
+            m[m.size // 4096 * 4096 or m.size :] = 0
+        return found
+
+
+class RefusesAloneWhereEmpty(Broken):
+    """A rank without a chunk raises before the exchange."""
+
+    def stages(self, call):
+        if not call.layout.own.chunk and not all(np.isfinite(x).all() for x in call.values):
+            raise NonFiniteError("a value is not finite")
+        return (yield from super().stages(call))
+
+
+class ReusesTheBuffersOfMeans(Broken):
+    buffers = {}
+
+    def change(self, call):
+        if call.overwrite or call.into.means:
+            return call
+        own = [
+            self.buffers.setdefault((call.layout.rank, i, x.shape, x.dtype), np.empty_like(x))
+            for i, x in enumerate(call.values)
+        ]
+        return call._replace(into=call.into._replace(means=own))
+
+
+class CountsHalfOfItsBytes(Broken):
+    def cost(self, load, cluster):
+        found = super().cost(load, cluster)
+        return found._replace(sent=found.sent / 2)
+
+
+class CountsTheBytesOfAllRanks(Broken):
+    def cost(self, load, cluster):
+        found = super().cost(load, cluster)
+        return found._replace(sent=found.sent * cluster.ranks)
+
+
+class DrawsAlikeInLateSteps(Broken):
+    """A counter of steps has 32 bits, and what is above takes the bits of hops."""
+
+    def change(self, call):
+        return call._replace(key=OneStream(*call.key)) if call.key.step >= 2**32 else call
+
+
 BROKEN = {
+    DecaysInSingle: {"sum_identity"},
+    ServersOweTheOppositeInSingle: {"sum_identity"},
+    DoublesRankZeroOfFour: {"exact_without_loss"},
+    DropsTheRest: {"sum_identity"},
+    RefusesAloneWhereEmpty: {"refusals_are_shared"},
+    ReusesTheBuffersOfMeans: {"only_results_are_new"},
+    CountsHalfOfItsBytes: {"costs_count_what_is_sent"},
+    CountsTheBytesOfAllRanks: {"costs_count_what_is_sent"},
+    DrawsAlikeInLateSteps: {"draws_have_keys_of_their_own"},
     ForgetsWorkers: {"sum_identity", "residuals_are_used"},
     WritesIntoValues: {"only_results_are_new"},
     WorkerAndServerDrawAlike: {"draws_have_keys_of_their_own"},
