@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
+from qcomp.testing.means import owed
 from qcomp.testing.turns import lockstep
 
 __all__ = [
@@ -122,6 +124,15 @@ class Job:
         results = lockstep(stages)
         self.params = [params for params, _ in results]
         self.states = [state for _, state in results]
+
+    def owed(self) -> list[Vector]:
+        """Return mean_i e_i + e_s of each compressed tensor; nothing if the mean has residuals of other kinds."""
+        optimizer, state = self.case.optimizer, self.states[0]
+        if optimizer.mean.kinds != CompressedMean.kinds:
+            return []
+        exact = state.exact or (True,) * len(NAMES)
+        compressed = [p for p, is_exact in zip(self.params[0], exact, strict=True) if not is_exact]
+        return owed(optimizer.mean_of(state), [s.exchange for s in self.states], compressed)
 
     def held(self) -> list[dict[str, bytes]]:
         """Return everything that each rank holds, by name."""

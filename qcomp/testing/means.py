@@ -171,7 +171,7 @@ def owed(
             kinds.append((1, ranges.server, state.server))
         for weight, of_kind, residuals in kinds:
             for part, residual in zip(of_kind, residuals, strict=True):
-                whole[part.tensor][part.start : part.stop] += residual / weight
+                whole[part.tensor][part.start : part.stop] += to_numpy(residual) / weight
     return [kept.reshape(t.shape) for kept, t in zip(whole, tensors, strict=True)]
 
 

@@ -1,9 +1,9 @@
 """The laws of an optimizer's steps and states, each a function that raises AssertionError if a case breaks it."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ _SECONDS = 60.0
 
 def ranks_agree(case: OptimizerCase) -> None:
     """After each step all ranks hold the same, except for residuals and what `own_kinds` and `apart` declare."""
-    for size in (1, 2, 3):
+    for size in (1, 2, 4):
         job = case.start(size)
         for step in range(STEPS):
             assert [s.step for s in job.states] == [step] * size, (
@@ -136,9 +136,14 @@ def only_results_are_new(case: OptimizerCase) -> None:
         for rank, (one, other) in enumerate(zip(before, job.held(), strict=True)):
             key = difference(one, other)
             assert key is None, f"step {step} writes to {key!r} of rank {rank}"
-        for given, drawn in zip(grads, job.grads(step), strict=True):
-            same = list(map(bytes_of, given)) == list(map(bytes_of, drawn))
-            assert same, f"step {step} writes to gradients"
+        _require_drawn(grads, job, step)
+
+
+def _require_drawn(grads: Sequence[Any], job: Job, step: int) -> None:
+    """Raise AssertionError unless gradients are as a job draws them for a step."""
+    for given, drawn in zip(grads, job.grads(step), strict=True):
+        same = list(map(bytes_of, given)) == list(map(bytes_of, drawn))
+        assert same, f"step {step} writes to gradients"
 
 
 def keeps_no_gradients(case: OptimizerCase) -> None:
@@ -169,11 +174,13 @@ def same_again(case: OptimizerCase) -> None:
 
 
 def donation_changes_nothing(case: OptimizerCase) -> None:
-    """Steps that may overwrite the old parameters and moments give the same results."""
+    """Steps that may overwrite the old parameters and moments give the same results, and leave gradients alone."""
     job = case.start(2)
     for step, expected in enumerate(case.whole_run[1:]):
-        job.step(step, donate=True)
+        grads = job.grads(step)
+        job.take(job.stages(grads, donate=True))
         require_same(job, expected, f"after {step + 1} steps with donate=True")
+        _require_drawn(grads, job, step)
 
 
 def saved_after_any_step(case: OptimizerCase) -> None:
@@ -200,7 +207,7 @@ def _through_a_file(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusals_are_shared(case: OptimizerCase) -> None:
-    """A non-finite gradient on one rank stops all ranks in the same stage, and changes nothing."""
+    """A non-finite gradient on one rank stops all ranks in the same stage, and changes nothing, even if donated."""
     raising = OptimizerCase(replace(case.optimizer, nonfinite="raise"), case.xp)
     skipping = case.having(nonfinite="skip")
     for job in case.whole_run[:-1]:
@@ -216,7 +223,8 @@ def refusals_are_shared(case: OptimizerCase) -> None:
             grads = [case.arrays(x) for x in drawn]
             where = f"{bad} in {NAMES[tensor]!r} on rank 1 after {step} steps"
             raised = Job(raising, list(job.params), list(job.states))
-            for rank, error in enumerate(lockstep(raised.stages(grads), catch=NonFiniteError)):
+            stopped = raised.stages(grads, donate=tensor % 2 == step % 2)
+            for rank, error in enumerate(lockstep(stopped, catch=NonFiniteError)):
                 assert isinstance(error, NonFiniteError), f"{where}: rank {rank} makes its step"
             key = next(filter(None, map(difference, before, job.held())), None)
             assert key is None, f"{where}: {key!r} has changed"
@@ -272,26 +280,58 @@ def over_a_communicator(case: OptimizerCase) -> None:
 
 
 def another_world_goes_on(case: OptimizerCase) -> None:
-    """Three ranks can load the dicts of two, and then agree; or all three refuse them."""
-    for saved in case.whole_run[::3]:
+    """More or fewer ranks can load the dicts of two with their moments and residuals, and then agree; or all refuse."""
+    for saved, size in product(case.whole_run[::3], (3, 1)):
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]
         stages = [
             case.optimizer.load_stages(
-                dicts[rank : rank + 1], list(saved.params[0]), rank=rank, size=3, host="one", names=NAMES
+                dicts[rank::size], list(saved.params[0]), rank=rank, size=size, host="one", names=NAMES
             )
-            for rank in range(3)
+            for rank in range(size)
         ]
         states = lockstep(stages, catch=(ValueError, MismatchError))
         refused = [isinstance(state, Exception) for state in states]
         assert len(set(refused)) == 1, "some ranks load the dicts of another world, and others refuse them"
         if refused[0]:
             continue
-        job, step = Job(case, [list(saved.params[0]) for _ in range(3)], states), saved.states[0].step
-        assert [s.step for s in states] == [step] * 3, (
+        job, step = Job(case, [list(saved.params[0]) for _ in range(size)], states), saved.states[0].step
+        assert [s.step for s in states] == [step] * size, (
             f"dicts of step {step} load as steps {[s.step for s in states]}"
         )
+        _require_kept(job, saved)
         job.step(step)
         if case.optimizer.apart(job.states[0].stage):
             continue
         held = [list(map(bytes_of, p)) for p in job.params]
-        assert held[0] == held[1] == held[2], f"loaded after {step} steps on three ranks, these then differ"
+        assert held == held[:1] * size, f"loaded after {step} steps on {size} ranks, these then differ"
+
+
+def _require_kept(loaded: Job, saved: Job) -> None:
+    """Raise AssertionError unless the means of moments over the ranks, and what these owe, are those before a save."""
+    where = f"loaded after {saved.states[0].step} steps on {loaded.size} ranks"
+    after = _of_all_ranks(loaded)
+    for kind, (before, largest) in _of_all_ranks(saved).items():
+        found, _ = after[kind]
+        # Sums over the ranks in any order, and three scalings.
+        tolerance = (saved.size + loaded.size + 6) * 2.0**-24 * largest
+        same = all(np.all(np.abs(x - y) <= tolerance) for x, y in zip(found, before, strict=True))
+        assert same, f"{where}, the mean of {kind} over the ranks is not that of the ranks that saved"
+
+
+def _of_all_ranks(job: Job) -> dict[str, tuple[list[Vector], float]]:
+    """Return the means over the ranks of each kind of array, and what residuals owe, with the largest magnitudes."""
+    of_ranks = [{"momentum": s.momentum, "variance": s.variance, **s.arrays} for s in job.states]
+    drawn = {
+        kind: [[to_numpy(x).astype(np.float64) for x in of_rank[kind]] for of_rank in of_ranks]
+        for kind in of_ranks[0]
+    }
+    found = {
+        kind: ([np.mean(same, axis=0) for same in zip(*each, strict=True)], _largest(chain(*each)))
+        for kind, each in drawn.items()
+    }
+    residuals = [to_numpy(r) for s in job.states for r in (*s.exchange.worker, *s.exchange.server)]
+    return {**found, "residuals": (job.owed(), _largest(residuals))}
+
+
+def _largest(arrays: Iterable[Vector]) -> float:
+    return max((float(np.abs(x).max(initial=0)) for x in arrays), default=0.0)

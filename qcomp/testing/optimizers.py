@@ -36,6 +36,7 @@ _LAWS: tuple[tuple[_Law, ...], ...] = (
         setting_laws.clipping_scales_gradients,
         setting_laws.gradients_are_averaged,
         setting_laws.equal_ranks_move_as_one,
+        setting_laws.nothing_is_lost,
         setting_laws.draws_have_keys_of_their_own,
     ),
 )
@@ -46,9 +47,10 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     """Check that an optimizer keeps the promises of `qcomp.Optimizer`.
 
     All ranks hold the same after each of twelve steps. Arguments are not written to. A job that is saved after any step
-    goes on with the same bits; on another number of ranks it goes on, or all refuse it. A non-finite gradient stops all
-    ranks and changes nothing. Ranks that were not started alike raise. Donation changes nothing. The shared settings
-    (rate and schedule, groups, weight decay, clipping, seed) have the effects that `qcomp.Optimizer` describes.
+    goes on with the same bits; on more or fewer ranks it goes on with its moments and residuals, or all refuse it. A
+    non-finite gradient stops all ranks and changes nothing. Ranks that were not started alike raise. Donation changes
+    nothing. SGD adds later what compression has lost. The shared settings (rate and schedule, groups, weight decay,
+    clipping, seed) have the effects that `qcomp.Optimizer` describes.
 
     Parameters
     ----------

@@ -9,6 +9,7 @@ import numpy as np
 from qcomp.core.checkpoint.format import DIGESTS, MAKER
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.optimizers.groups import Group
 from qcomp.testing.jobs import (
@@ -20,6 +21,7 @@ from qcomp.testing.jobs import (
     Vector,
     bytes_of,
     difference,
+    gradients,
 )
 from qcomp.testing.libraries import to_numpy
 
@@ -29,6 +31,7 @@ __all__ = [
     "equal_ranks_move_as_one",
     "gradients_are_averaged",
     "groups_select_by_name",
+    "nothing_is_lost",
     "rates_scale_the_step",
     "schedules_count_completed_steps",
     "weight_decay_shrinks",
@@ -59,18 +62,27 @@ def rates_scale_the_step(case: OptimizerCase) -> None:
 
 
 def schedules_count_completed_steps(case: OptimizerCase) -> None:
-    """With a schedule that is 0 until step k, nothing moves before step k, and step k moves what it always moves."""
+    """With a schedule that is 0 until step k, nothing moves before step k, and step k moves what it always moves.
+
+    A step that is skipped is not completed.
+    """
     steady = _steady(case)
     rate: Any = steady.optimizer.learning_rate
-    for k in (0, 1, 5):
-        late = partial(_from, k, rate)
-        job = OptimizerCase(replace(steady.optimizer, learning_rate=late), case.xp).start(2)
+    for k, nonfinite in ((0, "raise"), (1, "raise"), (5, "raise"), (2, "skip")):
+        late = steady.having(learning_rate=partial(_from, k, rate), nonfinite=nonfinite)
+        if late is None:
+            continue
+        job = late.start(2)
+        bad = [late.arrays([x * np.float32(np.nan) for x in gradients(rank, 0)]) for rank in range(2)]
+        if nonfinite == "skip" and not case.optimizer.apart(job.states[0].stage) and job.exchanges(bad):
+            job.take(job.stages(bad))
         for step in range(k + 1):
             before = _params(job)
             job.step(step)
             moves = step == k and _params(steady.whole_run[k]) != _params(steady.whole_run[k + 1])
             assert (_params(job) != before) == moves, (
                 f"with a schedule that is 0 until step {k}, step {step} {'moves no' if moves else 'moves'} parameters"
+                + f", after {job.states[0].skipped} skipped steps" * (nonfinite == "skip")
             )
 
 
@@ -158,23 +170,23 @@ def _of_known_norm(rank: int) -> list[Vector]:
 
 
 def gradients_are_averaged(case: OptimizerCase) -> None:
-    """Without a loss by compression, two ranks begin with the step of one rank with the mean of their gradients."""
+    """Without a loss by compression, four ranks begin with the step of one rank with the mean of their gradients."""
     exact = _without_loss(case)
     if exact is None:
         return
-    two, alone = exact.start(2), exact.start(1)
-    if exact.optimizer.apart(two.states[0].stage):
+    four, alone = exact.start(4), exact.start(1)
+    if exact.optimizer.apart(four.states[0].stage):
         return
-    grads = two.grads(0)
-    two.take(two.stages(grads))
-    pairs = zip(*(map(to_numpy, of_rank) for of_rank in grads), strict=True)
-    alone.take(alone.stages([exact.arrays([((g + h) / 2).astype(g.dtype) for g, h in pairs])]))
+    grads = four.grads(0)
+    four.take(four.stages(grads))
+    of_tensors = zip(*(map(to_numpy, of_rank) for of_rank in grads), strict=True)
+    alone.take(alone.stages([exact.arrays([np.asarray(np.mean(each, axis=0)) for each in of_tensors])]))
     for name, p, one, other in zip(
-        NAMES, exact.start(1).params[0], alone.params[0], two.params[0], strict=True
+        NAMES, exact.start(1).params[0], alone.params[0], four.params[0], strict=True
     ):
         moved, distance = to_numpy(one) - to_numpy(p), to_numpy(other) - to_numpy(one)
         assert np.linalg.norm(distance) <= 1e-3 * np.linalg.norm(moved), (
-            f"the first step of two ranks without compression moves {name!r} otherwise than that of one rank with the "
+            f"the first step of four ranks without compression moves {name!r} otherwise than that of one rank with the "
             "mean of their gradients"
         )
 
@@ -194,6 +206,58 @@ def equal_ranks_move_as_one(case: OptimizerCase) -> None:
                 f"after {step + 1} steps without compression, {name!r} of two ranks with the same gradients is not "
                 "that of one rank alone; average over the ranks"
             )
+
+
+def nothing_is_lost(case: OptimizerCase) -> None:
+    """If it is SGD, its moves and what its residuals owe add up to the mean gradients, which it does not forget."""
+    known = {field.name for field in fields(case.optimizer)}
+    plain = case.having(**{name: value for name, value in _PLAIN.items() if name in known})
+    exact = None if plain is None else _without_loss(plain)
+    if plain is None or exact is None or not plain.optimizer.mean.feedback:
+        return
+    if plain.optimizer.mean.kinds != CompressedMean.kinds or _lost(exact, 2) is not None:
+        return  # residuals of another kind, or other moves than those of SGD
+    found = _lost(plain, STEPS)
+    assert found is None, f"with a rate of 1 and without momentum, {found}; keep the residuals of the mean"
+
+
+_PLAIN: dict[str, Any] = {
+    "learning_rate": 1.0,
+    "momentum": 0.0,
+    "nesterov": False,
+    "weight_decay": 0.0,
+    "clip_norm": None,
+    "groups": (),
+}
+"""Settings in which SGD moves by the mean gradients."""
+
+
+def _lost(case: OptimizerCase, steps: int) -> str | None:
+    """Return a text about the first tensor whose moves, and what is owed, are not the mean gradients; None if all are.
+
+    A step rounds an element fewer than 100 times, of at most a few times the largest magnitude, by half an ulp each.
+    """
+    job = case.start(2)
+    left = [to_numpy(p).astype(np.float64) for p in job.params[0]]
+    largest = 0.0
+    for step in range(steps):
+        job.step(step)
+        left = [
+            x - sum(g.astype(np.float64) for g in each) / 2
+            for x, *each in zip(left, *(gradients(rank, step) for rank in range(2)), strict=True)
+        ]
+        unpaid, due = iter(job.owed()), [np.zeros(x.shape) for x in left]
+        for i, is_exact in enumerate(job.states[0].exact):
+            due[i] = due[i] if is_exact else next(unpaid)
+        largest = max([largest, *(float(np.abs(x).max(initial=0)) for x in (*left, *due))])
+        for name, p, x, owed in zip(NAMES, job.params[0], left, due, strict=True):
+            off = np.abs(to_numpy(p) - x - owed).max(initial=0)
+            if off > 2.0**-14 * largest:
+                return (
+                    f"the moves of {name!r} in {step + 1} steps and what is owed are not the mean gradients, "
+                    f"off by {off:.3g}"
+                )
+    return None
 
 
 def draws_have_keys_of_their_own(case: OptimizerCase) -> None:

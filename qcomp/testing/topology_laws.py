@@ -363,8 +363,8 @@ def costs_make_sense(world: World) -> None:
 
 def costs_count_what_is_sent(world: World) -> None:
     """The bytes of its cost lie between the average and the most that a rank sends, up to a tenth for rounding."""
-    of_nodes = {world.nodes.count(node) for node in world.nodes}
-    if world.size == 1 or len(of_nodes) > 1:
+    per_node, *others = {world.nodes.count(node) for node in world.nodes}
+    if world.size == 1 or others:
         return  # a cluster has the same number of ranks on every node
     c, size, sent = ScaledSign(bucket_size=64), 1 << 16, [0] * world.size
     mean = world.mean(c, feedback=False)
@@ -381,7 +381,7 @@ def costs_count_what_is_sent(world: World) -> None:
     running = map(mean.stages, values, world.start(mean, values[:1]))
     lockstep([_watched(stages, partial(count, rank)) for rank, stages in enumerate(running)])
     load = Load(size, c.payload_spec(size).nbytes, False, encode=1e-9, decode=2e-10, add=2e-10, copy=4e-10)
-    found = topology(world.topology).cost(load, Cluster(world.size, Link(1e9), *of_nodes)).sent
+    found = topology(world.topology).cost(load, Cluster(world.size, Link(1e9), per_node)).sent
     least, most = 0.9 * sum(sent) / world.size, 1.1 * max(sent)
     assert least <= found <= most, f"its cost counts {found:.0f} bytes for a rank; the ranks send {sent}"
 

@@ -199,12 +199,102 @@ class UsesUpWithoutDonation(Whole):
         return super().apply(params, means._replace(donate=True), state)
 
 
+class UsesUpGradientsIfDonated(Whole):
+    def stages(self, params, grads, state, *, donate=False):
+        found = yield from super().stages(params, grads, state, donate=donate)
+        for g in grads if donate else ():
+            np.multiply(g, 0.5, out=g)
+        return found
+
+
+class DecaysDonatedMomentaTooEarly(Whole):
+    """Donated momenta change before the exchange, which other ranks may still refuse."""
+
+    def stages(self, params, grads, state, *, donate=False):
+        if donate:
+            copies = tuple(m.copy() for m in state.momentum)
+            for m in state.momentum:
+                np.multiply(m, 0.9, out=m)
+            state = state._replace(momentum=copies)
+        return (yield from super().stages(params, grads, state, donate=donate))
+
+
+class ForgetsInAnotherWorld(Whole):
+    """On another number of ranks, momenta or residuals start from zero."""
+
+    def load_stages(self, saved, params, **options):
+        loaded = yield from super().load_stages(saved, params, **options)
+        return loaded if isinstance(saved, dict) else self.forget(loaded)
+
+
+class ForgetsMomentaInAnotherWorld(ForgetsInAnotherWorld):
+    def forget(self, state):
+        return state._replace(momentum=tuple(0 * m for m in state.momentum))
+
+
+class ForgetsResidualsInAnotherWorld(ForgetsInAnotherWorld):
+    def forget(self, state):
+        return with_worker_residuals(state, lambda r: 0 * r)
+
+
+class TripsOverItsFourthRank(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return [p + p.dtype.type(state.rank > 2) for p in new], after
+
+
+class DividesByTwo(Whole):
+    """Divides sums by two instead of the number of ranks, if there are several."""
+
+    def apply(self, params, means, state):
+        values = [v * v.dtype.type(max(1, state.size / 2)) for v in means.values]
+        return super().apply(params, means._replace(values=values), state)
+
+
+class RateOfSkippedSteps(Whole):
+    def rate(self, state):
+        return super().rate(state._replace(step=state.step + state.skipped))
+
+
+def with_worker_residuals(state, change):
+    exchange = state.exchange
+    return state._replace(exchange=exchange._replace(worker=tuple(map(change, exchange.worker))))
+
+
+class OwesTheOpposite(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return new, with_worker_residuals(after, lambda r: -r)
+
+
+class OwesLess(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return new, with_worker_residuals(after, lambda r: r * r.dtype.type(0.9))
+
+
+class ForgetsEveryFiveSteps(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return new, with_worker_residuals(after, lambda r: 0 * r) if after.step % 5 == 0 else after
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressesNothing(Whole):
     exact: qcomp.ExactBelow = qcomp.ExactBelow(10**6)  # noqa: RUF009 - immutable
 
 
 BROKEN = {
+    UsesUpGradientsIfDonated: "donation_changes_nothing",
+    DecaysDonatedMomentaTooEarly: "refusals_are_shared",
+    ForgetsMomentaInAnotherWorld: "another_world_goes_on",
+    ForgetsResidualsInAnotherWorld: "another_world_goes_on",
+    TripsOverItsFourthRank: "ranks_agree",
+    DividesByTwo: "gradients_are_averaged",
+    RateOfSkippedSteps: "schedules_count_completed_steps",
+    OwesTheOpposite: "nothing_is_lost",
+    OwesLess: "nothing_is_lost",
+    ForgetsEveryFiveSteps: "nothing_is_lost",
     CompressesNothing: "compresses_soon",
     RanksDrift: "ranks_agree",
     ForgetsToCount: "ranks_agree",
