@@ -12,40 +12,13 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import AdamNumbers, KernelSet, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.testing.inputs import vector
-from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
+from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, to_library, to_numpy
 
 __all__ = ["BLENDS", "check_low_rank", "check_steps", "check_updates"]
 
 BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
-_COUNTS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    9,
-    10,
-    12,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    48,
-    63,
-    64,
-    100,
-    127,
-    128,
-    1000,
-    1023,
-    4096,
-)
+_COUNTS = (*range(1, 129), 1000, 1023, 4096)
 """Numbers of ranks."""
 _STEPS = tuple(
     StepNumbers(rate=rate, correction=correction, eps=eps, weight_decay=decay)
@@ -63,13 +36,12 @@ _STEPS = tuple(
 
 def check_updates(kernels: KernelSet, xp: Namespace) -> None:
     """Check the primitives that take one tensor and no compressor."""
-    for size in around_powers_of_two(1 << 13):
+    for size in (*around_powers_of_two(1 << 13), *LONG, (1 << 20) + 3):
         _compare_updates(kernels, xp, size, seed=size)
     for number, numbers in enumerate(_STEPS):
         _compare_updates(kernels, xp, 1000, seed=number, numbers=numbers, blend=BLENDS[number % len(BLENDS)])
     for count in _COUNTS:
-        for size in (9, 1000):
-            _compare_ends(kernels, xp, size, count)
+        _compare_ends(kernels, xp, 137, count)
     for size, layout in product((1, 9, 1000, 70_001), ("dense", "strided", "offset")):
         for decay in (0.0, 1e-50, 0.1):
             _compare_descents(kernels, xp, size, layout, decay)
@@ -78,14 +50,19 @@ def check_updates(kernels: KernelSet, xp: Namespace) -> None:
         _check_ranges(kernels, xp, size, layout)
 
 
-_SIZES_OF_TENSORS = ((1000,), (1, 0, 7, 1023, 1025, 5000, 3), (70_000, 9, 70_001))
-"""Sizes of tensors that are updated together: one, small and empty ones, and enough elements for several threads."""
+_SHAPES_OF_TENSORS: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((40, 25),),
+    ((), (0,), (7,), (1023,), (5, 5, 41), (5000,), (3, 1)),
+    ((250, 280), (9,), (70_001,)),
+)
+"""Shapes of tensors that are updated together: one, small and empty ones, and enough elements for several threads."""
 
 
 def check_steps(kernels: KernelSet, xp: Namespace) -> None:
     """Check the steps of several tensors, each with its own numbers, in new arrays and in donated ones."""
-    for round_, tensors in enumerate(_SIZES_OF_TENSORS):
-        layouts = ("dense", "strided", "offset") if sum(tensors) < 10_000 else ("dense",)
+    for round_, tensors in enumerate(_SHAPES_OF_TENSORS):
+        small = sum(map(math.prod, tensors)) < 10_000
+        layouts = ("dense", "strided", "offset") if small else ("dense",)
         for layout, donate, coupled in product(layouts, (False, True), (0.0, 0.1)):
             numbers = [
                 AdamNumbers(
@@ -93,7 +70,7 @@ def check_steps(kernels: KernelSet, xp: Namespace) -> None:
                 )
                 for i in range(round_, round_ + len(tensors))
             ]
-            what = f"of tensors of {tensors} elements, {layout}, donated: {donate}, with {numbers}"
+            what = f"of tensors of shapes {tensors}, {layout}, donated: {donate}, with {numbers}"
             for name, steps in (("Adam", _exact_steps), ("Adam with a frozen variance", _frozen_steps)):
                 expected, got = (
                     steps(chosen, _Tensors(xp, tensors, layout), numbers, donate=donate)
@@ -105,14 +82,14 @@ def check_steps(kernels: KernelSet, xp: Namespace) -> None:
 class _Tensors:
     """Parameters, momenta, variances and gradients of several tensors, and the memory around each of them."""
 
-    def __init__(self, xp: Namespace, sizes: Sequence[int], layout: str) -> None:
+    def __init__(self, xp: Namespace, shapes: Sequence[tuple[int, ...]], layout: str) -> None:
         self.arrays: dict[str, list[Any]] = {}
         self.memory: dict[str, list[Any]] = {}
         families = {"params": "gaussian", "momenta": "wide", "variances": "sparse", "gradients": "gaussian"}
         for name, family in families.items():
-            drawn = [vector(family, size, number) for number, size in enumerate(sizes)]
+            drawn = [vector(family, math.prod(shape), number) for number, shape in enumerate(shapes)]
             pairs = [laid_out(xp, np.abs(x) if name == "variances" else x, layout) for x in drawn]
-            self.arrays[name] = [array for array, _ in pairs]
+            self.arrays[name] = [x.reshape(shape) for (x, _), shape in zip(pairs, shapes, strict=True)]
             self.memory[name] = [memory for _, memory in pairs]
 
     def keep(self, *names: str) -> Untouched:

@@ -29,7 +29,7 @@ from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_low_rank, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
-from qcomp.testing.kernel_memory import Untouched, around_powers_of_two, laid_out
+from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 from qcomp.testing.promises import Attempt, Contract
 
@@ -202,7 +202,7 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
         for size in around_powers_of_two(1 << 13)
         if size <= 1 << 13
     ]
-    others += [_Case(compressor, vector("uniform", size, 3)) for size in (100_003,)]
+    others += [_Case(compressor, vector("uniform", size, 3)) for size in LONG]
     for number, case in enumerate(others):
         _compare(kernels, xp, case, [_WHERE[1 + number % 3]])
     for layout in _LAYOUTS:
@@ -440,8 +440,21 @@ def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -
         call(other)
         after = [to_numpy(part).tobytes() for part in first]
         again = [to_numpy(part).tobytes() for part in call(x)]
+        refilled = _refilled(compressor, x, other)
     assert after == before, "a call wrote to the result of an earlier one"
     assert again == before, "the same call had two results"
+    assert refilled, "a payload whose buffer has been filled again has the old decompressed values"
+
+
+def _refilled(compressor: Compressor, x: Any, other: Any) -> bool:
+    """Return whether a payload decompresses to other values once its buffer holds another payload."""
+    first, second = (compressor.compress(array, key=Key(seed=2)) for array in (x, other))
+    expected = to_numpy(compressor.decompress(second, like=other)).tobytes()
+    compressor.decompress(first, like=x)
+    if not is_mutable(first.data) or first.data.shape != second.data.shape:
+        return True
+    first.data[...] = second.data
+    return to_numpy(compressor.decompress(first, like=x)).tobytes() == expected
 
 
 def _check_buffers(kernels: KernelSet, xp: Namespace) -> None:

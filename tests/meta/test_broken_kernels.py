@@ -199,6 +199,8 @@ broken(
 )
 broken("wrong for one element", encode=encodes(lambda data: flip(data, 0), lambda x, key: x.size == 1))
 broken("wrong where large", encode=encodes(lambda data: flip(data, 0), lambda x, key: x.size > 50_000))
+broken("wrong for 3000", encode=encodes(lambda data: flip(data, 7), lambda x, key: x.size == 3000))
+broken("wrong from 2^17 on", encode=encodes(lambda data: flip(data, 9), lambda x, key: x.size >= 2**17))
 broken(
     "wrong where strided", encode=encodes(lambda data: flip(data, 0), lambda x, key: not x.flags.c_contiguous)
 )
@@ -299,6 +301,20 @@ class OneBuffer(Pool):
         return self.memory.setdefault(("empty", x.shape), np.empty(x.shape, dtype=x.dtype))
 
 
+class RemembersPayloads(Whole):
+    """Decompresses a buffer once, whatever it holds later."""
+
+    name = "remembers payloads"
+    last = None
+
+    def decode(self, compressor, data, like, *, out, accumulate):
+        if out is not None or accumulate:
+            return super().decode(compressor, data, like, out=out, accumulate=accumulate)
+        if self.last is None or self.last[0] is not data:
+            self.last = data, super().decode(compressor, data, like, out=None, accumulate=False)
+        return self.last[1].copy()
+
+
 class TakesNaN(Whole):
     name = "takes NaN"
 
@@ -320,7 +336,7 @@ class ReturnsWhatWasGiven(Whole):
 
 BROKEN += [
     pytest.param(kind(), SIGN, id=kind.name)
-    for kind in (OneBeta, NoNewBuffer, ReturnsWhatWasGiven, Pool, OneBuffer, TakesNaN)
+    for kind in (OneBeta, NoNewBuffer, ReturnsWhatWasGiven, Pool, OneBuffer, RemembersPayloads, TakesNaN)
 ]
 
 
@@ -391,6 +407,12 @@ broken(
     compress_mean=lambda self, whole, c, payloads, like, r, key: whole(c, payloads[1:], like, r, key),
 )
 broken("counts to 64", finish_mean=lambda self, whole, total, count: whole(total, min(count, 64)))
+broken(
+    "multiplies by the reciprocal of 24",
+    finish_mean=lambda self, whole, total, count: (
+        (total * np.float32(1 / 24)).astype(total.dtype) if count == 24 else whole(total, count)
+    ),
+)
 broken(
     "multiplies by the reciprocal",
     finish_mean=lambda self, whole, total, count: (total * np.float32(1 / count)).astype(total.dtype),
@@ -492,6 +514,20 @@ broken("zeros for ever", next_factor=lambda self, whole, new, old: whole(new, ne
 # Optimizers.
 broken("always beta of .9", momentum=lambda self, whole, m, g, beta1, scale: whole(m, g, 0.9, scale))
 broken("never clips", momentum=lambda self, whole, m, g, beta1, scale: whole(m, g, beta1, 1.0))
+broken(
+    "the momentum of many elements",
+    momentum=lambda self, whole, m, g, beta1, scale: (
+        whole(m, g, beta1, scale)
+        if m.size < 10_000 or m.size % 8 == 0
+        else np.nextafter(whole(m, g, beta1, scale), np.float32(np.inf))
+    ),
+)
+broken(
+    "the momentum of a million elements",
+    momentum=lambda self, whole, m, g, beta1, scale: (
+        whole(m, g, beta1, scale) if m.size < 2**20 else whole(m, g, 0.9001, scale)
+    ),
+)
 broken(
     "writes to the momentum",
     momentum=lambda self, whole, m, g, beta1, scale: write_into(m, whole(m, g, beta1, scale)),
@@ -595,6 +631,15 @@ broken(
             square,
         )
         for (moved, _, square), old, new, n in zip(whole(p, m, v, g, numbers), m, g, numbers, strict=True)
+    ],
+)
+
+
+broken(
+    "Adam: shrinks matrices",
+    adam_steps=lambda self, whole, p, m, v, g, numbers: [
+        (new * np.float32(0.999) if new.ndim == 2 else new, *moments)
+        for new, *moments in whole(p, m, v, g, numbers)
     ],
 )
 
