@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from qcomp.cli.output import UsageError, explained, import_named, say, set_aside
 from qcomp.core.compressor import Compressor
 from qcomp.core.registry import compressor
 from qcomp.planning import CPU, PURE, Cluster, Job, Link, Machine, Measured, Method, advise, gpu, measure
-from qcomp.planning.advice import Advice, methods_of
+from qcomp.planning.advice import Advice, compressors_for, methods_of
 from qcomp.planning.cluster import INSIDE
 from qcomp.planning.evidence import TASKS
 from qcomp.planning.network import agreed
@@ -305,7 +305,7 @@ def _measure(options: argparse.Namespace) -> tuple[int, Measured]:
     like = vector(options.arrays, options.elements)
     comm = world()
     _require_writable(options.out, comm, like)
-    compressors: list[Compressor] = options.compressor or _default_compressors()
+    compressors: Sequence[Compressor] = options.compressor or compressors_for()
     return comm.rank, measure(comm, compressors, like=like, step=step, rounds=options.rounds)
 
 
@@ -323,12 +323,6 @@ def _require_writable(out: str | None, comm: "Communicator", like: Any) -> None:
     found = max(int(value) for (value,) in agreed(comm, [problem], like))
     if found:
         raise UsageError(f"--out is {out!r}; the first rank cannot write there: {os.strerror(found)}")
-
-
-def _default_compressors() -> list[Compressor]:
-    alone = Cluster(1, Link(1.0))
-    methods = [m.compressor for m in methods_of(alone) if m.topology == "two_phase"]
-    return [c for c in methods if c is not None]
 
 
 def _import(name: str) -> Callable[[], object]:

@@ -10,14 +10,14 @@ from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.core.optimizers.muon import Muon
 from qcomp.core.outer.presets import diloco, sparse_loco, streaming_diloco
-from qcomp.planning.cluster import Cluster, Job
+from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, evidence_of
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
 from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_seconds
 
-__all__ = ["WORTHWHILE", "Advice", "Row", "advise", "methods_for", "methods_of"]
+__all__ = ["WORTHWHILE", "Advice", "Row", "advise", "compressors_for", "methods_for", "methods_of"]
 
 WORTHWHILE = 1.2
 """The smallest recommended speed-up, since the model is within a fifth of measured steps."""
@@ -212,12 +212,22 @@ def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, .
     rounds, hierarchical if ranks share a node's link; PowerSGD of rank 1, 2 and 4; and Muon, with and without an owner
     for each matrix.
     """
+    return tuple(method for method in _all_methods(job, cluster) if method.predictable(machine))
+
+
+def compressors_for() -> tuple[Compressor, ...]:
+    """Return the compressors whose speeds a machine needs for all kinds of methods of `methods_for`."""
+    found = _all_methods(Job(1, 0.0, shapes=((1, 1),)), Cluster(1, Link(1.0)))
+    of_spec = {c.spec: c for method in found for c in method.sends if not c.traits.lossless}
+    return tuple(of_spec.values())
+
+
+def _all_methods(job: Job, cluster: Cluster) -> tuple[Method, ...]:
+    """Return all kinds of methods, and PowerSGD and Muon if the job has shapes."""
     found = methods_of(cluster, job.gradient_bytes)
     sparse = TopK(k=64, bucket_size=4096, value_bits=2)
-    known = sparse.spec in machine.speeds
-    if known:
-        found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
-    loops = [diloco(), streaming_diloco(), *([sparse_loco(), sparse_loco(every=5)] if known else [])]
+    found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
+    loops = [diloco(), streaming_diloco(), sparse_loco(), sparse_loco(every=5)]
     if topology("hierarchical").suits(cluster.nodes, cluster.ranks_per_node):
         loops = [
             replace(loop, averaging=replace(loop.averaging, topology="hierarchical"))
@@ -227,11 +237,9 @@ def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, .
         ]
     found += tuple(OuterMethod(loop=loop) for loop in loops)
     if any(len(shape) > 1 for shape in job.shapes):
-        if machine.low_rank is not None:
-            found += tuple(PowerSGDMethod(averaging=PowerSGD(rank=rank)) for rank in (1, 2, 4))
-        if machine.product is not None:
-            muon = Muon(learning_rate=0.0)
-            found += (MuonMethod(optimizer=muon), MuonMethod(optimizer=muon, replicated=True))
+        found += tuple(PowerSGDMethod(averaging=PowerSGD(rank=rank)) for rank in (1, 2, 4))
+        muon = Muon(learning_rate=0.0)
+        found += (MuonMethod(optimizer=muon), MuonMethod(optimizer=muon, replicated=True))
     return found
 
 

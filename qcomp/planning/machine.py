@@ -111,18 +111,28 @@ class Machine:
         ValueError
             If there is no figure for a compressor of that name.
         """
+        found = self._closest(compressor)
+        if found is None:
+            known = ", ".join(self.speeds) or "none"
+            raise ValueError(
+                f"no speed of {compressor.spec} is known; known: {known}. Measure it, or pass a Machine that has it"
+            )
+        return found
+
+    def knows(self, compressor: Compressor) -> bool:
+        """Return whether there is a figure for a compressor of that name."""
+        return self._closest(compressor) is not None
+
+    def _closest(self, compressor: Compressor) -> Speed | None:
+        """Return the speed of the most similar compressor, or None."""
         if compressor.spec in self.speeds:
             return self.speeds[compressor.spec]
         if compressor.name == "identity":
             return Speed(self.copy, self.copy, self.copy)
         alike = {s: c for s in self.speeds if _kind(c := from_spec(s)) == _kind(compressor)}
-        if not alike:
-            known = ", ".join(self.speeds) or "none"
-            raise ValueError(
-                f"no speed of {compressor.spec} is known; known: {known}. Measure it, or pass a Machine that has it"
-            )
         length = _length(compressor)
-        return self.speeds[min(alike, key=lambda spec: abs(_length(alike[spec]) - length))]
+        closest = min(alike, key=lambda spec: abs(_length(alike[spec]) - length), default=None)
+        return None if closest is None else self.speeds[closest]
 
 
 def _kind(compressor: Compressor) -> tuple[str, bool]:

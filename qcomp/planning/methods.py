@@ -64,6 +64,10 @@ class PowerSGDMethod(Method):
         """What it sends."""
         return self.label
 
+    def predictable(self, machine: Machine) -> bool:
+        """Return whether the machine has all figures that the method needs; see `Method.predictable`."""
+        return machine.low_rank is not None
+
     def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
         """Return the predicted time of a step; see `step_time`."""
         if machine.low_rank is None:
@@ -124,6 +128,15 @@ class MuonMethod(Method):
         """What it sends."""
         return self.label
 
+    @property
+    def sends(self) -> tuple[Compressor, ...]:
+        """The compressors whose speeds it needs."""
+        return () if self.replicated else (self.optimizer.compressor, self.optimizer.update_compressor)
+
+    def predictable(self, machine: Machine) -> bool:
+        """Return whether the machine has all figures that the method needs; see `Method.predictable`."""
+        return machine.product is not None and super().predictable(machine)
+
     def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
         """Return the predicted time of a step; see `step_time`."""
         if machine.product is None:
@@ -144,7 +157,7 @@ class MuonMethod(Method):
         wire, sent = _by_owners(
             self._mean.message_sizes(matrices, cluster.ranks), exact, cluster, exchanges=1
         )
-        one, other = map(machine.speed, (self.optimizer.compressor, self.optimizer.update_compressor))
+        one, other = map(machine.speed, self.sends)
         codec = elements * (one.encode + one.add + other.encode / cluster.ranks + other.decode)
         codec += work * machine.product + len(matrices) * machine.tensor + 2 * machine.call
         return StepTime(self, job.compute + codec + wire, job.compute, codec, wire, sent)
@@ -185,6 +198,10 @@ class OuterMethod(Method):
     def kind(self) -> str:
         """What it sends."""
         return self.label
+
+    def predictable(self, machine: Machine) -> bool:
+        """Return whether the machine has all figures that the method needs; see `Method.predictable`."""
+        return self._low_rank.predictable(machine) if self._low_rank else super().predictable(machine)
 
     def step(self, job: Job, cluster: Cluster, machine: Machine) -> StepTime:
         """Return the predicted time of a step; see `step_time`."""

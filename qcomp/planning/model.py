@@ -70,6 +70,15 @@ class Method:
             return "16-bit" if self.half else "plain"
         return self.compressor.spec
 
+    @property
+    def sends(self) -> tuple[Compressor, ...]:
+        """The compressors whose speeds it needs."""
+        return () if self.compressor is None else (self.compressor,)
+
+    def predictable(self, machine: Machine) -> bool:
+        """Return whether the machine has all figures that the method needs."""
+        return all(map(machine.knows, self.sends))
+
     def step(self, job: Job, cluster: Cluster, machine: Machine) -> "StepTime":
         """Return the predicted time of a step; see `step_time`.
 

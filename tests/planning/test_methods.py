@@ -262,7 +262,14 @@ def test_shapes_of_another_number_of_elements_are_an_error():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    "machine", [CPU, gpu(), Machine("little", copy=1e-9, speeds=CPU.speeds)], ids=["cpu", "gpu", "old"]
+    "machine",
+    [
+        CPU,
+        gpu(),
+        Machine("little", copy=1e-9, speeds=CPU.speeds),
+        replace(CPU, speeds={qcomp.ScaledSign().spec: CPU.speed(SIGN)}),
+    ],
+    ids=["cpu", "gpu", "old", "one compressor"],
 )
 @pytest.mark.parametrize(
     "cluster",

@@ -8,7 +8,7 @@ import pytest
 
 import qcomp
 from qcomp.cli import main, plan
-from qcomp.planning import CPU, Cluster, Job, Link, Measured, advise, gpu, methods_of
+from qcomp.planning import CPU, Cluster, Job, Link, Measured, advise, gpu, methods_for, methods_of
 from qcomp.planning.picture import draw
 
 EXAMPLE = ["plan", "--params", "350M", "--ranks", "64", "--link", "10gbit", "--compute-ms", "300"]
@@ -209,6 +209,14 @@ class TestMeasuring:
     @pytest.mark.parametrize("option", ["--elements", "--rounds"])
     def test_measuring_nothing_is_an_error(self, capsys, option):
         assert f"{option} is 0; expected at least 1" in refused(capsys, *self.SMALL, option, "0")
+
+    def test_what_is_measured_by_default_is_enough_to_compare_all_methods(self, capsys, tmp_path):
+        out = str(tmp_path / "measured.json")
+        printed(capsys, *self.SMALL[: self.SMALL.index("--compressor")], "--out", out)
+        found = printed(capsys, *EXAMPLE, "--params", "2M", "--measured", out, "--json")
+        compared = {method["method"] for method in json.loads(found)["methods"]}
+        small, cluster = job(2_000_000, 0.3), Cluster(64, Link(1.25e9))
+        assert compared == {method.label for method in methods_for(small, cluster, CPU)}
 
     def test_a_link_is_still_needed_after_one_rank_measured(self, capsys):
         assert "--ranks is not given" in refused(capsys, *self.SMALL, "--params", "1M", "--compute-ms", "5")
