@@ -12,7 +12,6 @@ from qcomp.core.mean.stages import Transport
 from qcomp.core.optimizers import Muon, Optimizer
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.planning.cluster import Cluster, Job
-from qcomp.planning.machine import Machine
 from qcomp.planning.measurement import Measured
 from qcomp.planning.methods import MuonMethod, PowerSGDMethod
 from qcomp.planning.model import ALLREDUCES, Method, step_time
@@ -31,9 +30,11 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     params : array or sequence of arrays
         The parameters, as for `Optimizer.init`.
     comm : Communicator
-        As for `Optimizer.init`. Predictions use its number of ranks, not the measured one.
+        As for `Optimizer.init`. Predictions use its number of ranks, not the measured one, on nodes of equal size that
+        are as large as possible, but not larger than the measured ones.
     measured : Measured
-        From `measure`, or from a file of ``qcomp plan --measure``. With one rank there is no warning.
+        From `measure`, or from a file of ``qcomp plan --measure``. With one rank there is no warning, nor if nothing
+        can be predicted since the optimizer's compressors or computations were not measured.
 
     Warns
     -----
@@ -57,13 +58,13 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     """
     if measured.cluster is None or comm.size == 1 or comm.rank != 0 or optimizer.mean.lossless:
         return
-    cluster, machine = replace(measured.cluster, ranks=comm.size), measured.machine
+    cluster, machine = _resized(measured.cluster, comm.size), measured.machine
     shapes = tuple(tuple(p.shape) for p in as_tensors(params, "params"))
     if not sum(map(math.prod, shapes)):
         return
     job = Job(params=sum(map(math.prod, shapes)), compute=0.0, shapes=shapes)
-    method = _method(optimizer, shapes, cluster, machine)
-    if method is None:
+    method = _method(optimizer, shapes, cluster)
+    if not method.predictable(machine):
         return
     others: Iterable[Method] = map(Method, ALLREDUCES)
     if isinstance(method, MuonMethod):
@@ -80,18 +81,20 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
         )
 
 
-def _method(
-    optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], cluster: Cluster, machine: Machine
-) -> Method | None:
-    """Return an optimizer's method of averaging; None if its computations were not measured."""
+def _resized(cluster: Cluster, ranks: int) -> Cluster:
+    """Return the cluster with another number of ranks, on the largest nodes of equal size that its nodes allow."""
+    fitting = max(each for each in range(1, cluster.ranks_per_node + 1) if ranks % each == 0)
+    return replace(cluster, ranks=ranks, ranks_per_node=fitting)
+
+
+def _method(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], cluster: Cluster) -> Method:
+    """Return an optimizer's method of averaging."""
     mean = optimizer.mean
     if isinstance(optimizer, Muon):
-        return None if machine.product is None else MuonMethod(optimizer=optimizer)
+        return MuonMethod(optimizer=optimizer)
     (compressor,) = mean.compressors  # the optimizer's own; a policy may choose others for single tensors
     if isinstance(mean, PowerSGDMean):
         averaging = PowerSGD(rank=mean.rank, min_compression=mean.min_compression)
-        return (
-            None if machine.low_rank is None else PowerSGDMethod(averaging=averaging, compressor=compressor)
-        )
+        return PowerSGDMethod(averaging=averaging, compressor=compressor)
     nodes = tuple(rank // cluster.ranks_per_node for rank in range(cluster.ranks))
     return Method(mean.chosen(shapes, cluster.ranks, nodes).topology, compressor)

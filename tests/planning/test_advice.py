@@ -22,6 +22,7 @@ from qcomp.planning import (
     warn_if_slower,
 )
 from qcomp.planning.advice import WORTHWHILE
+from qcomp.planning.units import show_seconds
 
 JOB = Job(25_000_000, 0.3)
 SLOW, FAST = Cluster(8, Link(12.5e6)), Cluster(8, Link(50e9, 5e-6))
@@ -176,10 +177,25 @@ class TestWarning:
             assert words in message
             assert self.warned(self.SLOW, optimizer, size=(512, 512)) == []
 
+    @pytest.mark.parametrize(("n", "nodes"), [(2, 1), (5, 5), (6, 2), (8, 2)])
+    def test_ranks_that_do_not_fill_the_measured_nodes_share_smaller_ones(self, n, nodes):
+        """Four ranks of a node were measured; the messages between nodes tell how many nodes are assumed."""
+        optimizer = qcomp.CompressedSGD(learning_rate=0.1, averaging=qcomp.Averaging("all_gather"))
+        measured = Cluster(8, Link(50e9, 20e-6), ranks_per_node=4)
+        (message,) = self.warned(measured, optimizer, n=n)
+        method = Method("all_gather", optimizer.compressor)
+        expected = step_time(
+            Job(100_000, 0.0), replace(measured, ranks=n, ranks_per_node=n // nodes), CPU, method
+        )
+        assert f"takes {show_seconds(expected.seconds)}, of which" in message
+
     def test_is_silent_if_speeds_were_not_measured(self):
         old = replace(CPU, low_rank=None, product=None)
+        one = replace(CPU, speeds={SIGN.spec: CPU.speed(SIGN)})
         factors = qcomp.CompressedSGD(
             learning_rate=0.1, compressor=qcomp.Identity(), averaging=qcomp.PowerSGD(rank=4), exact=None
         )
-        for optimizer in (factors, qcomp.Muon(learning_rate=0.1)):
-            assert self.warned(self.FAST, optimizer, size=(512, 512), machine=old) == []
+        halves = qcomp.CompressedSGD(learning_rate=0.1, compressor=qcomp.Cast("bfloat16"))
+        muon = qcomp.Muon(learning_rate=0.1)
+        for optimizer, machine in ((factors, old), (muon, old), (muon, one), (halves, CPU)):
+            assert self.warned(self.FAST, optimizer, size=(512, 512), machine=machine) == []
