@@ -1,5 +1,6 @@
 """The comparison of all methods, and a recommendation whether and how to compress."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, evidence_of
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
-from qcomp.planning.model import Method, StepTime, break_even, run_speedup, step_time
+from qcomp.planning.model import Method, StepTime, pays_between, run_speedup, step_time
 from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_seconds
 
 __all__ = ["WORTHWHILE", "Advice", "Row", "advise", "compressors_for", "methods_for", "methods_of"]
@@ -32,13 +33,17 @@ class Row(NamedTuple):
     run_speedup: float
     """Speed-up of a run, whose first steps are exact if the method compresses."""
     break_even: float | None
-    """Bandwidth between nodes below which the method is faster than that all-reduce; None for an all-reduce."""
+    """Bandwidth between nodes below which the method is faster than that all-reduce: 0 if on no link, infinity if on
+    every link above `pays_above`. None for an all-reduce."""
     known: Evidence | None
     """What is known about the method's steps to a loss. None if nothing is known, and for an all-reduce, which needs as
     many steps as exact training."""
     loss_speedup: float
     """Speed-up of a run to the same loss over that all-reduce. If the steps to a loss are not known, the method counts
     `UNMEASURED` steps for each exact one."""
+    pays_above: float = 0.0
+    """Bandwidth between nodes above which the method is faster than that all-reduce; not 0 for a method that saves
+    messages, but sends more bytes."""
 
     @property
     def measured(self) -> bool:
@@ -101,8 +106,9 @@ class Advice:
     def document(self) -> dict[str, Any]:
         """The output of `qcomp plan --json`: seconds, bytes, bytes per second, and None for infinity.
 
-        ``pays_below`` is the bandwidth between nodes below which a method is faster: 0 if on no link, None if on every
-        link. All-reduces do not have it.
+        A method is faster between the bandwidths ``pays_above`` and ``pays_below``, in the table a range or "above".
+        ``pays_above`` is 0 if there is no lower limit, ``pays_below`` None if there is no upper one, and both are 0 if
+        the method is faster on no link. All-reduces do not have them.
         """
         methods = []
         for row in self.rows:
@@ -120,9 +126,9 @@ class Advice:
                 "loss_speedup": row.loss_speedup,
                 "steps_to_loss": None if row.known is None else asdict(row.known),
             }
-            methods.append(
-                finite(entry if row.break_even is None else {**entry, "pays_below": row.break_even})
-            )
+            if row.break_even is not None:
+                entry.update(pays_above=row.pays_above, pays_below=row.break_even)
+            methods.append(finite(entry))
         return {
             "job": asdict(self.job),
             "cluster": finite(asdict(self.cluster)),
@@ -160,7 +166,7 @@ class Advice:
     def _cells(self, row: Row) -> list[str]:
         time = row.time
         cells = [time.method.label, *map(show_seconds, (time.seconds, time.codec, time.wire))]
-        cells += [show_bytes(time.sent), f"{row.speedup:.2f}x", _show_edge(row.break_even)]
+        cells += [show_bytes(time.sent), f"{row.speedup:.2f}x", _show_range(row)]
         if self.warmup:
             cells.insert(6, f"{row.run_speedup:.2f}x")
         if self.task is not None:
@@ -182,10 +188,15 @@ class Advice:
         return sorted(told) + told_last
 
 
-def _show_edge(edge: float | None) -> str:
-    if edge is None:
+def _show_range(row: Row) -> str:
+    """Return the range of bandwidths in which a method pays; empty for an all-reduce."""
+    above, below = row.pays_above, row.break_even
+    if below is None:
         return ""
-    return {0.0: "never", float("inf"): "any link"}.get(edge) or show_bandwidth(edge)
+    if not above:
+        return {0.0: "never", math.inf: "any link"}.get(below) or show_bandwidth(below)
+    lowest = show_bandwidth(above)
+    return f"above {lowest}" if below == math.inf else f"{lowest} to {show_bandwidth(below)}"
 
 
 def methods_of(
@@ -302,11 +313,13 @@ def advise(
         speedup = _ratio(plain.seconds, time.seconds)
         if time.method.is_allreduce:
             return Row(time, speedup, speedup, None, None, speedup)
-        edge = break_even(job, cluster, machine, time.method, plain.method) if cluster.ranks > 1 else 0.0
+        above, below = 0.0, 0.0
+        if cluster.ranks > 1:
+            above, below = pays_between(job, cluster, machine, time.method, plain.method)
         exact_steps = warmup if type(time.method) is Method else 0.0
         run = run_speedup(plain.seconds, time.seconds, exact_steps) if time.seconds else 1.0
         known = None if task is None else evidence_of(time.method, warmup=warmup, task=task)
-        found = Row(time, speedup, run, edge, known, run)
+        found = Row(time, speedup, run, below, known, run, above)
         return found if task is None else found._replace(loss_speedup=run / found.steps)
 
     rows = tuple(sorted(map(row, times), key=lambda r: (r.time.seconds, not r.time.method.is_allreduce)))

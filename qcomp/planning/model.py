@@ -12,7 +12,16 @@ from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
 
-__all__ = ["ALLREDUCES", "Method", "StepTime", "break_even", "load", "run_speedup", "step_time"]
+__all__ = [
+    "ALLREDUCES",
+    "Method",
+    "StepTime",
+    "break_even",
+    "load",
+    "pays_between",
+    "run_speedup",
+    "step_time",
+]
 
 ALLREDUCES = ("ring", "tree")
 """The plain methods of averaging."""
@@ -194,7 +203,8 @@ def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
 def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:
     """Return the bandwidth between nodes, in bytes a second, below which a method is faster than a plain one.
 
-    It is 0.0 if the method is not faster on any link, infinity if it is faster on every link.
+    It is the upper end of the range of `pays_between`: 0.0 if the method is not faster on any link, infinity if it is
+    faster on every link or on every fast one.
 
     Examples
     --------
@@ -207,25 +217,40 @@ def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, pla
     >>> f"{8 * edge / 1e9:.1f} Gbit/s"
     '38.2 Gbit/s'
     """
+    return pays_between(job, cluster, machine, method, plain)[1]
+
+
+def pays_between(
+    job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method
+) -> tuple[float, float]:
+    """Return the range of bandwidths between nodes, in bytes a second, in which a method is faster than a plain one.
+
+    A method that sends fewer bytes is faster below a bandwidth, so its range starts at 0.0. One that sends more bytes
+    in fewer messages is faster above a bandwidth, so its range ends at infinity. If the method is faster on the
+    cluster's own link, this link is in the range; if it is not faster on any link, the range is 0.0 to 0.0.
+    """
 
     def gain(bandwidth: float) -> float:
         there = replace(cluster, link=replace(cluster.link, bandwidth=bandwidth))
         return step_time(job, there, machine, plain).seconds - step_time(job, there, machine, method).seconds
 
-    return _last_positive(gain)
+    own = min(max(cluster.link.bandwidth, _SLOWEST), _FASTEST)
+    on_slowest, on_own, on_fastest = (gain(bandwidth) > 0 for bandwidth in (_SLOWEST, own, _FASTEST))
+    if on_own:
+        above = 0.0 if on_slowest else _edge(gain, own, _SLOWEST)
+        return above, math.inf if on_fastest else _edge(gain, own, _FASTEST)
+    if on_slowest:
+        return 0.0, _edge(gain, _SLOWEST, own)
+    return (_edge(gain, _FASTEST, own), math.inf) if on_fastest else (0.0, 0.0)
 
 
-def _last_positive(gain: Callable[[float], float]) -> float:
-    low, high = _SLOWEST, _FASTEST
-    if gain(low) <= 0:
-        return 0.0
-    if gain(high) > 0:
-        return math.inf
-    while (middle := math.sqrt(low * high)) not in (low, high):
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
-        if high <= low * (1 + 1e-15):
+def _edge(gain: Callable[[float], float], inside: float, outside: float) -> float:
+    """Return the last bandwidth with a gain, from one with a gain to one without."""
+    while (middle := math.sqrt(inside * outside)) not in (inside, outside):
+        inside, outside = (middle, outside) if gain(middle) > 0 else (inside, middle)
+        if abs(outside - inside) <= inside * 1e-15:
             break
-    return low
+    return inside
 
 
 def run_speedup(plain: float, compressed: float, warmup: float, exact: float | None = None) -> float:

@@ -22,7 +22,7 @@ from qcomp.planning import (
     warn_if_slower,
 )
 from qcomp.planning.advice import WORTHWHILE
-from qcomp.planning.units import show_seconds
+from qcomp.planning.units import show_bandwidth, show_seconds
 
 JOB = Job(25_000_000, 0.3)
 SLOW, FAST = Cluster(8, Link(12.5e6)), Cluster(8, Link(50e9, 5e-6))
@@ -91,6 +91,18 @@ def test_a_gain_within_the_error_of_the_model_is_not_recommended():
         low, high = (middle, high) if at(middle).compress else (low, middle)
     there = {r.time.method.topology: r.time.seconds for r in at(low).rows}
     assert there["ring"] / there["two_phase"] == pytest.approx(WORTHWHILE, rel=1e-6)
+
+
+def test_a_method_that_pays_only_on_fast_links_is_not_said_to_pay_never():
+    cluster = Cluster(4, Link(125e6, latency=0.05, per_message=0.0))
+    gathered = Method("all_gather", qcomp.Identity())
+    found = advise(Job(10_000, 0.0), cluster, methods=[Method("ring"), gathered])
+    row, entry = found.rows[0], found.document["methods"][0]
+    assert row.time.method is gathered
+    assert (entry["pays_above"], entry["pays_below"]) == (row.pays_above, None)
+    assert 0 < row.pays_above < cluster.link.bandwidth
+    assert f"above {show_bandwidth(row.pays_above)}" in found.text
+    assert "never" not in found.text
 
 
 def test_compression_must_also_beat_uncompressed_sixteen_bits():

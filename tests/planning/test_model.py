@@ -23,6 +23,7 @@ from qcomp.planning import (
     step_time,
 )
 from qcomp.planning.machine import PURE
+from qcomp.planning.model import pays_between
 
 SIZE = 1 << 20
 SIGN, QSGD4 = qcomp.ScaledSign(), qcomp.QSGD(levels=7)
@@ -240,6 +241,28 @@ class TestBreakEven:
             break_even(self.JOB, Cluster(8, BARE), INSTANT, Method("two_phase", SIGN), Method("ring"))
             == math.inf
         )
+
+    def test_fewer_messages_with_more_bytes_pay_above_a_bandwidth(self):
+        """Gathering takes one latency, a ring 14, but exact gathering sends four times the bytes."""
+        job, cluster = Job(10_000, 0.0), Cluster(8, Link(1e9, latency=1e-3, per_message=0.0))
+        machine = replace(CPU, copy=0.0)
+        gathered = Method("all_gather", qcomp.Identity())
+        saved, more = 13e-3, (7 - 2 * 7 / 8) * 4 * job.params
+        for bandwidth in (1e5, more / saved, 1e9):  # the range is the same from every link
+            there = replace(cluster, link=replace(cluster.link, bandwidth=bandwidth))
+            above, below = pays_between(job, there, machine, gathered, Method("ring"))
+            assert (above, below) == (pytest.approx(more / saved), math.inf)
+
+    @pytest.mark.parametrize("codec", [0.0, 12.9e-3, 14e-3])
+    @pytest.mark.parametrize("exponent", range(2, 12, 3))
+    def test_a_method_that_is_faster_on_the_given_link_pays_there(self, codec, exponent):
+        machine = replace(CPU, copy=codec / 90_000)
+        cluster = Cluster(8, Link(10.0**exponent, latency=1e-3, per_message=0.0))
+        job = Job(10_000, 0.0)
+        for method in (Method("all_gather", qcomp.Identity()), Method("two_phase", SIGN)):
+            ring, own = (step_time(job, cluster, machine, m).seconds for m in (Method("ring"), method))
+            above, below = pays_between(job, cluster, machine, method, Method("ring"))
+            assert (above <= cluster.link.bandwidth <= below) == (own < ring)
 
 
 class TestScale:
