@@ -36,8 +36,8 @@ class Row(NamedTuple):
     """Bandwidth between nodes below which the method is faster than that all-reduce: 0 if on no link, infinity if on
     every link above `pays_above`. None for an all-reduce."""
     known: Evidence | None
-    """What is known about the method's steps to a loss. None if nothing is known, and for an all-reduce, which needs as
-    many steps as exact training."""
+    """What is known about the method's steps to a loss. None if nothing is known, and for an exact mean, which needs as
+    many steps as exact training: an all-reduce, or a mean with a lossless compressor."""
     loss_speedup: float
     """Speed-up of a run to the same loss over that all-reduce. If the steps to a loss are not known, the method counts
     `UNMEASURED` steps for each exact one."""
@@ -48,14 +48,19 @@ class Row(NamedTuple):
     @property
     def measured(self) -> bool:
         """Whether the method's steps to a loss are known."""
-        return self.time.method.is_allreduce or (self.known is not None and self.known.ratio is not None)
+        return _is_exact(self.time.method) or (self.known is not None and self.known.ratio is not None)
 
     @property
     def steps(self) -> float:
         """How many steps the comparison counts for each step of exact training."""
-        if self.time.method.is_allreduce:
+        if _is_exact(self.time.method):
             return 1.0
         return UNMEASURED if self.known is None else self.known.counted
+
+
+def _is_exact(method: Method) -> bool:
+    """Return whether every step of a method gets the mean of all gradients, as exact training does."""
+    return type(method) is Method and all(compressor.traits.lossless for compressor in method.sends)
 
 
 @dataclass(frozen=True)
@@ -276,8 +281,8 @@ def advise(
     methods : sequence of Method, optional
         The methods to compare, with at least one all-reduce at full precision; by default those of `methods_for`.
     warmup : float
-        The share of steps that are exact in a run that compresses, as in 1-bit Adam. PowerSGD, Muon and outer loops
-        have none.
+        The share of steps that are exact in a run that compresses, as in 1-bit Adam. PowerSGD, Muon, outer loops and
+        lossless compressors have none.
     task : {"language model", "residual network", "adversarial network"} or None
         The task whose studies tell how many steps a method needs to a loss. None compares only seconds per step.
 
@@ -316,7 +321,7 @@ def advise(
         above, below = 0.0, 0.0
         if cluster.ranks > 1:
             above, below = pays_between(job, cluster, machine, time.method, plain.method)
-        exact_steps = warmup if type(time.method) is Method else 0.0
+        exact_steps = warmup if type(time.method) is Method and not _is_exact(time.method) else 0.0
         run = run_speedup(plain.seconds, time.seconds, exact_steps) if time.seconds else 1.0
         known = None if task is None else evidence_of(time.method, warmup=warmup, task=task)
         found = Row(time, speedup, run, below, known, run, above)

@@ -15,6 +15,7 @@ from qcomp.planning import (
     Link,
     Measured,
     Method,
+    PowerSGDMethod,
     advise,
     break_even,
     methods_of,
@@ -103,6 +104,19 @@ def test_a_method_that_pays_only_on_fast_links_is_not_said_to_pay_never():
     assert 0 < row.pays_above < cluster.link.bandwidth
     assert f"above {show_bandwidth(row.pays_above)}" in found.text
     assert "never" not in found.text
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.5])
+def test_an_exact_mean_needs_the_steps_of_exact_training(warmup):
+    cluster = Cluster(16, Link(1.25e9), ranks_per_node=8)
+    exact = Method("hierarchical", qcomp.Identity())
+    other = PowerSGDMethod(averaging=qcomp.PowerSGD(rank=4))
+    job = replace(JOB, shapes=((5000, 5000),))
+    found = advise(job, cluster, methods=[Method("ring"), exact, other], warmup=warmup)
+    rows = {row.time.method: row for row in found.rows}
+    assert rows[exact].measured
+    assert rows[exact].loss_speedup == rows[exact].run_speedup == rows[exact].speedup
+    assert not rows[other].measured  # its factors are exact, its means are not
 
 
 def test_compression_must_also_beat_uncompressed_sixteen_bits():
