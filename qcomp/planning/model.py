@@ -203,8 +203,7 @@ def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
 def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:
     """Return the bandwidth between nodes, in bytes a second, below which a method is faster than a plain one.
 
-    It is the upper end of the range of `pays_between`: 0.0 if the method is not faster on any link, infinity if it is
-    faster on every link or on every fast one.
+    It is 0.0 if the method is not faster on any link, infinity if it is faster on every link or on every fast one.
 
     Examples
     --------

@@ -61,7 +61,10 @@ def _read(text: str, units: dict[str, float], expected: str) -> float:
     written = _WRITTEN.fullmatch(text.strip())
     if written is None or written[2].lower() not in units:
         raise ValueError(f"{text!r} is not understood; expected {expected}")
-    return float(written[1]) * units[written[2].lower()]
+    value = float(written[1]) * units[written[2].lower()]
+    if value == math.inf:
+        raise ValueError(f"{text!r} is too large; expected {expected}")
+    return value
 
 
 def show_seconds(value: float) -> str:

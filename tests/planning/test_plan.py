@@ -130,6 +130,7 @@ class TestPredicting:
     ("arguments", "message"),
     [
         (["--params", "350X"], "'350X' is not understood; expected a count such as 350M"),
+        (["--params", "1e400"], "argument --params: '1e400' is too large; expected a count such as 350M"),
         (["--link", "10"], "'10' is not understood; expected a bandwidth such as 10gbit"),
         (["--latency", "25"], "'25' is not understood; expected a time such as 25us"),
         (["--ranks", "0"], "--ranks is 0; expected at least 1"),

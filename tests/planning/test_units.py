@@ -61,6 +61,21 @@ def test_an_invalid_time_is_an_error(text):
         units.seconds(text)
 
 
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (units.count, "1e400"),
+        (units.count, "1e300t"),
+        (units.bandwidth, "1e400gbit"),
+        (units.bandwidth, "1e300tbit"),
+        (units.seconds, "1e400s"),
+    ],
+)
+def test_numbers_too_large_for_a_float_are_errors(read, text):
+    with pytest.raises(ValueError, match=f"'{text}' is too large; expected a "):
+        read(text)
+
+
 @pytest.mark.parametrize("exponent", range(-7, 4))
 def test_shown_times_are_read_back(exponent):
     value = 1.23 * 10.0**exponent
