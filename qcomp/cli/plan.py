@@ -37,6 +37,8 @@ examples:
 
 _MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
 _LATENCY = 50e-6
+_MOST_MATRICES = 1 << 17
+"""Enough for 137 billion parameters in the default shape; a comparison then takes about a minute."""
 _SECONDS = "none"
 """The task for which only seconds are compared."""
 _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
@@ -225,16 +227,23 @@ def _job(options: argparse.Namespace, compute: float) -> Job:
             options.overlap_compressed,
             options.exact,
             options.tensors,
-            _shapes(options.params - options.exact, options.exact, options.matrix),
+            () if options.compressor else _shapes(options),
         )
 
 
-def _shapes(elements: int, exact: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of matrices with this many elements, the last with fewer rows, and of a vector of the rest."""
-    count, left = divmod(max(0, elements), shape[0] * shape[1])
-    rows, left = divmod(left, shape[1])
-    rest = [(rows, shape[1])] * (rows > 0) + [(left + exact,)] * (left + exact > 0)
-    return (*[shape] * count, *rest)
+def _shapes(options: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of matrices with all parameters, the last with fewer rows, and of a vector of the rest."""
+    height, width = options.matrix
+    number, left = divmod(max(0, options.params - options.exact), height * width)
+    if number > _MOST_MATRICES:
+        raise UsageError(
+            f"--matrix is {height}x{width}, and --params {options.params} would be {number} of them; expected at most "
+            f"{_MOST_MATRICES} matrices: give the shape of larger ones, or a --compressor"
+        )
+    rows, left = divmod(left, width)
+    left += options.exact
+    rest = [(rows, width)] * (rows > 0) + [(left,)] * (left > 0)
+    return (*[(height, width)] * number, *rest)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ The numbers of bytes come from the messages and payloads of the implementations 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
@@ -24,6 +25,11 @@ from qcomp.planning.model import ALLREDUCES, Method, StepTime, load
 
 __all__ = ["MuonMethod", "OuterMethod", "PowerSGDMethod"]
 
+_Shapes = tuple[tuple[int, ...], ...]
+_Messages = tuple[Sequence[int], Sequence[int]]
+
+_KEPT = 16
+"""Layouts that are kept: a comparison predicts each method on many links, which change no message."""
 _EXACT_BYTES = 4
 """Bytes of an exact element."""
 _OUTER_COPIES = 5
@@ -72,16 +78,13 @@ class PowerSGDMethod(Method):
         """Return the predicted time of a step; see `step_time`."""
         if machine.low_rank is None:
             raise ValueError("no speed of PowerSGD is known; measure it, or pass a Machine that has low_rank")
-        shapes = _shapes(job, self.label)
-        matrices = [shape for shape in shapes if not self._mean.keeps_exact(shape)]
-        elements = sum(map(math.prod, matrices))
+        matrices, elements, messages = _factors(self._mean, _shapes(job, self.label), cluster.ranks)
         exact = _EXACT_BYTES * (job.params - elements)
-        messages = self._mean.message_sizes(shapes, cluster.ranks)
         exchanges = 2 if len(messages[0]) > 1 else 1  # no factor has an owner between two ranks
         wire, sent = _by_owners(messages, exact, cluster, exchanges=exchanges)
         speed = machine.low_rank
         codec = elements * (speed.fixed + self.averaging.rank * speed.column)
-        codec += len(matrices) * machine.tensor + 2 * exchanges * machine.call
+        codec += matrices * machine.tensor + 2 * exchanges * machine.call
         return StepTime(self, job.compute + codec + wire, job.compute, codec, wire, sent)
 
 
@@ -143,23 +146,18 @@ class MuonMethod(Method):
             raise ValueError(
                 "no speed of matrix products is known; measure it, or pass a Machine that has product"
             )
-        matrices = [shape for shape in _shapes(job, self.label) if len(shape) > 1 and math.prod(shape) > 0]
-        elements = sum(map(math.prod, matrices))
+        owned = _owned(self._mean, _shapes(job, self.label), cluster.ranks)
         if self.replicated:
-            work = sum(map(self._mean.rule.cost, matrices))
             plain = min(
                 (Method(kind).step(job, cluster, machine) for kind in ALLREDUCES), key=lambda t: t.seconds
             )
-            codec = work * machine.product
+            codec = owned.work * machine.product
             return plain._replace(method=self, seconds=plain.seconds + codec, codec=codec)
-        work = max(self._mean.work(matrices, cluster.ranks), default=0)
-        exact = _EXACT_BYTES * (job.params - elements)
-        wire, sent = _by_owners(
-            self._mean.message_sizes(matrices, cluster.ranks), exact, cluster, exchanges=1
-        )
+        exact = _EXACT_BYTES * (job.params - owned.elements)
+        wire, sent = _by_owners(owned.messages, exact, cluster, exchanges=1)
         one, other = map(machine.speed, self.sends)
-        codec = elements * (one.encode + one.add + other.encode / cluster.ranks + other.decode)
-        codec += work * machine.product + len(matrices) * machine.tensor + 2 * machine.call
+        codec = owned.elements * (one.encode + one.add + other.encode / cluster.ranks + other.decode)
+        codec += owned.largest_work * machine.product + owned.matrices * machine.tensor + 2 * machine.call
         return StepTime(self, job.compute + codec + wire, job.compute, codec, wire, sent)
 
 
@@ -246,7 +244,7 @@ class OuterMethod(Method):
         return [min(costs, key=lambda cost: cost.seconds)] * pieces
 
 
-def _shapes(job: Job, label: str) -> tuple[tuple[int, ...], ...]:
+def _shapes(job: Job, label: str) -> _Shapes:
     if not job.shapes:
         raise ValueError(
             f"shapes is {job.shapes!r}; expected the shapes of all parameters, on which {label} depends"
@@ -254,9 +252,35 @@ def _shapes(job: Job, label: str) -> tuple[tuple[int, ...], ...]:
     return job.shapes
 
 
-def _by_owners(
-    messages: tuple[Sequence[int], Sequence[int]], exact: int, cluster: Cluster, *, exchanges: int
-) -> tuple[float, float]:
+@lru_cache(_KEPT)
+def _factors(mean: PowerSGDMean, shapes: _Shapes, ranks: int) -> tuple[int, int, _Messages]:
+    """Return the number and the elements of the matrices that PowerSGD approximates, and the bytes of its messages."""
+    matrices = [shape for shape in shapes if not mean.keeps_exact(shape)]
+    return len(matrices), sum(map(math.prod, matrices)), mean.message_sizes(shapes, ranks)
+
+
+class _Owned(NamedTuple):
+    """The matrices that ranks own."""
+
+    matrices: int
+    elements: int
+    messages: _Messages
+    work: int
+    """The cost of the work on all matrices."""
+    largest_work: int
+    """The largest cost of an owner's work."""
+
+
+@lru_cache(_KEPT)
+def _owned(mean: OwnedMean, shapes: _Shapes, ranks: int) -> _Owned:
+    """Return what depends only on the shapes and the number of ranks."""
+    matrices = [shape for shape in shapes if len(shape) > 1 and math.prod(shape) > 0]
+    work = mean.work(matrices, ranks)
+    elements, messages = sum(map(math.prod, matrices)), mean.message_sizes(matrices, ranks)
+    return _Owned(len(matrices), elements, messages, sum(work), max(work, default=0))
+
+
+def _by_owners(messages: _Messages, exact: int, cluster: Cluster, *, exchanges: int) -> tuple[float, float]:
     """Return the seconds and the bytes per rank of the exchanges to owners and from owners.
 
     Parameters

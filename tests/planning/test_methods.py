@@ -10,6 +10,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import run_local
+from qcomp.core.mean.owned import OwnedMean
 from qcomp.core.optimizers.muon import ITERATIONS
 from qcomp.planning import (
     CPU,
@@ -284,6 +285,26 @@ def test_every_compared_method_has_a_time(machine, cluster):
         found = step_time(JOB, cluster, machine, method)
         assert 0 <= found.seconds < math.inf
     assert advise(JOB, cluster, machine).text
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (qcomp.PowerSGDMean, PowerSGDMethod(averaging=qcomp.PowerSGD(rank=2))),
+        (OwnedMean, MuonMethod(optimizer=qcomp.Muon(learning_rate=0.02))),
+    ],
+    ids=["powersgd", "muon"],
+)
+def test_messages_are_laid_out_once_for_all_links(kind, method, monkeypatch):
+    sizes, asked = kind.message_sizes, []
+    monkeypatch.setattr(kind, "message_sizes", lambda *given: asked.append(1) or sizes(*given))
+    shapes = (*SHAPES, (len(method.label), 2))  # of no other test
+    advise(
+        Job(sum(map(math.prod, shapes)), 0.1, shapes=shapes),
+        Cluster(5, BARE),
+        methods=[Method("ring"), method],
+    )
+    assert len(asked) == 1
 
 
 class TestLinks:

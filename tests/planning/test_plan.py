@@ -150,6 +150,14 @@ class TestPredicting:
         (["--exact", "400M"], "--exact is 400000000; expected 0 to 350000000"),
         (["--matrix", "1024"], "'1024' is not understood; expected rows and columns such as 1024x4096"),
         (["--matrix", "0x4"], "'0x4' is not understood"),
+        (
+            ["--matrix", "1x1"],
+            "--matrix is 1x1, and --params 350000000 would be 350000000 of them; expected at most",
+        ),
+        (
+            ["--params", "1e18"],
+            "--matrix is 1024x1024, and --params 1000000000000000000 would be 953674316406 of",
+        ),
         (["--task", "chess"], "invalid choice: 'chess'"),
     ],
 )
@@ -268,6 +276,12 @@ def test_the_shape_of_matrices_changes_the_bytes_of_powersgd(capsys):
 
     assert sent("--matrix", "1024x1024") == sent()
     assert sent("--matrix", "4096x4096") < 0.4 * sent()
+
+
+def test_without_powersgd_and_muon_any_number_of_parameters_is_compared(capsys):
+    found = json.loads(printed(capsys, *EXAMPLE, "--params", "1e18", "--compressor", "sign", "--json"))
+    assert found["job"]["params"] == 10**18
+    assert all(0 < method["step"] < float("inf") for method in found["methods"])
 
 
 def test_methods_can_be_compared_by_seconds_alone(capsys):
