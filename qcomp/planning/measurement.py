@@ -37,6 +37,10 @@ class Measured:
     compute: float | None = None
     spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.compute is not None and not 0 <= self.compute < math.inf:
+            raise ValueError(f"compute is {self.compute!r}; expected seconds, at least 0")
+
     @property
     def document(self) -> dict[str, Any]:
         """The contents of the file that `save` writes, with None for infinity."""
@@ -76,6 +80,9 @@ def _link(document: Mapping[str, Any]) -> Link:
 
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
+    for name in ("ranks", "ranks_per_node"):
+        if type(document[name]) is not int:
+            raise ValueError(f"{name} is {document[name]!r}; expected an integer")
     return Cluster(**{**document, "link": _link(document["link"]), "inside": _link(document["inside"])})
 
 
