@@ -15,7 +15,7 @@ from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, evidence_of
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
-from qcomp.planning.model import Method, StepTime, pays_between, run_speedup, step_time
+from qcomp.planning.model import Method, StepTime, pays_between, require_share, run_speedup, step_time
 from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_seconds
 
 __all__ = ["WORTHWHILE", "Advice", "Row", "advise", "compressors_for", "methods_for", "methods_of"]
@@ -307,6 +307,7 @@ def advise(
     >>> advise(Job(params=350_000_000, compute=0.3), across_the_world).best.time.method.label[:14]
     'every 30 steps'
     """
+    require_share(warmup)
     chosen = methods_for(job, cluster, machine) if methods is None else tuple(methods)
     times = [step_time(job, cluster, machine, method) for method in chosen]
     full = [t for t in times if t.method.is_allreduce and not t.method.half]

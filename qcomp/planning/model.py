@@ -19,6 +19,7 @@ __all__ = [
     "break_even",
     "load",
     "pays_between",
+    "require_share",
     "run_speedup",
     "step_time",
 ]
@@ -252,6 +253,12 @@ def _edge(gain: Callable[[float], float], inside: float, outside: float) -> floa
     return inside
 
 
+def require_share(warmup: float) -> None:
+    """Raise ValueError unless the warm-up is a share of a run."""
+    if not 0 <= warmup <= 1:
+        raise ValueError(f"warmup is {warmup!r}; expected a share from 0 to 1")
+
+
 def run_speedup(plain: float, compressed: float, warmup: float, exact: float | None = None) -> float:
     """Return the speed-up of a whole run whose first steps are exact.
 
@@ -269,6 +276,5 @@ def run_speedup(plain: float, compressed: float, warmup: float, exact: float | N
     >>> round(run_speedup(6.6, 1.0, warmup=0.15), 2)
     3.59
     """
-    if not 0 <= warmup <= 1:
-        raise ValueError(f"warmup is {warmup!r}; expected a share from 0 to 1")
+    require_share(warmup)
     return plain / (warmup * (plain if exact is None else exact) + (1 - warmup) * compressed)

@@ -147,6 +147,12 @@ def test_without_computation_or_ranks_there_is_no_division_by_zero():
     assert advise(Job(1, 0.0), Cluster(1, Link(1e9))).rows[0].speedup == 1.0
 
 
+def test_an_impossible_warm_up_is_an_error_even_if_no_step_has_one():
+    for cluster, methods in ((Cluster(1, Link(1e9)), None), (SLOW, [Method("ring")])):
+        with pytest.raises(ValueError, match=r"warmup is 5; expected a share from 0 to 1"):
+            advise(Job(1, 0.0), cluster, methods=methods, warmup=5)
+
+
 def test_an_uncompressed_method_is_needed():
     with pytest.raises(ValueError, match="no ring or tree"):
         advise(JOB, SLOW, methods=[Method("two_phase", SIGN), Method("ring", half=True)])
