@@ -158,12 +158,24 @@ class Autotune:
         comm : Communicator
         like : array
             Gives the library and device of what is sent.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if a rank's steps took less than no time: its clock went back.
         """
         times, each = (*tuning.times, seconds), self.steps + 1
         if len(times) < each * (len(tuning.again) or len(self.methods)):
             return tuning._replace(times=times)
         medians = [statistics.median(times[start + 1 : start + each]) for start in range(0, len(times), each)]
-        found = [max(of_ranks) for of_ranks in zip(*agreed(comm, medians, like), strict=True)]
+        of_each = agreed(comm, medians, like)
+        for rank, of_rank in enumerate(of_each):
+            if not all(0 <= one < math.inf for one in of_rank):
+                raise ValueError(
+                    f"clock is {self.clock!r}; the steps of rank {rank} take {list(of_rank)} seconds by it, expected "
+                    "at least 0: pass a clock that never goes back, such as time.perf_counter"
+                )
+        found = [max(of_ranks) for of_ranks in zip(*of_each, strict=True)]
         if tuning.again:
             lowest = list(tuning.seconds)
             for number, again in zip(tuning.again, found, strict=True):

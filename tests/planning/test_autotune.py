@@ -1,6 +1,7 @@
 """The choice during the first steps: the same on all ranks, and without losing anything."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -219,6 +220,22 @@ class TestErrors:
             tuner = Autotune(**{"methods": {"a": EXACT}, **(other if comm.rank else {})})
             with pytest.raises(qcomp.MismatchError):
                 tuner.init(np.ones(4), comm)
+
+        run_local(2, rank_main)
+
+    @pytest.mark.parametrize("seconds", [-1.0, math.nan])
+    def test_a_clock_that_goes_back_on_one_rank_is_an_error_on_every_rank(self, seconds):
+        def rank_main(comm):
+            times = [seconds if comm.rank else 1.0] * 4
+            tuner = Autotune({"a": EXACT, "b": EXACT}, steps=1, clock=Told(*times))
+            x = np.ones(4, dtype=np.float32)
+            state = tuner.init(x, comm)
+            for _ in range(3):
+                _, state = tuner(x, state, comm)
+            with pytest.raises(
+                ValueError, match=r"the steps of rank 1 take .* pass a clock that never goes back"
+            ):
+                tuner(x, state, comm)
 
         run_local(2, rank_main)
 
