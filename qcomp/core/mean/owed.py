@@ -67,11 +67,16 @@ def _ranges(mean: CompressedMean, state: MeanState, rank: int) -> Residuals:
 
 def _workers(mean: CompressedMean, state: MeanState, own: Residuals, sizes: Sequence[int]) -> int:
     """Return the number of ranks that keep a residual for an element, including servers that are not workers for it."""
-    if _covered(own.worker) == sum(sizes) and not mean.resolved.wants_nodes:
+    all_are_workers = _covered(own.worker) == sum(sizes) and not mean.resolved.wants_nodes
+    if mean.kinds[1] != _SERVER or all_are_workers:
         return state.size  # the layouts of the other ranks are not needed
     ranges = [own if rank == state.rank else _ranges(mean, state, rank) for rank in range(state.size)]
     served = sum(_covered(each.server) - _overlap(each.server, each.worker) for each in ranges)
-    return round((sum(_covered(each.worker) for each in ranges) + served) / sum(sizes))
+    lossy = {segment.tensor for each in ranges for kind in each for segment in kind if segment.size}
+    elements = sum(sizes[number] for number in lossy)
+    return (
+        round((sum(_covered(each.worker) for each in ranges) + served) / elements) if elements else state.size
+    )
 
 
 def _covered(chunk: Chunk) -> int:
